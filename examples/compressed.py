@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import KVStore, arrays
+from mpikv import KVStore
+from mpikv.arrays import as_numpy
 
 # of each optimizer whose memory workers can keep, the codecs with which they do: its steps are better before those
 LATE = {"sgd": frozenset({"2bit", "topk"}), "adam": frozenset({"1bit", "2bit", "topk"})}
@@ -106,7 +107,7 @@ class Memory:
 def fill(array: Any, values: np.ndarray, name: str) -> None:
     """Write the values into an array, or a tensor on any device."""
     host = array.cpu() if hasattr(array, "cpu") else array
-    arrays.write(host, values, name)
+    as_numpy.write(host, values, name)
     if host is not array:
         array.copy_(host)
 

@@ -48,8 +48,8 @@ from torch_networks import NETWORKS
 from usage import Parser
 
 from mpikv import KVStore, MpikvError, Trainer, kv, optimizers
+from mpikv.common.progress import Progress
 from mpikv.data import SplitSampler, split_and_load
-from mpikv.progress import Progress
 
 DATASETS = {"cifar10": image_sets.cifar10, "fashion-mnist": image_sets.fashion_mnist}
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}

@@ -12,8 +12,8 @@ from usage import Parser
 
 import mpikv.jax as mj
 from mpikv import kv
+from mpikv.common.progress import shown
 from mpikv.data import SplitSampler
-from mpikv.progress import shown
 
 
 def logits(weights, images):

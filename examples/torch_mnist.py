@@ -13,7 +13,7 @@ from usage import Parser
 
 import mpikv.torch as mt  # mpikv
 from mpikv import SplitSampler, kv  # mpikv
-from mpikv.progress import shown
+from mpikv.common.progress import shown
 
 
 def tensors(x, y):

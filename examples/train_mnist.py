@@ -37,10 +37,10 @@ from networks import NETWORKS, Network
 from usage import Parser
 
 from mpikv import KVStore, MpikvError, Parameter, Trainer, kv, optimizers
+from mpikv.arrays.devices import use
+from mpikv.common.files import replace_file
+from mpikv.common.progress import Progress
 from mpikv.data import Images, SplitSampler, split_and_load
-from mpikv.devices import use
-from mpikv.files import replace_file
-from mpikv.progress import Progress
 
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
 EVALUATION_BATCH = 500  # images at once: the activations of LeNet then take 30 MB

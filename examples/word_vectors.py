@@ -28,7 +28,7 @@ from fetched import ROOT
 from usage import Parser
 
 from mpikv import KVStore, MpikvError, RowSparse, SplitSampler, kv, optimizers
-from mpikv.progress import Progress
+from mpikv.common.progress import Progress
 
 BIBLE = ROOT / "data/bible.txt"
 HOW_TO_GET_ONE = f"""no text. Give one by --text FILE, or, where Debian's packages are to be had:

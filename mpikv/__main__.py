@@ -11,14 +11,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mpikv import models
 from mpikv._version import __version__
-from mpikv.bench.options import add_parser as add_bench
-from mpikv.bench.start import Parser
-from mpikv.data.records_options import add_parser as add_records
-from mpikv.launch.options import add_parser as add_launch
-from mpikv.launch.submit import add_parser as add_submit
-from mpikv.plan.options import add_parser as add_plan
+from mpikv.commands import models
+from mpikv.commands.bench.options import add_parser as add_bench
+from mpikv.commands.bench.start import Parser
+from mpikv.commands.launch.options import add_parser as add_launch
+from mpikv.commands.launch.submit import add_parser as add_submit
+from mpikv.commands.plan.options import add_parser as add_plan
+from mpikv.commands.records_options import add_parser as add_records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from mpikv.info import show  # noqa: PLC0415
+    from mpikv.commands.info import show  # noqa: PLC0415
 
     return show(model=options.model, every_rank=options.all)
 

@@ -42,7 +42,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
-from mpikv.checks import LARGEST, LONGEST_S, meant, options, path, shown, wrong
+from mpikv.common.checks import LARGEST, LONGEST_S, meant, options, path, shown, wrong
 from mpikv.errors import ConfigError
 
 PREFIX = "MPIKV_"

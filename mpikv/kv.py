@@ -12,21 +12,22 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from mpikv import device_paths, device_trials, notices, worker_device
-from mpikv import spec as store_spec
-from mpikv.assembly import assemble, local_store
-from mpikv.checks import wrong
+from mpikv.common.checks import wrong
 from mpikv.config import Config
-from mpikv.device_paths import Told
+from mpikv.create import device_trials, notices, worker_device
+from mpikv.create import spec as store_spec
+from mpikv.create.assembly import assemble, local_store
+from mpikv.create.spec import StoreSpec
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
-from mpikv.placement import Members
+from mpikv.placement import device_paths
+from mpikv.placement.device_paths import Told
+from mpikv.placement.place import Members
+from mpikv.placement.topology import labels, topology
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
-from mpikv.spec import StoreSpec
-from mpikv.topology import labels, topology
 from mpikv.transports.memory import LocalTransport
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _check_process(name: str) -> None:
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.processes import Processes  # noqa: PLC0415
+    from mpikv.create.processes import Processes  # noqa: PLC0415
 
     world = MPI.COMM_WORLD
     if world.Get_size() > 1:

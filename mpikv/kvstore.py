@@ -10,18 +10,20 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 
-from mpikv import checks, devices, optimizers, shapes, tensors
-from mpikv.arrays import dtype_named, shape_and_dtype
-from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
-from mpikv.checks import shown
+from mpikv import optimizers
+from mpikv.arrays import devices, shapes, tensors
+from mpikv.arrays.as_numpy import dtype_named, shape_and_dtype
+from mpikv.arrays.devices import Device
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_sparse import RowSparse, is_sparse
+from mpikv.calls.forms import CallForms, Item, Keys, Targets, Values, finished
+from mpikv.calls.prepared import PreparedCalls, may_come_again
+from mpikv.calls.rows import RowCalls
 from mpikv.codecs import compression
-from mpikv.devices import Device
+from mpikv.common import checks
+from mpikv.common.checks import shown
 from mpikv.errors import KeyExists, MpikvError, PeerError, UnsupportedError
-from mpikv.keys import KeyInfo
-from mpikv.prepared import PreparedCalls, may_come_again
-from mpikv.reductions import SUM, Reduction
-from mpikv.row_calls import RowCalls
-from mpikv.row_sparse import RowSparse, is_sparse
+from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.strategies.base import Entry, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file

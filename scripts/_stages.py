@@ -42,7 +42,7 @@ import grids  # noqa: E402
 import jobs  # noqa: E402
 import report  # noqa: E402
 
-RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
+RUNNER = tuple(f"tests/unit/runner/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
 OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
 FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are three stages, since they take longest: the jobs that fail, are killed or are stopped; those of
@@ -85,7 +85,7 @@ class Versions:
     def selected(self) -> list[str]:
         """The files of tests."""
         names = [("unit", name) for name in self.units] + [("mpirun", name) for name in self.jobs]
-        paths = [path for folder, name in names for path in sorted((ROOT / "tests" / folder).glob(f"test_{name}.py"))]
+        paths = [path for folder, name in names for path in sorted((ROOT / "tests" / folder).rglob(f"test_{name}.py"))]
         return [str(path.relative_to(ROOT)) for path in paths]
 
 
@@ -220,16 +220,17 @@ def without_mpi(mpi: jobs.Mpi) -> list[Stage]:
 
     Each names the folder and what it leaves out: for each file that is named pytest would look at all of the folder.
     """
-    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit").glob("test_*.py"))]
-    stores = [file for file in files if file.startswith("tests/unit/test_store_")]
-    first = [file for file in files if file < "tests/unit/test_s" and file not in RUNNER]
-    last = [file for file in files if file > "tests/unit/test_s" and file not in stores]
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit").rglob("test_*.py"))]
+    stores = [file for file in files if file.startswith("tests/unit/kvstore/")]
+    others = [file for file in files if file not in stores and file not in RUNNER]
+    first = [file for file in others if file < "tests/unit/o"]
+    last = [file for file in others if file not in first]
     return [
         Stage("unit", title, mpi, paths, LIMIT_S, options=[f"--ignore={file}" for file in files if file not in own])
         for title, paths, own in (
-            ("without MPI, a to r", ["tests/unit"], first),
+            ("without MPI, a to n", ["tests/unit"], first),
             ("without MPI, stores", ["tests/unit"], stores),
-            ("without MPI, s to z and properties", ["tests/unit", "tests/property"], last),
+            ("without MPI, o to z and properties", ["tests/unit", "tests/property"], last),
         )
     ]
 

@@ -61,7 +61,8 @@ def run_rank(options: argparse.Namespace) -> None:
     import numpy as np  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
 
-    from mpikv import kv, models  # noqa: PLC0415
+    from mpikv import kv  # noqa: PLC0415
+    from mpikv.commands import models  # noqa: PLC0415
 
     comm = MPI.COMM_WORLD
     shapes = models.shapes(options.network)

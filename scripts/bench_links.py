@@ -37,7 +37,7 @@ from typing import Any
 
 import _hosts  # lies beside this file
 
-from mpikv.bench.tcp import TOKEN_BYTES, accept, connect
+from mpikv.commands.bench.tcp import TOKEN_BYTES, accept, connect
 
 TCP_BYTES = 16 << 20
 TCP_PORT = 29777
@@ -151,7 +151,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
     """Names, and the elements of each key that is exchanged in one call."""
-    from mpikv.models import shapes  # noqa: PLC0415
+    from mpikv.commands.models import shapes  # noqa: PLC0415
 
     for n_mib in options.mib.split(",") if options.mib else ():
         yield f"{n_mib} MiB", [int(n_mib) << 18]

@@ -130,7 +130,7 @@ def run_rank(options: argparse.Namespace) -> None:
     from mpi4py import MPI  # noqa: PLC0415
 
     from mpikv import kv  # noqa: PLC0415
-    from mpikv.models import shapes  # noqa: PLC0415
+    from mpikv.commands.models import shapes  # noqa: PLC0415
 
     comm = MPI.COMM_WORLD
     layers = range(options.layers)

@@ -23,8 +23,8 @@ from mpi4py import MPI
 from mpikv import kv
 from mpikv.collectives.shared import add_all
 from mpikv.collectives.shared_plans import in_place_plan
+from mpikv.commands.numbers import at_least, size
 from mpikv.hostmemory.segment import open_host_memory
-from mpikv.numbers import at_least, size
 
 FLOAT = np.dtype(np.float32)
 

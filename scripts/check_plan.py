@@ -98,7 +98,7 @@ def params_of(text: str) -> dict[str, Any] | None:
 def speeds_of(params: dict[str, Any] | None) -> dict[Any, Any]:
     """Of the codecs, on this machine."""
     from mpikv.codecs import compression  # noqa: PLC0415
-    from mpikv.plan.calibrate import speed_of  # noqa: PLC0415
+    from mpikv.commands.plan.calibrate import speed_of  # noqa: PLC0415
 
     travels = compression.make(params)
     return {} if travels.plain else {codec: speed_of(codec) for codec in (travels.push, travels.pull)}
@@ -162,8 +162,8 @@ def quiet_barrier(comm: Any) -> None:
 
 def plan_of(workload: str) -> Any:
     """What the plan exchanges."""
-    from mpikv import models  # noqa: PLC0415
-    from mpikv.plan.workload import of_bytes, of_model  # noqa: PLC0415
+    from mpikv.commands import models  # noqa: PLC0415
+    from mpikv.commands.plan.workload import of_bytes, of_model  # noqa: PLC0415
 
     return of_model(workload) if workload in models.NAMES else of_bytes(int(float(workload[:-1]) * (1 << 20)))
 
@@ -176,9 +176,9 @@ def compare(
     case: workload, type of the store, servers, compression, and how fast its codecs are.
     """
     from mpikv.codecs import compression  # noqa: PLC0415
-    from mpikv.plan import allreduce  # noqa: PLC0415
-    from mpikv.plan import servers as with_servers  # noqa: PLC0415
-    from mpikv.plan.costs import Costs, Link  # noqa: PLC0415
+    from mpikv.commands.plan import allreduce  # noqa: PLC0415
+    from mpikv.commands.plan import servers as with_servers  # noqa: PLC0415
+    from mpikv.commands.plan.costs import Costs, Link  # noqa: PLC0415
 
     workload, name, servers, text, speeds = case
     travels = compression.make(params_of(text))

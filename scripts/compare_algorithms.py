@@ -1,4 +1,4 @@
-"""Compare the allreduce algorithms on this machine: the measurement behind the table in `mpikv/placement.py`.
+"""Compare the allreduce algorithms on this machine: the measurement behind the table in `mpikv/placement/place.py`.
 
     mpirun --oversubscribe --bind-to none -n 4 python scripts/compare_algorithms.py
 

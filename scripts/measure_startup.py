@@ -87,11 +87,11 @@ def measure_threads(options: argparse.Namespace, ranks: int) -> list[list[Any]]:
     """Stores over thread ranks, on as many hosts."""
     import threading  # noqa: PLC0415
 
-    from mpikv.assembly import assemble  # noqa: PLC0415
     from mpikv.config import Config  # noqa: PLC0415
-    from mpikv.placement import Members  # noqa: PLC0415
+    from mpikv.create.assembly import assemble  # noqa: PLC0415
+    from mpikv.create.spec import parse  # noqa: PLC0415
+    from mpikv.placement.place import Members  # noqa: PLC0415
     from mpikv.server.roles import assign  # noqa: PLC0415
-    from mpikv.spec import parse  # noqa: PLC0415
     from mpikv.testing.ranks import spawn  # noqa: PLC0415
 
     hosts = tuple(f"h{i}" for i in range(ranks))

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.errors import MpikvError
 
 State = dict[str, HostArray]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import compiled
-from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
-from mpikv.checks import number
+from mpikv.arrays import compiled
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray, sum_dtype
 from mpikv.codecs.base import Codec, State
+from mpikv.common.checks import number
 
 BLOCK_ELEMS = 1 << 15  # 128 KiB of float32: four such arrays are in the second cache of any core of these years
 FLOAT32 = np.dtype(np.float32)

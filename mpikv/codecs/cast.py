@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv import compiled
-from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
+from mpikv.arrays import compiled
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray, sum_dtype
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, Numbers, empty
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 
 SETTLING_ROUNDS = 2  # after a change of form: memory is new, and others may still be at the round before
 SAMPLES = 5

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.checks import shown
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
 from mpikv.codecs.identity import IDENTITY
-from mpikv.keys import Key, KeyInfo
-from mpikv.placement import Wire
+from mpikv.common.checks import shown
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.place import Wire
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16, HostArray
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, residual_of, spans, step_of
+from mpikv.common.checks import shown
 
 STEPS = 2  # of the codec at a time: they still stay in the cache, and Python's own time is spent half as often
 _FLOATS = (np.dtype(np.float16), BFLOAT16, FLOAT32, np.dtype(np.float64))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import Numbers
 

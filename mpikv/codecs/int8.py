@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import compiled
-from mpikv.arrays import HostArray
-from mpikv.checks import whole
+from mpikv.arrays import compiled
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, empty, spans, step_of
+from mpikv.common.checks import whole
 
 _SCALE = np.dtype("<f4")
 _LEAST = np.finfo(np.float32).tiny

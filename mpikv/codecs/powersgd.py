@@ -35,10 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.checks import whole
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, empty, spans, step_of
+from mpikv.common.checks import whole
 
 FLOAT64 = np.dtype(np.float64)
 _FACTOR = np.dtype("<f4")

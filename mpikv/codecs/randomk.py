@@ -24,12 +24,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.checks import whole
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32, empty
 from mpikv.codecs.sparse import Sparse
+from mpikv.common.checks import whole
 
 _PUSH, _VALUE = np.dtype("<u8"), np.dtype("<f4")
 _MASK = (1 << 64) - 1

@@ -15,8 +15,7 @@ from dataclasses import asdict, fields
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from mpikv import compiled
-from mpikv.checks import flag, meant, shown
+from mpikv.arrays import compiled
 from mpikv.codecs.base import Codec
 from mpikv.codecs.cast import BFloat16, Float16
 from mpikv.codecs.error_feedback import ErrorFeedback, takes_error_feedback
@@ -27,6 +26,7 @@ from mpikv.codecs.powersgd import PowerSGD
 from mpikv.codecs.randomk import RandomK
 from mpikv.codecs.topk import TopK
 from mpikv.codecs.twobit import TwoBit
+from mpikv.common.checks import flag, meant, shown
 
 ENTRY_POINTS = "mpikv.codecs"
 _FEEDBACK = "error_feedback"

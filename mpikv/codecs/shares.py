@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 
-from mpikv.checks import number
+from mpikv.common.checks import number
 
 
 def ratio(what: str, value: object) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import compiled
-from mpikv.arrays import HostArray
+from mpikv.arrays import compiled
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import InBlocks, empty, positive, residual_of
 

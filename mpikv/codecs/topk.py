@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.checks import whole
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32, empty
 from mpikv.codecs.sparse import Sparse
+from mpikv.common.checks import whole
 from mpikv.errors import MpikvError
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")

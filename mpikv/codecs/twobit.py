@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.blocks import FLOAT32, as_float32, empty, forget_what_is_not_finite, spans, step_of
 from mpikv.codecs.threshold import Threshold
 

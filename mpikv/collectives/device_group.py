@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Request, Waiter, Waking, wakes
 from mpikv.spaces.device import DeviceSpace
 from mpikv.transports.base import Group, Transport

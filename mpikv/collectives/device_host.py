@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpikv.arrays import sum_dtype
+from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Steps
-from mpikv.placement import most_owners
+from mpikv.placement.place import most_owners
 from mpikv.transports.base import Group
 
 

@@ -27,12 +27,12 @@ from types import ModuleType
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import halving_doubling, naive
 from mpikv.collectives.ring import Circle, passing
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
 from mpikv.engine.request import Steps
-from mpikv.topology import topology
+from mpikv.placement.topology import topology
 from mpikv.transports.base import Group
 
 # One ring's part of up to so many bytes takes as long as a few messages: fewer steps then win over equal shares of the

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.labelled import Comparison, Said
 from mpikv.engine.request import Waiter
 from mpikv.hostmemory.counters import Counters, Reached, table_bytes

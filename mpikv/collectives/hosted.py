@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
@@ -31,7 +31,7 @@ from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Span, Stage, cut, drive
 from mpikv.engine.request import Steps, Waiter
 from mpikv.hostmemory.sums import in_order, newest_first, scaled
-from mpikv.topology import topology
+from mpikv.placement.topology import topology
 from mpikv.transports.base import Group
 
 Take = Callable[[Span], None]

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.digests import digest
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.digests import digest
+from mpikv.common.labels import Label
 from mpikv.engine.request import Request, Waiter, Waking, wakes
-from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
 
 MIXED, WRONG = 1, 2

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.labelled import NOTE_BYTES, Comparison, said_in
 from mpikv.engine.request import Steps
 from mpikv.errors import UnsupportedError

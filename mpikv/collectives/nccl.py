@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.errors import MpikvError, UnsupportedError
-from mpikv.placement import CACHE_LINE_BYTES
+from mpikv.placement.place import CACHE_LINE_BYTES
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.gpu import Gpu
 

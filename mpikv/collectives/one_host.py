@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.parts import HERE, Coming, Parts

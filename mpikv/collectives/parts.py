@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span, Stage, drive
 from mpikv.engine.request import Steps, Waiter
 

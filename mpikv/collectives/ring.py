@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.parts import HERE, Landing, Parts
 from mpikv.collectives.stages import (
     DEVICE_SEGMENT_BYTES,

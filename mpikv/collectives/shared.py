@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.sums import Way, way_of
 from mpikv.hostmemory.together import FREE
-from mpikv.reductions import SUM, Reduction
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
 

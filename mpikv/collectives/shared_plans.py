@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
-from mpikv.reductions import SUM, Reduction
 
 CHUNK_BYTES = 512 << 10  # measured: less waits too often, more leaves the cache before it is copied out
 SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Request, Steps, Waiter, Waking, wakes
 from mpikv.transports.base import Group
 

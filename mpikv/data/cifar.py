@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
+from mpikv.common import checks
+from mpikv.common.files import check_regular
 from mpikv.data.datasets import ArrayDataset
 from mpikv.data.rows import Rows
-from mpikv.files import check_regular
 from mpikv.runtime.abort import tells
 
 _IMAGE = (3, 32, 32)

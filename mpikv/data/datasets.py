@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
+from mpikv.common import checks
 from mpikv.data.idx import open_idx
 from mpikv.data.parts import bounds, check_part
 from mpikv.data.rows import Rows

@@ -20,9 +20,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
+from mpikv.common import checks
+from mpikv.common.files import open_regular
 from mpikv.data.parts import bounds, check_part
-from mpikv.files import open_regular
 from mpikv.runtime.abort import tells
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from mpikv.checks import shown
+from mpikv.common.checks import shown
 
 EXTENSIONS = (".jpeg", ".jpg", ".png")
 

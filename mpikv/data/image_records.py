@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
+from mpikv.common import checks
 from mpikv.data.record_file import RecordFile
 from mpikv.data.recordio import DamagedRecord
 from mpikv.errors import UnsupportedError

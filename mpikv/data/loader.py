@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
+from mpikv.common import checks
 from mpikv.data.prefetch import Prefetch
 from mpikv.data.split import SplitSampler
 from mpikv.runtime.abort import tells

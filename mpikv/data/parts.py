@@ -7,7 +7,7 @@ empty.
 
 from __future__ import annotations
 
-from mpikv import checks
+from mpikv.common import checks
 
 
 def check_part(num_parts: int, part_index: int) -> tuple[int, int]:

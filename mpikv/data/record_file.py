@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
+from mpikv.common import checks
 from mpikv.data.parts import bounds, check_part
 from mpikv.data.record_index import Index, index_path, read_index
 from mpikv.data.recordio import DamagedRecord, FileBytes, after_record, byte_range, next_head, read_record

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv.checks import shown
-from mpikv.files import open_regular, replace_file
+from mpikv.common.checks import shown
+from mpikv.common.files import open_regular, replace_file
 
 
 class Index(NamedTuple):

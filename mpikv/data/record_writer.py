@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from mpikv import checks
+from mpikv.common import checks
+from mpikv.common.files import replacing
 from mpikv.data.record_index import index_path, write_index
 from mpikv.data.recordio import encoded
-from mpikv.files import replacing
 from mpikv.runtime.abort import tells
 
 

@@ -21,8 +21,8 @@ import struct
 from collections.abc import Iterator
 from typing import IO
 
+from mpikv.common.files import open_regular
 from mpikv.errors import MpikvError
-from mpikv.files import open_regular
 
 MAGIC = struct.pack("<I", 0xCED7230A)
 WHOLE, FIRST, MIDDLE, LAST = range(4)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mpikv import checks
+from mpikv.common import checks
 
 
 class Rows:

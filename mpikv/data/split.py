@@ -24,10 +24,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv import checks
-from mpikv.arrays import as_host
-from mpikv.checks import shown
-from mpikv.devices import Device, put, several
+from mpikv.arrays.as_numpy import as_host
+from mpikv.arrays.devices import Device, put, several
+from mpikv.common import checks
+from mpikv.common.checks import shown
 from mpikv.runtime.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from mpikv.clock import MACHINE_CLOCK, Clock
+from mpikv.common.clock import MACHINE_CLOCK, Clock
 
 POLLS = 20  # an 8-byte message between two idle ranks is there within about ten polls
 YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping

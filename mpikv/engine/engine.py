@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from mpikv.clock import MACHINE_CLOCK, Clock
+from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.backoff import Backoff, wait_until
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
-from mpikv.digests import digest
+from mpikv.common.digests import digest
 from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Steps

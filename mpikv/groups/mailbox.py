@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Predicate, Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Group, Incoming

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives import naive, ring
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
-from mpikv.placement import bounds_of, choose
+from mpikv.placement.place import bounds_of, choose
 from mpikv.transports.base import Group
 
 DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each part straight to its owner

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.hostmemory.sums import Way, way_of
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.groups.board import Board
 from mpikv.transports.base import Arrival, Transport

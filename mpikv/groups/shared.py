@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.shared_plans import part_of
 from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError

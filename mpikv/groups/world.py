@@ -23,7 +23,7 @@ from mpikv.groups.service import HOLDER, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import Watch
 from mpikv.hostmemory.segment import HostMemory, aligned
-from mpikv.placement import Members
+from mpikv.placement.place import Members
 from mpikv.runtime import abort, library
 from mpikv.transports.base import Group, Transport
 
@@ -174,7 +174,7 @@ def _open(config: Config) -> World:
         raise
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.processes import Processes  # noqa: PLC0415
+    from mpikv.create.processes import Processes  # noqa: PLC0415
 
     comm = MPI.COMM_WORLD
     if comm.Get_size() > 1:

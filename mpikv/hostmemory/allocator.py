@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.hostmemory.segment import HostMemory, Region
 
 PAGE_BYTES = 4096

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 
 ALIGN_BYTES = 64  # a cache line: two ranks that write side by side must not take it from each other
 WORD_BYTES = 8

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
-from mpikv.compiled import add_half, cast_into
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.compiled import add_half, cast_into
 
 Combine = Callable[..., object]  # of two arrays, with the result in `out`: one of NumPy's functions, or like it
 Way = Callable[[HostArray, Sequence[HostArray]], None]  # `out` becomes what the arrays make

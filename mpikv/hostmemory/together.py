@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpikv.clock import MACHINE_CLOCK, Clock
-from mpikv.digests import MASK
+from mpikv.common.clock import MACHINE_CLOCK, Clock
+from mpikv.common.digests import MASK
 from mpikv.engine.backoff import Backoff
 from mpikv.hostmemory.counters import Counters
 from mpikv.hostmemory.segment import ORDERED, fence

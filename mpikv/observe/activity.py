@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from mpikv.clock import MACHINE_CLOCK, Clock
+from mpikv.common.clock import MACHINE_CLOCK, Clock
 
 
 class Activity:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mpikv.checks import shown
-from mpikv.keys import Key
+from mpikv.common.checks import shown
+from mpikv.placement.keys import Key
 
 
 class Waiting(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mpikv.checks import meant, shown
+from mpikv.common.checks import meant, shown
 from mpikv.optimizers.adadelta import AdaDelta
 from mpikv.optimizers.adagrad import AdaGrad
 from mpikv.optimizers.adam import Adam, AdamW

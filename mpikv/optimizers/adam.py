@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers.base import Array, Optimizer
 from mpikv.optimizers.fields import flag, number
 from mpikv.optimizers.step import Step

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn, TypeGuard
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, HostArray, dtype_of
+from mpikv.arrays.as_numpy import BFLOAT16, SUPPORTED_DTYPES, HostArray, dtype_of
 from mpikv.errors import StatesFileError, UnsupportedError
 
 HEADER = "header.json"

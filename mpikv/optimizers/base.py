@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16, HostArray, is_space_array
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray, is_space_array
+from mpikv.common.checks import shown
 from mpikv.errors import ShapeMismatch, UnsupportedError
-from mpikv.keys import Key
 from mpikv.optimizers import blocks
 from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
@@ -34,6 +33,7 @@ from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
 from mpikv.optimizers.scratch import Scratch
 from mpikv.optimizers.step import State, Step
+from mpikv.placement.keys import Key
 from mpikv.spaces.base import SpaceArray
 
 if TYPE_CHECKING:

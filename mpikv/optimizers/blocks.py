@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.compiled import cast_into
+from mpikv.arrays.compiled import cast_into
 from mpikv.optimizers.scratch import Scratch
 from mpikv.spaces.base import SpaceArray
 

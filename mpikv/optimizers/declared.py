@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from mpikv.checks import meant, options, shown
+from mpikv.common.checks import meant, options, shown
 from mpikv.optimizers.fields import Field, factors, field, flag, number, texts
 from mpikv.optimizers.schedules import schedule
 from mpikv.runtime.abort import tells

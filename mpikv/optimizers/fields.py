@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpikv import checks
-from mpikv.checks import shown
-from mpikv.keys import Key, check_key
+from mpikv.common import checks
+from mpikv.common.checks import shown
+from mpikv.placement.keys import Key, check_key
 
 Check = Callable[[str, str, Any], Any]
 """Gets the optimizer's and the attribute's name and a value. Returns the value in its one plain type, so that numbers

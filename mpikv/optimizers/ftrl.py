@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.checks import shown
 from mpikv.optimizers.base import Array, Optimizer
 from mpikv.optimizers.fields import number
 from mpikv.optimizers.step import Step

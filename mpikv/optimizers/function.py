@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray, is_elsewhere
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray, is_elsewhere
+from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
-from mpikv.keys import Key
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.identity import identity
 from mpikv.optimizers.step import State
+from mpikv.placement.keys import Key
 
 UserFunction = Callable[[HostArray, HostArray, Any], Any]
 

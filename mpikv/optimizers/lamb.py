@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers.adam import RunningMeans
 from mpikv.optimizers.fields import flag, number
 from mpikv.optimizers.norms import norm

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers.base import Array, Optimizer, Scalar
 from mpikv.optimizers.fields import flag, number, texts
 from mpikv.optimizers.norms import norm

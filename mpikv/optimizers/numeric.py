@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import SUPPORTED_DTYPES, is_space_array
+from mpikv.arrays.as_numpy import SUPPORTED_DTYPES, is_space_array
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)

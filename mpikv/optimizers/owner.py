@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.checks import shown
+from mpikv.common.checks import shown
+from mpikv.common.labels import PLAIN, Label, label_of
 from mpikv.errors import MpikvError
-from mpikv.keys import KeyInfo
-from mpikv.labels import PLAIN, Label, label_of
 from mpikv.optimizers.base import FACTOR, Optimizer
 from mpikv.optimizers.states import in_space
 from mpikv.optimizers.step import State
+from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 

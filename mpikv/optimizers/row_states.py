@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpikv.keys import KeyInfo
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part, part_of
 from mpikv.optimizers.step import State
+from mpikv.placement.keys import KeyInfo
 
 ROWS = "rows"
 

@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.keys import KeyInfo
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.row_ids import Ids
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AttributesId, Owner
 from mpikv.optimizers.row_states import ROWS
 from mpikv.optimizers.states import Part, part_of
 from mpikv.optimizers.step import State
-from mpikv.row_ids import Ids
+from mpikv.placement.keys import KeyInfo
 
 
 class Places:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from mpikv import checks
-from mpikv.checks import shown
+from mpikv.common import checks
+from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.fields import Check, Field
 from mpikv.optimizers.identity import identity

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 
 SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
 

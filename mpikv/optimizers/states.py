@@ -22,13 +22,13 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of, host_view, is_device
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import SUPPORTED_DTYPES, HostArray, dtype_of, host_view, is_device
+from mpikv.common.checks import shown
+from mpikv.common.files import open_regular, replace_file
 from mpikv.errors import StatesFileError, UnsupportedError
-from mpikv.files import open_regular, replace_file
-from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.optimizers.archive import damaged, read_archive, write_archive
 from mpikv.optimizers.step import State
+from mpikv.placement.keys import Key, KeyInfo, check_key
 from mpikv.spaces.base import Space
 
 KIND = "mpikv optimizer states"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.step import Step
 

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.checks import meant, options, shown
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.checks import meant, options, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.fields import field

@@ -31,10 +31,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from mpikv import tracebacks
 from mpikv.config import wants_full_tracebacks
 from mpikv.observe.activity import Activity
-from mpikv.runtime import launcher, printed, unmet
+from mpikv.runtime import launcher, printed, tracebacks, unmet
 from mpikv.runtime.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpikv.devices import CUPY_PACKAGES, DRIVER
+from mpikv.arrays.devices import CUPY_PACKAGES, DRIVER
 
 NAME_BYTES = 256  # more than the name of any GPU
 KERNEL_MODULE = "/proc/driver/nvidia/version"

@@ -16,15 +16,14 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from mpikv import wire
-from mpikv.arrays import HostArray, dtype_of
+from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
-from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.placement.keys import KeyInfo
 from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
 from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, Source
@@ -35,6 +34,7 @@ from mpikv.spaces.base import Space
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
+from mpikv.transports import wire
 
 Waiting = tuple[int, wire.Header, HostArray]
 _Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Request
 from mpikv.server.memory import Block, Pool
 from mpikv.spaces.device import DeviceSpace

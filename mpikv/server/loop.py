@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.backoff import Backoff
 from mpikv.engine.request import Done, Predicate, Request, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, Reply
+from mpikv.transports import wire
 from mpikv.transports.base import Incoming, Transport
 from mpikv.transports.handed import Handed
 from mpikv.transports.memory import HELD, LocalTransport

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.spaces.base import Space
 
 

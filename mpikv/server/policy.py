@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.labels import Label
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.common.labels import Label
 from mpikv.optimizers.owner import AttributesId
-from mpikv.reductions import SUM, Reduction
 
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 

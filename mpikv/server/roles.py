@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mpikv.config import PLACEMENTS
 from mpikv.errors import ConfigError
-from mpikv.topology import topology
+from mpikv.placement.topology import topology
 
 MANY = 8  # more numbers than these are said as the first ones and the last
 

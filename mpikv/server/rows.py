@@ -18,19 +18,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv import row_ids, wire
-from mpikv.arrays import HostArray, dtype_of, sum_dtype
-from mpikv.checks import shown
+from mpikv.arrays import row_ids
+from mpikv.arrays.as_numpy import HostArray, dtype_of, sum_dtype
+from mpikv.arrays.row_ids import Ids
+from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
-from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import Part
-from mpikv.row_ids import Ids
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.server.events import Event, Refusal, Reply
 from mpikv.server.policy import Contribution, Policy
 from mpikv.session.contests import refusal, refused
-from mpikv.wire import Header
+from mpikv.transports import wire
+from mpikv.transports.wire import Header
 
 
 class Pushed(NamedTuple):

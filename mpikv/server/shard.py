@@ -19,25 +19,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import BY_CODE, SUM
 from mpikv.codecs.base import Codec
 from mpikv.codecs.base import State as CodecState
 from mpikv.codecs.compression import Compression
 from mpikv.codecs.identity import IDENTITY
+from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
-from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_of, slice_state
 from mpikv.optimizers.step import State
-from mpikv.reductions import BY_CODE, SUM
+from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.session.contests import refusal, refused
-from mpikv.wire import HANDED_PUSH, PLAIN_PUSH, Header
+from mpikv.transports.wire import HANDED_PUSH, PLAIN_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
 

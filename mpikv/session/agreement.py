@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mpikv.checks import shown
+from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, UnsupportedError
-from mpikv.keys import Key
+from mpikv.placement.keys import Key
 
 Name = Key
 Item = tuple[str, Name]

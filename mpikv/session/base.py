@@ -11,15 +11,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
 from mpikv.engine.request import Request
 from mpikv.errors import MpikvError
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST, Spaces
 

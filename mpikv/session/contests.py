@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mpikv.common.labels import Label
 from mpikv.errors import ConfigError
-from mpikv.labels import Label
 from mpikv.session.agreement import grouped
 
 ASK_AFTER_S = 1e-3  # workers that change their labels together do so within less, and need not be asked

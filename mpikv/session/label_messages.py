@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpikv.clock import Clock
-from mpikv.labels import Label
+from mpikv.common.clock import Clock
+from mpikv.common.labels import Label
 from mpikv.session.contests import Brought, Dispute, Judge, Labels, Series, Verdict
 from mpikv.transports.base import Group
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpikv.keys import Key
-from mpikv.labels import Label
+from mpikv.common.labels import Label
 from mpikv.optimizers.base import FACTOR, Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
+from mpikv.placement.keys import Key
 from mpikv.session.contests import Series
 
 if TYPE_CHECKING:

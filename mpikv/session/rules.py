@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpikv.checks import shown
 from mpikv.codecs.identity import IDENTITY
+from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
 from mpikv.session.agreement import Disagreement, Name, Rule, first, grouped
 from mpikv.spaces.named import HOST

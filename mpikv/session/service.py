@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import wire
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
-from mpikv.keys import Key
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
+from mpikv.placement.keys import Key
 from mpikv.session import cross_waits
 from mpikv.session.agreement import Agreement, Item, Name, Verdict
 from mpikv.session.contests import Judge
@@ -37,6 +36,7 @@ from mpikv.session.label_messages import KINDS, LabelMessages
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.proposals import Proposal, Reply
 from mpikv.session.stop import Answer, Leader, Order, Reader
+from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"

@@ -15,22 +15,23 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from mpikv import compiled, device_paths, wire
-from mpikv.arrays import dtype_of
-from mpikv.checks import shown
+from mpikv.arrays import compiled
+from mpikv.arrays.as_numpy import dtype_of
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Compression, Compressions
 from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives import blobs
+from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
-from mpikv.placement import Members
+from mpikv.placement import device_paths
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.place import Members
 from mpikv.session.agreement import Agreement, Disagreement, Item, Name
 from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.session.own_updates import OwnUpdates
@@ -38,6 +39,7 @@ from mpikv.session.proposals import Reply
 from mpikv.session.rules import RULES
 from mpikv.session.service import Control
 from mpikv.spaces.named import Spaces
+from mpikv.transports import wire
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 from mpikv.transports.ordered import OrderedTransport

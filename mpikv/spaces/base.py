@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Request
 
 SpaceArray = Any

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv import tensors
-from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, dtype_named
+from mpikv.arrays import tensors
+from mpikv.arrays.as_numpy import BFLOAT16, SUPPORTED_DTYPES, dtype_named
 from mpikv.errors import UnsupportedError
 from mpikv.spaces.gpu import Gpu
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
-from mpikv.arrays import write as write_host
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import write as write_host
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Request
 from mpikv.errors import StallError

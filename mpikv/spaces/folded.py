@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 
 WAYS = 16
 BLOCK_ELEMS = 1 << 14  # on the host: the two blocks that it works on stay in a core's L1 and L2 cache

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.devices import CUPY_PACKAGES, current, has_context, import_cupy
+from mpikv.arrays.devices import CUPY_PACKAGES, current, has_context, import_cupy
 from mpikv.errors import MpikvError, UnsupportedError
 
 LEAST_CUPY = 14  # 13 takes and gives another type for NCCL's ids, has no bfloat16, and does not find the NCCL wheel

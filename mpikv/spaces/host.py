@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, host_view, is_elsewhere, sum_devices, write
-from mpikv.compiled import cast_into
+from mpikv.arrays.as_numpy import HostArray, host_view, is_elsewhere, sum_devices, write
+from mpikv.arrays.compiled import cast_into
 from mpikv.engine.request import Done, Request
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import host_view, sum_dtype
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import host_view, sum_dtype
+from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
-from mpikv.keys import KeyInfo
+from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device import DeviceSpace

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.spaces.gpu import Gpu
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs

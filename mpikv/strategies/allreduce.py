@@ -16,20 +16,20 @@ from typing import Any
 
 import cloudpickle
 
-from mpikv.arrays import HostArray
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
+from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory.segment import HostMemory
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
-from mpikv.reductions import SUM, Reduction
-from mpikv.row_ids import Ids
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE, HOST

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import is_space_array
-from mpikv.keys import KeyInfo
+from mpikv.arrays.as_numpy import is_space_array
+from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import SpaceArray
 
 Flat = tuple[SpaceArray, tuple[SpaceArray, ...]]  # a key's value and its outs, flat

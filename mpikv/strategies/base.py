@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.keys import Key, KeyInfo
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part, StatesFile
-from mpikv.reductions import SUM, Reduction
-from mpikv.row_ids import Ids
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE, HOST, Spaces

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import Reduction
 from mpikv.errors import ConfigError
-from mpikv.keys import KeyInfo
-from mpikv.reductions import Reduction
+from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import Spaces

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from mpikv import buckets
-from mpikv.checks import shown
 from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
+from mpikv.common.checks import shown
 from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Joined, Owner
+from mpikv.placement import buckets
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers

@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
 from mpikv.codecs.base import State
 from mpikv.codecs.choice import Choice
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span
-from mpikv.keys import KeyInfo, partitions
-from mpikv.placement import Placement
+from mpikv.placement.keys import KeyInfo, partitions
+from mpikv.placement.place import Placement
 from mpikv.spaces.base import Space
 from mpikv.strategies.device_pieces import DevicePieces, pieces_in
 from mpikv.strategies.pieces import Pieces
+from mpikv.transports import wire
 
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
+from mpikv.common.checks import shown
 from mpikv.errors import StatesFileError
-from mpikv.keys import Key
 from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
+from mpikv.placement.keys import Key
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
 from mpikv.strategies.base import Strategy

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpikv.checks import shown
+from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import UnsupportedError
-from mpikv.keys import KeyInfo
+from mpikv.placement.keys import KeyInfo
 from mpikv.transports.base import Transport
 
 

@@ -29,8 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Completion, Predicate, Request, Steps
 from mpikv.hostmemory.allocator import Segment
@@ -42,6 +41,7 @@ from mpikv.strategies.client_key import ClientKey, Messages, Route
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.exchange import Client, Item
 from mpikv.strategies.pieces import Pieces
+from mpikv.transports import wire
 
 LEAST_BYTES, MOST_ALIKE_BYTES = 4096, 8 << 20  # lengths between them that differ little share memory
 

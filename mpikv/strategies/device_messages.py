@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.device_group import DeviceGroup
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
-from mpikv.keys import KeyInfo
-from mpikv.placement import Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_way import DeviceWay
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import Codec, State, state_brought
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
-from mpikv.keys import KeyInfo
+from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.pieces import Encoding, Pieces

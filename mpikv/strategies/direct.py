@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.shared import WORDS, Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
-from mpikv.digests import digest, history_hash
+from mpikv.common.checks import shown
+from mpikv.common.digests import digest, history_hash
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.patience import Patience
 from mpikv.hostmemory.segment import aligned
 from mpikv.hostmemory.together import Together
-from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
-from mpikv.reductions import Reduction
+from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import flattened

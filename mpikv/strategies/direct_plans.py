@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.shared import Plan
 from mpikv.collectives.shared_plans import Piece, Region, in_place_plan
 from mpikv.hostmemory.segment import ALIGN_BYTES
-from mpikv.reductions import Reduction
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.queues import RoundQueue

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.choice import Choice
@@ -42,8 +42,8 @@ from mpikv.collectives.labelled import Comparison, DecodingGroup
 from mpikv.collectives.parts import whole
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
 from mpikv.engine.request import Done, Request, Steps
-from mpikv.keys import KeyInfo
-from mpikv.placement import Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Placement
 from mpikv.strategies.pieces import Encoding, Pieces
 from mpikv.strategies.ways import WAYS, Alone, Means, Way
 from mpikv.transports.base import Group

@@ -16,8 +16,8 @@ from typing import Any, cast
 from mpikv.codecs.base import Codec
 from mpikv.collectives.broadcast import broadcast
 from mpikv.engine.request import Steps
-from mpikv.keys import KeyInfo
-from mpikv.placement import Path, Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Path, Placement
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.encoded import Encoded

@@ -20,15 +20,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
 from mpikv.observe.stall import Waiting
-from mpikv.reductions import SUM, Reduction
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import ClientKey, Messages, Route, Value
+from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.handed import Handed
 from mpikv.transports.memory import LocalTransport

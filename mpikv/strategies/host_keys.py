@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.host_key import Arrays, HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
@@ -30,10 +30,10 @@ from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Region, aligned, fence
+from mpikv.placement.topology import topology
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.peers import Peers
 from mpikv.spaces.peers import table_bytes as peers_bytes
-from mpikv.topology import topology
 
 LOG_ENTRIES = 1024
 LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpikv.arrays import HostArray
-from mpikv.digests import digest
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.digests import digest
 
 
 class KeyCall:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpikv import wire
-from mpikv.arrays import sum_dtype
+from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives.stages import Span
-from mpikv.keys import KeyInfo
-from mpikv.placement import Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.transports import wire
 
 if TYPE_CHECKING:
     from mpikv.strategies.ways import Means

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mpikv.arrays import HostArray, sum_dtype
-from mpikv.keys import Key, KeyInfo
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, Owner
 from mpikv.optimizers.row_table import RowTable
-from mpikv.reductions import SUM, Reduction
-from mpikv.row_ids import Ids
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.base import Entry, Loaded, Read, Strategy, Write

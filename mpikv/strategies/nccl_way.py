@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import Comparison, Said
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
+from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import MpikvError, StallError
-from mpikv.keys import KeyInfo
-from mpikv.placement import Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_way import DeviceWay
 from mpikv.transports.base import Group

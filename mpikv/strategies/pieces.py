@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import cut_anew
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, Span, cut
 from mpikv.engine.request import Steps
-from mpikv.keys import KeyInfo
+from mpikv.placement.keys import KeyInfo
 
 MOST_ELEMS = 1 << 18  # of a piece: 1 MiB of float32, some milliseconds to encode
 STEP_ELEMS = 1 << 10  # pieces end at multiples of it: no codec has bytes there that belong to two of them

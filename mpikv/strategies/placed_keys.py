@@ -18,12 +18,12 @@ from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
-from mpikv.placement import Members, Path, Placement, place
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.place import Members, Path, Placement, place
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray

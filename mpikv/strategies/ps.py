@@ -16,22 +16,21 @@ from typing import Any
 
 import cloudpickle
 
-from mpikv import wire
-from mpikv.arrays import HostArray
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.codecs.choice import Choice, Choices
+from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
-from mpikv.placement import add_load, as_told, on_server, place
-from mpikv.reductions import SUM, Reduction
-from mpikv.row_ids import Ids
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.place import add_load, as_told, on_server, place
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.device import DeviceSpace
@@ -44,6 +43,7 @@ from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
+from mpikv.transports import wire
 from mpikv.transports.handed import Handed
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}

@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpikv.arrays import HostArray
-from mpikv.checks import shown
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
+from mpikv.common.checks import shown
+from mpikv.common.labels import Label
 from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
-from mpikv.keys import KeyInfo
-from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
-from mpikv.reductions import SUM, Reduction
+from mpikv.placement.keys import KeyInfo
 from mpikv.session.contests import Labels
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink

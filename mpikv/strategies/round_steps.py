@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
 from mpikv.optimizers.owner import Owner

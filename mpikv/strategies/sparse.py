@@ -20,18 +20,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpikv import row_ids, wire
-from mpikv.arrays import HostArray
-from mpikv.checks import shown
+from mpikv.arrays import row_ids
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
+from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate, Request, Steps
-from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
-from mpikv.placement import place_rows
-from mpikv.row_ids import Ids
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.place import place_rows
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.exchange import Client
+from mpikv.transports import wire
 
 
 class _Key:

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 
-from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.engine.request import Predicate, Steps
-from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
-from mpikv.row_ids import Ids
-from mpikv.row_sparse import RowSparse
+from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.exchange import Client
 from mpikv.strategies.sparse import RowClient
+from mpikv.transports import wire
 
 
 class OwnedRows(Protocol):

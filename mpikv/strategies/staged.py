@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
-from mpikv.keys import KeyInfo
-from mpikv.placement import Path, Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Path, Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpikv.checks import shown
+from mpikv.common.checks import shown
 from mpikv.errors import MpikvError, StatesFileError
-from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import states
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.row_states import check_rows, join_rows, slice_rows
 from mpikv.optimizers.states import Part, part_of
 from mpikv.optimizers.step import State
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import Session
 from mpikv.strategies import codec_states
 from mpikv.strategies.base import Loaded, Strategy

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.choice import Choices
 from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
@@ -24,8 +24,8 @@ from mpikv.collectives.parts import HERE, Parts, whole
 from mpikv.collectives.select import ALGORITHMS, IN_PARTS
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
-from mpikv.keys import KeyInfo
-from mpikv.placement import Path, Placement
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Path, Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpikv import codecs
-from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray, sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.error_feedback import ErrorFeedback

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mpikv import spec as store_spec
-from mpikv.assembly import assemble
 from mpikv.codecs.compression import Compression, Compressions
 from mpikv.collectives.nccl import Nccl
 from mpikv.collectives.nccl_introduction import introduce
 from mpikv.config import Config
-from mpikv.device_paths import Told, choose
+from mpikv.create import spec as store_spec
+from mpikv.create.assembly import assemble
 from mpikv.kvstore import KVStore
-from mpikv.placement import Members
+from mpikv.placement.device_paths import Told, choose
+from mpikv.placement.place import Members
 from mpikv.server.roles import assign
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.gpu import Gpu

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpikv import tensors
-from mpikv.arrays import BFLOAT16, HostArray, dtype_named
+from mpikv.arrays import tensors
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray, dtype_named
 from mpikv.kvstore import KVStore
 from mpikv.spaces.callers import gpu_of
 

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpikv import buckets, tensors
-from mpikv.arrays import HostArray, dtype_of
+from mpikv.arrays import tensors
+from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.codecs.compression import NONE, Compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.kvstore import KVStore, Request
+from mpikv.placement import buckets
 from mpikv.torch.arrays import dtype_name, is_dense, on_store
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mpikv import tensors as tensors_
-from mpikv.arrays import HostArray
-from mpikv.collective_calls import CollectiveCalls
+from mpikv.arrays import tensors as tensors_
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.groups.keyless import CollectiveCalls
 from mpikv.torch import arrays, gpu_calls
 from mpikv.torch.arrays import array_of
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpikv import kv
-from mpikv.collective_calls import CollectiveCalls
+from mpikv.groups.keyless import CollectiveCalls
 from mpikv.kvstore import KVStore
 
 

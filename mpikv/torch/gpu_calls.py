@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mpikv.arrays import dtype_of
-from mpikv.collective_calls import PIECE_BYTES, CollectiveCalls, size_class
+from mpikv.arrays.as_numpy import dtype_of
 from mpikv.errors import ShapeMismatch
+from mpikv.groups.keyless import PIECE_BYTES, CollectiveCalls, size_class
 from mpikv.kvstore import KVStore
 from mpikv.session.workers import Workers
 from mpikv.torch.arrays import dtype_name, on_store

@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpikv import tensors
+from mpikv.arrays import tensors
 from mpikv.codecs.compression import make
-from mpikv.collective_calls import CollectiveCalls, difference
+from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
-from mpikv.notices import warn_of_codec
+from mpikv.groups.keyless import CollectiveCalls, difference
 from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Untaken

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from mpikv.buckets import LIMIT_BYTES
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
+from mpikv.placement.buckets import LIMIT_BYTES
 from mpikv.torch import arrays, buffers
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
 from mpikv.torch.steps import Steps
-from mpikv.torch_parameter import came_later
+from mpikv.trainer.torch_parameter import came_later
 
 _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mpikv.buckets import LIMIT_BYTES
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
+from mpikv.placement.buckets import LIMIT_BYTES
 from mpikv.torch import arrays
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.default import calls_of

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, ReduceOp
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.groups.group import Call, Options, RankGroup
 from mpikv.groups.operators import OPERATORS, Operator

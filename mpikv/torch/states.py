@@ -9,7 +9,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from mpikv.arrays import dtype_of
+from mpikv.arrays.as_numpy import dtype_of
 from mpikv.errors import ShapeMismatch
 from mpikv.kvstore import KVStore
 from mpikv.torch import buffers

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 
 Flags = npt.NDArray[np.bool_]
 _DIGEST_BYTES = 4

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.clock import Clock
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.clock import Clock
 from mpikv.engine.request import Request
 
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpikv.arrays import HostArray
-from mpikv.clock import Clock
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.clock import Clock
 from mpikv.engine.request import Completion, Request, Waiter, Waking, wakes
 from mpikv.errors import MpikvError
 from mpikv.transports.base import Incoming, Transport

@@ -28,7 +28,7 @@ from functools import partial
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Done, Request
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment

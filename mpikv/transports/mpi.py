@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpikv.arrays import HostArray
-from mpikv.clock import MACHINE_CLOCK
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Completion, Request
 from mpikv.errors import ShapeMismatch

@@ -37,10 +37,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Completion, Request, wakes
 from mpikv.errors import MpikvError
+from mpikv.transports import wire
 from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray
-from mpikv.clock import MACHINE_CLOCK, Clock
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.request import Completion, Request
 from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Transport

@@ -33,6 +33,6 @@ RESULT=''; trap 'end $?' EXIT
 done
 [ -n "$PYTHON_ENV" ] || fail "no Python environment was found: set PYTHON_ENV, activate one before submitting, or make .venv in $PWD"
 [ -x "$PYTHON_ENV/bin/python" ] || fail "PYTHON_ENV=$PYTHON_ENV has no bin/python on $(hostname); all hosts must share its disk"
-TEMPLATES=$(trap '' USR1 USR2; exec "$PYTHON_ENV/bin/python" -c 'import mpi4py, mpikv.launch.batch as batch; print(batch.TEMPLATES)') ||
+TEMPLATES=$(trap '' USR1 USR2; exec "$PYTHON_ENV/bin/python" -c 'import mpi4py, mpikv.commands.launch.batch as batch; print(batch.TEMPLATES)') ||
     fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py: install them"
 . "$TEMPLATES/job.sh" sge-mpirun

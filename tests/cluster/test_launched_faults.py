@@ -1,7 +1,7 @@
 """`mpikv launch` over three hosts with a real sshd, when something goes wrong: what it says, its status, what is left.
 
 Nothing may be left on any host 10 s after the launcher has ended. Where a host cannot be reached any more, its own
-processes must notice that, which takes them 30 s (`mpikv/launch/channel.py`).
+processes must notice that, which takes them 30 s (`mpikv/commands/launch/channel.py`).
 """
 
 from __future__ import annotations

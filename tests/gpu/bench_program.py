@@ -8,7 +8,7 @@ import sys
 import gpus
 
 from mpikv.__main__ import main
-from mpikv.bench import device_probes
+from mpikv.commands.bench import device_probes
 
 kind, _, least = sys.argv[1].partition(":")
 if least or kind == "fake":

@@ -46,7 +46,7 @@ def use(kind: str, replace: Callable[[Any, str, Any], None] = setattr, *, n_gpus
         return User(importlib.import_module("cupy"))
     import fake_cupy
 
-    from mpikv import worker_device
+    from mpikv.create import worker_device
     from mpikv.runtime.cuda_driver import Devices
     from mpikv.spaces.gpu import Gpu
 

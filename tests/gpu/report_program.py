@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jobs
 
-from mpikv.numbers import size as bytes_of
+from mpikv.commands.numbers import size as bytes_of
+from mpikv.commands.tables import Column, Table
 from mpikv.runtime import cuda_driver
-from mpikv.tables import Column, Table
 
 PROGRAM = str(jobs.ROOT / "tests/gpu/bench_program.py")
 PATHS = ("ipc", "staged", "nccl", "mpi")

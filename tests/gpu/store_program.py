@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv import kv, optimizers
-from mpikv.arrays import BFLOAT16
+from mpikv.arrays.as_numpy import BFLOAT16
 from mpikv.config import Config
 
 SHAPES = [(1,), (13, 7), (5003,), (0,), (70_001,)]

@@ -106,7 +106,7 @@ def test_a_gpu_that_is_not_there(gpu: Any) -> None:
 CONTEXTS = """
 import numpy as np
 from mpikv import kv
-from mpikv.devices import has_context
+from mpikv.arrays.devices import has_context
 with kv.create("device") as store:
     store.init("w", np.zeros(1000, np.float32))
     store.pushpull("w", np.ones(1000, np.float32))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from mpi_stores import full, on_workers, uniform
 
-from mpikv import Config, kv, optimizers, wire
+from mpikv import Config, kv, optimizers
 from mpikv.engine.request import Predicate
+from mpikv.transports import wire
 
 SETTINGS = Config(timeout_s=30)
 TAGS = [wire.TAG_CONTROL, wire.TAG_REQUEST, wire.TAG_STATES, wire.TAG_REPLY, wire.TAG_REPLY + 1]

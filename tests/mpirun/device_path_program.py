@@ -10,7 +10,8 @@ from unittest import mock
 
 import numpy as np
 
-from mpikv import kv, worker_device
+from mpikv import kv
+from mpikv.create import worker_device
 from mpikv.runtime import cuda_driver
 from mpikv.spaces.gpu import Gpu
 

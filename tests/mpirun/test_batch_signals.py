@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import Job, Mpi, Running, environment
 
-from mpikv.launch import batch
+from mpikv.commands.launch import batch
 
 PROGRAM = str(Path(__file__).with_name("batch_program.py"))
 LIMIT_S = 90

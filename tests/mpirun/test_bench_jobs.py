@@ -14,7 +14,7 @@ import frameworks
 import pytest
 from jobs import ROOT, Job, find_mpi, mpirun
 
-from mpikv.models import shapes
+from mpikv.commands.models import shapes
 
 SIZES = {"4": 4, "16": 16, "64": 64, "256": 256, "1K": 1024, "4K": 4096, "16K": 16384, "64K": 65536}
 RAW, PACKED = "raw MPI", "raw MPI, packed"
@@ -227,7 +227,7 @@ def test_a_way_of_training_that_is_wrong_fails_the_run(tmp_path: Path) -> None:
     program.write_text(
         "import sys\n"
         "from mpikv.__main__ import main\n"
-        "from mpikv.bench import train_ways\n"
+        "from mpikv.commands.bench import train_ways\n"
         "class Wrong(train_ways.RawFlat):\n"
         "    def exchange(self):\n"
         "        super().exchange()\n"

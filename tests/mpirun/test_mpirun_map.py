@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import find_mpi, mpirun
 
-from mpikv import models
+from mpikv.commands import models
 
 PROGRAM = """
 import sys

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.config import Config
-from mpikv.keys import KeyInfo
-from mpikv.placement import Members, Placement, add_load, as_told, bounds_of, least_loaded, most_owners, place
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Members, Placement, add_load, as_told, bounds_of, least_loaded, most_owners, place
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
@@ -75,7 +75,7 @@ def test_every_rank_finds_the_same(store, n, number, whole, data):
 
 @given(members(), sizes)
 def test_the_path(store, n):
-    """What the head of mpikv/placement.py says of each."""
+    """What the head of mpikv/placement/place.py says of each."""
     found = place(store, key(0, n), load_bytes=[0] * len(store.owners))
     owned_by_workers = store.synchronous and not store.servers
     automatic = store.config.algorithm == store.config.shared_memory == "auto" and store.memory

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv import wire
-from mpikv.keys import even_bounds, partitions, plan_of_bounds, whole_bounds
+from mpikv.placement.keys import even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.server.roles import assign
+from mpikv.transports import wire
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
 parts = st.integers(1, 40)

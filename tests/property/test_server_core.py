@@ -13,13 +13,14 @@ from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv import optimizers, wire
+from mpikv import optimizers
+from mpikv.arrays.reductions import REDUCTIONS
 from mpikv.errors import MpikvError
-from mpikv.reductions import REDUCTIONS
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Refusal, Reply
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.testing.reference import ReferenceStore
+from mpikv.transports import wire
 
 SIZES = (3, 1, 8, 7)
 KEYS = range(len(SIZES))

@@ -36,7 +36,7 @@ MODULES = (
     "mpikv.optimizers",
     "mpikv.errors",
     "mpikv.config",
-    "mpikv.clock",
+    "mpikv.common.clock",
     "mpikv.testing.groups",
     "mpikv.testing.ranks",
     "mpikv.testing.reference",

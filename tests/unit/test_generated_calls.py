@@ -26,6 +26,7 @@ from store_modes import Mode, mode_id
 
 import mpikv
 from mpikv import Config, KVStore, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
+from mpikv.common.checks import shown
 from mpikv.data import read_idx, split_and_load, split_data
 
 CALLS = int(os.environ.get("MPIKV_TEST_CALLS", grids.examples(500)))  # of each kind
@@ -107,7 +108,7 @@ def use_object(pick: Random, made: Any) -> str:
     if name == "shape":
         return outcome(name, lambda: made.shape)[0]
     value = argument(pick, name, 0.5)
-    return outcome(f"{type(made).__name__}.{name} = {mpikv.checks.shown(value)}", lambda: setattr(made, name, value))[0]
+    return outcome(f"{type(made).__name__}.{name} = {shown(value)}", lambda: setattr(made, name, value))[0]
 
 
 CLASSES = [getattr(optimizers, name) for name in optimizers.__all__ if isinstance(getattr(optimizers, name), type)]

@@ -1,0 +1,1 @@
+"""Arrays of any library, and rows of them, as the store sees them."""

@@ -1,0 +1,93 @@
+"""Integer-valued arrays whose sum over the ranks is known exactly, in every dtype.
+
+Element i of rank r is `i % period + r % 3 + 1`, so the sum over p ranks is `p * (i % period) + sum of (r % 3 + 1)`. The
+period is as long as the sum stays below the largest number up to which the dtype holds every integer, so that a sum is
+right in any order of adding or wrong. Filling and checking go block by block, so that neither needs memory of the
+array's size nor leaves more than the array itself in the caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpikv.arrays.as_numpy import HostArray
+
+# All integers up to here are exact: two to the power of the digits of the significand; int8 ends at 127.
+EXACT = {"float16": 2048, "bfloat16": 256, "float32": 1 << 24, "float64": 1 << 53, "int8": 127, "uint8": 255}
+LONGEST_PERIOD = 13  # prime, so that no chunk or segment of a power of two looks like the one beside it
+BLOCK_ELEMS = LONGEST_PERIOD * 1260  # a multiple of every number up to 10, and small enough for a core's cache
+
+
+class Values(Protocol):
+    """What arrays of a benchmark are filled with and compared with, wherever they are: see `Pattern`."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        """Return a new array of zeros."""
+        ...
+
+    def fill(self, array: Any, sign: int = 1) -> None:
+        """Begin to write this rank's values, times `sign`, which may be 0."""
+        ...
+
+    def is_total(self, array: Any, factor: int = 1) -> bool:
+        """Whether it holds the sum over all ranks, times `factor`, exactly."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all that was begun with arrays."""
+        ...
+
+    def delivered(self) -> None:
+        """Wait until results of calls that have returned are in the user's arrays."""
+        ...
+
+
+class Pattern:
+    """The values of rank `rank` of `size` in `dtype`, and their sum. Raises ValueError where no exact sum exists."""
+
+    def __init__(self, dtype: np.dtype[np.generic], rank: int, size: int) -> None:
+        offset = sum(other % 3 + 1 for other in range(size))
+        limit = EXACT.get(dtype.name, 1 << 31)
+        period = min(LONGEST_PERIOD, (limit - offset) // size + 1)
+        if period < 1:
+            raise ValueError(f"the sum over {size} ranks cannot be checked in {dtype.name}; choose a wider dtype")
+        index = np.arange(BLOCK_ELEMS // period * period) % period
+        self.mine: HostArray = (index + rank % 3 + 1).astype(dtype)
+        self.total: HostArray = (index * size + offset).astype(dtype)
+        self._negative: HostArray | None = None
+
+    def zeros(self, shape: tuple[int, ...]) -> HostArray:
+        """Return a new array of zeros."""
+        array: HostArray = np.zeros(shape, self.mine.dtype)
+        return array
+
+    def finish(self) -> None:
+        """Wait for all that was begun with arrays: nothing, in host memory."""
+
+    def delivered(self) -> None:
+        """Wait until results of calls that have returned are in the user's arrays: they are, in host memory."""
+
+    def fill(self, array: HostArray, sign: int = 1) -> None:
+        """Write this rank's values, times `sign`, which may be 0, into `array`, contiguous and of any shape."""
+        if sign == 0:
+            array.fill(0)
+            return
+        if sign < 0 and self._negative is None:
+            self._negative = -self.mine
+        block = self.mine if sign > 0 or self._negative is None else self._negative
+        flat = array.reshape(-1)
+        for first in range(0, flat.size, block.size):
+            part = flat[first : first + block.size]
+            part[...] = block[: part.size]
+
+    def is_total(self, array: HostArray, factor: int = 1) -> bool:
+        """Whether `array` holds the sum over all ranks, times `factor`, exactly."""
+        block = self.total if factor == 1 else self.total * self.total.dtype.type(factor)
+        flat = array.reshape(-1)
+        return all(
+            np.array_equal(part, block[: part.size])
+            for first in range(0, flat.size, block.size)
+            for part in (flat[first : first + block.size],)
+        )

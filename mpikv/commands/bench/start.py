@@ -1,0 +1,76 @@
+"""How a benchmark is started: by `mpirun`, or alone with `-n`; then this process becomes an `mpirun` of the same
+command.
+
+It becomes it by exec, so that signals reach `mpirun` and its status is this command's; where a progress bar is to be
+drawn, this process stays beside it. Where a launcher has started the ranks already, `-n` may only repeat their number.
+What is wrong with the options is told once, by rank 0, although every rank finds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mpikv.commands.bench.progress import follow
+from mpikv.commands.mpirun import find_mpirun, identify
+from mpikv.errors import ConfigError
+from mpikv.runtime import launcher
+
+BAD_INPUT = 2
+# NumPy would start a thread per core in every rank.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def environment_rank(environ: Mapping[str, str] | None = None) -> int:
+    """Return this process's rank by its launcher's variables, 0 without a launcher. Needs no MPI."""
+    environ = os.environ if environ is None else environ
+    if launcher.find(environ) is None:
+        return 0  # a batch script has SLURM_PROCID, too
+    return launcher.said_rank(environ)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and errors come from rank 0 alone."""
+
+    def print_help(self, file: object = None) -> None:
+        """See argparse."""
+        if environment_rank() == 0:
+            super().print_help(file)  # type: ignore[arg-type] # argparse says SupportsWrite
+
+    def error(self, message: str) -> NoReturn:
+        """Print how it is used and what is wrong; status 2."""
+        if environment_rank() == 0:
+            super().error(message)
+        launcher.let_rank_0_speak()
+        raise SystemExit(BAD_INPUT)
+
+
+def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process is to become an `mpirun`. Raises ConfigError where `-n` contradicts the launcher."""
+    found = launcher.find(environ)
+    if found is not None and wanted not in (None, found.size):
+        raise ConfigError(f"-n {wanted}, but {found.size} ranks were started by {found}: leave -n out under a launcher")
+    return found is None and wanted is not None
+
+
+def run_mpirun(n: int, arguments: Sequence[str], mode: str, *, bar: bool) -> int:
+    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`; with `bar` stay, draw, and return its status.
+
+    mode: MPIKV_MPI. Raises ConfigError where there is no mpirun.
+    """
+    mpirun = identify(find_mpirun(mode))
+    # More ranks than cores, and several not tied to one.
+    line = [mpirun.program, *mpirun.oversubscribed(), *mpirun.unbound(), "-n", str(n)]
+    line += [sys.executable, "-m", "mpikv", *arguments]
+    env = {**mpirun.environment(), **ONE_THREAD, **os.environ}
+    # `mpikv` may be run from a checkout, which the ranks must find as this process did.
+    here = str(Path(__file__).resolve().parents[3])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    sys.stdout.flush()
+    if not bar:
+        os.execvpe(mpirun.program, line, env)
+    return follow(line, env)

@@ -1,0 +1,314 @@
+"""`mpikv info`: what this installation is made of, for a reader and for a report of a problem.
+
+Alone it describes this process; under `mpirun` rank 0 describes the job, with the map of its ranks. It also works where
+things are wrong: without MPI it says how to get one, beside a wrong `MPIKV_*` variable it says what is valid,
+and a launcher of another MPI than the library is an error that names both.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mpikv._version import __version__
+from mpikv.arrays import compiled
+from mpikv.arrays.devices import CUPY_PACKAGES
+from mpikv.collectives import nccl_introduction
+from mpikv.collectives.nccl import Nccl
+from mpikv.commands import placement_map
+from mpikv.commands.placement_map import ranges
+from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
+from mpikv.create import worker_device
+from mpikv.create.spec import parse as spec_of
+from mpikv.errors import ConfigError
+from mpikv.hostmemory import segment
+from mpikv.placement import device_paths
+from mpikv.placement.place import Members
+from mpikv.placement.topology import pretended, topology
+from mpikv.runtime import cuda_aware, cuda_driver, device_choice, interface, launcher, library
+from mpikv.server.roles import assign
+from mpikv.spaces.gpu import Gpu
+
+# What each array library's packages are called: CuPy's name says which CUDA it was built for.
+ARRAY_LIBRARIES = {
+    "numpy": ("numpy",),
+    "ml_dtypes": ("ml_dtypes",),
+    "cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+}
+
+
+MANY_HOSTS = 16  # more than so many are in the map alone
+
+
+class Row(NamedTuple):
+    """One line of the report; problem: what is wrong with it."""
+
+    label: str
+    text: str
+    problem: bool = False
+
+
+def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_rank: bool = False) -> int:
+    """Print the report, and return the status to exit with. Collective over COMM_WORLD where there is one.
+
+    model: a network of `commands.models` whose keys the map shares out. every_rank: a line for each, however many.
+    """
+    environ = os.environ if environ is None else environ
+    rank, rows = _mpi_rows(environ, model, every_rank=every_rank)
+    rows = [*_own_rows(), *([_gpu_row(environ)] if rank == 0 else []), *rows, *_variable_rows(environ)]
+    failed = any(row.problem for row in rows)
+    if rank == 0:
+        width = max(len(row.label) for row in rows)
+        for row in rows:
+            print(f"{row.label:{width}}  {'ERROR: ' if row.problem else ''}{row.text}".rstrip())
+        sys.stdout.flush()
+    elif failed:
+        launcher.let_rank_0_speak(1.0)  # not longer: after MPI_Finalize rank 0's end does not end this process
+    return 1 if failed else 0
+
+
+def _own_rows() -> Iterator[Row]:
+    """Describe what needs no MPI."""
+    cores = len(os.sched_getaffinity(0))
+    yield Row("mpikv", f"{__version__}, Python {platform.python_version()}, {cores} cores on {socket.gethostname()}")
+    found = []
+    for name, packages in ARRAY_LIBRARIES.items():
+        for package in packages:
+            version = _version(package)
+            if version:
+                found.append(f"{name} {version}" + (f" ({package})" if package != name else ""))
+    yield Row("array libraries", ", ".join(found))
+    yield Row("codecs", compiled.describe())
+
+
+def _gpu_row(environ: Mapping[str, str]) -> Row:
+    """Say which GPUs rank 0 sees, and which of them it would use: its local rank is 0. Asks CuPy if there is a GPU."""
+    devices = cuda_driver.ask()
+    if devices.problem:
+        return Row("GPU", f"none: {devices.problem}")
+    try:
+        used = device_choice.describe(_config(environ).local_device, 0, len(devices.names))
+    except ConfigError as error:
+        return Row("GPU", str(error), problem=True)
+    names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(devices.names).items())
+    return Row("GPU", f"{names} ({devices.version}); in use: {used}{_of_cupy()}")
+
+
+def _of_cupy() -> str:
+    """Say what is wrong with CuPy, by which arrays get to a GPU; "" where nothing is."""
+    if not cuda_driver.has_cupy():
+        return f"; {cuda_driver.NO_CUPY}"
+    try:
+        import cupy  # noqa: PLC0415 - only where there is a GPU: it takes a second
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # noqa: BLE001 - a CuPy for another CUDA than the driver's fails in many ways
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"; CuPy cannot use it: {text}; the packages are {CUPY_PACKAGES}"
+    return ""
+
+
+def _config(environ: Mapping[str, str]) -> Config:
+    try:
+        return Config.from_environ(environ)
+    except ConfigError:
+        return Config()  # the row of the wrong variable says so
+
+
+def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Row]]:
+    """Return this process's rank, and what is known of MPI."""
+    said_rank = launcher.said_rank(environ)
+    config = _config(environ)
+    started_by = launcher.find(environ)
+    try:
+        library.prepare(config.mpi, config.interface, config.timeout_s)
+        from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
+
+        library.check_launcher(MPI.COMM_WORLD.Get_size())
+    except library.NoLibraryError as error:
+        # Alone this is how things are; a launcher's ranks, though, would be jobs of one rank each.
+        return said_rank, [Row("MPI library", f"none: {error}", problem=started_by is not None)]
+    except interface.InterfaceError as error:
+        # Perhaps of this host alone: then rank 0, which waits for this rank in MPI_Init, will never speak.
+        if said_rank != 0 and launcher.said_local_rank(environ) == 0:
+            sys.stdout.write(f"rank {said_rank}: ERROR: {error}\n")
+            sys.stdout.flush()
+        return said_rank, [Row("network", str(error), problem=True)]
+    except ConfigError as error:
+        return said_rank, [Row("MPI library", str(error), problem=True)]
+    found = library.describe()
+    comm = MPI.COMM_WORLD
+    choice = interface.choose(found.name, config.interface)
+    chosen = ", ".join(map(str, choice.interfaces))
+    gpus_seen = placement_map.visible_gpus(environ, config.local_device)
+    told = comm.allgather((socket.gethostname(), gpus_seen, chosen))
+    hosts = [host for host, _, _ in told]
+    rows = [
+        Row("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
+        Row("", found.path or "its file cannot be told"),
+        Row("mpi4py", _version("mpi4py")),
+        Row("started by", str(started_by) if started_by else "itself, without mpirun"),
+        Row("thread level", found.thread_level),
+        Row("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
+        *_device_rows(comm, hosts, config),
+        _progress_row(config, found.thread_level),
+        _memory_row(comm, hosts, config),
+        *_network_rows({host: text for host, _, text in told}, choice, config),
+        *_host_rows(hosts),
+        *_role_rows(hosts, [gpus for _, gpus, _ in told], config, model, every_rank=every_rank),
+    ]
+    return comm.Get_rank(), rows
+
+
+def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
+    """Say at rank 0 whether MPI takes device memory, and how arrays on GPUs travel in a `dist_sync_device` store.
+
+    Rank 0 finds the first out, and perhaps tries it, while the others wait for its row. That workers of a host can open
+    each other's memory, and that all can make a communicator of NCCL where they have the same one, is taken for
+    granted: a store tries both when it is made.
+    """
+    rank, spec = comm.Get_rank(), spec_of("dist_sync_device")
+    found = worker_device.find(spec, config, topology(hosts).local_rank[rank])
+    told = comm.allgather(found.told)
+    by_nccl = "some rank uses no GPU"
+    if all(one.number is not None for one in told):
+        number, names = found.told.number or 0, [f"rank {i} on {host}" for i, host in enumerate(hosts)]
+        by_nccl = nccl_introduction.why_not(lambda: Nccl(Gpu(number)), names, rank, comm.allgather)
+    if rank:
+        return []
+    device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
+    where = f"; asked on {hosts[0]}" if len(set(hosts)) > 1 else ""
+    answer = cuda_aware.find_out(config.cuda_aware, device)
+    rows = [Row("CUDA-aware MPI", f"{answer}{where}")]
+    try:
+        places = pretended(hosts, config.fake_hosts)
+        roles = assign(places, config.num_servers, config.server_placement)
+        members = Members(places, roles.workers, roles.servers, config=config)
+        outcomes = {"mpi": "" if answer.aware else answer.why, "nccl": by_nccl}
+        choice = device_paths.choose([told[worker] for worker in roles.workers], members, outcomes)
+    except ConfigError as error:
+        # No mistake yet on a machine without a GPU, such as a login node; and the row of the roles says of servers.
+        serious = str(error).startswith("kv.create") and not cuda_driver.ask().problem
+        return [*rows, Row("arrays on GPUs", str(error), problem=serious)]
+    return [*rows, Row("arrays on GPUs", device_paths.describe(choice))]
+
+
+_FAULT_TOLERANCE = {
+    "no": "no",
+    "built in, off": "built in, off (mpirun --with-ft ulfm switches it on)",
+    "on": "on",
+}
+
+
+def _progress_row(config: Config, thread_level: str) -> Row:
+    if config.progress == "thread" and thread_level != "MULTIPLE":
+        return Row("progress", f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}")
+    meaning = {"thread": "transfers move on while Python computes", "calls": "transfers move on in calls of the store"}
+    return Row("progress", f"{config.progress}: {meaning[config.progress]}")
+
+
+def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
+    """Say whether these ranks could share memory as workers of one store; found out by doing it."""
+    if config.shared_memory == "off":
+        return Row("shared memory", "off: MPIKV_SHARED_MEMORY")
+    if len(hosts) == 1:
+        return Row("shared memory", "one rank: nobody to share with")
+    try:
+        places = pretended(hosts, config.fake_hosts)
+    except ConfigError:
+        places = tuple(hosts)  # the row of the roles says what is wrong
+    if len(set(places)) == len(places):
+        return Row("shared memory", "one rank on each host: nobody to share with")
+    here = [rank for rank, place in enumerate(places) if place == places[comm.Get_rank()]]
+    _, problem = segment.open_host_memory(
+        here.index(comm.Get_rank()),
+        len(here),
+        lambda data: [told[rank] for told in [comm.allgather(data)] for rank in here],
+    )
+    problems = {f"{hosts[rank]}: {text}" for rank, text in enumerate(comm.allgather(problem)) if text}
+    if problems:
+        return Row("shared memory", f"no: {'; '.join(sorted(problems))}; messages do the work")
+    return Row("shared memory", "yes, between the ranks of a host")
+
+
+def _host_rows(hosts: list[str]) -> Iterator[Row]:
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    yield Row("ranks", f"{len(hosts)} on {len(by_host)} host{'s' * (len(by_host) > 1)}")
+    if len(by_host) <= MANY_HOSTS:
+        for host, ranks in by_host.items():
+            yield Row("", f"{host}: {ranges(ranks)}")
+
+
+def _network_rows(chosen: Mapping[str, str], choice: interface.Choice, config: Config) -> Iterator[Row]:
+    """Describe the interfaces of each host, what is set for the library, and what the user has set."""
+    if config.interface == AUTO_INTERFACE:
+        yield Row("network", "auto: the library's own choice of interfaces")
+        return
+    ours = " ".join(f"{name}={text}" for name, text in choice.variables.items())
+    yield Row("network", f"{config.interface}: {ours or 'nothing is set'}")
+    if choice.own:
+        own = " ".join(f"{name}={text}" for name, text in choice.own.items())
+        yield Row("", f"{own} is set already and counts more")
+    shown = list(chosen.items())[:MANY_HOSTS]
+    for host, text in shown:
+        yield Row("", f"{host}: {text}")
+    if len(chosen) > len(shown):
+        yield Row("", f"... and {len(chosen) - len(shown)} more hosts")
+
+
+def _role_rows(
+    real_hosts: list[str], gpus: list[placement_map.Gpus], config: Config, model: str, *, every_rank: bool
+) -> Iterator[Row]:
+    try:
+        hosts = pretended(real_hosts, config.fake_hosts)
+        roles = assign(hosts, config.num_servers, config.server_placement)
+    except ConfigError as error:
+        # One process that asks for servers is a program looked at without its mpirun: no mistake yet.
+        yield Row("roles", str(error), problem=len(real_hosts) > 1)
+        return
+    text = f"workers: ranks {ranges(roles.workers)}"
+    yield Row("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
+    lines = placement_map.lines(hosts, gpus, roles, config, model)
+    title = f"{model} in a dist_sync store" if model else "a dist_sync store"
+    yield Row("map", f"{title} on these ranks" + ("" if model else " (--model NAME counts keys and bytes)"))
+    for line in placement_map.table(lines, every_rank=every_rank):
+        yield Row("", line)
+
+
+def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Describe every `MPIKV_*` variable that is set, what is wrong with it, and names that nothing reads."""
+    known = {variable.name: variable for variable in (*VARIABLES, TRACEBACK)}
+    unknown = unknown_variables(environ)
+    in_force = variables_in_force(environ)
+    for name, text in in_force.items():
+        if name in unknown:
+            nearest = unknown[name]
+            hint = f"; {nearest} exists" if nearest else f"; there are {', '.join(known)}"
+            yield Row(name, f"{text}  (nothing reads this variable{hint})")
+            continue
+        try:
+            if text.strip():
+                known[name].parse(text.strip())
+        except ValueError as error:
+            yield Row(name, f"{text!r} {error}", problem=True)
+        else:
+            yield Row(name, text)
+    if not in_force:
+        yield Row("MPIKV_* variables", "none in force")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,198 @@
+"""Following a batch job: its output file while it grows, its state when it changes, its status when it ends.
+
+The file may come late (it is made when the job starts, and network file systems show it seconds after that), may be
+longer than what was read when the scheduler says that the job is over, and may begin anew.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpikv.commands.launch.scheduler import SchedulerError, State
+from mpikv.errors import ConfigError
+
+DECODER = codecs.getincrementaldecoder("utf-8")
+POLL_S = 1.0  # of the file; the scheduler is asked less often the longer the job takes
+MOST_POLL_S = 15.0
+SILENT_S = 300.0  # a controller that does not answer for so long is taken as gone
+QUIET_S = 2.0  # for the last lines of a job that has ended to get through the file system between the hosts
+ACCOUNTED_S = 20.0  # for the scheduler's accounting of it to be written
+CANCEL_S = 30.0  # for a cancelled job to leave
+LAST_LINE = re.compile(
+    r"^mpikv: job (\S+) ends with status (\d+)(?: and goes (?:back|on as job (\d+)).*)?$", re.MULTILINE
+)
+UNKNOWN = 1  # status of a job that nobody knows the status of
+INTERRUPTED = 128
+
+
+class Tail:
+    """What is new in a file that may not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._decoder = DECODER("replace")  # a letter's bytes may come one by one
+        self.last = ""  # the end of what was read, enough for the last line
+
+    def read(self) -> str:
+        """What came since the last call, "" if nothing."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # begun anew
+                    self._offset = 0
+                    self._decoder.reset()
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return ""
+        self._offset += len(data)
+        text = self._decoder.decode(data).replace("\0", "")  # Open MPI ends some of its messages with one
+        self.last = (self.last + text)[-4096:]
+        return text
+
+    def ended(self, job_id: str) -> tuple[int | None, str]:
+        """What the job's last line tells: its status, and the job that goes on with its work, "" for none.
+
+        The status is None where the line has not come, or not since the job was requeued.
+        """
+        lines = [match for match in LAST_LINE.finditer(self.last) if match[1] == job_id]
+        if not lines:
+            return None, ""
+        return None if lines[-1][0].endswith("queue") else int(lines[-1][2]), lines[-1][3] or ""
+
+
+@dataclass
+class Follower:
+    """One job that is waited for.
+
+    output: the file of a job; ask: its state; cancel: end it, "" or why not; say: one line for the reader; out:
+    where its output goes.
+    """
+
+    name: str
+    job_id: str
+    output: Callable[[str], Path]
+    ask: Callable[[str], State]
+    cancel: Callable[[str], str]
+    say: Callable[[str], None]
+    out: TextIO
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.output(self.job_id))
+        self._shown = ""
+
+    def run(self) -> int:
+        """Wait for the job; its status. Interrupted (Ctrl-C, SIGTERM) it is cancelled: 128 + the signal's number."""
+        with _signals():
+            try:
+                return self._wait(None)
+            except _Interrupted as interrupted:
+                number = interrupted.number
+            try:
+                problem = self.cancel(self.job_id)
+                if problem:
+                    self.say(f"{self.name} did not cancel job {self.job_id}: {problem}")
+                else:
+                    self.say(f"{signal.Signals(number).name}: {self.name} was asked to cancel job {self.job_id}")
+                    self._wait(self.clock() + CANCEL_S)
+            except _Interrupted:
+                self.say(f"job {self.job_id} may still run")
+            except (ConfigError, SchedulerError) as error:
+                self.say(f"{self.name} does not answer, job {self.job_id} may still run: {error}")
+            return INTERRUPTED + number
+
+    def _wait(self, until_s: float | None) -> int:
+        began_s = answered_s = asked_s = self.clock()
+        poll_s = 0.0
+        while True:
+            self._show()
+            now_s = self.clock()
+            if until_s is not None and now_s > until_s:
+                self.say(f"job {self.job_id} is not gone yet")
+                return UNKNOWN
+            if now_s - asked_s >= poll_s:
+                asked_s = now_s
+                try:
+                    state = self.ask(self.job_id)
+                    answered_s = self.clock()
+                except SchedulerError as error:
+                    if now_s - answered_s > SILENT_S:
+                        raise ConfigError(
+                            f"{self.name} has not answered for {SILENT_S:.0f} s; job {self.job_id} may still run: "
+                            f"{error}"
+                        ) from None
+                    state = State(f"unknown, {self.name} does not answer: {error}")
+                poll_s = min(max(POLL_S, (now_s - began_s) / 60), MOST_POLL_S)
+                if state.lost or state.status is not None:
+                    status = self._end(state)
+                    _, successor = self._tail.ended(self.job_id)
+                    if not successor:
+                        return status
+                    self.job_id, self._tail, poll_s = successor, Tail(self.output(successor)), 0.0
+                    continue
+                if state.text and state.text != self._shown:
+                    self._shown = state.text
+                    self.say(f"job {self.job_id}: {state.text}")
+            self.sleep(POLL_S if poll_s else 0.0)
+
+    def _show(self) -> None:
+        text = self._tail.read()
+        if text:
+            self.out.write(text)
+            self.out.flush()
+
+    def _end(self, state: State) -> int:
+        """The job is over: the rest of its output, and its status."""
+        status, waited_s = state.status, 0.0
+        while True:
+            self._show()
+            told, successor = self._tail.ended(self.job_id)
+            if told is not None and (status is None or state.lost):
+                status = told  # before the accounting, which may have several records of one job
+            # A job that the scheduler ended has no last line.
+            if told is not None or waited_s >= (QUIET_S if status is not None else ACCOUNTED_S):
+                break
+            self.sleep(POLL_S)
+            waited_s += POLL_S
+            if status is None:
+                status = self.ask(self.job_id).status
+        if not self._tail.last:
+            self.say(f"there is no output in {self._tail.path}")
+        if status is None:
+            self.say(f"job {self.job_id} is over, and {self.name} does not know with which status: taken as {UNKNOWN}")
+            return UNKNOWN
+        goes_on = f", goes on as job {successor}" if successor else ""
+        self.say(f"job {self.job_id}: {state.text}, status {status}{goes_on}")
+        return status
+
+
+class _Interrupted(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM as exceptions. A closed terminal ends this command, and not the job."""
+
+    def interrupt(number: int, _frame: Any) -> None:
+        raise _Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

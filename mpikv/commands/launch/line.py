@@ -1,0 +1,89 @@
+"""The one `mpirun` line of a job: global options, then a program for each block of ranks, separated by `:`.
+
+As it is run, each rank is below a process of ours. `mpikv launch --dry-run` prints a line without them, which starts
+the same ranks and can be typed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mpikv.commands.launch.placement import Block, per_host
+from mpikv.commands.launch.processes import JOB
+from mpikv.commands.launch.rank import LAUNCH, guarded
+from mpikv.commands.mpirun import Mpirun
+
+QUICK = Path(__file__).with_name("quick.py")
+TWICE = ("--bind-to", "--map-by")
+SERVER = (sys.executable, "-m", "mpikv.server")
+
+
+class Plain(NamedTuple):
+    """What the line itself must say where nothing of ours runs above the ranks.
+
+    folder: of the ranks, "" for the current one. given: variables by role. exported: names of variables that ranks on
+    other hosts get from mpirun's environment.
+    """
+
+    folder: str
+    given: Mapping[str, Mapping[str, str]]
+    exported: Sequence[str]
+
+
+def build(
+    mpirun: Mpirun,
+    blocks: Sequence[Block],
+    command: Sequence[str],
+    *,
+    remote_shell: Sequence[str] = (),
+    oversubscribe: bool = False,
+    more: Sequence[str] = (),
+    plain: Plain | None = None,
+) -> list[str]:
+    """The words of the line. plain: for one that can be typed.
+
+    remote_shell: () for mpirun's own choice. oversubscribe: whether mpirun may start more ranks than it has slots.
+    more: further options of mpirun, as the user gave them.
+    """
+    ours = mpirun.unbound() + mpirun.on_hosts(per_host(blocks))
+    for option in TWICE:  # Open MPI refuses an option that is given twice: the user's counts
+        if option in ours and option in more:
+            del ours[ours.index(option) : ours.index(option) + 2]
+    words = [mpirun.program, *(mpirun.oversubscribed() if oversubscribe else []), *ours]
+    if remote_shell:
+        words += mpirun.remote_shell(remote_shell)
+    words += more
+    for i, block in enumerate(blocks):
+        program = SERVER if block.role == "server" else command
+        words += [":"] * (i > 0)
+        if plain is not None:
+            words += mpirun.exported(plain.exported) + (mpirun.in_folder(plain.folder) if plain.folder else [])
+            own = [f"{name}={value}" for name, value in plain.given[block.role].items()]
+            words += ["-n", str(block.ranks), *(["env", *own] if own else []), *program]
+            continue
+        words += mpirun.exported([LAUNCH, JOB])
+        # Ranks change to their folder themselves. Hydra fails on hosts that lack the one it was started in.
+        words += mpirun.in_folder("/") if remote_shell and not mpirun.is_open_mpi else []
+        # Isolated and without site: it needs the standard library alone, and no variable of the user's may hinder it.
+        words += ["-n", str(block.ranks), sys.executable, "-I", "-S", str(QUICK), "rank"]
+        words += [block.role, str(block.first_number), str(block.first_rank), "--", *map(guarded, program)]
+    return words
+
+
+def shown(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The line as a shell takes it, with the variables that are set for it in front."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())), shlex.join(words)])
+
+
+def package_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH with this package's folder, where it is not installed: ranks must find it as this process did."""
+    folder = Path(__file__).resolve().parents[3]
+    if folder.name in ("site-packages", "dist-packages"):
+        return {}
+    others = [one for one in environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != str(folder)]
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *others])}

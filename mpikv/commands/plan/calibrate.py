@@ -1,0 +1,171 @@
+"""What a message, a byte, an addition and a nap cost on this machine: the `Costs` of a simulation.
+
+A message's way through Python and MPI is measured with the real stages of a collective, whose one rank sends to itself;
+its way through the kernel with a TCP connection over the loopback, in processor time. Each for two lengths, which gives
+the cost of a message and that of a byte. One message is sent and received, so that each side is half of it. All is done
+piece by piece over arrays that no cache holds, as gradients are.
+
+Cost: about two seconds. Needs MPI. Restrictions: a network card's interrupts are not in it, and the loopback copies in
+the sender's time what a card would fetch by itself.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mpikv.codecs.base import Codec
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, drive
+from mpikv.commands.plan.costs import Costs
+from mpikv.commands.plan.priced import Speed
+from mpikv.config import Config
+from mpikv.engine.backoff import FIRST_NAP_S
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Steps
+from mpikv.engine.running import run
+from mpikv.errors import ConfigError, StallError
+from mpikv.runtime import library
+from mpikv.strategies.pieces import piece_elems
+from mpikv.transports.base import Arrival, Group, Transport
+
+SHORT_BYTES = 1 << 10
+MESSAGES = 1000
+NAPS = 300
+MEMORY_BYTES = MESSAGES * LINK_SEGMENT_BYTES  # 60 MB
+TURNS = 7
+CODED, CODED_ELEMS = np.dtype(np.float32), 1 << 21  # 8 MiB of values
+TIMEOUT_S = 60.0
+TAG = 9
+
+
+def measured() -> Costs:
+    """Measure the costs of this machine's cores. Raises ConfigError where there is no MPI."""
+    library.prepare(Config.from_environ().mpi)
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - it initialises MPI
+
+        from mpikv.transports.mpi import open_transport  # noqa: PLC0415
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"--calibrate needs MPI: {error}") from None
+    transport = open_transport(MPI.COMM_SELF, TIMEOUT_S, lambda: StallError("MPI does not start"))
+    mpi_message_s, mpi_byte_s = _line(lambda n_bytes: _through_mpi(transport, n_bytes))
+    tcp_message_s, tcp_byte_s = _line(_through_kernel)
+    engine = Engine(threaded=False, on_fatal=_raise, poll=transport.poll)
+    engine.serve(_listen(transport), "")
+    poll_s = _each(engine.step, MESSAGES)
+    engine.stop()
+    transport.close()
+    one, other = np.ones(MEMORY_BYTES // 4, np.float32), np.ones(MEMORY_BYTES // 4, np.float32)
+    pieces = [slice(at, at + LINK_SEGMENT_BYTES // 4) for at in range(0, one.size, LINK_SEGMENT_BYTES // 4)]
+
+    def add() -> None:
+        for piece in pieces:
+            np.add(one[piece], other[piece], out=one[piece])
+
+    def copy() -> None:
+        for piece in pieces:
+            one[piece] = other[piece]
+
+    return Costs(
+        message_s=(mpi_message_s + tcp_message_s) / 2,
+        byte_s=(mpi_byte_s + tcp_byte_s) / 2,
+        add_byte_s=_each(add, 1) / MEMORY_BYTES,
+        copy_byte_s=_each(copy, 1) / MEMORY_BYTES,
+        poll_s=poll_s,
+        nap_s=max(0.0, _each(_nap, NAPS, time.perf_counter) - FIRST_NAP_S),
+    )
+
+
+def speed_of(codec: Codec) -> Speed:
+    """Measure what a codec costs this machine's cores, piece by piece, with what it remembers. Needs no MPI."""
+    n_elems = piece_elems(codec, CODED)
+    pieces = max(1, -(-CODED_ELEMS // n_elems))
+    values = np.random.default_rng(0).standard_normal((pieces, n_elems), np.float32)
+    states, sums = [codec.init(n_elems) for _ in range(pieces)], np.zeros_like(values)
+    data = [codec.encode(value, state) for value, state in zip(values, states, strict=True)]
+
+    def encode() -> None:
+        for value, state in zip(values, states, strict=True):
+            codec.encode(value, state)
+
+    def decode() -> None:
+        for one, total in zip(data, sums, strict=True):
+            codec.decode(one, total)
+
+    def add() -> None:
+        for one, total in zip(data, sums, strict=True):
+            codec.add(one, total)
+
+    return Speed(*(_each(what, 1) / values.size for what in (encode, decode, add)))
+
+
+def _nap() -> None:
+    time.sleep(FIRST_NAP_S)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _listen(transport: Transport) -> Steps[None]:
+    """Do what an engine always does besides."""
+    yield Arrival(transport, TAG + 1)
+
+
+def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
+    """Return the time of an empty message, and that of a byte, from the times of a short and of a long message."""
+    short_s, long_s = seconds(SHORT_BYTES), seconds(LINK_SEGMENT_BYTES)
+    byte_s = max(0.0, (long_s - short_s) / (LINK_SEGMENT_BYTES - SHORT_BYTES))
+    return max(0.0, short_s - byte_s * SHORT_BYTES), byte_s
+
+
+def _each(what: Callable[[], object], times: int, clock: Callable[[], float] = time.process_time) -> float:
+    """Return the seconds of one call: the median of some turns of many calls.
+
+    It is processor time, which other programs disturb less.
+    """
+    turns = []
+    for _ in range(TURNS):
+        begin_s = clock()
+        for _ in range(times):
+            what()
+        turns.append((clock() - begin_s) / times)
+    return statistics.median(turns)
+
+
+def _through_mpi(transport: Transport, n_bytes: int) -> float:
+    """Return the seconds of one message from this rank to itself."""
+    group = Group(transport, [0])
+    outgoing, incoming = np.ones(MEMORY_BYTES, np.uint8), np.ones(MEMORY_BYTES, np.uint8)
+    pieces = [slice(i * n_bytes, (i + 1) * n_bytes) for i in range(MESSAGES)]
+
+    def exchange() -> None:
+        receiver = Receiver(group, [(0, incoming[piece]) for piece in pieces], TAG, LINK_WINDOW)
+        sender = Sender(group, [(0, outgoing[piece]) for piece in pieces], TAG, LINK_WINDOW, lambda: MESSAGES)
+        run(drive(receiver, sender), TIMEOUT_S, lambda: StallError("a message to this rank itself does not come"))
+
+    exchange()
+    return _each(exchange, 1) / MESSAGES
+
+
+def _through_kernel(n_bytes: int) -> float:
+    """Return the processor seconds of one message through TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        out = socket.create_connection(server.getsockname())
+        into, _ = server.accept()
+    data, buffer = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
+    turns = []
+    with out, into:
+        for _ in range(TURNS):
+            begin_s = time.process_time()
+            for at in range(0, MESSAGES * n_bytes, n_bytes):
+                out.sendall(data[at : at + n_bytes])
+                got = at
+                while got < at + n_bytes:
+                    got += into.recv_into(buffer[got : at + n_bytes])
+            turns.append((time.process_time() - begin_s) / MESSAGES)
+    return statistics.median(turns)

@@ -1,0 +1,1 @@
+"""Checks of arguments, files, the clock, digests."""

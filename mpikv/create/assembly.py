@@ -1,0 +1,121 @@
+"""Where a store is put together, over ranks that are processes and over ranks that are threads.
+
+What differs between the two is brought along: the transport, the memory that a host's ranks share, and how they connect
+what wakes them. All else follows from the members: who is a server, which strategy a worker has, whether it runs a
+server too, and whether workers and servers of one host talk through memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mpikv.codecs.compression import Compressions
+from mpikv.collectives.nccl import NcclComm
+from mpikv.create.spec import StoreSpec
+from mpikv.errors import MpikvError
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.kvstore import KVStore
+from mpikv.placement.place import Members
+from mpikv.server.core import ServerCore
+from mpikv.server.loop import run_server, serve
+from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.session.base import Session
+from mpikv.session.workers import Workers
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import DEVICE, HOST, Spaces
+from mpikv.strategies.allreduce import AllreduceStrategy
+from mpikv.strategies.base import Strategy
+from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.sparse_owners import RowServer
+from mpikv.transports.base import Transport
+from mpikv.transports.handed import Handed
+from mpikv.transports.memory import LocalTransport, local_transport
+
+
+def _spaces(spaces: Spaces | None, spec: StoreSpec, *, on_host: bool = False) -> Spaces:
+    """With what follows from the store's type. on_host: whether all keys are in host memory, wherever arrays are."""
+    found = Spaces() if spaces is None else spaces
+    return replace(found, of_new_keys=HOST if on_host else DEVICE if spec.on_device else None)
+
+
+def local_store(name: str, spec: StoreSpec, stop_file: str = "", spaces: Spaces | None = None) -> KVStore:
+    """A store of this process alone. spaces: where its values are, default host memory."""
+    session = Session(name, stop_file, _spaces(spaces, spec))
+    return KVStore(session, LocalStrategy(session), on_device=spec.on_device)
+
+
+def assemble(
+    name: str,
+    spec: StoreSpec,
+    transport: Transport,
+    members: Members,
+    *,
+    threaded: bool,
+    on_fatal: Callable[[BaseException], None],
+    memory: HostMemory | None = None,
+    connect: Callable[[LocalTransport | None], None] = lambda _links: None,
+    asked_to_stop: Callable[[], str | None] = lambda: None,
+    compressions: Compressions | None = None,
+    spaces: Spaces | None = None,
+    nccl: NcclComm | None = None,
+) -> KVStore | None:
+    """The store of a worker; None at a server, which has served until all workers had closed their stores.
+
+    memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
+    the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
+    server asks all workers to stop, once it does. compressions: how the values of keys travel.
+    spaces: where this rank's part of the values is, default host memory. nccl: this worker's rank of the communicator,
+    where keys go by NCCL and there are several workers. Raises MpikvError where an optimizer ended a server.
+    """
+    links = None
+    spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
+    if members.path == "servers" and members.shares_memory:
+        if memory is not None:
+            links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)
+        connect(links)
+    reached = transport if links is None else links
+
+    def core() -> ServerCore:
+        labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+        # A server of its own has no GPU.
+        on_device = not members.servers and not members.synchronous
+        device = spaces.device if on_device and isinstance(spaces.device, DeviceSpace) else None
+        policy = Synchronous if members.synchronous else Asynchronous
+        return ServerCore(labels, policy, None if links is None else links.segment, space=spaces.host, device=device)
+
+    if transport.rank in members.servers:
+        try:
+            run_server(reached, members.workers, core(), members.config.timeout_s, asked_to_stop)
+        except SystemExit as error:
+            raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
+        if links is not None:
+            links.close()
+        transport.close()
+        return None
+    if members.path != "servers":
+        members = replace(members, memory=memory is not None)
+    session = Workers(
+        transport,
+        members,
+        name,
+        threaded=threaded,
+        on_fatal=on_fatal,
+        links=links,
+        compressions=compressions,
+        spaces=spaces,
+    )
+    strategy: Strategy
+    if members.path != "servers":
+
+        def serve_rows() -> RowServer:
+            made = core()
+            return RowServer(made.rows, serve(reached, members.workers, made))
+
+        strategy = AllreduceStrategy(session, serve_rows, memory, nccl)
+    else:
+        handed = Handed()
+        service = None if members.servers else serve(reached, members.workers, core(), handed)
+        strategy = PsStrategy(session, service, handed)
+    return KVStore(session, strategy, on_device=spec.on_device)

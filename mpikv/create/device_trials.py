@@ -1,0 +1,84 @@
+"""The trials by which the workers of a store settle on the ways of keys in device memory (device_paths.py).
+
+Each is made by all of them together while the store is made, and all hear how it went.
+
+Cost: some messages by all to all; for `mpi` a child process on one rank of each host, about two seconds; for
+`nccl` a communicator, which the store uses from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mpikv.collectives.nccl import Nccl, NcclComm
+from mpikv.collectives.nccl_introduction import introduce
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.placement import device_paths
+from mpikv.placement.device_paths import Told
+from mpikv.placement.place import Members
+from mpikv.placement.topology import topology
+from mpikv.runtime import cuda_aware
+from mpikv.spaces import peers
+from mpikv.spaces.gpu import Gpu
+
+if TYPE_CHECKING:
+    from mpikv.create.processes import Processes  # importing it initialises MPI
+
+
+def settled(
+    members: Members, told: Sequence[Told], memory: HostMemory | None, processes: Processes, gpu: Gpu | None
+) -> tuple[Members, NcclComm | None]:
+    """With the paths of keys in device memory, and this worker's rank of a communicator where some go by NCCL.
+
+    told: by each worker of its GPU. gpu: this rank's. Collective where a worker asks for a GPU. Raises
+    ConfigError on all ranks where what the settings ask for cannot be done.
+    """
+    if all(one == Told() for one in told):
+        return members, None
+    if members.path != "servers":
+        members = replace(members, memory=memory is not None)
+    local_rank = topology(processes.transport.hosts).local_rank[processes.transport.rank]
+    made: list[NcclComm | None] = [None]
+
+    def by_nccl() -> str:
+        names = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+        timeout_s = members.config.timeout_s
+
+        def open_nccl() -> Nccl:
+            assert gpu is not None
+            return Nccl(gpu)
+
+        found = introduce(
+            open_nccl,
+            names,
+            processes.transport.rank,
+            processes.gather,
+            timeout_s,
+            gpus=[f"{host} {one.uuid}" for host, one in zip(members.worker_hosts, told, strict=True)],
+            take=lambda: None if gpu is None else gpu.take(),
+        )
+        made[0] = found.comm
+        return found.problem
+
+    trials = {
+        "ipc": lambda: peers.why_not_shared(gpu, local_rank, processes.gather_here),
+        "mpi": lambda: _takes_device_memory(members, processes, gpu),
+        "nccl": by_nccl,
+    }
+    return device_paths.settle(told, members, trials).of(members), made[0]
+
+
+def _takes_device_memory(members: Members, processes: Processes, gpu: Gpu | None) -> str:
+    """Why MPI takes no device memory, "" where it does on every host. Collective; one rank of each host asks."""
+    transport, config = processes.transport, members.config
+    workers = [rank for rank in members.workers if transport.hosts[rank] == transport.hosts[transport.rank]]
+    answer = ""
+    if workers and workers[0] == transport.rank:
+        try:
+            found = cuda_aware.find_out(config.cuda_aware, 0 if gpu is None else gpu.number)
+            answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+            answer = f"on {transport.hosts[transport.rank]} the trial failed: {type(error).__name__}: {error}"
+    return next((text.decode() for text in processes.gather(answer.encode()) if text), "")

@@ -1,0 +1,82 @@
+"""The ranks of a job that are processes, brought together once before they make something in common.
+
+Whatever they make, a store or a world of process groups, they begin in the same way: duplicate the communicator,
+compare everybody's settings, find out the hosts, real or pretended, and open the memory that the ranks of a host share.
+Importing this module initialises MPI.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mpi4py import MPI
+
+from mpikv.config import Config
+from mpikv.errors import ConfigError, StallError
+from mpikv.hostmemory import segment
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.placement.topology import labels, pretended
+from mpikv.session.agreement import grouped
+from mpikv.transports.memory import ranks_here
+from mpikv.transports.mpi import allgather_bytes, open_transport
+
+
+class Processes:
+    """One rank of `comm`. Making it is collective and blocks until all ranks do; StallError where they do not come.
+
+    call: what each of them must call, and `advice` what else to say of one that does not.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, config: Config, call: str, advice: str = "") -> None:
+        self._config, self._call, self._advice = config, call, advice
+        self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+        self.transport = open_transport(comm, config.timeout_s, self._nobody)
+        self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def _nobody(self) -> BaseException:
+        return StallError(
+            f"{self._label} waited {self._config.timeout_s:g} s in {self._call} for the other ranks of its "
+            f"communicator: every one of them must call it{self._advice}"
+        )
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank brings, in rank order. Collective, blocks."""
+        return allgather_bytes(self.transport, data, self._config.timeout_s, self._nobody)
+
+    def gather_here(self, data: bytes) -> list[bytes]:
+        """Return what the ranks of this host bring. Collective over the ranks of all hosts, blocks."""
+        everybodys = self.gather(data)
+        return [everybodys[rank] for rank in ranks_here(self.transport)]
+
+    def compare(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank told; the `settings` must be the same on all. Collective, blocks.
+
+        mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
+        the same on every rank, where a setting differs between ranks, or what they make.
+        """
+        name = self._call.partition("(")[0]
+        told = [json.loads(text) for text in self.gather(json.dumps({**mine, "call": name}).encode())]
+        calls = [entry["call"] for entry in told]
+        if len(set(calls)) > 1:
+            raise ConfigError(
+                "all ranks of a job make a store or are its servers, or all make a process group, which has no servers "
+                f"(mpikv launch -s 0): {grouped(calls, labels(self.transport.hosts))}"
+            )
+        for setting in told[0]["settings"]:
+            values = [entry["settings"][setting] for entry in told]
+            if len(set(values)) > 1:
+                differs = grouped(values, labels(self.transport.hosts))
+                raise ConfigError(f"{name}: {setting} differs between ranks: {differs}")
+        self.transport.hosts = pretended(self.transport.hosts, self._config.fake_hosts)
+        return told
+
+    def memory(self) -> HostMemory | None:
+        """Open the memory of this host; None where its ranks cannot share any. Collective, blocks.
+
+        It is no error where there is none: messages do the same, and `mpikv info` says why.
+        """
+        here = ranks_here(self.transport)
+        found, _ = segment.open_host_memory(here.index(self.transport.rank), len(here), self.gather_here)
+        return found

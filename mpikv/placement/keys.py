@@ -1,0 +1,90 @@
+"""Keys, shards and who owns them: pure values, the same on every rank.
+
+A key's value is seen as flat, n elements. It is cut into shards `[begin, end)`, each with one owner: the rank that sums
+the gradients for it and applies the optimizer to it. A plan is the tuple of a key's shards, in order and without gaps.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.common.checks import shown, wrong
+
+Key = int | str
+
+INT_KEY_LIMIT = 2**63
+
+
+class Shard(NamedTuple):
+    """Elements `[begin, end)` of a key's flat value, owned by `owner` (an index among the owners)."""
+
+    owner: int
+    begin: int
+    end: int
+
+
+ShardPlan = tuple[Shard, ...]
+
+
+class KeyInfo(NamedTuple):
+    """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
+
+    codec: the name of what its pushes travel as. space: "host" or "device": the memory that its arrays are in on every
+    worker. sparse: whether it is row-sparse: its pushes are some of its rows.
+    """
+
+    key: Key
+    id: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    codec: str = "none"
+    space: str = "host"
+    sparse: bool = False
+
+    @property
+    def n_elems(self) -> int:
+        """Elements of the value; 1 for a 0-dimensional one."""
+        return math.prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the value."""
+        return self.n_elems * self.dtype.itemsize
+
+
+def check_key(key: object) -> Key:
+    """`key` as a plain int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
+    if isinstance(key, str):
+        return str.__str__(key)  # not an enumeration's own
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        number = operator.index(key)
+        if not -INT_KEY_LIMIT <= number < INT_KEY_LIMIT:
+            raise ValueError(f"key {shown(number)} does not fit in 64 bits")
+        return number
+    raise wrong("a key", "a str or an int", key)
+
+
+def even_bounds(n_elems: int, parts: int) -> tuple[int, ...]:
+    """`parts + 1` offsets that cut n elements into parts whose lengths differ by at most one, longer ones first."""
+    base, extra = divmod(n_elems, parts)
+    return tuple(i * base + min(i, extra) for i in range(parts + 1))
+
+
+def whole_bounds(n_elems: int, parts: int, owner: int) -> tuple[int, ...]:
+    """Offsets that give all n elements to the part `owner` and nothing to the others."""
+    return (0,) * (owner + 1) + (n_elems,) * (parts - owner)
+
+
+def plan_of_bounds(bounds: Sequence[int]) -> ShardPlan:
+    """The plan in which part i belongs to owner i; empty parts own nothing."""
+    return tuple(Shard(i, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1])
+
+
+def partitions(begin: int, end: int, part_elems: int) -> tuple[tuple[int, int], ...]:
+    """The pieces of at most `part_elems` elements that the elements `[begin, end)` travel in; empty ones have none."""
+    return tuple((at, min(at + part_elems, end)) for at in range(begin, end, part_elems))

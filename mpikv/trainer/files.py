@@ -1,0 +1,367 @@
+"""What a Trainer writes and reads: optimizer states, and checkpoints of everything, by itself when the workers stop.
+
+Every step of a trainer reads its store's `stop_requested`. When the workers have agreed to stop, and `MPIKV_STOP_FILE`
+names a file, the trainer saves weights, states and the numbers of steps and examples there and ends the program with
+status 0, on all workers; `resume` of the next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpikv.arrays import as_numpy
+from mpikv.common import checks
+from mpikv.common.checks import shown
+from mpikv.common.files import check_regular, place_of
+from mpikv.errors import ConfigError, MpikvError, StatesFileError
+from mpikv.kvstore import KVStore
+from mpikv.optimizers import Optimizer
+from mpikv.optimizers.states import Part
+from mpikv.strategies import codec_states
+from mpikv.strategies.states import LOAD, SAVE, save_file
+from mpikv.trainer import checkpoint, worker_states
+from mpikv.trainer.local_updates import LocalUpdates
+from mpikv.trainer.parameter import data_written, list_data
+from mpikv.trainer.torch_parameter import TorchBuffer
+
+STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
+
+
+def _folder_of(path: str) -> str:
+    """Return where a file that is written to `path` comes to lie. Raises OSError where there is no such folder."""
+    folder = os.path.dirname(place_of(path))
+    os.stat(folder)
+    return folder
+
+
+class TrainerFiles:
+    """Base of `Trainer`, which sets the attributes."""
+
+    _params: dict[str, Any]
+    _keys: dict[str, str]
+    _optimizer: Optimizer
+    _store: KVStore | None
+    _on_store: bool
+    _local: LocalUpdates
+    _trained: list[str]
+    _worker_state: worker_states.WorkerState | None
+    _steps: int
+    _examples: float = 0
+    _begun = False  # whether this object has made a step
+    _stopped = False
+
+    def _is_frozen(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _finish_waiting(self) -> None:
+        raise NotImplementedError
+
+    def pull_weights(self) -> None:
+        """See `Trainer`."""
+        raise NotImplementedError
+
+    # --- states
+
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
+
+        Where the store makes the updates the call is collective, and worker 0 writes. Otherwise it is local, and all
+        workers would write the same: let one of them do it. With gradient compression each worker remembers something
+        else: then it is collective, too, and worker 0 writes.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'adam')
+        >>> trainer.save_states('states')
+        >>> trainer.load_states('states')
+        """
+        if self._on_store and self._store is not None:
+            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
+            session, strategy = self._store.session, self._store.strategy
+            save_file(session, strategy, checks.path("fname", fname), trained, dump_optimizer=True)
+        elif self._store is not None and codec_states.compresses(self._store.session, self._keys.values()):
+            path, of_codecs = checks.path("fname", fname), self._of_codecs()
+            self._decide(SAVE, lambda: self._local.save_states(path, of_codecs))
+        else:
+            self._local.save_states(checks.path("fname", fname))
+
+    def _of_codecs(self) -> Sequence[Part]:
+        """What the store's codecs remember, at worker 0. Collective where something is compressed."""
+        if self._store is None:
+            return ()
+        return codec_states.gather(self._store.session, self._store.strategy, SAVE, list(self._keys.values()))
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Read what `save_states` wrote, with any number of workers, servers and devices.
+
+        Collective as `save_states` is. The trainer that reads must be the one that wrote: the first, second, ... of its
+        store, with the same names. Raises StatesFileError or OSError, on every worker, and has changed nothing then.
+        Example: see `save_states`.
+        """
+        if self._on_store and self._store is not None:
+            self._store.load_optimizer_states(fname)
+        else:
+            of_codecs = self._local.load_states(checks.path("fname", fname))
+            if self._store is not None:
+                codec_states.spread(self._store.session, self._store.strategy, LOAD, of_codecs)
+
+    # --- checkpoints
+
+    def _data(self) -> dict[str, Any]:
+        return {name: list_data(parameter)[0] for name, parameter in self._params.items()}
+
+    def _decide(self, call: str, attempt: Any) -> Any:
+        return attempt() if self._store is None else self._store.session.decide(call, attempt)
+
+    @property
+    def _asynchronous(self) -> bool:
+        return self._store is not None and "async" in self._store.type
+
+    @property
+    def steps(self) -> int:
+        """The steps made, with those of earlier runs that it has resumed. `save` keeps the number.
+
+        May be set, to the same number on every worker, where the weights at the start came from elsewhere.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.step()
+        >>> trainer.steps
+        1
+        """
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = checks.whole("steps", steps)
+
+    @property
+    def examples(self) -> float:
+        """The examples that these steps were made of: the sum of what `step` was given as `batch_size`.
+
+        `save` keeps it. It is an int where every `batch_size` was a whole number. Where that is the number of examples
+        of all workers, it says how far the training is, for any number of workers: `epoch, start =
+        divmod(trainer.examples, n)`, and `SplitSampler.set_epoch(epoch, start)`. May be set, to the same number on
+        every worker.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.step(32)
+        >>> trainer.examples
+        32
+        """
+        return self._examples
+
+    @examples.setter
+    def examples(self, examples: float) -> None:
+        self._examples = _whole_or_float(examples)
+
+    def save(self, fname: str | os.PathLike[str]) -> None:
+        """Write weights, optimizer states and the numbers of steps and examples into one file, whole or not at all.
+
+        `resume` reads the file. Collective, blocks. Worker 0 writes, with what every worker's `worker_state` has; of
+        parameters that are not trained it writes its own values. In an asynchronous store the file has what all pushes
+        that any worker has made before led to, and worker 0's numbers. Raises OSError, also where `fname` is no regular
+        file, and UnsupportedError, on every worker; a file that is there already then stays as it was.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.step()
+        >>> trainer.save('checkpoint')
+        >>> mpikv.Trainer([weight := mpikv.Parameter(np.zeros(2))], 'sgd').resume('checkpoint')
+        1
+        >>> weight.data
+        array([1., 1.])
+        """
+        path = checks.path("fname", fname)
+        self._finish_waiting()
+        if self._asynchronous and self._store is not None:
+            self._store.barrier()
+            self.pull_weights()
+        folder = self._decide("save", lambda: _folder_of(path))
+        # Worker 0's counts. Not made of the file's name, which may be as long as names can be, nor foreseen by anybody.
+        states = os.path.join(folder, f".mpikv-{uuid.uuid4().hex[:16]}.states")
+        try:
+            if self._on_store:
+                self.save_states(states)
+            of_codecs = () if self._on_store else self._of_codecs()
+            of_workers = worker_states.gather(self._store, self._worker_state, "save")
+
+            def write() -> None:
+                worker_states.check_all(of_workers)
+                if not self._on_store:
+                    self._local.save_states(states, of_codecs)
+                weights = checkpoint.weights_of(self._data())
+                checkpoint.write(
+                    path,
+                    checkpoint.Checkpoint(
+                        self._steps, self._examples, weights, checkpoint.states_of(states), of_workers
+                    ),
+                )
+
+            self._decide("save", write)
+        finally:
+            if (self._store is None or self._store.rank == 0) and os.path.exists(states):
+                os.remove(states)
+
+    def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
+        """Go on from what `save` wrote: read weights, states and attributes; return the number of steps.
+
+        fname: by default what `MPIKV_STOP_FILE` names. Where there is no such file, or no name, nothing changes, and
+        the call returns 0. It comes before the first step. Any number of workers, servers and devices may read. What
+        workers kept for themselves (`worker_state`) comes back to as many workers; others begin with none, which
+        worker 0 says. Collective, blocks; worker 0 reads (with update_on_kvstore=False all workers do). Raises
+        StatesFileError on every worker for a file that is damaged or of another model, and has changed nothing then.
+
+        >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').resume('no-such-file')
+        0
+        """
+        if self._begun:
+            raise MpikvError("resume after a step: it comes before the first one")
+        path = (
+            checks.path("fname", fname)
+            if fname is not None
+            else ("" if self._store is None else self._store.session.stop_file)
+        )
+        if not path:
+            return 0
+        found: list[checkpoint.Checkpoint] = []
+
+        def look() -> list[float] | None:
+            if not checkpoint.exists(path):
+                return None
+            found.append(checkpoint.read(path, self._data()))
+            return [found[0].steps, found[0].examples]
+
+        progress = self._decide("resume", look)
+        if progress is None:
+            return 0
+        if not self._on_store and not found:
+            look()
+            if not found:
+                raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
+        try:
+            self._restore(found[0] if found else None)
+        except StatesFileError as error:
+            raise StatesFileError(STATES_PLACE.sub(path, str(error))) from None
+        self._give_back(found[0].of_workers if found else (), path)
+        self._steps, self._examples = progress
+        return self._steps
+
+    def _restore(self, found: checkpoint.Checkpoint | None) -> None:
+        """Bring weights and states to where they belong. found: None on workers that did not read it."""
+        with tempfile.TemporaryDirectory(prefix="mpikv-resume-") as folder:
+            states = os.path.join(folder, "states")
+            if found is not None:
+                found.states.tofile(states)
+            self.load_states(states)  # before anything is changed: they may be another optimizer's
+            self._restore_weights(found.weights if found is not None else self._data())
+            self.load_states(states)  # the weights came without any
+
+    def _give_back(self, of_workers: Sequence[Any], path: str) -> None:
+        """Bring what workers kept for themselves to them. of_workers: empty on those that did not read it."""
+        first, num_workers = (True, 1) if self._store is None else (self._store.rank == 0, self._store.num_workers)
+        if of_workers and len(of_workers) != num_workers:
+            if first and self._worker_state is not None:
+                told = f"mpikv: {path} has what each of {len(of_workers)} workers kept (worker_state)"
+                print(f"{told}, and {num_workers} go on: they begin with none of it", file=sys.stderr, flush=True)
+            of_workers = ()
+        worker_states.spread(self._store, self._worker_state, of_workers, path)
+
+    def _restore_weights(self, weights: Mapping[str, Any]) -> None:
+        """Bring weights to the owners and into the parameters. Of several workers' weights worker 0's count."""
+        if self._store is None:
+            for name, parameter in self._params.items():
+                for replica in list_data(parameter):
+                    as_numpy.write(replica, weights[name], f"parameter {shown(name)}")
+        else:
+            fixed = [name for name in self._params if name not in self._trained]
+            for names, updated in ((self._trained, self._on_store), (fixed, self._asynchronous)):
+                if names:
+                    checkpoint.spread(
+                        self._store,
+                        [self._keys[name] for name in names],
+                        [weights[name] for name in names],
+                        [list_data(self._params[name]) for name in names],
+                        self._optimizer if updated else None,
+                    )
+        for parameter in self._params.values():
+            data_written(parameter)
+
+    def sync_buffers(self) -> None:
+        """Give every worker worker 0's buffers of the module, before an evaluation that they share, say.
+
+        Collective, blocks. Nothing happens where the trainer was not given a module, or where there is no store.
+
+        >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').sync_buffers()
+        """
+        names = [name for name, parameter in self._params.items() if isinstance(parameter, TorchBuffer)]
+        if self._store is not None and names:
+            values = [list_data(self._params[name]) for name in names]
+            optimizer = self._optimizer if self._asynchronous else None
+            keys = [self._keys[name] for name in names]
+            checkpoint.spread(self._store, keys, [replicas[0] for replicas in values], values, optimizer)
+            for name in names:
+                data_written(self._params[name])
+
+    # --- stopping
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the last step was the one after which all workers stop: save what is to be kept, and leave the loop.
+
+        Every step reads `stop_requested` of the store, so that a program need not read that one. Local.
+
+        >>> store = kv.create('local')
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd', kvstore=store)
+        >>> store.request_stop()
+        >>> trainer.step()
+        >>> trainer.stop_requested
+        True
+        """
+        return self._stopped
+
+    def _check_stop_file(self) -> None:
+        """Raise ConfigError where the stop file cannot be written: when the stop comes it is too late."""
+        path = "" if self._store is None or self._store.rank != 0 else self._store.session.stop_file
+        if not path:
+            return
+        try:
+            folder = os.path.dirname(place_of(path))
+            check_regular(path)
+        except OSError as error:
+            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: cannot be written in {folder}")
+
+    def _count_step(self, batch_size: float) -> None:
+        """After each step."""
+        self._steps += 1
+        self._examples += batch_size if type(batch_size) is int else _whole_or_float(batch_size)
+        self._begun = True
+        if self._store is None or not self._store.stop_requested or self._stopped:
+            return
+        self._stopped = True
+        path = self._store.session.stop_file
+        if not path:
+            return
+        if self._store.session.namespaces > 1:
+            if self._store.rank == 0 and not self._store.session.unsaved_told:
+                self._store.session.unsaved_told = True
+                print(
+                    f"mpikv: {path} (MPIKV_STOP_FILE) is not written, as several trainers share the store: "
+                    "the program has to look at stop_requested and save",
+                    flush=True,
+                )
+            return
+        self.save(path)
+        if self._store.rank == 0:
+            print(f"mpikv: stopped after step {self._steps}: weights and optimizer states are in {path}", flush=True)
+        raise SystemExit(0)
+
+
+def _whole_or_float(number: float) -> float:
+    """A number of examples as JSON has it: an int where it is whole."""
+    plain = checks.number("examples", number, 0.0)
+    return int(number) if plain.is_integer() else plain

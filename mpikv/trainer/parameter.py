@@ -1,0 +1,346 @@
+"""A parameter of a model: a weight and its gradient, one replica of each per device.
+
+For models written with NumPy or CuPy. The backward pass writes the gradient into `grad` (or one of `list_grad()`
+per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` needs none of this: a trainer
+takes it as it is (torch_parameter.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import numpy as np
+
+from mpikv.arrays import as_numpy, shapes
+from mpikv.arrays.devices import Device, put, several, use
+from mpikv.arrays.row_sparse import RowSparse
+from mpikv.common import checks
+from mpikv.common.checks import shown
+from mpikv.errors import ShapeMismatch
+from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module, is_tensor, of_module
+
+GradReq = Literal["write", "add", "null"]
+_GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
+
+
+class Parameter:
+    """A weight with its gradient.
+
+    value: a NumPy or CuPy array, which is then used itself and not copied, so that a model that holds it sees every
+    update; or anything that `numpy.asarray` takes. Instead of a value, `shape` with `init`: a number to fill with, or a
+    function of the shape that returns the values. name: what errors and files call it; a Trainer gives a name to one
+    that has none. devices: where the replicas are, as in `split_and_load`; None is one replica, where the value is.
+    grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the model's
+    backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult: factors on
+    the learning rate and the weight decay of this parameter. sparse: `grad` is a `RowSparse`, and a Trainer sends and
+    updates its rows alone (docs/row-sparse.md); the model assigns it, or the sparse value of another library, after
+    each backward pass. The weight stays a dense NumPy array.
+
+    Local. Raises TypeError for values that are no arrays, ValueError for contradicting arguments or a read-only array.
+
+    >>> weight = mpikv.Parameter(shape=(2, 3), init=0.5, name='weight')
+    >>> weight.grad += 1.0
+    >>> weight.data.sum().item(), weight.grad.sum().item(), len(weight.list_data()), len(weight.list_grad())
+    (3.0, 6.0, 1, 1)
+    >>> weight.zero_grad()
+    >>> weight
+    Parameter(weight, shape=(2, 3), dtype=float32)
+    """
+
+    def __init__(
+        self,
+        value: Any = None,
+        name: str | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        init: float | Callable[[tuple[int, ...]], Any] = 0.0,
+        dtype: Any = None,
+        devices: Sequence[Device] | None = None,
+        grad_req: GradReq = "write",
+        lr_mult: float = 1.0,
+        wd_mult: float = 1.0,
+        sparse: bool = False,
+    ) -> None:
+        checks.one_of("grad_req", grad_req, _GRAD_REQ)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"the name of a parameter is a str, got {shown(name)}; the array comes first")
+        self.name = name
+        self.grad_req: GradReq = grad_req
+        self.lr_mult = checks.number("lr_mult", lr_mult, 0.0)
+        self.wd_mult = checks.number("wd_mult", wd_mult, 0.0)
+        self.sparse = checks.flag("sparse", sparse)
+        first = _initial(value, shape, init, dtype)
+        if devices is None:
+            self._data = [first]
+        else:
+            # A copy each: two replicas on the host, or a replica and the caller's array, must not be the same memory.
+            self._data = []
+            for device in several(devices):
+                with use(device):  # CuPy copies to the current device
+                    self._data.append(put(first, device).copy())
+        for replica in self._data:
+            as_numpy.check_writable(replica, f"parameter {name or ''}".strip())
+        self._grads: list[Any] | None = None  # made when they are first asked for: a Trainer may know a better place
+
+    @property
+    def _grad(self) -> list[Any]:
+        if self._grads is None:
+            self._grads = [
+                RowSparse.zeros(self.shape, self.dtype) if self.sparse else _zeros_like(replica)
+                for replica in self._data
+            ]
+        return self._grads
+
+    def place_grad(self, memory: Any) -> None:
+        """Keep the gradient in `memory`, unless somebody has asked for the gradient before, or the weight is elsewhere.
+
+        memory: zeros of the shape and dtype of the weight, of NumPy or, on a GPU, of CuPy. A Trainer calls it, so that
+        gradients lie in memory of the store. Local.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> weight.place_grad(memory := np.zeros(2))
+        >>> weight.grad is memory
+        True
+        """
+        if self._grads is None and not self.sparse and len(self._data) == 1 and _same_memory(self._data[0], memory):
+            self._grads = [memory if memory.dtype == self.dtype else memory.view(self.dtype)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, the same on all devices.
+
+        >>> mpikv.Parameter(np.ones((2, 3))).shape
+        (2, 3)
+        """
+        return tuple(self._data[0].shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the weight and of its gradient.
+
+        >>> mpikv.Parameter(np.ones(2)).dtype
+        dtype('float64')
+        """
+        dtype: np.dtype[Any] = np.dtype(self._data[0].dtype)
+        return dtype
+
+    @property
+    def data(self) -> Any:
+        """The weight, on the first device. Assigning copies the values into the replicas on all devices."""
+        return self._data[0]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        for replica in self._data:
+            _copy_into(replica, value, f"data of {self!r}")
+
+    @property
+    def grad(self) -> Any:
+        """The gradient on the first device. Assigning copies the values into it (one device only)."""
+        return self._grad[0]
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if len(self._grad) > 1:
+            raise ValueError(f"{self!r} has {len(self._grad)} gradients, one per device: write into list_grad()")
+        if self.sparse:
+            rows = RowSparse.of(value)
+            if (rows.shape, rows.dtype) != (self.shape, self.dtype):
+                raise ShapeMismatch(f"grad of {self!r} is {self.dtype} {self.shape}, not {rows.dtype} {rows.shape}")
+            self._grad[0].assign(rows.indices, rows.values)
+            return
+        _copy_into(self._grad[0], value, f"grad of {self!r}")
+
+    def list_data(self) -> list[Any]:
+        """The weight on every device."""
+        return list(self._data)
+
+    def list_grad(self) -> list[Any]:
+        """The gradient on every device."""
+        return list(self._grad)
+
+    def zero_grad(self) -> None:
+        """Set the gradients on all devices to 0."""
+        for replica in self._grad:
+            if self.sparse:
+                replica.assign([], np.empty((0, *self.shape[1:]), self.dtype))
+            else:
+                replica[...] = 0
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name or 'unnamed'}, shape={self.shape}, dtype={self.dtype})"
+
+
+def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[..., Any], dtype: Any) -> Any:
+    if (value is None) == (shape is None):
+        raise ValueError("give the array of the weight, or its shape (and init), not both or neither")
+    if shape is not None:
+        (wanted,) = shapes.parse([tuple(shape)] if isinstance(shape, (list, tuple)) else shape)
+        found = as_numpy.dtype_named(np.float32 if dtype is None else dtype)
+        shapes.total_bytes([wanted], found)
+        filled = init(wanted) if callable(init) else np.full(wanted, init)
+        array = as_numpy.as_host("what init returned", filled, found)
+        if array.shape != wanted:
+            raise ValueError(f"init returned values of shape {array.shape}; the parameter has shape {wanted}")
+        # A new array: init may hand out the same one each time.
+        return array.copy()
+    if not isinstance(value, np.ndarray) and not as_numpy.is_device(value):
+        if as_numpy.is_array(value):
+            kind = type(value).__module__.partition(".")[0]
+            raise TypeError(
+                f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; a torch.nn.Parameter goes to the "
+                "Trainer as it is"
+            )
+        value = as_numpy.as_host("a parameter", value, dtype)
+    if dtype is not None:
+        value = value.astype(as_numpy.dtype_named(dtype), copy=False)
+    as_numpy.shape_and_dtype(value, "a parameter")  # raises for a dtype that a store cannot hold
+    return value
+
+
+def _same_memory(array: Any, other: Any) -> bool:
+    """Whether two arrays are both in host memory, or on the same GPU."""
+    if isinstance(array, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(array, np.ndarray) and isinstance(other, np.ndarray)
+    return bool(getattr(array, "device", None) == getattr(other, "device", None))
+
+
+def _zeros_like(array: Any) -> Any:
+    with array.device if as_numpy.is_device(array) and hasattr(array, "device") else nullcontext():
+        zeros = array.copy()  # NumPy's and CuPy's alike
+        zeros[...] = 0
+    return zeros
+
+
+def _copy_into(replica: Any, value: Any, what: str) -> None:
+    if value is replica:  # `p.data -= x` ends by assigning the array to itself
+        return
+    if not as_numpy.is_array(value):
+        value = as_numpy.as_host(what, value)
+    shape, _ = as_numpy.shape_and_dtype(value, what)
+    if shape != tuple(replica.shape):
+        raise ValueError(f"{what} must have shape {tuple(replica.shape)}, got {shape}")
+    if as_numpy.is_device(value) and as_numpy.is_device(replica):
+        replica[...] = value
+    else:
+        as_numpy.write(replica, as_numpy.host_view(value, what), what)
+
+
+def named(params: Any) -> dict[str, Any]:
+    """name -> parameter, in the order in which they go through the store; tensors as `TorchParameter`.
+
+    params: as a Trainer takes them. Raises TypeError or ValueError for what is none.
+    """
+    if is_module(params):
+        pairs: list[tuple[Any, Any]] = list(of_module(params))
+    elif isinstance(params, Mapping):
+        for name in params:
+            if not isinstance(name, str):
+                raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
+        pairs = [(name, params[name]) for name in sorted(params)]
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)) and not as_numpy.is_array(params):
+        pairs = [_pair(i, element) for i, element in enumerate(params)]
+    else:
+        raise TypeError(f"params is a torch.nn.Module, a dict or a list of parameters, not {type(params).__name__}")
+    result: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, parameter in pairs:
+        if isinstance(parameter, Mapping) and "params" in parameter:
+            raise TypeError(
+                "a Trainer has no groups of parameters, such as torch.optim takes: give all parameters together, and "
+                "those that differ a factor, `parameter.lr_mult = 0.1` or `parameter.wd_mult = 0`, before"
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
+        if is_tensor(parameter):
+            if id(parameter) in seen:
+                continue  # tied weights: one parameter with two names
+            seen.add(id(parameter))
+            parameter = TorchParameter(parameter, name)  # noqa: PLW2901 - what it is from here on
+        # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
+        if not isinstance(parameter, (Parameter, TorchParameter, TorchBuffer)) and not (
+            hasattr(parameter, "data") and hasattr(parameter, "grad")
+        ):
+            raise TypeError(
+                f"parameter {shown(name)} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
+                "mpikv.Parameter(array), and pass a torch.nn.Module itself"
+            )
+        if name in result:
+            raise ValueError(f"two parameters are called {shown(name)}; pass a dict with a name for each")
+        if id(parameter) in seen:
+            raise ValueError(f"parameter {shown(name)} comes twice; pass each parameter once")
+        if isinstance(parameter, Parameter) and parameter.name is None:
+            parameter.name = name
+        seen.add(id(parameter))
+        result[name] = parameter
+    if not result:
+        raise ValueError("there are no parameters to train (an iterator gives its elements only once)")
+    if all(is_frozen(parameter) for parameter in result.values()):
+        raise ValueError(
+            f"there is nothing to train: all {len(result)} parameters are frozen (requires_grad=False, or "
+            "grad_req='null'). A state_dict() holds copies without gradients: give the torch.nn.Module itself, its "
+            "named_parameters() or its parameters()"
+        )
+    return result
+
+
+def _pair(place: int, element: Any) -> tuple[Any, Any]:
+    if isinstance(element, tuple) and len(element) == 2:  # as named_parameters() gives them
+        return element
+    return getattr(element, "name", None) or str(place), element
+
+
+def list_data(parameter: Any) -> list[Any]:
+    """The weight on every device, of a parameter of any kind."""
+    return list(parameter.list_data()) if hasattr(parameter, "list_data") else [parameter.data]
+
+
+def list_grad(parameter: Any) -> list[Any]:
+    """The gradient on every device, of a parameter of any kind."""
+    return list(parameter.list_grad()) if hasattr(parameter, "list_grad") else [parameter.grad]
+
+
+def is_frozen(parameter: Any) -> bool:
+    """Whether a parameter of any kind is not trained now."""
+    return getattr(parameter, "grad_req", "write") == "null" or not getattr(parameter, "requires_grad", True)
+
+
+def zero_grad(parameter: Any) -> None:
+    """Make the gradient of a parameter of any kind 0, also where there is none yet."""
+    if hasattr(parameter, "zero_grad"):
+        parameter.zero_grad()
+    else:
+        if parameter.grad is None:
+            parameter.grad = copy.deepcopy(parameter.data)
+        parameter.grad[...] = 0
+
+
+def clear_grad(parameter: Any, *, set_to_none: bool) -> None:
+    """Forget the gradient of a parameter of any kind: None where it may be that, else 0."""
+    if isinstance(parameter, TorchParameter):
+        parameter.zero_grad(set_to_none=set_to_none)
+    elif isinstance(parameter, Parameter) or not set_to_none:
+        zero_grad(parameter)
+    else:
+        parameter.grad = None
+
+
+def place_grad(parameter: Any, memory: np.ndarray[Any, Any]) -> None:
+    """Let the gradient lie in `memory`, zeros of its shape and dtype, where the kind of parameter allows it."""
+    if isinstance(parameter, (Parameter, TorchParameter)):
+        parameter.place_grad(memory)
+
+
+def data_written(parameter: Any) -> None:
+    """The arrays of `list_data` hold a new weight: to be called after each write."""
+    if isinstance(parameter, (TorchParameter, TorchBuffer)):
+        parameter.data_written()
+
+
+def grad_written(parameter: Any) -> None:
+    """The arrays of `list_grad` hold another value: to be called after each write."""
+    if isinstance(parameter, TorchParameter):
+        parameter.grad_written()

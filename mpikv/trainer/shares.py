@@ -1,0 +1,162 @@
+"""What each worker brings to a step, and so what its gradients are divided by.
+
+Where workers count their examples, or some of them have run out of data (`Trainer.join`), all learn what all bring by
+one small `pushpull` of a table with a column for each worker. They then work out the same numbers, and a mistake is an
+error on all of them.
+
+Cost: one exchange of 24 bytes per worker, in such steps only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.optimizers import Function, Optimizer
+
+# What a worker's gradients are. 0: it has none.
+SUMS = 1  # over its examples
+MEANS = 2  # over its examples
+UNCOUNTED = 3  # means over examples whose number is not said
+_CALLS = {SUMS: "step(batch_size)", MEANS: "step(examples=)", UNCOUNTED: "step()"}
+
+
+class _Table(NamedTuple):
+    """What the workers bring: one number for each worker, (num_workers,), in each field."""
+
+    kinds: HostArray
+    examples: HostArray
+    rates: HostArray
+
+
+class Share(NamedTuple):
+    """By what the sum of all gradients is divided, and by what this worker's are multiplied before.
+
+    The factor makes them weigh as much as the worker's examples do. examples: how many all workers bring, 0 where
+    nobody says.
+    """
+
+    divisor: float
+    factor: float = 1.0
+    examples: float = 0
+
+
+class Shares:
+    """Knows what the workers of a trainer bring to its steps.
+
+    key: one that nobody else uses. devices: how many have a gradient of each parameter.
+    """
+
+    def __init__(self, store: KVStore | None, key: str, devices: int, optimizer: Optimizer) -> None:
+        self._store = store
+        self._key = key
+        self._devices = devices
+        self._optimizer = optimizer
+        self._rank, self._workers = (0, 1) if store is None else (store.rank, store.num_workers)
+        self._array: HostArray | None = None
+        self.joined = False
+
+    def of_step(self, batch_size: float | None, examples: float | None) -> Share:
+        """Return the share with which the sum of all workers' gradients is what `Trainer.step` promises.
+
+        Collective where workers count or are in `join`. Raises ValueError for numbers that are none, and on all workers
+        where they call in different ways.
+        """
+        if batch_size is not None and examples is not None:
+            raise ValueError(
+                "step: batch_size is for gradients that are sums over examples, examples= for means; give one of them"
+            )
+        if examples is None and not self.joined:
+            if batch_size is None:
+                return Share(self._workers * self._devices)
+            return Share(batch_size, examples=batch_size)
+        if examples is not None:
+            kind, number = MEANS, positive(examples, "examples, the number of this worker's examples,")
+        elif batch_size is not None:
+            kind, number = SUMS, positive(batch_size, "batch_size, in join the number of this worker's examples,")
+        else:
+            kind, number = UNCOUNTED, 0.0
+        return self._share(self._exchange(kind, number), self._rank)
+
+    def of_others(self) -> Share | None:
+        """Say that this worker has run out of data.
+
+        Returns its share in the others' next step, None if nobody makes one. Takes over their learning rate, which they
+        may have set in their loop.
+        """
+        table = self._exchange(0, 0.0)
+        present = np.flatnonzero(table.kinds)
+        if not present.size:
+            return None
+        if self._optimizer.lr_scheduler is None:
+            self._optimizer.learning_rate = float(table.rates[present[0]])
+        return self._share(table, int(present[0]))._replace(factor=1.0)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Return a context in which steps are made with the workers that have data. Entering it is collective."""
+        if self.joined:
+            raise MpikvError("join inside join of the same trainer: one block is around the whole loop")
+        self._begin("join")
+        self.joined = True
+        try:
+            yield
+        finally:
+            self.joined = False
+
+    def _begin(self, call: str) -> HostArray:
+        if self._array is None:
+            if self._store is not None and "async" in self._store.type:
+                raise UnsupportedError(
+                    f"{call}: workers of a {self._store.type} store do not wait for each other; call step() or "
+                    "step(batch_size) on each as often as it has data"
+                )
+            self._array = np.zeros((3, self._workers))
+            if self._store is not None:
+                self._store.session.compressions.exempt(self._key)
+                self._store.init(self._key, self._array)
+                # Else an optimizer that the program gave the store would serve the key.
+                self._store.strategy.set_optimizer(Function(_keep), [self._key])
+        return self._array
+
+    def _exchange(self, kind: int, examples: float) -> _Table:
+        array = self._begin("step(examples=)")
+        array[...] = 0
+        array[:, self._rank] = kind, examples, self._optimizer.learning_rate
+        if self._store is not None:
+            self._store.pushpull(self._key, array)
+        return _Table(*array)
+
+    def _share(self, table: _Table, worker: int) -> Share:
+        present = np.flatnonzero(table.kinds)
+        kinds = {int(kind) for kind in table.kinds[present]}
+        if len(kinds) > 1:
+            calls = ", ".join(
+                f"{_CALLS[kind]} on worker {np.flatnonzero(table.kinds == kind)[0]}" for kind in sorted(kinds)
+            )
+            raise ValueError(f"a step that workers call in different ways: {calls}")
+        if kinds == {UNCOUNTED}:
+            return Share(float(present.size) * self._devices)
+        total = float(np.sum(table.examples))
+        if kinds == {SUMS}:
+            return Share(total, examples=total)
+        # The divisor is the same in every step, as long as the same workers are there.
+        return Share(float(present.size) * self._devices, float(table.examples[worker]) * present.size / total, total)
+
+
+def positive(value: Any, what: str) -> float:
+    """Return a finite number above 0; ValueError that says `what` it is for anything else."""
+    if isinstance(value, bool) or not hasattr(value, "__float__") or not 0 < float(value) < math.inf:
+        raise ValueError(f"{what} is a number above 0; got {value!r}")
+    return float(value)
+
+
+def _keep(table: HostArray, total: HostArray, _state: Any) -> None:
+    table[...] = total

@@ -1,0 +1,712 @@
+"""Trainer: gluon's. It takes the gradients of a model's parameters through a store and brings the new weights back.
+
+    trainer = Trainer(parameters, 'sgd', {'learning_rate': 0.1}, kvstore='dist_sync')
+    ...                                  # forward and backward
+    trainer.step()                       # gradients are means over the examples of their worker; or
+    trainer.step(batch_size)             # they are sums; batch_size: examples of all workers and devices together
+
+With `update_on_kvstore` the store holds the optimizer: a step is one `pushpull` of gradients and new weights, and in a
+`dist` store every optimizer state exists once over all owners. Without, `pushpull` adds up the gradients, and every
+worker updates for itself: what gradient clipping over the sum needs, between `allreduce_grads` and `update`.
+
+Keys are 'trainerN/name', N counting the trainers of one store, so that two trainers on one store do not meet.
+
+Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model.py (_create_kvstore).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+from mpikv import optimizers
+from mpikv.arrays.row_sparse import RowSparse
+from mpikv.common import checks
+from mpikv.common.checks import shown
+from mpikv.create import notices
+from mpikv.create.worker_device import spaces_for
+from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
+from mpikv.kvstore import KVStore, Request
+from mpikv.runtime.abort import tells
+from mpikv.session.base import OwnUpdates
+from mpikv.strategies.base import Travelling
+from mpikv.trainer import parameter as parameters
+from mpikv.trainer import rows, worker_states
+from mpikv.trainer.clip import factor_for, norm_of
+from mpikv.trainer.ends import in_steps
+from mpikv.trainer.files import TrainerFiles
+from mpikv.trainer.local_updates import LocalUpdates, Update
+from mpikv.trainer.overlap import Overlap
+from mpikv.trainer.parameter import list_data, list_grad, named
+from mpikv.trainer.rows import sparse_names
+from mpikv.trainer.shares import Share, Shares, positive
+from mpikv.trainer.store import place_gradients, store_of, updates_on_store, warn_of_codec
+from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, came_later, is_module
+from mpikv.trainer.worker_states import WorkerState
+
+
+class Handed(NamedTuple):
+    """A gradient that was handed over before the step.
+
+    request: what brings the sum of the workers' gradients into `replicas`; None where the store makes the update.
+    """
+
+    request: Request | None
+    replicas: list[Any]
+
+
+class Trainer(TrainerFiles):
+    """Applies an optimizer to a set of parameters, with the gradients of all workers and devices.
+
+    params: the parameters, in one of these forms:
+    - a torch.nn.Module, with its own names;
+    - a dict from names to parameters, which are taken in the order of their names, as in gluon;
+    - an iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` gives them.
+
+    A parameter is an `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()`
+    and `list_grad()`). Names must be the same on all workers. A tensor with two names counts once. A parameter with
+    `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is left alone afterwards, and so
+    are the buffers of a module (statistics of a batch normalisation), which `sync_buffers` makes equal again.
+
+    optimizer: as in `optimizers.create`; optimizer_params: its arguments. `lr_mult` and `wd_mult` of the optimizer may
+    name parameters, and an `mpikv.Parameter` may bring its own; the two are multiplied.
+
+    kvstore: a type for `kv.create`, a store, or None. A type without 'dist' makes a store only where a parameter has
+    several devices. Without a store, the devices of this process are summed all the same (**differs**: in gluon their
+    weights drift apart). compression_params: for `set_gradient_compression` of the store.
+
+    update_on_kvstore: whether the store makes the updates; None: it does where there is a store. A `dist_async` store
+    always makes them (False is a ValueError).
+
+    clip_global_norm: scale each update down so that the norm of all its gradients together, of the mean that is
+    applied, is at most this number. That takes the sum of all gradients before the update: so every worker updates for
+    itself, with optimizer states for the whole model (update_on_kvstore=True is a ValueError, and so is `dist_async`).
+
+    overlap: let the gradients of PyTorch parameters leave during the backward pass; see `no_sync`.
+
+    worker_state: what this worker keeps for itself and `save` and `resume` are to keep, too, such as velocities of its
+    own gradients: an object with `state_dict()`, arrays by name, and `load_state_dict(state)`, which gets NumPy arrays.
+
+    Making a trainer is collective over the workers of a `dist` store, and worker 0's weights have reached every worker
+    and device when it returns (**differs**: gluon sends them in the first step). Where the store makes the updates, its
+    next step overwrites weights that the model changes later: load a checkpoint before making the trainer.
+
+    Raises TypeError or ValueError for parameters or optimizers that are none; what `kv.create` and `init` raise.
+
+    >>> weight = mpikv.Parameter(np.ones(2))
+    >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore='local')
+    >>> weight.grad[...] = 1.0  # the model's backward pass
+    >>> trainer.step()
+    >>> weight.data
+    array([0.5, 0.5])
+    >>> trainer.learning_rate, trainer.optimizer.name, trainer.kvstore
+    (0.5, 'sgd', None)
+    """
+
+    @tells
+    def __init__(  # noqa: PLR0917 - gluon's
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: KVStore | str | None = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+        *,
+        clip_global_norm: float | None = None,
+        overlap: bool = False,
+        worker_state: WorkerState | None = None,
+    ) -> None:
+        self._worker_state = worker_states.check(worker_state)
+        self._module = params if is_module(params) else None
+        self._params = named(params)
+        self._optimizer = optimizers.create(optimizer, **checks.options("optimizer_params", optimizer_params))
+        self._scale = self._optimizer.rescale_grad
+        self._steps = 0
+        several = any(len(list_data(p)) > 1 for p in self._params.values())
+        self._store = store_of(kvstore, several)
+        self._clip = None if clip_global_norm is None else positive(clip_global_norm, "clip_global_norm")
+        self._on_store = updates_on_store(self._store, update_on_kvstore, clips=self._clip is not None)
+        self.last_global_norm: float | None = None  # before clipping, of the last step; None without clip_global_norm
+        if checks.options("compression_params", compression_params) and self._store is None:
+            raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
+        self._check_stop_file()
+        number = 0 if self._store is None else self._store.session.new_namespace()
+        self._keys = {name: f"trainer{number}/{name}" for name in self._params}
+        if self._store is not None and compression_params:
+            self._store.set_gradient_compression(compression_params, list(self._keys.values()))
+        self._apply_factors()
+        if self._store is not None:
+            self._spaces = self._store.session.spaces
+        else:
+            self._spaces = spaces_for(
+                p.tensor if hasattr(p, "tensor") else list_data(p)[0] for p in self._params.values()
+            )
+            weakref.finalize(self, self._spaces.close).atexit = False
+        for parameter in self._params.values():
+            if isinstance(parameter, (TorchParameter, TorchBuffer)):
+                parameter.through_host = self._spaces.device is None
+        self._local = LocalUpdates(self._optimizer, self._spaces)
+        self._order = {name: i for i, name in enumerate(self._params)}
+        self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
+        self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
+        self._handed: dict[str, Handed] = {}  # gradients handed over since the last step
+        self._handed_with: Mapping[str, Any] = {}  # attributes of the optimizer
+        self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
+        self._awaited: dict[str, Request | rows.Coming] = {}  # weights of the last step that nobody has waited for yet
+        self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
+        self._travelling: Travelling | None = None
+        self._own: OwnUpdates | None = None  # where all workers update by themselves
+        self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
+        self._start()
+        devices = len(list_data(self._params[self._trained[0]]))
+        self._shares = Shares(self._store, f"examples of trainer{number}", devices, self._optimizer)
+        self._overlap = Overlap(self._tensors if overlap else {}, self._gradient_ready)
+
+    def _start(self) -> None:
+        """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
+        data = {name: list_data(parameter) for name, parameter in self._params.items()}
+        trained = self._trained = [name for name in self._params if name in self._trainable]
+        self._sparse = sparse_names(self._params, trained, self._store, self._optimizer, on_store=self._on_store)
+        if self._store is not None:
+            # Parameters that are not trained too: statistics of a batch normalisation must agree at the start.
+            for name in self._sparse:
+                rows.start(self._store, self._keys[name], self._params[name])
+            dense = [name for name in data if name not in self._sparse]
+            outs = [data[name] for name in dense]
+            self._store.broadcast([self._keys[name] for name in dense], [one[0] for one in outs], out=outs)
+            self._data_written(data)
+        else:
+            for name, replicas in data.items():
+                self._spread(replicas[:1], replicas[1:], f"parameter {shown(name)}")
+        if self._on_store and self._store is not None:
+            self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
+        else:
+            for name in trained:
+                self._local.add(self._keys[name], data[name][0])
+            if self._store is not None:
+                self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
+        dense = [name for name in trained if name not in self._sparse]
+        if self._store is not None:
+            warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
+        self._in_memory = self._store is not None and self._store.session.adds_in_memory(
+            [self._keys[name] for name in dense]
+        )
+        if self._store is not None and self._in_memory:
+            place_gradients(self._store, self._params, dense)
+        elif self._store is not None:
+            # A backward pass comes to the last parameters first.
+            self._bucketed = list(reversed(dense))
+            self._travelling = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
+
+    # --- the step
+
+    def push_grad(self, parameter: Any, batch_size: float | None = None) -> None:
+        """Hand over a gradient as soon as the backward pass has it, so that it travels while the pass goes on.
+
+        parameter: one of this trainer's, or its name. batch_size: as `step` will be called with; by default that of the
+        last step. The gradient is not needed any more when this returns. Only with `update_on_kvstore=False` it is:
+        then the sum over the workers will be written into it, before `step` returns. Does not wait for other workers.
+
+        `step` sends every gradient that was not handed over. It also sends those of the first step, if no batch_size
+        was given here, and all gradients in host memory where the workers are on one host and share it: there no link
+        has to be kept busy, and one call for all of them is faster.
+
+        Raises ValueError for a parameter that is not this trainer's, one handed over before in this step, a missing
+        gradient, or a batch_size other than that of gradients handed over before.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore=kv.create('local'))
+        >>> weight.grad[...] = 1.0
+        >>> trainer.push_grad(weight, batch_size=1)
+        >>> trainer.step(1)
+        >>> weight.data
+        array([0.5, 0.5])
+        """
+        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
+        if name not in self._params:
+            raise ValueError(f"push_grad: {shown(parameter)} is not among this trainer's parameters")
+        if name in self._handed:
+            raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._in_memory:
+            return
+        if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
+            return
+        self._check_batch_size(batch_size)
+        replicas = list_grad(self._params[name])
+        if any(replica is None for replica in replicas):
+            raise ValueError(f"push_grad: grad is None in {shown(name)}; call it after the gradient has been written")
+        self._finish_waiting()
+        self._rescale(batch_size)
+        if not self._handed:
+            self._handed_with = self._optimizer.attributes()
+        if self._on_store:
+            self._store.push(self._keys[name], replicas, self._priority(name))
+            self._handed[name] = Handed(None, [])
+        elif self._own is None or self._own.may_leave():  # else workers have to agree first, which `step` does
+            request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
+            self._handed[name] = Handed(request, replicas)
+
+    def _gradient_ready(self, name: str) -> None:
+        """Hand over this gradient, which a backward pass has completed."""
+        if not self._is_frozen(name):
+            self.push_grad(name)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """`with trainer.no_sync():` is put around backward passes whose gradients are only added up, for a later step.
+        Local.
+
+        Without overlap=True it changes nothing. With it, and with several hosts or servers, a gradient leaves as soon
+        as a backward pass has completed it, for the batch_size of the last step (before the first step, and in `join`,
+        it leaves with the step). So each step has just one backward pass outside of `no_sync`, the last one. After that
+        pass nobody changes gradients or the optimizer before the step, and the step has the same batch_size as the one
+        before: all else is an error. A step that needs another batch_size makes all its passes inside.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
+        >>> with trainer.no_sync():
+        ...     weight.grad += 0.5  # the first backward pass
+        >>> weight.grad += 0.5  # the last one
+        >>> trainer.step()
+        >>> weight.data
+        array([0.5, 0.5])
+        """
+        return self._overlap.paused()
+
+    def _priority(self, name: str) -> int:
+        """The next forward pass needs the first parameters first."""
+        return -self._order[name]
+
+    def _check_batch_size(self, batch_size: float) -> None:
+        if self._handed and batch_size != self._batch_size:
+            raise ValueError(
+                f"gradients of this step were handed over for a batch of {self._batch_size:g}, not {batch_size:g}: "
+                "pass the same batch_size to push_grad and step (with overlap=True, call backward in no_sync() where "
+                "the batch_size changes)"
+            )
+
+    def _check_handed(self) -> None:
+        """Gradients that were handed over must be those of now, and for the same update as the others."""
+        self._overlap.check()
+        if self._handed and self._on_store and self._optimizer.attributes() != self._handed_with:
+            raise ValueError(
+                "the optimizer was changed after gradients of this step had been handed over: set the learning rate "
+                "before the backward pass"
+            )
+
+    def step(
+        self,
+        batch_size: float | None = None,
+        ignore_stale_grad: bool = False,
+        *,
+        examples: float | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Make one update of all parameters. Which argument is right depends on what the gradients are.
+
+        `step()`: each gradient is a mean over the examples of its worker (and device), as PyTorch's losses give them.
+        The update is made with the mean of these over the workers and devices.
+
+        `step(examples=n)`: the same, and n is the number of examples of this worker. The update is made with the mean
+        over all examples; that costs a small exchange more.
+
+        `step(batch_size)`: each gradient is a sum over examples, as in gluon. The update is made with (their sum over
+        devices and workers) / batch_size; batch_size is the number of examples of all workers together, in `join` of
+        this one.
+
+        Where workers give different batch sizes, as in the last, short batch of an epoch, each worker's gradient is
+        divided by its own. Any other attribute of the optimizer that differs between workers is a ConfigError on all of
+        them, and nothing is updated; in a `dist_async` store each worker's gradients are applied with its own.
+
+        Blocks; in a synchronous store until all workers have come. Raises FloatingPointError, on every worker and with
+        all weights as they were, where clip_global_norm finds a norm that is not finite.
+
+        ignore_stale_grad: a parameter without a gradient (`grad` is None) counts as one with gradient 0, so that
+        workers stay in step; otherwise it is a ValueError that names it, and nothing is sent. (A NumPy array does not
+        tell whether it was written since the last step.)
+
+        wait=False: return at once where the store makes the updates. `wait(parameter)` then blocks until that
+        parameter's weight is there, and the next step, push_grad or close waits for all of them.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
+        >>> weight.grad[...] = 8.0  # the sum over 4 examples
+        >>> trainer.step(4)
+        >>> weight.data
+        array([0., 0.])
+        """
+        checks.flag("ignore_stale_grad", ignore_stale_grad)
+        checks.flag("wait", wait)
+        waits_for = self._steps + (not self._awaited)  # after wait=False the last step is to end first
+        if self._shares.joined or examples is not None:
+            self._grads(ignore_stale_grad)  # what is missing must be found before others count on this worker
+        try:
+            self._step(self._shares.of_step(batch_size, examples), ignore_stale_grad, wait=wait)
+        except (PeerError, StallError) as error:
+            raise in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
+
+    def _step(self, share: Share, ignore_stale_grad: bool, *, wait: bool) -> None:
+        batch_size = share.divisor
+        self._check_batch_size(batch_size)
+        self._finish_waiting()
+        self._rescale(batch_size)
+        self._check_handed()
+        grads = self._grads(ignore_stale_grad)
+        if share.factor != 1.0:
+            self._weigh(grads, share.factor)
+        if self._on_store and self._store is not None:
+            self._step_on_store(self._store, grads, wait=wait)
+        else:
+            ratio = 1.0 if self._own is None else self._own.begin(contributed=bool(self._handed))
+            self._allreduce(grads, ratio)
+            self._update(grads, None if self._own is None else self._own.end())
+        self._all_sent()
+        self._count_step(share.examples)
+
+    def _weigh(self, grads: dict[str, list[Any]], factor: float) -> None:
+        """Let this worker's gradients, means, weigh as much as its examples do."""
+        if self._handed:
+            raise ValueError(
+                "step(examples=) with other numbers on other workers, after gradients were handed over: with "
+                "overlap=True call backward in no_sync() where they may differ"
+            )
+        self._scale_grads(grads, factor)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """`with trainer.join():` is put around a loop that makes more steps on some workers than on others.
+
+        A worker that comes to the end of the block goes on taking part in the others' steps, with gradients of 0, until
+        all workers have come there. So it may leave its loop whenever it has no more data, also by `break`. Every
+        update is the mean over the examples that were there: `step(examples=n)` or `step(batch_size)` with this
+        worker's own number, or `step()` for the mean over the workers that were there. All workers have the same
+        weights at the end.
+
+        A step in the block costs one small exchange more, and gradients leave with the step. `learning_rate` may be set
+        in the loop, to the same on all workers that are in it. Entering and leaving is collective, and blocks. An
+        exception leaves the block at once, and the worker then takes no part: the others get the errors of a worker
+        that is gone. Raises MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`, where
+        nobody waits for anybody.
+
+        >>> from mpikv.testing.stores import spawn_stores
+        >>> def train(store):
+        ...     weight = mpikv.Parameter(np.zeros(1))
+        ...     trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 1}, kvstore=store)
+        ...     with trainer.join():
+        ...         for _ in range(1 + store.rank):  # worker 1 makes one step more
+        ...             weight.grad[...] = -1.0
+        ...             trainer.step()
+        ...     return weight.data.tolist()
+        >>> spawn_stores('dist_sync', 2, train)
+        [[2.0], [2.0]]
+        """
+        if self._handed:
+            raise MpikvError("join after gradients were handed over: begin it before the backward pass")
+        with self._shares.join(), self.no_sync():
+            yield
+            while (share := self._shares.of_others()) is not None:
+                for name, parameter in self._params.items():
+                    if not self._is_frozen(name):
+                        parameters.zero_grad(parameter)
+                self._step(share, ignore_stale_grad=False, wait=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, as a torch.optim.Optimizer does. Those of an `mpikv.Parameter` become 0. Local.
+
+        set_to_none=False makes the gradients of PyTorch parameters 0, too, which is neither quicker nor slower.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd')
+        >>> weight.grad += 1.0
+        >>> trainer.zero_grad()
+        >>> weight.grad
+        array([0., 0.])
+        """
+        for parameter in self._params.values():
+            if not isinstance(parameter, TorchBuffer):
+                parameters.clear_grad(parameter, set_to_none=set_to_none)
+
+    def _skip_frozen(self) -> None:
+        """Tell the store which parameters are not trained any more, so that other keys of their buckets do not wait."""
+        if self._travelling is not None:
+            self._travelling.skip([self._keys[name] for name in self._bucketed if self._is_frozen(name)])
+
+    def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
+        self._skip_frozen()
+        changed = [shown(name) for name, one in self._tensors.items() if name in grads and one.changed_otherwise]
+        if changed:
+            notices.warn_of_lost_weights(changed)
+        dense = {name: replicas for name, replicas in grads.items() if name not in self._sparse}
+        outs = {name: list_data(self._params[name]) for name in dense}
+        together = wait and not self._handed
+        for name, replicas in grads.items():
+            if name not in self._handed and not (together and name in dense):
+                store.push(self._keys[name], replicas, self._priority(name))
+        if together:
+            store.pushpull([self._keys[name] for name in dense], list(dense.values()), out=list(outs.values()))
+            self._data_written(dense)
+        for name in sorted(grads, key=self._order.__getitem__):
+            if name in self._sparse:
+                self._awaited[name] = self._changed_rows(store, name)
+            elif not together:
+                self._awaited[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
+        if wait:
+            self._finish_waiting()
+
+    def _changed_rows(self, store: KVStore, name: str) -> rows.Coming:
+        return rows.Coming(store, self._keys[name], self._params[name], self._priority(name))
+
+    def wait(self, parameter: Any) -> None:
+        """Block until the weight that `step(wait=False)` did not wait for has arrived; return at once if it has.
+
+        parameter: one of this trainer's, or its name; ValueError for any other.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore=kv.create('local'))
+        >>> weight.grad[...] = 1.0
+        >>> trainer.step(wait=False)
+        >>> trainer.wait(weight)
+        >>> weight.data
+        array([0.5, 0.5])
+        """
+        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
+        if name not in self._params:
+            raise ValueError(f"wait: {shown(parameter)} is not among this trainer's parameters")
+        request = self._awaited.pop(name, None)
+        if request is not None:
+            request.wait()
+            self._data_written([name])
+
+    def _data_written(self, names: Iterable[str]) -> None:
+        if self._tensors:
+            for name in names:
+                parameters.data_written(self._params[name])
+
+    def _all_sent(self) -> None:
+        self._handed.clear()
+        self._overlap.clear()
+
+    def _finish_waiting(self) -> None:
+        while self._awaited:
+            self.wait(next(iter(self._awaited)))
+
+    def pull_weights(self) -> None:
+        """Bring the weights that the store has now to this worker's devices. Blocks.
+
+        It is for `dist_async`, where other workers' pushes change the weights between this worker's steps; after a
+        `barrier` of the store it brings the final result. Nothing changes with other stores.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> mpikv.Trainer([weight], 'sgd', kvstore=kv.create('local')).pull_weights()
+        >>> weight.data
+        array([1., 1.])
+        """
+        self._finish_waiting()
+        if self._on_store and self._store is not None:
+            trained = [name for name in self._params if not self._is_frozen(name)]
+            dense = [name for name in trained if name not in self._sparse]
+            coming = [self._changed_rows(self._store, name) for name in trained if name in self._sparse]
+            self._store.pull([self._keys[name] for name in dense], [list_data(self._params[name]) for name in dense])
+            for rows in coming:
+                rows.wait()
+            self._data_written(trained)
+
+    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
+        """Replace every gradient by the sum over devices and workers. Only with `update_on_kvstore=False`.
+
+        Collective, blocks. `update` follows; in between the sums may be changed, in the same way on every worker.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, update_on_kvstore=False)
+        >>> weight.grad[...] = 5.0
+        >>> trainer.allreduce_grads()
+        >>> np.clip(weight.grad, -1.0, 1.0, out=weight.grad)
+        array([1., 1.])
+        >>> trainer.update()
+        >>> weight.data
+        array([0.5, 0.5])
+        """
+        self._need_own_updates("allreduce_grads")
+        if self._own is not None:
+            self._own.settle()
+        self._overlap.check()
+        self._allreduce(self._grads(ignore_stale_grad))
+
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+        """Update the weights from the sums that `allreduce_grads` left. Only with `update_on_kvstore=False`.
+
+        batch_size: as for `step`, but the same on every worker, since the gradients have been added already.
+
+        Local. But where batch_size or another attribute has changed since the last update, the call blocks until it is
+        known that it has changed on all workers alike. If it has not, that is a ConfigError: on the workers that have
+        changed it before anything is updated there, on the others then or in the next call. Example: see
+        `allreduce_grads`.
+        """
+        self._need_own_updates("update")
+        share = self._shares.of_step(batch_size, None)
+        self._rescale(share.divisor)
+        grads = self._grads(ignore_stale_grad)
+        if self._own is not None:
+            self._own.begin(separate=True)
+            self._own.end()
+        self._update(grads)
+        self._count_step(share.examples)
+
+    def _allreduce(self, grads: dict[str, list[Any]], ratio: float = 1.0) -> None:
+        if self._store is not None:
+            self._skip_frozen()
+            if ratio != 1.0:
+                self._scale_grads(grads, ratio)
+            rest = [name for name in grads if name not in self._handed]
+            self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
+            for handed in self._handed.values():
+                if handed.request is not None:
+                    handed.request.wait()
+                    # They may have been handed over in another stream than the one that goes on with the sums.
+                    self._spaces.hand_back(self._spaces.callers(handed.replicas))
+            for name in grads if self._tensors else ():
+                parameters.grad_written(self._params[name])
+            self._all_sent()
+            return
+        for name, replicas in grads.items():
+            if len(replicas) > 1:
+                what = f"the gradient of parameter {shown(name)}"
+                self._spread(replicas, replicas, what)
+
+    def _spread(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
+        """Write the sum of one worker's arrays into others, in the space of the first one."""
+        if outs:
+            callers = self._spaces.callers(sources)
+            space = self._spaces.where(callers[0])
+            total = self._spaces.total(space, callers, what, on_device=True)
+            for out in self._spaces.callers(outs):
+                self._spaces.write(space, out, total, what)
+
+    def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
+        for name, replicas in grads.items():
+            for replica in replicas:
+                if isinstance(replica, RowSparse):
+                    replica.assign(replica.indices, replica.values * replica.dtype.type(ratio))
+                    continue
+                self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
+
+    def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
+        """factor: the units that the gradients are in, where workers' own factors differ."""
+        own = self._optimizer.rescale_grad
+        self._optimizer.rescale_grad = own if factor is None else factor
+        try:
+            if self._clip is not None:
+                self.last_global_norm = norm_of(self._optimizer, grads, self._spaces)
+                self._optimizer.rescale_grad *= factor_for(self.last_global_norm, self._clip)
+            self._local.apply(
+                [
+                    Update(self._keys[name], list_data(self._params[name]), replicas[0])
+                    for name, replicas in grads.items()
+                ]
+            )
+        finally:
+            self._optimizer.rescale_grad = own
+        self._data_written(grads)
+
+    def _grads(self, ignore_stale_grad: bool) -> dict[str, list[Any]]:
+        """The gradients of every trained parameter, one per device; nothing is sent before all are there."""
+        result: dict[str, list[Any]] = {}
+        missing = []
+        later = {} if self._module is None else came_later(self._module, self._names)
+        new = [name for name, tensor in later.items() if tensor.requires_grad]
+        if new:
+            raise ValueError(
+                f"parameter {', '.join(map(repr, new))} came to the module after the Trainer was made, and has no "
+                "optimizer: make a new Trainer"
+            )
+        for name, parameter in self._params.items():
+            if parameters.is_frozen(parameter):
+                continue
+            if name in self._handed:
+                result[name] = self._handed[name].replicas
+                continue
+            if name not in self._trainable:
+                raise ValueError(
+                    f"parameter {name!r} was frozen when the Trainer was made, and has no optimizer: make a new Trainer"
+                )
+            replicas = list_grad(parameter)
+            if any(replica is None for replica in replicas):
+                if ignore_stale_grad:
+                    parameters.zero_grad(parameter)
+                    replicas = list_grad(parameter)
+                else:
+                    missing.append(name)
+            result[name] = replicas
+        if missing:
+            raise ValueError(
+                f"grad is None in {', '.join(map(repr, missing))}: run the backward pass before the step; "
+                "for a parameter that this model does not use, set requires_grad=False on all workers, or pass "
+                "ignore_stale_grad=True"
+            )
+        return result
+
+    def _need_own_updates(self, call: str) -> None:
+        if self._shares.joined:
+            raise UnsupportedError(f"{call} in join: the workers that have come to its end take part in step alone")
+        if self._on_store:
+            raise UnsupportedError(
+                f"{call}: the store updates the weights here, so there are no summed gradients to see; "
+                "make the Trainer with update_on_kvstore=False"
+            )
+
+    def _is_frozen(self, name: str) -> bool:
+        return parameters.is_frozen(self._params[name])
+
+    # --- hyperparameters
+
+    @property
+    def optimizer(self) -> optimizers.Optimizer:
+        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on: see `step`."""
+        return self._optimizer
+
+    @property
+    def kvstore(self) -> KVStore | None:
+        """The store, or None where there is none."""
+        return self._store
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; with a schedule that of the last step (`steps`)."""
+        schedule = self._optimizer.lr_scheduler
+        return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on, the same on every worker. UnsupportedError with a schedule.
+        Local.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.set_learning_rate(0.1)
+        >>> trainer.learning_rate
+        0.1
+        """
+        self._optimizer.set_learning_rate(lr)
+
+    def _rescale(self, batch_size: float) -> None:
+        """Let the optimizer divide gradients by `batch_size`."""
+        try:
+            number = checks.number("batch_size", batch_size)
+        except (TypeError, ValueError):
+            number = 0.0
+        if number <= 0:
+            what = "the number of examples of all workers together, above 0"
+            raise ValueError(f"batch_size is {what}; got {shown(batch_size)}")
+        self._batch_size = batch_size
+        self._optimizer.rescale_grad = self._scale / number
+        self._apply_factors()
+
+    def _apply_factors(self) -> None:
+        """Give the optimizer, which knows keys, the factors that were set by parameters' names."""
+        for attribute in ("lr_mult", "wd_mult"):
+            factors: dict[Any, float] = getattr(self._optimizer, attribute)
+            for name, parameter in self._params.items():
+                own = float(getattr(parameter, attribute, 1.0))
+                if name in factors or own != 1.0 or self._keys[name] in factors:
+                    factors[self._keys[name]] = factors.get(name, 1.0) * own

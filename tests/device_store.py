@@ -1,0 +1,149 @@
+"""A store whose caller has all arrays on a fake GPU, for tests that are written for arrays of NumPy.
+
+What a call is given is put on the GPU, and what the call has written there is brought back, into the NumPy array that
+stands for it. So a test of the store runs on device memory as it is, and compares the same values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from foreign_arrays import ForeignArray
+
+from mpikv.arrays.as_numpy import SUPPORTED_DTYPES
+
+
+class DeviceStore:
+    """Everything that the store has; calls with arrays go through the GPU."""
+
+    def __init__(self, store: Any, cupy: Any) -> None:
+        self._store, self._cupy = store, cupy
+        self._under_way: list[_Moved] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._store.__reduce_ex__(protocol)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._store
+
+    def __repr__(self) -> str:
+        return repr(self._store)
+
+    def __enter__(self) -> DeviceStore:
+        self._store.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._store.__exit__(*error)
+
+    def init(self, key: Any, value: Any) -> None:
+        self._store.init(key, _Moved(self._cupy).up(value))
+
+    def push(self, key: Any, value: Any, *args: Any, **named: Any) -> None:
+        self._store.push(key, _Moved(self._cupy).up(value), *args, **named)
+
+    def broadcast(self, key: Any, value: Any, out: Any, *args: Any, **named: Any) -> None:
+        moved = _Moved(self._cupy)
+        self._store.broadcast(key, moved.up(value), moved.out(out), *args, **named)
+        moved.down()
+
+    def pull(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
+        moved = _Moved(self._cupy)
+        return moved.result(self._store.pull(key, moved.out(out), *args, **named))
+
+    def pull_async(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
+        moved = _Moved(self._cupy)
+        request = self._store.pull_async(key, moved.out(out), *args, **named)
+        self._under_way.append(moved)
+        return _Request(request, moved)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
+        moved = _Moved(self._cupy)
+        values, outs = self._both(moved, value, out)
+        return moved.result(self._store.pushpull(key, values, outs, *args, **named))
+
+    def pushpull_async(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
+        moved = _Moved(self._cupy)
+        values, outs = self._both(moved, value, out)
+        request = self._store.pushpull_async(key, values, outs, *args, **named)
+        self._under_way.append(moved)
+        return _Request(request, moved)
+
+    def push_async(self, key: Any, value: Any, *args: Any, **named: Any) -> Any:
+        return self._store.push_async(key, _Moved(self._cupy).up(value), *args, **named)
+
+    def wait_all(self, *args: Any, **named: Any) -> None:
+        self._store.wait_all(*args, **named)
+        for moved in self._under_way:
+            moved.down()
+        self._under_way.clear()
+
+    def _both(self, moved: _Moved, value: Any, out: Any) -> tuple[Any, Any]:
+        return (moved.out(value), None) if out is None else (moved.up(value), moved.out(out))
+
+
+class _Request:
+    def __init__(self, request: Any, moved: _Moved) -> None:
+        self._request, self._moved = request, moved
+
+    def test(self) -> bool:
+        done: bool = self._request.test()
+        if done:
+            self._moved.down()
+        return done
+
+    def wait(self, *args: Any, **named: Any) -> Any:
+        return self._moved.result(self._request.wait(*args, **named))
+
+
+class _Moved:
+    """The arrays of one call: one on the GPU for each of NumPy's, also where that comes twice."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._pairs: dict[int, tuple[Any, Any]] = {}
+        self._outs: dict[int, tuple[Any, Any]] = {}
+
+    def up(self, value: Any) -> Any:
+        """The same with arrays on the GPU; what a store takes from nowhere else stays."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.up(one) for one in value)
+        if isinstance(value, dict):
+            return {key: self.up(one) for key, one in value.items()}
+        if type(value) is ForeignArray:  # of the simpler device, which no GPU knows
+            return self._pairs.setdefault(id(value), (value, self._cupy.array(value.memory)))[1]
+        if type(value) is not np.ndarray or value.dtype not in SUPPORTED_DTYPES:
+            return value
+        return self._pairs.setdefault(id(value), (value, self._cupy.array(value)))[1]
+
+    def out(self, value: Any) -> Any:
+        """The same, of arrays that are written to."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.out(one) for one in value)
+        if type(value) not in (np.ndarray, ForeignArray) or not value.flags.writeable:
+            return value
+        made = self.up(value)
+        if made is not value:
+            self._outs[id(value)] = value, made
+        return made
+
+    def down(self) -> None:
+        """Bring back what was written."""
+        for value, made in self._outs.values():
+            memory = value.memory if type(value) is ForeignArray else value
+            memory[...] = made.get().reshape(memory.shape)
+        self._outs.clear()
+
+    def result(self, found: Any) -> Any:
+        """What the call returned, with NumPy's arrays for those of the GPU."""
+        self.down()
+        return self._back(found, {id(made): value for value, made in self._pairs.values()})
+
+    def _back(self, found: Any, back: dict[int, Any]) -> Any:
+        if isinstance(found, (list, tuple)):
+            return type(found)(self._back(one, back) for one in found)
+        return back.get(id(found), found)

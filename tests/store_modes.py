@@ -1,0 +1,152 @@
+"""The modes that the tests of the store run through, on thread ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import codecs_of_tests
+import ml_dtypes
+import numpy as np
+from device_store import DeviceStore
+from fake_cupy import Machine
+from fake_gpus import DeviceFabric, gpus_of, one_gpu, spaces_of
+
+from mpikv.codecs.compression import make
+from mpikv.config import Config
+from mpikv.create import spec
+from mpikv.create.assembly import local_store
+from mpikv.hostmemory import rings
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.transports import memory as through_memory
+from mpikv.transports.faulty import Faults, FaultyFabric
+from mpikv.transports.threads import Fabric
+
+DTYPES = tuple(
+    np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
+)
+BOUND = 8  # elements from which on a key is cut over all servers
+
+
+@contextlib.contextmanager
+def long_messages() -> Iterator[None]:
+    """Let each message through memory be a long one, by reference or announced and cut, in rings that are soon full."""
+    with (
+        mock.patch.multiple(through_memory, REFERENCE_BYTES=8, LONGEST_BYTES=24, LEAST_SLOT_BYTES=64),
+        mock.patch.multiple(rings, RING_BYTES=1024),
+    ):
+        yield
+
+
+class Mode(NamedTuple):
+    """A store: its name, its workers and servers, the algorithm without servers, and how it gets to servers.
+
+    memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`). device: the path of keys in
+    device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy. codec: of codecs_of_tests, by which
+    all values travel, also within a host.
+    """
+
+    name: str
+    workers: int
+    servers: int = 0
+    algorithm: str = "auto"
+    memory: str = "auto"
+    device: str = ""
+    codec: str = ""
+
+    @property
+    def synchronous(self) -> bool:
+        return "async" not in self.name
+
+    def config(self, **changes: Any) -> Config:
+        memory = "off" if self.memory == "off" else "auto"
+        fields = {
+            "algorithm": self.algorithm,
+            "shared_memory": memory,
+            "bigarray_bound_elems": BOUND,
+            "timeout_s": TEST_TIMEOUT_S,
+            "device_path": self.device or "auto",
+            **changes,
+        }
+        return Config(**fields)
+
+    def run(self, body: Callable[[Any], Any], *, late: bool = False, **changes: Any) -> list[Any]:
+        """`body(store)` on every worker; the results in worker order.
+
+        late: what comes to one worker is later than what comes to another, and messages overtake each other.
+        """
+        if not self.name.startswith("dist"):
+            return [self._run_alone(body)]
+        size = self.workers + self.servers
+        gpus = gpus_of(Machine(), size) if self.device else None
+
+        def on_worker(store: Any) -> Any:
+            return body(store if gpus is None else DeviceStore(store, gpus[store.session.transport.rank].cupy))
+
+        fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
+        if self.device == "mpi" and gpus is not None:
+            fabric = DeviceFabric(Fabric(size) if fabric is None else fabric)
+        with long_messages() if self.memory == "long" else contextlib.nullcontext():
+            return spawn_stores(
+                self.name,
+                self.workers,
+                on_worker,
+                num_servers=self.servers,
+                config=self.config(**changes),
+                fabric=fabric,
+                gpus=gpus,
+                compression=make({"type": self.codec, "force": True}) if self.codec else None,
+            )
+
+    def _run_alone(self, body: Callable[[Any], Any]) -> Any:
+        from mpikv import kv
+
+        if not self.device:
+            with kv.create(self.name) as store:
+                return body(store)
+        cupy, gpu = one_gpu()
+        with local_store(self.name, spec.parse(self.name), spaces=spaces_of(gpu)) as store:
+            return body(DeviceStore(store, cupy))
+
+
+def mode_id(mode: Mode) -> str:
+    found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
+    return "-".join([found, *filter(None, (mode.device, mode.codec))])
+
+
+def every_way(*modes: Mode) -> tuple[Mode, ...]:
+    """Modes with servers, through memory, by messages, and with long messages."""
+    return tuple(mode._replace(memory=memory) for memory in ("auto", "off", "long") for mode in modes)
+
+
+LOCAL = (Mode("local", 1), Mode("device", 1))
+ALLREDUCE = tuple(Mode("dist_sync", w, 0, a) for w in (1, 2, 3, 4, 5) for a in ("naive", "ring", "halving_doubling"))
+SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2))))
+ASYNC = every_way(
+    *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
+)
+SYNC = LOCAL + ALLREDUCE + SERVERS
+# One of each kind, for tests of what all modes share.
+FEW_ON_DEVICE = (
+    Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
+    Mode("dist_sync", 3, 0, "ring", device="staged"),
+    Mode("dist_sync", 3, device="ipc"),
+    Mode("dist_sync", 3, 0, "ring", device="mpi"),
+    Mode("dist_sync", 3, 2, device="staged"),
+    Mode("dist_sync", 3, 2, memory="off", device="staged"),
+    Mode("dist_sync", 3, 2, memory="off", device="mpi"),
+    Mode("dist_sync", 3, 2, device="host"),
+)
+FEW_DIST_SYNC = (
+    *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
+    Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
+    *FEW_ON_DEVICE,
+)
+FEW_ASYNC = (
+    *every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2)),
+    Mode("dist_async", 2, 0, device="staged"),
+    Mode("dist_async", 3, 2, memory="off", device="mpi"),
+)
+FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))

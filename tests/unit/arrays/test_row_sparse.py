@@ -1,0 +1,126 @@
+"""RowSparse: what it takes, checks and makes of the sparse values of other libraries."""
+
+from __future__ import annotations
+
+import frameworks
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv import RowSparse, ShapeMismatch, UnsupportedError
+from mpikv.arrays.row_sparse import is_sparse, total
+
+
+def test_rows_are_sorted_and_repeated_ones_added():
+    rows = RowSparse([4, 1, 4], np.array([[1, 1], [2, 2], [3, 3]], "float32"), (6, 2))
+    assert rows.indices.tolist() == [1, 4]
+    assert rows.indices.dtype == np.int64
+    assert rows.values.tolist() == [[2, 2], [4, 4]]
+    assert rows.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [0, 0], [4, 4], [0, 0]]
+    assert rows.nbytes == 2 * 8 + 4 * 4
+    assert repr(rows) == "<RowSparse: 2 of 6 rows, (6, 2) float32>"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_added_in_float32_and_rounded_once(dtype):
+    values = np.array([2048, 1, 1], np.float32).astype(dtype)  # 2048 + 1 is 2048 in either
+    expected = values.astype(np.float32).sum(dtype=np.float32).astype(dtype)
+    assert RowSparse([0, 0, 0], values, (3,)).values.tolist() == [float(expected)]
+
+
+def test_shapes_of_every_kind():
+    assert RowSparse([2], [5.0], (4,)).to_dense().tolist() == [0, 0, 5, 0]
+    assert RowSparse([], np.empty((0, 2, 3)), (4, 2, 3)).to_dense().shape == (4, 2, 3)
+    assert RowSparse.zeros((0, 3)).to_dense().shape == (0, 3)
+    assert RowSparse.zeros((5, 0), "int8").dtype == np.int8
+    assert RowSparse.of(np.ones((3, 2))).indices.tolist() == [0, 1, 2]
+
+
+def test_values_in_order_are_shared_and_a_sum_is_not():
+    values = np.ones((2, 2))
+    rows = RowSparse([0, 3], values, (4, 2))
+    assert np.shares_memory(rows.values, values)
+    assert not np.shares_memory(total([rows]).values, values)
+    two = total([rows, RowSparse([3, 1], np.full((2, 2), 2.0), (4, 2))])
+    assert two.to_dense()[:, 0].tolist() == [1, 2, 0, 3]
+    assert values.tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([5], np.ones((1, 2)), (5, 2)), IndexError, "row 5 of an array of 5 rows"),
+        (([0, -1], np.ones((2, 2)), (5, 2)), IndexError, "row -1"),
+        ((np.array([2**63], np.uint64), np.ones((1, 2)), (5, 2)), IndexError, "9223372036854775808"),
+        (([0.5], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
+        (([True], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
+        ((["a"], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
+        (([[1], [2, 3]], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
+        (([0, 1], np.ones((1, 2)), (5, 2)), ShapeMismatch, r"2 rows .* \(2, 2\); these values are \(1, 2\)"),
+        (([0], np.ones((1, 3)), (5, 2)), ShapeMismatch, r"\(1, 3\)"),
+        (([0], np.ones((1, 2), complex), (5, 2)), UnsupportedError, "complex"),
+        (([0], np.ones(1), ()), ValueError, "no axis"),
+        (([0], np.ones(1), (-1,)), ValueError, "at least 0"),
+        (([0], np.ones(1), 5), TypeError, "shape is a tuple"),
+        (([0], np.ones(1), (2.5,)), TypeError, "whole number"),
+    ],
+)
+def test_wrong_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        RowSparse(*arguments)
+
+
+def test_a_failed_assignment_changes_nothing():
+    rows = RowSparse([1], [5.0], (4,))
+    with pytest.raises(IndexError):
+        rows.assign([4], [6.0])
+    assert rows.to_dense().tolist() == [0, 5, 0, 0]
+
+
+def test_of_scipy():
+    sparse = pytest.importorskip("scipy.sparse")
+    dense = np.array([[0, 1.0], [0, 0], [2, 3]])
+    for made in (sparse.csr_matrix(dense), sparse.coo_matrix(dense), sparse.csc_array(dense)):
+        assert is_sparse(made)
+        rows = RowSparse.of(made)
+        assert rows.indices.tolist() == [0, 2]
+        assert rows.to_dense().tolist() == dense.tolist()
+    twice = sparse.coo_matrix((np.array([1.0, 2.0]), ([1, 1], [0, 0])), shape=(2, 2))
+    assert RowSparse.of(twice).to_dense().tolist() == [[0, 0], [3, 0]]
+    assert RowSparse.of(sparse.csr_matrix((3, 2))).indices.size == 0
+
+
+def test_of_torch():
+    torch = frameworks.need("torch")
+    made = torch.sparse_coo_tensor([[3, 1, 3]], torch.tensor([[1.0, 1], [2, 2], [3, 3]]), (5, 2), check_invariants=True)
+    assert is_sparse(made)
+    assert not is_sparse(torch.ones(2))
+    assert RowSparse.of(made).to_dense().tolist() == made.to_dense().tolist()
+    flat = torch.tensor([[0.0, 1], [0, 0], [2, 3]]).to_sparse()
+    assert RowSparse.of(flat).indices.tolist() == [0, 2]
+    assert RowSparse.of(flat).to_dense().tolist() == flat.to_dense().tolist()
+    half = torch.sparse_coo_tensor([[0, 0]], torch.ones(2, 1, dtype=torch.bfloat16), (2, 1), check_invariants=True)
+    assert str(RowSparse.of(half).dtype) == "bfloat16"
+
+
+def test_of_jax():
+    sparse = frameworks.need("jax.experimental.sparse")
+    dense = np.array([[0, 1.0], [0, 0], [2, 3]], "float32")
+    for n_dense in (0, 1):
+        made = sparse.BCOO.fromdense(dense, n_dense=n_dense, nse=4 - n_dense)  # with filling
+        assert is_sparse(made)
+        assert RowSparse.of(made).to_dense().tolist() == dense.tolist()
+        assert RowSparse.of(made).indices.tolist() == [0, 2]
+    with pytest.raises(UnsupportedError, match="batches"):
+        RowSparse.of(sparse.BCOO.fromdense(dense, n_batch=1))
+
+
+def test_what_is_not_sparse():
+    rows = RowSparse.zeros((2, 2))
+    assert RowSparse.of(rows) is rows
+    assert not is_sparse(np.ones(2))
+    assert not is_sparse("text")
+    with pytest.raises(TypeError):
+        RowSparse.of("text")
+    with pytest.raises(ValueError, match="axis"):
+        RowSparse.of(np.float32(1))

@@ -1,0 +1,232 @@
+"""Calls that are known by their arguments: found exactly when keys and array objects are the same, given back once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from mpikv.calls.prepared import KEPT_LISTS, KEPT_SINGLES, PreparedCalls
+
+
+class Call:
+    """Notes how often it is released."""
+
+    def __init__(self):
+        self.valid = True
+        self.released = 0
+
+    def run(self):
+        return True
+
+    def release(self):
+        self.released += 1
+
+
+def array(n=3):
+    return np.zeros(n, np.float32)
+
+
+def known(*arguments, calls=None):
+    """PreparedCalls that have seen these calls, (key, value, out), twice each."""
+    prepared = PreparedCalls() if calls is None else calls
+    made = []
+    for key, value, out in arguments:
+        for _ in range(2):
+            call = Call()
+            prepared.add(key, value, out, call)
+        made.append(call)
+    return prepared, *made
+
+
+def test_a_call_is_kept_from_its_second_coming():
+    prepared, x = PreparedCalls(), array()
+    first, second = Call(), Call()
+    assert prepared.find("w", x, None) is None
+    prepared.add("w", x, None, first)
+    assert first.released == 1
+    assert prepared.find("w", x, None) is None
+    prepared.add("w", x, None, second)
+    assert second.released == 0
+    assert prepared.find("w", x, None) is second
+
+
+def test_arrays_that_are_new_in_every_step_are_not_held():
+    prepared, alive = PreparedCalls(), []
+    for _ in range(20):
+        step = [array() for _ in range(3)]
+        alive.append(step)  # so that no address is given out twice
+        call = Call()
+        prepared.add("w", step[0], step[1], call)
+        prepared.add(["a", "b"], step[:2], [step[1], step[2]], call)
+        assert call.released == 2
+    references = [weakref.ref(one) for step in alive for one in step]
+    del alive, step
+    gc.collect()
+    assert [one() for one in references] == [None] * 60
+
+
+X, Y, Z = array(), array(), array()
+
+
+@pytest.mark.parametrize(
+    ("made", "same"),
+    [
+        (("w", X, None), ("w", X, None)),
+        (("w", X, Y), ("w", X, Y)),
+        ((7, X, Y), (7, X, Y)),
+        ((["a", "b"], [X, Y], None), (["a", "b"], [X, Y], None)),
+        ((["a", "b"], [X, Y], None), (("a", "b"), (X, Y), None)),
+        ((("a", "b"), (X, Y), (Z, Z)), (["a", "b"], [X, Y], [Z, Z])),
+        ((["a"], [[X]], [[Y, Z]]), (["a"], [[X]], [[Y, Z]])),
+    ],
+)
+def test_found(made, same):
+    prepared, call = known(made)
+    assert prepared.find(*same) is call
+
+
+@pytest.mark.parametrize(
+    ("made", "other"),
+    [
+        (("w", X, None), ("v", X, None)),
+        (("w", X, None), ("w", Y, None)),
+        (("w", X, None), ("w", X, X)),
+        (("w", X, Y), ("w", X, None)),
+        (("w", X, Y), ("w", X, Z)),
+        (("w", X, None), ("w", X[:], None)),
+        (("w", X, None), (["w"], [X], None)),
+        (("w", X, None), ("w", [X], None)),
+        ((1, X, None), (True, X, None)),
+        ((1, X, None), (1.0, X, None)),
+        (([1, 2], [X, Y], None), ([True, 2], [X, Y], None)),
+        (([1, 2], [X, Y], None), ([1.0, 2], [X, Y], None)),
+        (([1, 2], [X, Y], None), ([2, 1], [X, Y], None)),
+        ((["a", "b"], [X, Y], None), (["a", "b"], [Y, X], None)),
+        ((["a", "b"], [X, Y], None), (["a", "c"], [X, Y], None)),
+        ((["a", "b"], [X, Y], None), (["a", "b"], [X, Y], [X, Y])),
+        ((["a", "b"], [X, Y], [X, Y]), (["a", "b"], [X, Y], None)),
+        ((["a", "b"], [X, Y], [X, Y]), (["a", "b"], [X, Y], [X, Z])),
+        ((["a"], [X], [Y]), (["a"], [X, Y], None)),
+        ((["a"], [X], [Y]), (["a"], [X], [[Y]])),
+        ((["a"], [X], [[Y, Z]]), (["a"], [X], [Y, Z])),
+        ((["a", "b"], [X, Y], [[X], [Y]]), (["a", "b"], [X, Y], [[X], None, [Y]])),
+        ((["a", "b"], [X, Y], [[X, Y], [Z]]), (["a", "b"], [X, Y], [[X], [Y, Z]])),
+        ((["a", "b"], [X, Y], None), (["a", "b"], [X], None)),
+        ((["a", "b"], [X, Y], None), (["a"], [X, Y], None)),
+        ((["a", "b"], [X, Y], None), (["a", "b"], {X.nbytes: X}, None)),
+    ],
+)
+def test_not_found(made, other):
+    prepared, _ = known(made)
+    assert prepared.find(*other) is None
+
+
+def test_lists_are_known_by_what_is_in_them_now():
+    values, outs = [X, Y], [X, Z]
+    prepared, call = known((["a", "b"], values, outs))
+    values[0], outs[0] = Z, Z
+    assert prepared.find(["a", "b"], values, outs) is None
+    assert prepared.find(["a", "b"], [X, Y], [X, Z]) is call
+
+
+def test_one_key_with_lists():
+    for value, out in (([X], None), (X, [Y, Z]), ([X], [Y])):
+        prepared, _ = known(("w", value, out))
+        for argument in (value, out):
+            if isinstance(argument, list):
+                argument[0] = Z
+        found = prepared.find("w", value, out)
+        assert found is None
+
+
+def test_an_array_in_another_shape_or_read_only_is_checked_anew():
+    value, out = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    prepared, call = known(("w", value, None), ("v", value, out))[:2]
+    value.flags.writeable = False
+    assert prepared.find("w", value, None) is None
+    value.flags.writeable = True
+    assert prepared.find("w", value, None) is call
+    out.flags.writeable = False
+    assert prepared.find("v", value, out) is None
+    out.flags.writeable = True
+    assert prepared.find("v", value, out) is not None
+    value.shape = (3, 2)
+    assert prepared.find("w", value, None) is None
+    assert prepared.find("v", value, out) is None
+
+
+def test_what_is_not_valid_any_more_is_not_found_and_given_back_once():
+    lists = [([f"k{i}"], [array()], None) for i in range(KEPT_LISTS)]
+    single = ("w", X, None)
+    prepared, *calls = known(*lists, single)
+    for call in calls:
+        call.valid = False
+    assert prepared.find(*single) is None
+    assert all(prepared.find(*one) is None for one in lists)
+    known((["new"], [X], None), ("w", Y, None), calls=prepared)
+    assert [call.released for call in calls] == [1] * len(calls)
+
+
+def test_the_lists_used_last_are_kept():
+    lists = [([f"k{i}"], [array()], None) for i in range(KEPT_LISTS)]
+    prepared, *calls = known(*lists)
+    assert prepared.find(*lists[0]) is calls[0]
+    known((["new"], [X], None), calls=prepared)
+    assert prepared.find(*lists[0]) is calls[0]
+    assert prepared.find(*lists[1]) is None
+    assert [call.released for call in calls] == [0, 1] + [0] * (KEPT_LISTS - 2)
+
+
+def test_single_keys_beyond_the_limit_are_given_back():
+    n = KEPT_SINGLES + 3
+    prepared, *calls = known(*((key, X, None) for key in range(n)))
+    assert sum(call.released for call in calls) == 3
+    assert prepared.find(n - 1, X, None) is calls[-1]
+
+
+def test_a_key_keeps_one_call():
+    prepared, first, second = known(("w", X, None), ("w", Y, None))
+    assert (first.released, second.released) == (1, 0)
+    assert prepared.find("w", X, None) is None
+    assert prepared.find("w", Y, None) is second
+
+
+def test_clear_gives_everything_back():
+    prepared, *calls = known(("w", X, None), (["a"], [X], None))
+    prepared.clear()
+    assert [call.released for call in calls] == [1, 1]
+    assert prepared.find("w", X, None) is None
+    prepared.clear()
+    assert [call.released for call in calls] == [1, 1]
+
+
+def test_arguments_that_make_no_sense_are_not_found():
+    prepared, _, _ = known(("w", X, None), (["a"], [X], None))
+    for arguments in (
+        (None, X, None),
+        (1.5, X, None),
+        (("w",), X, None),
+        ("w", None, None),
+        (["a"], X, None),
+        (["a"], [None], None),
+        ([None], [X], None),
+        ([["a"]], [X], None),
+        (["a"], [X], X),
+        ([np.zeros(2)], [X], None),
+    ):
+        assert prepared.find(*arguments) is None
+
+
+def test_other_arrays_with_equal_values_are_other_arrays():
+    for n in (0, 1, 2, 5):
+        arrays = [np.ones(n), np.ones(n), np.ones(n)]
+        prepared, call = known((["a", "b", "c"], arrays, None))
+        assert prepared.find(["a", "b", "c"], list(arrays), None) is call
+        for i in range(3):
+            for other in (np.ones(n), np.ones(n + 1), np.ones((n, 1)), None, 1.0):
+                changed = [*arrays]
+                changed[i] = other
+                assert prepared.find(["a", "b", "c"], changed, None) is None, (n, i, other)

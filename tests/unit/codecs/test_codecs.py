@@ -1,0 +1,291 @@
+"""A codec is how a push travels: the one there is costs nothing, and two of these tests' own go every way there is."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from store_modes import DTYPES, Mode, every_way, long_messages, mode_id
+
+from mpikv import ShapeMismatch, optimizers
+from mpikv.arrays.as_numpy import sum_dtype
+from mpikv.codecs import registry
+from mpikv.codecs.base import Codec, State
+from mpikv.codecs.compression import Compression, Compressions, make
+from mpikv.codecs.identity import IDENTITY
+from mpikv.strategies.client_key import INLINE_BYTES
+from mpikv.testing.stores import spawn_stores
+from mpikv.transports import wire
+
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+
+
+@registry.register
+@dataclass(frozen=True)
+class Half(Codec):
+    """float32 as float16, which workers without servers can add, too; other dtypes as they are."""
+
+    name = "half"
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        return FLOAT16 if dtype == FLOAT32 else dtype
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        return n_elems * self.wire_dtype(dtype).itemsize
+
+    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
+        return values.astype(self.wire_dtype(values.dtype), copy=False)
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out, data)
+
+
+@registry.register
+@dataclass(frozen=True)
+class Packed(Codec):
+    """Whole numbers from -7 to 7, two in a byte and a byte in front: to be decoded before they are added."""
+
+    name = "packed"
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> None:
+        return None
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        return 1 + (n_elems + 1) // 2
+
+    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
+        numbers = np.zeros(2 * ((values.size + 1) // 2), np.uint8)
+        numbers[: values.size] = values.astype(np.int8) + 8
+        return np.concatenate([np.array([42], np.uint8), numbers[::2] | numbers[1::2] << 4])
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        assert data.dtype == np.uint8
+        assert data[0] == 42
+        assert data.size == self.wire_bytes(out.size, out.dtype)
+        both = np.stack([data[1:] & 15, data[1:] >> 4], axis=1).reshape(-1)
+        out[...] = both[: out.size].astype(np.int8) - 8
+
+
+HALF, PACKED = Half(), Packed()
+KNOWN = (HALF, PACKED)
+
+
+def small_numbers(n: int, worker: int = 0, round_: int = 0, dtype: Any = FLOAT32) -> np.ndarray:
+    return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - (3 if np.dtype(dtype).kind != "u" else 0)).astype(dtype)
+
+
+# --- by itself
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("codec", [IDENTITY, *KNOWN], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 1000])
+def test_the_contract(codec: Any, dtype: np.dtype[Any], n: int) -> None:
+    values = small_numbers(n, dtype=dtype)
+    before = values.tobytes()
+    data = codec.encode(values, codec.init(n))
+    assert data.flags.c_contiguous
+    assert data.nbytes == codec.wire_bytes(n, dtype)
+    assert data.dtype == (np.uint8 if codec.wire_dtype(dtype) is None else codec.wire_dtype(dtype))
+    out = np.full(n, 99, sum_dtype(dtype))
+    codec.decode(data, out)
+    assert np.array_equal(out, values.astype(out.dtype))
+    assert values.tobytes() == before
+
+
+def test_the_identity_copies_nothing() -> None:
+    values = np.ones(5, np.float32)
+    assert IDENTITY.encode(values, {}) is values
+
+
+# --- in a store
+
+PART_BYTES = 32
+SIZES = (1, 5, 8, 9, 40, 67)  # float32: 8 make a partition
+MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
+
+
+def forced(codec: str, **params: Any) -> Compression:
+    """Used although all ranks are on one host."""
+    return make({"type": codec, "force": True, **params})
+
+
+def run(mode: Mode, body: Any, codec: str | Compression, **changes: Any) -> list[Any]:
+    with long_messages() if mode.memory == "long" else contextlib.nullcontext():
+        return spawn_stores(
+            mode.name,
+            mode.workers,
+            body,
+            num_servers=mode.servers,
+            config=mode.config(**changes),
+            compression=forced(codec) if isinstance(codec, str) else codec,
+        )
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("codec", ["none", "half", "packed"])
+@pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_through_servers_and_back(mode: Mode, inline: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and cut over the servers, in partitions and behind their headers, alone and as lists, blocking or not."""
+    monkeypatch.setattr("mpikv.strategies.client_key.INLINE_BYTES", INLINE_BYTES if inline else 0)
+    W, keys = mode.workers, [str(n) for n in SIZES]
+
+    def body(store: Any) -> Any:
+        store.set_optimizer(optimizers.create("test"))
+        store.init(keys, [np.zeros(n, np.float32) for n in SIZES])
+        mine = [[small_numbers(n, store.rank, round_) for n in SIZES] for round_ in range(3)]
+        store.push(keys, mine[0])
+        for key, value in zip(keys, mine[1], strict=True):
+            store.pushpull(key, value)
+        store.pushpull(keys, mine[2], [np.empty(n, np.float64) for n in SIZES])
+        store.barrier()
+        return [value.tolist() for value in store.pull(keys)]
+
+    expected = [sum(small_numbers(n, w, r) for w in range(W) for r in range(3)).tolist() for n in SIZES]
+    assert run(mode, body, codec, partition_bytes=4096 if inline else PART_BYTES) == [expected] * W
+
+
+@pytest.mark.parametrize("codec", ["half", "packed"])
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in (FLOAT32, np.uint8)], ids=str)
+def test_other_dtypes(dtype: np.dtype[Any], codec: str) -> None:
+    def body(store: Any) -> Any:
+        out = np.empty(67, np.float64)
+        store.init("w", np.zeros(67, dtype))
+        store.pushpull("w", small_numbers(67, store.rank, dtype=dtype), out)
+        return out.tolist()
+
+    expected = sum(small_numbers(67, w).astype(np.float64) for w in range(2)).tolist()
+    assert run(Mode("dist_sync", 2, 2), body, codec, partition_bytes=PART_BYTES) == [expected] * 2
+
+
+@pytest.mark.parametrize("codec", ["half", "packed"])
+def test_an_optimizer_that_needs_the_whole_value(codec: str) -> None:
+    """The server decodes partitions into one array, and the key moves to one server when the optimizer is set."""
+
+    def body(store: Any) -> Any:
+        found = []
+        store.init("w", np.linspace(-1, 1, 67).astype(np.float32))
+        store.pushpull("w", small_numbers(67, store.rank))
+        store.set_optimizer(optimizers.create("lamb", learning_rate=0.1))
+        for round_ in range(3):
+            value = small_numbers(67, store.rank, round_)
+            store.pushpull("w", value)
+            found.append(value.tobytes())
+        return found
+
+    mode = Mode("dist_sync", 2, 2)
+    assert run(mode, body, codec, partition_bytes=PART_BYTES) == run(mode, body, "none", partition_bytes=PART_BYTES)
+
+
+def sent(store: Any) -> np.ndarray:
+    stats = store.stats()
+    return np.array([stats["messages_sent"], stats["bytes_sent"], stats["control_messages_sent"]])
+
+
+HEADER = wire.HEADER_BYTES
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(("codec", "item_bytes"), [("none", 4), ("half", 2)])
+def test_messages_and_bytes(name: str, codec: str, item_bytes: int) -> None:
+    """One worker's step with one server, by messages: a push is its header and its values, a pull a header alone."""
+    n, large = 1000, INLINE_BYTES // 4 * 3  # float32: three partitions of that many bytes, none of them inline
+    partition_bytes = INLINE_BYTES
+
+    def body(store: Any) -> Any:
+        store.set_optimizer(optimizers.create("test"))
+        store.init(["small", "large"], [np.zeros(n, np.float32), np.zeros(large, np.float32)])
+        store.barrier()
+        counts = [sent(store)]
+        for key, size in (("small", n), ("large", large)):
+            value = np.ones(size, np.float32)
+            store.push(key, value)
+            counts.append(sent(store))
+            store.pull(key, value)
+            counts.append(sent(store))
+            store.pushpull(key, value)
+            counts.append(sent(store))
+        return np.diff(counts, axis=0).tolist()
+
+    mode = Mode(name, 1, 1, memory="off")
+    (found,) = run(mode, body, codec, partition_bytes=partition_bytes, bigarray_bound_elems=10**9)
+    small = [[1, HEADER + n * item_bytes, 0], [1, HEADER, 0], [1, HEADER + n * item_bytes, 0]]
+    whole = [4, HEADER + large * item_bytes, 0]
+    assert found == [*small, whole, [1, HEADER, 0], whole]
+
+
+def test_keys_of_one_store_may_have_different_codecs() -> None:
+    def body(store: Any) -> Any:
+        found = []
+        for codec in ("none", "half", "packed"):
+            store.session.compressions.of_new_keys = forced(codec)
+            store.init(codec, np.zeros(40, np.float32))
+        values = [small_numbers(40, store.rank)] * 3
+        outs = [np.empty(40, np.float32) for _ in range(3)]
+        for _ in range(2):
+            store.pushpull(["none", "half", "packed"], values, outs)
+            found += [out.tolist() for out in outs]
+        return found
+
+    expected = sum(small_numbers(40, w) for w in range(2)).tolist()
+    assert run(Mode("dist_sync", 2, 1), body, "none") == [[expected] * 6] * 2
+
+
+def test_workers_agree_on_it() -> None:
+    def body(store: Any) -> Any:
+        store.session.compressions = Compressions(forced("half" if store.rank else "none"))
+        with pytest.raises(ShapeMismatch, match=r"worker 0 .*: float32 \(5,\); worker 1 .*: float32 \(5,\) as .*half"):
+            store.init("w", np.zeros(5, np.float32))
+
+    spawn_stores("dist_sync", 2, body, num_servers=1)
+
+
+# --- without servers
+
+WAYS = (
+    Mode("dist_sync", 3, 0, "auto"),
+    Mode("dist_sync", 3, 0, "auto", "off"),
+    Mode("dist_sync", 3, 0, "naive"),
+    Mode("dist_sync", 1, 0),
+)
+
+
+@pytest.mark.parametrize("mode", WAYS, ids=mode_id)
+def test_workers_add_what_travels(mode: Mode) -> None:
+    """The same bits as with servers: each push is rounded once, and added in float32 in the order of the workers."""
+
+    def body(store: Any) -> Any:
+        numbers = np.random.default_rng(store.rank)
+        store.init(["v", "w"], [np.zeros(9, np.float32), np.zeros(67, np.float32)])
+        found = []
+        for step in range(4):
+            values = [numbers.standard_normal(n).astype(np.float32) for n in (9, 67)]
+            if step == 0:
+                store.push(["v", "w"], values)
+                store.pull(["v", "w"], values)
+            else:
+                store.pushpull(["v", "w"], values)
+            found += [value.tobytes() for value in values]
+        return found
+
+    half = forced("half", error_feedback=False)  # without servers, a push of a key does not know of the one before
+    halves = run(mode, body, half)
+    assert halves == run(mode._replace(servers=1, algorithm="auto"), body, half)
+    assert halves != run(mode, body, "none")
+
+
+def test_keys_that_travel_together_keep_their_codecs() -> None:
+    def body(store: Any) -> Any:
+        store.init(["v", "w"], [np.zeros(9, np.float32), np.zeros(67, np.float32)])
+        store.strategy.bucket(["v", "w"])
+        values = [np.full(n, 1 + 2**-20, np.float32) for n in (9, 67)]
+        store.pushpull(["v", "w"], values)
+        return [np.unique(value).tolist() for value in values]
+
+    assert run(Mode("dist_sync", 2, 0, "naive"), body, "half") == [[[2.0], [2.0]]] * 2

@@ -1,0 +1,269 @@
+"""The hierarchical allreduce through the hosts' memory, on thread ranks: the bits and the links' bytes of messages."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from mpikv.arrays.as_numpy import sum_dtype
+from mpikv.collectives import hierarchical, hosted, one_host
+from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.engine.request import wakes
+from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.segment import HostMemory, private_memory
+from mpikv.placement.keys import even_bounds, whole_bounds
+from mpikv.placement.place import bounds_of
+from mpikv.placement.topology import topology
+from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys
+from mpikv.testing.ranks import run_collective
+from mpikv.transports.threads import Fabric
+
+LAYOUTS = ("aab", "abb", "aba", "aabb", "abab", "aaab", "aabbc", "abcab", "aabbcc", "aaabbc", "aaaabbb", "abbbbbbb")
+HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)
+SOME = pytest.mark.parametrize("hosts", ["aab", "abab", "aabbc", "aaaabbb"])
+ROUNDS = 2
+F32 = np.dtype(np.float32)
+
+
+def memories_of(hosts: str) -> list[HostMemory]:
+    found: dict[int, HostMemory] = {}
+    for ranks in topology(hosts).hosts:
+        found |= zip(ranks, private_memory(len(ranks)), strict=True)
+    return [found[rank] for rank in range(len(hosts))]
+
+
+def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
+    """A key whose counters lie at `begin`, its value behind them."""
+    place = Place(begin + counters_bytes(most), begin)
+    room = Segment(memory, memory.n_bytes // 2).take
+    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, room=room)
+
+
+def parts(rank: int, n: int, round_: int, dtype: np.dtype = F32) -> np.ndarray:
+    """Values whose sum depends on the order of adding."""
+    return values_of(rank, n, round_, dtype).copy()
+
+
+@functools.lru_cache(maxsize=64)
+def values_of(rank: int, n: int, round_: int, dtype: np.dtype) -> np.ndarray:
+    random = np.random.default_rng([rank, n, round_])
+    return (random.integers(-1000, 1000, n) * (0.37 ** np.arange(5))[random.integers(0, 5, n)]).astype(dtype)
+
+
+def by_messages(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32) -> tuple[list[list[bytes]], Fabric]:
+    fabric = Fabric(len(hosts), hosts)
+
+    def steps(group):
+        found = []
+        for round_ in range(ROUNDS):
+            buf = parts(group.rank, n, round_, dtype)
+            yield from hierarchical.reduce_scatter(group, buf, bounds, 100)
+            yield from hierarchical.allgather(group, buf, bounds, 101)
+            found.append(buf.tobytes())
+        return found
+
+    return run_collective(len(hosts), steps, fabric=fabric), fabric
+
+
+def through_memory(
+    hosts: str, n: int, bounds: tuple[int, ...], *, dtype: np.dtype = F32, lent: str = "private", begin: int = 1 << 12
+) -> tuple[list[list[bytes]], Fabric]:
+    """lent: where the values are: `private`, in `shared` memory, either `changed` in place, or both in turn `mixed`."""
+    fabric, memories = Fabric(len(hosts), hosts), memories_of(hosts)
+    found = topology(hosts)
+    most = max(len(ranks) for ranks in found.hosts)
+
+    def steps(group):
+        me = group.rank
+        key = host_key(memories[me], begin, n, dtype, rings=found.carriers, most=most)
+        behind = 1 << 28
+        results = []
+        for round_ in range(ROUNDS):
+            values = parts(me, n, round_, dtype)
+            if lent == "shared" or (lent in {"mixed", "changed"} and (me + round_) % 2):
+                own = memories[me].array(behind + memories[me].rank * (n + 64) * 8 // 64 * 64, n, dtype)
+                own[...] = values
+                values = own
+            before = values.copy()
+            changeable = lent == "changed"
+            totals = yield from hosted.reduce_scatter(group, values, bounds, 100, key, changeable=changeable)
+            own = slice(bounds[me], bounds[me + 1])
+            key.value[own] = totals[own]
+            outs = [values] if changeable else [np.full(n, 99, dtype), np.full(n, 98, dtype)]
+            yield from hosted.allgather(group, bounds, 101, key, outs)
+            if not changeable:
+                assert before.tobytes() == values.tobytes()
+            assert all(out.tobytes() == key.value.tobytes() for out in outs)
+            results.append(outs[0].tobytes())
+        return results
+
+    return run_collective(len(hosts), steps, fabric=fabric), fabric
+
+
+def crossing(fabric: Fabric, hosts: str) -> dict[tuple[int, int], int]:
+    return {pair: n for pair, n in fabric.bytes_between.items() if hosts[pair[0]] != hosts[pair[1]]}
+
+
+def check(hosts: str, n: int, bounds: tuple[int, ...], **how) -> None:
+    expected, messages = by_messages(hosts, n, bounds, how.get("dtype", F32))
+    found, fabric = through_memory(hosts, n, bounds, **how)
+    assert found == expected
+    assert found == [found[0]] * len(hosts)
+    assert crossing(fabric, hosts) == crossing(messages, hosts)
+    assert sum(crossing(fabric, hosts).values()) == fabric.sent_bytes, "a message within a host"
+
+
+@HOSTS
+@pytest.mark.parametrize("n", [0, 1, 7, 1001])
+def test_sizes(hosts: str, n: int) -> None:
+    check(hosts, n, bounds_of("hierarchical", n, hosts))
+    check(hosts, n, even_bounds(n, len(hosts)), lent="changed")
+
+
+@pytest.mark.grid(1)
+@SOME
+@pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
+def test_long_values(hosts: str, lent: str) -> None:
+    """More segments than a window; values anywhere."""
+    n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).carriers + 5
+    check(hosts, n, bounds_of("hierarchical", n, hosts), lent=lent)
+
+
+@HOSTS
+def test_medium_values(hosts: str) -> None:
+    """Just above what is short, so that some chunks have one segment and others none."""
+    n = hierarchical.SHORT_BYTES * topology(hosts).carriers // 4 + 1
+    check(hosts, n, bounds_of("hierarchical", n, hosts), lent="mixed")
+
+
+@pytest.mark.parametrize("hosts", ["aab", "aabb", "aaab", "aaaabbb"])
+@pytest.mark.parametrize("n", [13, 100_003])
+def test_one_owner_of_everything(hosts: str, n: int) -> None:
+    for owner in range(len(hosts)):
+        check(hosts, n, whole_bounds(n, len(hosts), owner), lent="mixed")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "uint8", "int32", "int64"])
+def test_dtypes(dtype: str) -> None:
+    for hosts in ("aab", "aabb"):
+        for n in (37, 100_001):
+            check(hosts, n, bounds_of("hierarchical", n, hosts), dtype=np.dtype(dtype))
+
+
+def test_counters_that_are_behind_or_ahead() -> None:
+    first, second = private_memory(2)
+    keys = [host_key(memory, 128, 10, F32, rings=2, most=2) for memory in (first, second)]
+    keys[0].begin(keys[0].own, keys[0].own)
+    keys[0].count(3, 5)
+    assert (
+        keys[1].counted(0, 3) == 5 + (1 << 32) - 1 - 5
+    )  # this rank has not begun: the other is ahead, as far as can be
+    keys[1].begin(keys[1].own, keys[1].own)
+    assert keys[1].counted(0, 3) == 5
+    keys[1].begin(keys[1].own, keys[1].own)
+    assert keys[1].counted(0, 3) == 0
+
+
+def test_places_do_not_meet() -> None:
+    memories = private_memory(3)
+    keys = [host_key(memory, 0, 33, F32, rings=2, most=3) for memory in memories]
+    for i, key in enumerate(keys):
+        key.begin(key.own, key.own)
+        key.own[:] = i
+        key.count(5 + 1, 7)
+    keys[0].value[:] = 9
+    assert [key.own.tolist() for key in keys] == [[float(i)] * 33 for i in range(3)]
+    assert [keys[0].counted(place, 6) for place in range(3)] == [7] * 3
+    assert keys[0].value.tolist() == [9.0] * 33
+
+
+class Sleeper:
+    """Who waits for a key."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+def test_who_waits_for_a_key_is_woken_by_its_counts_alone() -> None:
+    ranks = [HostKeys(memory, "aaa") for memory in private_memory(3)]
+    places = [ranks[0].reserve_key(40) for _ in range(5)]
+    keys = [[one.key(place, 10, F32) for place in places] for one in ranks]
+    sleepers = [Sleeper() for _ in places]
+    for key, sleeper in zip(keys[0], sleepers, strict=True):
+        assert key.wakes(sleeper)
+    keys[1][3].count(3, 1)
+    keys[2][1].count(3, 1)
+    keys[0][0].count(3, 1)  # its own counts wake nobody
+    assert not ranks[0].test()
+    assert [sleeper.woken for sleeper in sleepers] == [0, 1, 0, 1, 0]
+    keys[1][3].count(3, 2)
+    ranks[0].test()
+    assert sleepers[3].woken == 1  # it has not said that it waits again
+    for _ in range(3 * LOG_ENTRIES):  # the log has been written over: whoever waits had better look
+        keys[1][4].count(3, 3)
+    ranks[0].test()
+    assert [sleeper.woken for sleeper in sleepers] == [1, 1, 1, 1, 1]
+    keys[0][2].wakes(sleepers[2])
+    ranks[0].test()
+    assert sleepers[2].woken == 1
+
+
+def test_who_waits_for_the_first_value_of_a_key_is_woken_when_it_is_there() -> None:
+    ranks = [HostKeys(memory, "aa") for memory in private_memory(2)]
+    places = [ranks[0].reserve_key(n_bytes) for n_bytes in (40, 0, 40)]
+    sleepers = [Sleeper() for _ in places]
+    waits = [ranks[1].published(place) for place in places]
+    for wait, sleeper in zip(waits, sleepers, strict=True):
+        assert not wait.test()
+        assert wakes(wait, sleeper)
+    ranks[0].value(places[1], 0, F32)[...] = 1
+    ranks[0].value(places[2], 10, F32)[...] = 3
+    ranks[0].publish(places[1])
+    ranks[0].publish(places[2])
+    assert [wait.test() for wait in waits] == [False, True, True]
+    ranks[1].test()
+    assert [sleeper.woken for sleeper in sleepers] == [0, 1, 1]
+    assert list(ranks[1].value(places[2], 10, F32)) == [3] * 10
+    assert ranks[1].key(places[2], 10, F32).counted(0, 3) == 0  # no counter of a round
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_on_one_host_the_bits_are_those_of_the_order_of_ranks(size: int, n: int, dtype: str) -> None:
+    bounds = even_bounds(n, size) if n % 2 else whole_bounds(n, size, size - 1)
+    memories = private_memory(size)
+
+    def steps(group):
+        me = group.rank
+        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), rings=size, most=size)
+        results = []
+        for round_ in range(3):
+            values = parts(me, n, round_, np.dtype(dtype))
+            if (me + round_) % 2:
+                shared = memories[me].array((1 << 28) + me * (1 << 24), n, np.dtype(dtype))
+                shared[...] = values
+                values = shared
+            totals = yield from one_host.reduce_scatter(me, values, bounds, key)
+            own = slice(bounds[me], bounds[me + 1])
+            key.value[own] = totals[own]
+            out = values if round_ == 2 else np.full(n, 99, dtype)
+            yield from one_host.allgather(me, bounds, key, [out])
+            results.append(out.tobytes())
+        return results
+
+    found = run_collective(size, steps, fabric=Fabric(size, "a" * size))
+    expected = []
+    for round_ in range(3):
+        total = parts(0, n, round_, np.dtype(dtype))
+        for rank in range(1, size):
+            total = total + parts(rank, n, round_, np.dtype(dtype))
+        expected.append(total.tobytes())
+    assert found == [expected] * size

@@ -1,0 +1,198 @@
+"""Labels that travel with the messages: what every rank knows after a round, its units, and what the round has sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from test_hosted import host_key, memories_of
+
+from mpikv.collectives import hierarchical, hosted, select
+from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, Comparison, SharingGroup
+from mpikv.common.labels import Label
+from mpikv.placement.keys import whole_bounds
+from mpikv.placement.place import bounds_of, most_owners
+from mpikv.placement.topology import topology
+from mpikv.testing.ranks import run_collective
+
+F32 = np.dtype(np.float32)
+FIRST = Label("{}", 1.0)
+LONG_ROUNDS = 10  # of long chunks: up to one in which worker 0 alone has another rate, factor or op, and all but it
+Round = tuple[Label, ...]
+
+
+def rounds_of(p: int) -> list[Round]:
+    """All alike; then one worker, or all but one, with another rate or factor, all different, and alike again."""
+    found: list[Round] = [(FIRST,) * p, (FIRST,) * p, (Label('{"lr": 2}', 0.5),) * p, (Label('{"lr": 2}', 0.5),) * p]
+    for odd in range(p):
+        for other in (FIRST._replace(text='{"lr": 3}'), FIRST._replace(factor=4.0), FIRST._replace(op="max")):
+            found.append(tuple(other if rank == odd else FIRST for rank in range(p)))
+            found.append(tuple(FIRST if rank == odd else other for rank in range(p)))
+    found.append(tuple(FIRST._replace(factor=0.0 if rank == 0 else 1.0) for rank in range(p)))
+    different = tuple(Label("{}", 2.0 ** (rank - 2)) for rank in range(p))
+    return [*found, different, different, (FIRST,) * p, (FIRST,) * p]
+
+
+def values(rank: int, n: int, round_: int) -> np.ndarray:
+    return ((np.arange(n) + rank + round_) % 3).astype(np.float32)
+
+
+def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Round]) -> list[list[tuple]]:
+    """Of each rank and round: flags, what its chunk is in, its chunk, the messages and bytes it has sent.
+
+    halves(group, comparison): the reduce-scatter, which returns the sums, and the allgather of one round.
+    """
+    owners = frozenset(rank for rank in range(len(hosts)) if bounds[rank] < bounds[rank + 1])
+
+    def steps(group):
+        comparison = Comparison((FIRST,), exact=False)
+        adding = AddingGroup(group.transport, group.ranks, comparison)
+        sharing = SharingGroup(group.transport, group.ranks, comparison, owners)
+        reduce_scatter, allgather = halves(group)
+        found = []
+        for i, labels in enumerate(rounds):
+            before = group.transport.sent_messages, group.transport.sent_bytes
+            comparison.begin((labels[group.rank],))
+            totals = yield from reduce_scatter(adding, values(group.rank, n, i), comparison)
+            known = comparison.flags
+            result = np.zeros(n, np.float32)
+            own = slice(bounds[group.rank], bounds[group.rank + 1])
+            result[own] = 7
+            result = yield from allgather(sharing, result)
+            assert (result == 7).all()
+            if group.rank in owners:
+                assert comparison.flags == known  # an owner knows before it updates
+            sent = group.transport.sent_messages - before[0], group.transport.sent_bytes - before[1]
+            found.append((comparison.flags, comparison.units, totals[own].tolist(), *sent))
+        return found
+
+    return run_collective(len(hosts), steps, hosts=list(hosts))
+
+
+def by_messages(module, bounds):
+    def halves(_group):
+        def reduce_scatter(group, buf, _comparison):
+            yield from module.reduce_scatter(group, buf, bounds, 100)
+            return buf
+
+        def allgather(group, result):
+            yield from module.allgather(group, result, bounds, 101)
+            return result
+
+        return reduce_scatter, allgather
+
+    return halves
+
+
+def through_memory(hosts: str, n: int, bounds):
+    memories = memories_of(hosts)
+
+    def halves(group):
+        key = host_key(memories[group.rank], 1 << 12, n, F32, rings=topology(hosts).carriers, most=len(hosts))
+
+        def reduce_scatter(adding, buf, comparison):
+            return (
+                yield from hosted.reduce_scatter(adding, buf, bounds, 100, key, changeable=False, comparison=comparison)
+            )
+
+        def allgather(sharing, result):
+            own = slice(bounds[group.rank], bounds[group.rank + 1])
+            key.value[own] = result[own]
+            yield from hosted.allgather(sharing, bounds, 101, key)
+            return key.value.copy()
+
+        return reduce_scatter, allgather
+
+    return halves
+
+
+def check(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: int | None = None) -> None:
+    p = len(hosts)
+    rounds = rounds_of(p)[:n_rounds]
+    results = run(hosts, n, bounds, halves, rounds)
+    for i, labels in enumerate(rounds):
+        wrong = len({(label.rest, label.factor == 0) for label in labels}) > 1
+        mixed = len({label.factor for label in labels}) > 1
+        total = sum(label.factor * values(rank, n, i) for rank, label in enumerate(labels))
+        for rank, found in enumerate(results):
+            flags, units, chunk, messages, n_bytes = found[i]
+            assert bool(flags & 2) == wrong, (i, rank, labels)
+            if not wrong:
+                assert bool(flags & 1) == mixed, (i, rank, labels)
+                assert [units * x for x in chunk] == total[bounds[rank] : bounds[rank + 1]].tolist(), (i, rank)
+            assert messages == found[0][3], (i, rank)
+            # Where all are as they were, also the bytes; where all change alike, a note to each receiver of values.
+            if i in {1, 3} or labels == rounds[i - 1] == (FIRST,) * p:
+                assert n_bytes == found[0][4], (i, rank)
+            elif i == 2:
+                notes, rest = divmod(n_bytes - found[0][4], NOTE_BYTES)
+                assert rest == 0
+                assert notes <= min(messages, p - 1)
+
+
+@pytest.mark.parametrize("algorithm", select.ALGORITHMS)
+@pytest.mark.parametrize("p", [2, 3, 4, 5])
+def test_all_ranks_know_in_the_same_round(algorithm: str, p: int) -> None:
+    """Also ranks that own nothing: fewer elements than ranks, folded ranks, one owner of everything."""
+    module = select.ALGORITHMS[algorithm]
+    last = most_owners(algorithm, p) - 1
+    one, several = bounds_of(algorithm, 1, "a" * p), bounds_of(algorithm, 41, "a" * p)
+    for n, bounds in ((1, one), (41, several), (5, whole_bounds(5, p, last))):
+        check("a" * p, n, bounds, by_messages(module, bounds))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "naive"])
+def test_long_chunks(algorithm: str) -> None:
+    """Several segments to each of several hosts."""
+    module = select.ALGORITHMS[algorithm]
+    n = 100_003
+    bounds = bounds_of(algorithm, n, "abc")
+    check("abc", n, bounds, by_messages(module, bounds), LONG_ROUNDS)
+
+
+LAYOUTS = pytest.mark.parametrize(("hosts", "n"), list(itertools.product(("aab", "aabb", "aaabbc"), (1, 41))))
+
+
+@LAYOUTS
+def test_hosts_by_messages(hosts: str, n: int) -> None:
+    bounds = bounds_of("hierarchical", n, hosts)
+    check(hosts, n, bounds, by_messages(hierarchical, bounds))
+
+
+@LAYOUTS
+def test_hosts_through_memory(hosts: str, n: int) -> None:
+    bounds = bounds_of("hierarchical", n, hosts)
+    check(hosts, n, bounds, through_memory(hosts, n, bounds))
+
+
+def test_hosts_through_memory_with_one_owner() -> None:
+    bounds = whole_bounds(5, 5, 4)
+    check("aabbb", 5, bounds, through_memory("aabbb", 5, bounds))
+
+
+@pytest.mark.parametrize("hosts", ["aab", "aaabbc"])
+def test_hosts_with_long_chunks(hosts: str) -> None:
+    n = 100_003
+    bounds = bounds_of("hierarchical", n, hosts)
+    check(hosts, n, bounds, by_messages(hierarchical, bounds), LONG_ROUNDS)
+    check(hosts, n, bounds, through_memory(hosts, n, bounds), LONG_ROUNDS)
+
+
+def test_what_cannot_be_scaled_must_be_equal() -> None:
+    two = Label("{}", 2.0)
+    integers, reals = (Comparison((FIRST,), exact=exact) for exact in (True, False))
+    other_integers, other_reals = (Comparison((two,), exact=exact) for exact in (True, False))
+    assert (integers.ratio(other_integers.own), integers.wrong) == (1.0, True)
+    assert (reals.ratio(other_reals.own), reals.wrong, reals.mixed) == (2.0, False, True)
+
+
+def test_keys_of_a_bucket_under_different_labels() -> None:
+    """Then the factors must be equal too; keys that take no part do not count."""
+    two = Label("{}", 2.0)
+    mine = Comparison((FIRST, two, None), exact=False)
+    for labels, wrong in {(FIRST, two, None): False, (two, FIRST, None): True, (FIRST, FIRST, None): True}.items():
+        mine.begin((FIRST, two, None))
+        assert mine.ratio(Comparison(labels, exact=False).own) == 1.0
+        assert mine.wrong == wrong

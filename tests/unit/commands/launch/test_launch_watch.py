@@ -1,0 +1,763 @@
+"""The watch over a job, without MPI: a shell stands in for mpirun and starts the processes above the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mpikv.commands.launch import channel
+from mpikv.commands.launch.entrance import MORE_STRANGERS
+from mpikv.commands.launch.line import QUICK
+from mpikv.commands.launch.output import Output
+from mpikv.commands.launch.placement import Block, place
+from mpikv.commands.launch.processes import JOB, descendants, end_job, is_alive, of_job
+from mpikv.commands.launch.rank import LAUNCH
+from mpikv.commands.launch.ranks import Verdict
+from mpikv.commands.launch.sink import Place, Sink
+from mpikv.commands.launch.watch import Limits, Watch
+from mpikv.common.files import open_log
+from mpikv.errors import ConfigError
+
+LIMITS = Limits(job=None, start=20.0, grace=0.5, save=3600.0)
+SECRET = "of this test"
+READY = "touch $FOLDER/$PMI_RANK"  # a rank says so to `when_started`
+GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
+
+
+class Job:
+    """A job whose ranks run shell commands."""
+
+    def __init__(self, commands: list[str], limits: Limits = LIMITS, blocks: list[Block] | None = None, **env: str):
+        self.id = os.urandom(8).hex()
+        self.blocks = blocks or place([], len(commands), 0)
+        self.folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
+        self.output = Output(colours=(False, False))
+        self.watch = Watch(self.blocks, SECRET, self.output, limits)
+        self.commands = commands
+        self.env = env
+
+    def run(self, plan: dict[str, object] | None = None, before: str = "", after: str = "wait") -> Verdict:
+        starts = [before]
+        for block in self.blocks:
+            for i in range(block.ranks):
+                rank = block.first_rank + i
+                words = f"{sys.executable} -I -S {QUICK} rank {block.role} {block.first_number} {block.first_rank}"
+                starts.append(f"PMI_RANK={rank} {words} -- sh -c '{self.commands[rank]}' &")
+        told = {
+            "job": self.id, "secret": SECRET, "addresses": self.watch.addresses, "network": channel.network(),
+            **(plan or {}),
+        }  # fmt: skip
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))}
+        try:
+            return self.watch.run(
+                ["sh", "-c", "\n".join([*starts, after])],
+                {**environ, LAUNCH: json.dumps(told), JOB: f"{self.id}/mpirun", "FOLDER": str(self.folder), **self.env},
+            )
+        finally:
+            self.output.close()
+            _, left = end_job(self.id, 0, 5)
+            shutil.rmtree(self.folder)
+            assert left == []
+
+    def go(self) -> None:
+        """End the waits of its commands."""
+        (self.folder / "go").touch()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    assert set(descendants(os.getpid())) - before == set()
+
+
+def test_output(capfd: pytest.CaptureFixture[str]) -> None:
+    commands = ["echo a; echo b >&2; printf c", r"printf \\303\\251\\n; printf \\377\\n"]
+    assert Job(commands).run() == Verdict(0, "")
+    out, err = capfd.readouterr()
+    host = socket.gethostname()
+    assert sorted(out.splitlines())[:3] == [
+        f"[worker 0 @ {host}] a",
+        f"[worker 0 @ {host}] c",
+        f"[worker 1 @ {host}] é",
+    ]
+    assert err == f"[worker 0 @ {host}] b\n"
+
+
+def test_environment_and_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    env = {"all": {"A": "1", "B": "1"}, "worker": {"B": "2"}, "server": {"B": "3"}}
+    commands = [f"echo $A $B $C $PYTHONUNBUFFERED ${JOB} ${LAUNCH}; pwd"] * 2
+    job = Job(commands, blocks=place([], 1, 1), C="inherited")
+    assert job.run({"env": env, "folder": str(tmp_path)}).status == 0
+    lines = sorted(line.split("] ")[1] for line in capfd.readouterr().out.splitlines())
+    assert lines[:2] == [str(tmp_path)] * 2
+    assert lines[2:] == [f"1 2 inherited 1 {job.id}/worker-0", f"1 3 inherited 1 {job.id}/server-0"]
+
+
+def test_a_missing_folder() -> None:
+    verdict = Job(["true"]).run({"folder": "/no/such/folder"})
+    assert verdict.status == 127
+    assert "the folder /no/such/folder does not exist on" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "text"),
+    [("exit 3", 3, "ended with status 3"), ("kill -9 $$", 137, r"was killed by signal 9 \(SIGKILL\)")],
+)
+def test_a_failure_ends_the_others(command: str, status: int, text: str) -> None:
+    verdict = Job(["sleep 300", command, "sleep 300"]).run()
+    assert verdict.status == status
+    assert re.search(f"worker 1 on .* {text}", verdict.text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[rank 1 of 2 on h] ends the job with status 3", "Abort(3): application called MPI_Abort(X, 3) - process 1"],
+)
+def test_a_rank_that_ends_the_job_is_to_blame(line: str) -> None:
+    """Not another, which loses its connections and ends first."""
+    host = socket.gethostname()
+    for said, status in ((line, 3), ("mpikv: error: [rank 1 of 2 on h] x", 2)):
+        job = Job([f"{GO}; exit 14", f'echo "{said}" >&2; sleep 300'])
+        with when(lambda job=job: bool(job.watch.ranks[1].aborted), job.go):
+            assert job.run() == Verdict(status, f"worker 1 on {host} called MPI_Abort with status {status}")
+    job = Job([f"{READY}; {GO}; exit 14", f'echo "some {line[1:9]}" >&2; {READY}; sleep 300'])
+    with when_started(job, job.go):
+        assert job.run() == Verdict(14, f"worker 0 on {host} ended with status 14")
+
+
+def test_what_a_rank_leaves_is_ended() -> None:
+    job = Job(["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"])
+    assert job.run().status == 4
+    assert of_job(job.id) == []
+
+
+def test_a_rank_has_reported_before_its_command_starts() -> None:
+    """What it sends later is lost with it, if the command or anybody else kills it at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            connection.settimeout(10)
+            prove_as_launcher(connection, address(listener))
+            frames = channel.Frames()
+            while not heard:
+                heard.extend(kind for kind, _ in frames.add(connection.recv(4096)))
+            connection.close()
+
+        heard: list[int] = []
+        launcher = threading.Thread(target=greet)
+        launcher.start()
+        plan = {"addresses": [listener.getsockname()], "secret": SECRET, "network": channel.network()}
+        sink = Sink(plan, Place("worker", 0, 0, "here"))
+        launcher.join()
+        sink.socket.close()
+    assert heard == [channel.HELLO]
+
+
+def test_the_process_above_a_rank_is_killed() -> None:
+    job = Job(["sleep 300", "kill -9 $PPID; sleep 300"])
+    verdict = job.run()
+    assert verdict.status != 0
+    assert "worker 1 (1 of 2 ranks) on" in verdict.text
+
+
+def test_mpirun_kills_its_children() -> None:
+    """The ranks get SIGTERM through the process above them and still report; mpirun's status counts."""
+    job = Job([f'trap "echo told; exit 1" TERM; {READY}; sleep 300 & wait'] * 2)
+    with when_started(job, job.go):
+        verdict = job.run(after=f"{GO}; kill -9 $(jobs -p); exit 9")
+    assert verdict == Verdict(9, "mpirun ended the ranks, with status 9")
+
+
+def test_ranks_that_never_start() -> None:
+    verdict = Job(["true"] * 2, LIMITS._replace(start=0.5), blocks=place([], 1, 1)).run(before="sleep 300")
+    assert verdict.status == 1
+    assert verdict.text.startswith("worker 0, server 0 did not start within 0.5 s")
+
+
+def test_mpirun_ends_before_its_ranks_start(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Job(["true"]).run(before="echo oh no >&2; exit 0") == Verdict(
+        1, "mpirun ended, and worker 0 (1 of 1 ranks) never started"
+    )
+    assert capfd.readouterr().err == "[mpirun] oh no\n"
+
+
+def test_an_mpirun_that_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its ranks have, all with status 0."""
+    assert Job(["true"] * 2).run(after="wait; sleep 300") == Verdict(0, "")
+    assert capfd.readouterr().err == "mpikv launch: all ranks have ended, and mpirun has not: it is killed\n"
+
+
+def test_mpirun_does_not_say_again_which_rank_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It would do so in a box of text. What it says before, and of what no rank has reported, is shown."""
+    warning = "plm:ssh: Warning: setpgid(1,1) failed in parent with errno=Permission denied(13)"
+    job = Job([f"{READY}; {GO}; exit 3"])
+    with when_started(job, job.go):
+        job.run(before=f'echo "{warning}" >&2; echo early >&2', after="wait; echo a box >&2; exit 3")
+    assert capfd.readouterr().err == "[mpirun] early\n"
+
+
+def test_the_time_limit() -> None:
+    verdict = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(job=1.0)).run()
+    assert verdict == Verdict(124, "timed out after 1 s")
+
+
+def test_unused_servers_are_ended() -> None:
+    verdict = Job(["true", "sleep 300"], blocks=place([], 1, 1)).run()
+    assert verdict.status == 0
+    assert "servers that wait" in verdict.text
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_to_the_launcher(signum: int, status: int) -> None:
+    job = Job([f"{READY}; sleep 300"] * 2)
+    with when_started(job, lambda: os.kill(os.getpid(), signum)):
+        assert job.run().status == status
+
+
+def test_ranks_that_end_well_when_told() -> None:
+    job = Job([f'trap "exit 0" TERM; {READY}; sleep 300 & wait'] * 2)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
+
+
+TOLD = "touch $FOLDER/told$PMI_RANK"
+RUNS_ON = f'trap "{TOLD}" TERM; {READY}; while :; do sleep 0.1; done'
+LOST = "{} had not ended: killed, and a state that was not yet saved is lost (--grace SECONDS gives more time)"
+
+
+def test_a_second_signal_kills(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([RUNS_ON], LIMITS._replace(grace=3600.0))
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with when_started(job, interrupt), when((job.folder / "told0").exists, interrupt):
+        assert job.run().status == 130
+    assert LOST.format("worker 0 (1 of 1 ranks)") in capfd.readouterr().err
+
+
+SAVES = LIMITS._replace(grace=0.0, saves=True)
+
+
+def told(job: Job) -> bool:
+    """Whether the ranks have got the signal."""
+    return all((job.folder / f"told{rank}").exists() for rank in job.watch.ranks)
+
+
+@pytest.mark.parametrize("limits", [SAVES, SAVES._replace(job=0.0)])
+def test_workers_that_save_have_the_time_for_it(limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a signal and after the job's time limit."""
+    job = Job([f'trap "{TOLD}; {GO}; exit 0" TERM; {READY}; while :; do sleep 0.1; done'] * 2, SAVES)
+
+    def ask() -> None:
+        if limits.job is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        job.watch._limits = limits  # only now: all ranks are to be there before the time is over
+
+    with when_started(job, ask), when(lambda: told(job), job.go):
+        verdict = job.run()
+    said = capfd.readouterr().err
+    assert "workers that save their state after this step have 3600 s for it (--grace)" in said
+    assert "killed, and" not in said
+    assert verdict.status == (0 if limits.job is None else 124)
+
+
+def test_workers_that_announce_that_they_stop_have_time_to_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """Their settings may come from the program, of which the launcher knows nothing."""
+    line = "mpikv: SIGTERM at worker 0 on h: all workers stop after their step"
+    job = Job([f'trap "echo {line} >&2; {GO}; exit 0" TERM; {READY}; sleep 300 & wait'], LIMITS._replace(grace=600.0))
+    left_s: list[float] = []
+
+    def announced() -> bool:
+        left_s[:] = [at - time.monotonic() for at, _ in job.watch._plan[:1]]
+        return bool(left_s) and left_s[0] > 1000
+
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(announced, job.go):
+        assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
+    assert "workers that save their state after this step have 3600 s for it" in capfd.readouterr().err
+
+
+def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([RUNS_ON, f"{READY}; sleep 300"], LIMITS._replace(save=0.5, saves=True), blocks=place([], 1, 1))
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert job.run().status == 143
+    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
+
+
+def test_nobody_waits_for_a_state_that_a_rank_cannot_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others would wait for it."""
+    job = Job([RUNS_ON, f'trap "{TOLD}; {GO}; exit 3" TERM; {READY}; while :; do sleep 0.1; done'], SAVES)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(lambda: told(job), job.go):
+        assert job.run() == Verdict(143, "ended by SIGTERM")
+    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
+
+
+def test_signals_that_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([f'trap "echo told; exit 0" USR1; {READY}; sleep 300 & wait'] * 2)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
+        assert job.run() == Verdict(0, "")
+    assert capfd.readouterr().out.count("told") == 2
+
+
+@contextlib.contextmanager
+def when_started(job: Job, act: Callable[[], None]) -> Iterator[None]:
+    """Do something once the launcher has heard of all ranks and their commands have said that they are ready."""
+
+    def started() -> bool:
+        return all(rank.host and (job.folder / str(number)).exists() for number, rank in job.watch.ranks.items())
+
+    with when(started, act):
+        yield
+
+
+@contextlib.contextmanager
+def when(reached: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
+    """Do something once, beside what is done here, as soon as it is so."""
+    over = threading.Event()
+
+    def wait() -> None:
+        while not reached():
+            if over.wait(0.02):
+                return
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5)
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()
+    return f"{host}:{port}"
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, fewer where the other side has closed the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while len(data) < count and (more := connection.recv(count - len(data))):
+            data += more
+    return data
+
+
+def prove_as_launcher(connection: socket.socket, place: str) -> tuple[bytes, bytes]:
+    """The launcher's side of the greeting. What the rank sent: its nonce and its proof."""
+    challenge = os.urandom(channel.NONCE_BYTES)
+    connection.sendall(challenge)
+    nonce, given = receive(connection, channel.NONCE_BYTES), receive(connection, channel.PROOF_BYTES)
+    assert given == channel.proof(SECRET, "rank", place, challenge, nonce)
+    connection.sendall(channel.proof(SECRET, "launcher", place, challenge, nonce))
+    return nonce, given
+
+
+class Disturbed(Job):
+    """A job of one rank that goes on until strangers have done what they do; then it must end well."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__([f"{READY}; {GO}"], limits._replace(job=120.0))
+
+    def dial(self) -> socket.socket:
+        connection = socket.create_connection(self.watch.addresses[0])
+        connection.settimeout(30)
+        return connection
+
+    def disturb(self, act: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
+        failures = []
+
+        def then_go() -> None:
+            try:
+                act()
+            except BaseException as error:
+                failures.append(error)
+            self.go()
+
+        with when_started(self, then_go):
+            verdict = self.run()
+        if failures:
+            raise failures[0]
+        assert verdict == Verdict(0, "")
+        assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
+        b"\xff" * 100,
+        b"[" * 5000,
+        channel.frame(channel.HELLO, b"[" * 5000),
+        channel.frame(channel.HELLO, b"{" + b" " * 100_000),
+        channel.message(channel.ENDED, status=0) * 10,
+    ],
+    ids=["http", "ones", "brackets", "brackets in a frame", "a large frame", "reports"],
+)
+def test_strangers_are_turned_away(data: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the secret nobody becomes a rank, gets a proof, or ends the launcher."""
+    job = Disturbed()
+
+    def act() -> None:
+        with job.dial() as stranger:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(data)
+            assert len(receive(stranger, 1000)) in (channel.NONCE_BYTES, 0)  # the challenge, and the end
+
+    job.disturb(act, capfd)
+
+
+def test_a_greeting_that_was_recorded_proves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not to the launcher it was made for, and not to another."""
+    job = Disturbed()
+
+    def act() -> None:
+        ((host, port),) = job.watch.addresses
+        nonce = os.urandom(channel.NONCE_BYTES)
+        with job.dial() as rank:
+            challenge = receive(rank, channel.NONCE_BYTES)
+            greeting = nonce + channel.proof(SECRET, "rank", f"{host}:{port}", challenge, nonce)
+            rank.sendall(greeting)
+            answer = receive(rank, channel.PROOF_BYTES)
+            assert answer == channel.proof(SECRET, "launcher", f"{host}:{port}", challenge, nonce)
+        with job.dial() as recorded:
+            assert receive(recorded, channel.NONCE_BYTES) != challenge
+            recorded.sendall(greeting)
+            assert receive(recorded, 1000) == b""
+        with job.dial() as elsewhere:  # with the secret, but for a connection to another address
+            challenge = receive(elsewhere, channel.NONCE_BYTES)
+            elsewhere.sendall(nonce + channel.proof(SECRET, "rank", f"{host}:1", challenge, nonce))
+            assert receive(elsewhere, 1000) == b""
+        with job.dial() as mirror:  # what a launcher sends is no proof of a rank
+            challenge = receive(mirror, channel.NONCE_BYTES)
+            mirror.sendall(nonce + channel.proof(SECRET, "launcher", f"{host}:{port}", challenge, nonce))
+            assert receive(mirror, 1000) == b""
+
+    job.disturb(act, capfd)
+
+
+def test_what_a_rank_may_not_say(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the secret, but nonsense: a bug of ours ends this connection, and not the launcher."""
+    job = Disturbed()
+
+    def act() -> None:
+        for data in (
+            channel.frame(channel.HELLO, b"[" * 5000),
+            channel.frame(channel.HELLO, b"[" * 500_000),
+            channel.message(channel.HELLO, rank=0, host="x", pid=1),  # it has reported before
+            channel.message(channel.HELLO, rank=7, host="x", pid=1),
+            channel.message(channel.ENDED, status=0),
+            b"\xff" * 100,
+        ):
+            with channel.connect(job.watch.addresses, SECRET) as one:
+                one.settimeout(30)
+                with contextlib.suppress(ConnectionError):
+                    one.sendall(data)
+                assert receive(one, 1) == b""
+
+    job.disturb(act, capfd)
+
+
+def test_who_says_nothing_is_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Disturbed(LIMITS._replace(greeting=0.5))
+
+    def act() -> None:
+        with job.dial() as silent, job.dial() as slow:
+            slow.sendall(b"x")
+            for stranger in (silent, slow):
+                assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
+
+    job.disturb(act, capfd)
+
+
+def test_only_so_many_strangers_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first to come is the first to go; a rank still gets in."""
+    job = Disturbed(LIMITS._replace(greeting=100.0))
+
+    def act() -> None:
+        with contextlib.ExitStack() as open_connections:
+            strangers = [open_connections.enter_context(job.dial()) for _ in range(MORE_STRANGERS + 20)]
+            for stranger in strangers[: len(strangers) - MORE_STRANGERS - 1]:
+                assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
+            channel.connect(job.watch.addresses, SECRET).close()
+
+    job.disturb(act, capfd)
+
+
+def test_it_listens_on_the_addresses_of_the_job_alone() -> None:
+    with contextlib.closing(Output()) as output:
+        watch = Watch(place([], 1, 0), SECRET, output, LIMITS, ["127.0.0.1", "127.0.0.2", "192.0.2.1"])
+        assert [host for host, _ in watch.addresses] == ["127.0.0.1", "127.0.0.2"]  # 192.0.2.1 is not ours (RFC 5737)
+        for host, port in watch.addresses:
+            other = {"127.0.0.1": "127.0.0.2", "127.0.0.2": "127.0.0.1"}[host]
+            socket.create_connection((host, port)).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, port))
+        for listener in watch._entrance:
+            listener.close()
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+            Watch(place([], 1, 0), SECRET, output, LIMITS, ["192.0.2.1"])
+
+
+def test_who_is_dialled_from_another_host() -> None:
+    """Not an address that this host has as well: a program of somebody else may listen there."""
+    addresses = [("192.0.2.1", 5), ("127.0.0.1", 6), ("::1", 7)]
+    assert channel.dialled_from(addresses, channel.network()) == addresses
+    assert ("127.0.0.1", 6) not in channel.dialled_from(addresses, "of another host")
+    assert channel.dialled_from(addresses[:1], "of another host") == addresses[:1]
+
+
+def test_a_program_that_is_no_launcher_learns_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is left for another address, and what the rank sent it is a proof for it alone."""
+    for wrong in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, b"x" * channel.NONCE_BYTES):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            heard: list[bytes] = []
+
+            def answer(wrong: bytes = wrong, heard: list[bytes] = heard, listener: socket.socket = listener) -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(10)
+                    connection.sendall(wrong)
+                    if wrong:
+                        heard.append(receive(connection, channel.NONCE_BYTES + channel.PROOF_BYTES))
+                        with contextlib.suppress(OSError):
+                            connection.sendall(wrong)
+
+            other = threading.Thread(target=answer)
+            other.start()
+            with pytest.raises(ConnectionError, match="another program answered"):
+                channel.connect([listener.getsockname()], SECRET)
+            other.join()
+            for said in heard:
+                assert said[channel.NONCE_BYTES :] == channel.proof(
+                    SECRET, "rank", address(listener), wrong[: channel.NONCE_BYTES], said[: channel.NONCE_BYTES]
+                )
+
+
+FEW_FILES = """
+import resource, selectors, socket, sys
+from mpikv.commands.launch.entrance import Entrance
+ranks, hard = int(sys.argv[1]), int(sys.argv[2]) or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+entrance = Entrance(["127.0.0.1"], "secret", ranks, selectors.DefaultSelector())
+(listener,) = entrance._listeners
+let_in = []
+for i in range(2 * ranks):
+    with socket.create_connection(listener.getsockname()):
+        entrance.event(listener)
+    if i % 2:  # every second one proves itself
+        stranger = list(entrance._strangers.values())[-1]
+        entrance._forget(stranger)
+        let_in.append(stranger.socket)
+print(len({one.fileno() for one in let_in}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hard", "said"),
+    [(300, 0, "300\n"), (30, 100, "30\n"), (60, 100, "60 ranks needs 124 open files, and may have 100 here: raise ")],
+)
+def test_many_ranks_and_few_open_files(ranks: int, hard: int, said: str) -> None:
+    """The soft limit is raised; strangers are turned away before there is no file left for a rank."""
+    words = [sys.executable, "-c", FEW_FILES, str(ranks), str(hard)]
+    done = subprocess.run(words, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False)
+    assert said in done.stdout
+
+
+def test_a_launcher_that_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        free = silent.getsockname()[1]
+    told = {"job": "0" * 16, "secret": "s", "addresses": [["127.0.0.1", free]], "network": channel.network()}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(QUICK), "rank", "worker", "0", "0", "--", "true"],
+        env={LAUNCH: json.dumps(told), "PMI_RANK": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 125
+    assert f"127.0.0.1:{free}: ConnectionRefusedError" in done.stderr
+
+
+class Above(contextlib.AbstractContextManager["Above"]):
+    """The process above a rank, and a launcher that only listens."""
+
+    def __init__(self, command: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        plan = {
+            "job": os.urandom(8).hex(), "secret": SECRET, "addresses": [self._listener.getsockname()],
+            "network": channel.network(),
+        }  # fmt: skip
+        words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", command]
+        self.process = subprocess.Popen(words, env={LAUNCH: json.dumps(plan), "PMI_RANK": "6"})
+        self._connection, _ = self._listener.accept()
+        prove_as_launcher(self._connection, address(self._listener))
+        self._frames = channel.Frames()
+        self.out = ""
+
+    def hear(self, until: Callable[[int], bool] = lambda _: False) -> str:
+        """What the command has printed, once a frame of this kind came, or the end."""
+        while data := self._connection.recv(4096):
+            for kind, body in list(self._frames.add(data)):
+                self.out += body.decode() if kind == channel.OUT else ""
+                if until(kind):
+                    return self.out
+        self.process.wait()
+        return self.out
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._listener.close()
+        self.process.wait()
+
+
+@pytest.mark.parametrize("status", [0, 3, 128, 129, 137, 143, 160, 193, 200, 255])
+def test_the_status_that_mpirun_sees(status: int) -> None:
+    """128 + N is a shell's word for signal N, if there is such a signal."""
+    with Above(f"echo a; exit {status}") as above:
+        assert above.hear(lambda kind: kind == channel.GONE) == "a\n"
+    assert above.process.returncode == (128 - status if status in (129, 137, 143) else status)
+
+
+@pytest.mark.parametrize("cleared", ["", "env -i"])
+def test_a_daemon_of_a_rank_is_ended_with_it(cleared: str) -> None:
+    """By the process above the rank: after a success the launcher looks at no other host."""
+    with Above(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as above:
+        out = above.hear()
+    assert above.process.returncode == 0
+    assert not is_alive(int(out))
+
+
+def test_each_of_several_signals_reaches_the_command() -> None:
+    waiting = "i=0; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
+    with Above(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as above:
+        above.hear(lambda kind: kind == channel.OUT)
+        for signum in (signal.SIGUSR1, signal.SIGTERM):
+            above.process.send_signal(signum)
+        assert above.hear(lambda kind: kind == channel.GONE) == "ready\none\ntwo\n"
+    assert above.process.returncode == 7
+
+
+def test_frames() -> None:
+    data = channel.frame(1, b"") + channel.frame(2, b"abc") + channel.message(3, x=1)
+    frames = channel.Frames()
+    found = [one for i in range(len(data)) for one in frames.add(data[i : i + 1])]
+    assert found == [(1, b""), (2, b"abc"), (3, b'{"x": 1}')]
+    with pytest.raises(ValueError, match="a frame of 4294967295 bytes"):
+        list(frames.add(b"\xff" * 8))
+
+
+def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = Output(tmp_path / "new" / "logs", colours=(True, False))
+    output.lines(1, "worker", 1, "h", b"a\nb\n")
+    output.lines(2, "server", 0, "h", b"c\n")
+    output.plain(2, "mpirun", b"d\n")
+    output.say("e")
+    output.close()
+    out, err = capfd.readouterr()
+    assert out == "\033[33m[worker 1 @ h]\033[0m a\n\033[33m[worker 1 @ h]\033[0m b\n"
+    assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
+    files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
+    assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+
+
+class FullDisk(io.RawIOBase):
+    """A file with room for some bytes."""
+
+    def __init__(self, path: Path, room: int = 3) -> None:
+        self.file, self.room = open_log(path), room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = self.file.write(data[: self.room])
+        self.room -= done
+        return done
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("full", ["worker-0.log", "launch.log"])
+def test_a_full_disk_below_the_files_is_one_warning(
+    full: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mpikv.commands.launch.output.open_log", lambda path: FullDisk(path) if path.name == full else open_log(path)
+    )
+    output = Output(tmp_path, colours=(False, False))
+    for _ in range(2):
+        output.say("a line")
+        output.lines(1, "worker", 0, "h", b"abcdef\n")
+    output.close()
+    out, err = capfd.readouterr()
+    assert out == "[worker 0 @ h] abcdef\n" * 2
+    said = err.splitlines()
+    assert said.count("mpikv launch: a line") == 2
+    warning = f"{tmp_path / full}: No space left on device; nothing more is written to --output-dir"
+    assert [line for line in said if "a line" not in line] == [f"mpikv launch: warning: {warning}"]
+    assert (tmp_path / full).read_text() in ("abc", "mpi")  # what there was room for
+
+
+def test_a_full_disk_below_stdout_is_one_warning() -> None:
+    """`mpikv launch ... >log`: the job goes on."""
+    program = (
+        "from mpikv.commands.launch.output import Output\n"
+        "output = Output()\n"
+        "for _ in range(2): output.lines(1, 'worker', 0, 'h', b'a')\n"
+        "output.say('the end')\n"
+        "output.close()\n"
+        "assert not output.broken\n"
+    )
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=-1, text=True, check=True)
+    warning = "mpikv launch: warning: stdout: No space left on device; lines are lost"
+    assert sorted(done.stderr.splitlines()) == ["mpikv launch: the end", warning]
+
+
+def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a folder that somebody else can write to, too."""
+    mine, folder = tmp_path / "mine", tmp_path / "logs"
+    mine.write_text("dear to me")
+    folder.mkdir()
+    (folder / "worker-0.log").symlink_to(mine)
+    output = Output(folder, colours=(False, False))
+    output.lines(1, "worker", 0, "h", b"a\n")
+    output.lines(1, "worker", 1, "h", b"b\n")
+    output.close()
+    assert capfd.readouterr().out == "[worker 0 @ h] a\n[worker 1 @ h] b\n"
+    assert mine.read_text() == "dear to me"
+    (folder / "launch.log").unlink()
+    (folder / "launch.log").symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"--output-dir .*launch\.log"):
+        Output(folder)
+    assert mine.read_text() == "dear to me"
+
+
+def test_processes() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], env={**os.environ, JOB: "feed/x"})
+    deadline = time.monotonic() + 20
+    while len(of_job("feed")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(of_job("feed")) == 2
+    assert child.pid in descendants(os.getpid())
+    found, left = end_job("feed", 1, 5)
+    assert (len(found), left) == (2, [])
+    child.wait(5)
+    assert not is_alive(child.pid)

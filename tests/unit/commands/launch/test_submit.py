@@ -1,0 +1,331 @@
+"""Batch scripts: what is rendered, what is refused, and what the schedulers' answers are read as."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from dataclasses import replace
+
+import pytest
+from jobs import ROOT
+
+from mpikv.commands.launch import batch, sge, slurm
+from mpikv.commands.launch.batch import Job, parse_time, time_text
+from mpikv.commands.launch.scheduler import SchedulerError, State
+from mpikv.errors import ConfigError
+
+SCRIPTS = batch.repository_scripts()
+JOBS = {"slurm": Job("slurm", command=("true",)), "sge": Job("sge", command=("true",))}
+TEMPLATES = ROOT / "mpikv" / "launch" / "templates"
+RENDER = {"slurm": slurm.script, "sge": sge.script}
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_scripts_of_the_repository_are_the_templates(path: str) -> None:
+    file = ROOT / "scripts" / path
+    assert file.read_bytes() == SCRIPTS[path].encode(), "run: python -m mpikv.commands.launch.batch"
+    assert file.stat().st_mode & 0o111
+
+
+def test_no_other_script() -> None:
+    found = {str(file.relative_to(ROOT / "scripts")) for name in JOBS for file in (ROOT / "scripts" / name).iterdir()}
+    assert found == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_bash_accepts(path: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=SCRIPTS[path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_nothing_is_left_of_the_template(path: str) -> None:
+    assert not [line for line in SCRIPTS[path].splitlines() if line.startswith("@")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_a_script_is_read_at_a_glance(path: str) -> None:
+    """Every setting has its comment on its line."""
+    lines = SCRIPTS[path].splitlines()
+    assert len(lines) < 40
+    top = lines[: next(i for i, line in enumerate(lines) if line.startswith("# ---- The rest"))]
+    assert [line for line in top if not line.startswith("#") and "  # " not in line] in (
+        [],
+        ["VALUES=(0.01 0.02 0.05 0.1)"],
+    )
+
+
+def test_bash_accepts_what_they_call() -> None:
+    """And every part of it is used."""
+    parts = {file.name: file for file in (TEMPLATES / "parts").iterdir()}
+    for file in (TEMPLATES / "job.sh", *parts.values()):
+        done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    text = "".join(file.read_text() for file in (TEMPLATES / "job.sh", *parts.values()))
+    kinds = set(re.findall(r'"\$TEMPLATES/job.sh" (\S+)', "".join(SCRIPTS.values())))
+    named = set(re.findall(r'\. "\$PARTS/(\S*)"', text)) - {"$KIND.sh", "${KIND%-*}.sh"}
+    assert named | {f"{word}.sh" for kind in kinds for word in (kind, kind.split("-")[0])} == set(parts)
+
+
+def settings(script: str) -> list[str]:
+    """The lines at its top without their comments."""
+    return [line.split("  # ")[0] for line in script.split("# ---- The rest", maxsplit=1)[0].splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:00", 5400),
+        ("2-0", 172800),
+        ("2-12", 216000),
+        ("1-1:30", 91800),
+        ("1-1:30:15", 91815),
+        (" 0:00:01 ", 1),
+    ],
+)
+def test_time_as_slurm_reads_it(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+    assert parse_time(time_text(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1h", "-5", "1:2:3:4", "0", "0:00", "1-", "1.5", "0-0"])
+def test_no_time(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_time(text)
+
+
+def directives(script: str, mark: str) -> list[str]:
+    return [line.removeprefix(mark).strip() for line in script.splitlines() if line.startswith(mark)]
+
+
+def test_slurm_options() -> None:
+    job = Job("slurm", workers=4, servers=2, command=("x",), name="fit", time_s=7200, notice_s=90, nodes=2,
+        tasks_per_node=3, cpus_per_task=4, queue="gpu", output_dir="logs", requeue=True,
+        options=("--account=x", "--mail-user=a b"))  # fmt: skip
+    assert directives(slurm.script(job), "#SBATCH") == [
+        "--job-name=fit",
+        "--ntasks=6",
+        "--nodes=2",
+        "--ntasks-per-node=3",
+        "--cpus-per-task=4",
+        "--time=2:00:00",
+        "--signal=B:USR1@90",
+        "--partition=gpu",
+        "--output=logs/fit-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        "--account=x",
+        "'--mail-user=a b'",
+    ]
+
+
+def test_sge_options() -> None:
+    job = Job("sge", workers=4, servers=2, command=("x",), name="fit", time_s=7200, notice_s=90, queue="all.q",
+        parallel_environment="orte", output_dir="logs", options=("-P x",))  # fmt: skip
+    script = sge.script(job)
+    assert directives(script, "#$") == [
+        "-N fit",
+        "-pe orte 6",
+        "-l h_rt=2:00:00",
+        "-notify",
+        "-q all.q",
+        "-o logs/fit-$JOB_ID.out",
+        "-S /bin/bash -cwd -j y",
+        "-v PATH,LD_LIBRARY_PATH,PYTHONPATH,VIRTUAL_ENV,CONDA_PREFIX",
+        "-P x",
+    ]
+    assert "-v PATH,OMP_NUM_THREADS" in directives(sge.script(replace(job, passed=("PATH", "OMP_NUM_THREADS"))), "#$")
+    assert "STOP_AFTER=7110" in settings(script)
+
+
+@pytest.mark.parametrize("scheduler", JOBS)
+def test_no_time_limit_is_the_queues(scheduler: str) -> None:
+    script = RENDER[scheduler](replace(JOBS[scheduler], time_s=None))
+    assert "--time" not in "".join(directives(script, "#SBATCH"))
+    assert "h_rt=" not in "".join(directives(script, "#$"))
+
+
+WORDS = (
+    "python",
+    "a b",
+    "it's",
+    '"',
+    "$HOME `id` \\",
+    "new\nline",
+    "'\\n'\n#$ -N x\n#SBATCH --hold",
+    "*",
+    "-c",
+    "",
+    "ü",
+)
+
+
+@pytest.mark.parametrize("scheduler", JOBS)
+def test_every_word_arrives(scheduler: str) -> None:
+    """In the array PROGRAM, in LAUNCH_OPTIONS and in the environment, whatever the words hold."""
+    job = replace(
+        JOBS[scheduler], command=WORDS, launch_options=WORDS, environ=("A",), environment="/a 'b", python_env="/a b/env"
+    )
+    top = RENDER[scheduler](job).split("# ---- The rest")[0] + batch.environment_file({"A": "x'y\n$z"})
+    show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
+    text = f"{top}\n{show}\n"
+    done = subprocess.run(["bash"], input=text, capture_output=True, encoding="utf-8", check=True)
+    assert not [line for line in top.splitlines() if line.startswith(("#$ -N x", "#SBATCH --hold"))]
+    assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"workers": 0}, "0 workers"),
+        ({"servers": -1}, "-1 servers"),
+        ({"name": "a b"}, "'a b' is no job name"),
+        ({"name": "1st"}, "no job name"),
+        ({"environ": ("A-B",)}, "'A-B' is no name"),
+        ({"time_s": 60}, "notice of 60 s"),
+        ({"placement": "nowhere"}, "'nowhere'"),
+        ({"distribution": "diagonal"}, "'diagonal'"),
+        ({"notice_s": 0}, "0 seconds of notice"),
+        ({"command": ()}, "no command"),
+        ({"scheduler": "pbs"}, "no such scheduler"),
+        ({"options": ("--a\n#SBATCH --b",)}, "one line"),
+        ({"queue": "a\n#SBATCH --b"}, "one line"),
+        ({"output_dir": "logs/%j"}, "logs/%j"),
+        ({"output_dir": "$HOME"}, "a meaning there"),
+    ],
+)
+def test_refused(changes: dict[str, object], says: str) -> None:
+    for job in JOBS.values():
+        with pytest.raises(ConfigError, match=says):
+            replace(job, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"nodes": 5}, "5 nodes for 4 ranks"),
+        ({"nodes": 2, "tasks_per_node": 1}, r"4 ranks \(4 workers and 0 servers\) do not fit into 2 nodes with 1"),
+        ({"parallel_environment": "mpi"}, "--pe is Grid Engine's"),
+    ],
+)
+def test_refused_for_slurm(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        replace(JOBS["slurm"], **changes).check()
+
+
+@pytest.mark.parametrize("changes", [{"nodes": 2}, {"tasks_per_node": 2}, {"cpus_per_task": 2}, {"with_srun": True}])
+def test_refused_for_grid_engine(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="allocation rule"):
+        replace(JOBS["sge"], **changes).check()
+
+
+LINE = (
+    "JobId=17 JobName=train UserId=u(1) Requeue=1 Restarts=0 BatchFlag=1 JobState={} Reason={} Dependency=(null) "
+    "ExitCode={} RunTime=00:00:01 ReqNodeList=(null) ExcNodeList=(null) NodeList={} Comment=JobState=FAILED\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        (("PENDING", "Resources", "0:0", ""), State("pending (Resources)")),
+        (("PENDING", "None", "0:0", "(null)"), State("pending")),
+        (("CONFIGURING", "None", "0:0", "n1"), State("configuring")),
+        (("RUNNING", "None", "0:0", "n[1-2]"), State("running on n[1-2]")),
+        (("COMPLETING", "None", "0:0", "n1"), State("completing on n1")),
+        (("REQUEUED", "None", "0:0", ""), State("requeued")),
+        (("COMPLETED", "None", "0:0", "n1"), State("completed", 0)),
+        (("FAILED", "NonZeroExitCode", "7:0", "n1"), State("failed", 7)),
+        (("FAILED", "RaisedSignal:9", "0:9", "n1"), State("failed", 137)),
+        (("CANCELLED", "None", "0:15", "n1"), State("cancelled", 143)),
+        (("CANCELLED", "None", "0:0", "n1"), State("cancelled", 1)),
+        (("TIMEOUT", "TimeLimit", "0:0", "n1"), State("timeout", 1)),
+        (("OUT_OF_MEMORY", "None", "0:125", "n1"), State("out of memory", 253)),
+        (("NODE_FAIL", "None", "0:0", "n1"), State("node fail", 1)),
+    ],
+)
+def test_slurm_states(fields: tuple[str, ...], state: State) -> None:
+    assert slurm.read_state(LINE.format(*fields)) == state
+
+
+def qstat(*rows: tuple[int, str, str]) -> str:
+    items = "".join(
+        f"<job_list><JB_job_number>{number}</JB_job_number><state>{letters}</state><queue_name>{queue}</queue_name>"
+        "</job_list>"
+        for number, letters, queue in rows
+    )
+    return f"<?xml version='1.0'?><job_info><queue_info>{items}</queue_info><job_info></job_info></job_info>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "state"),
+    [
+        ([], None),
+        ([(170, "r", "all.q@h1")], None),
+        ([(17, "qw", "")], State("pending")),
+        ([(17, "hqw", "")], State("held")),
+        ([(17, "r", "all.q@h2"), (17, "r", "all.q@h1"), (17, "r", "all.q@h1")], State("running on h1, h2")),
+        ([(17, "t", "all.q@h1")], State("running on h1")),
+        ([(17, "s", "all.q@h1")], State("suspended on h1")),
+        ([(17, "dr", "all.q@h1")], State("being deleted")),
+        ([(17, "Rq", "")], State("pending")),
+        ([(17, "Eqw", "")], State("in error state Eqw, `qstat -j 17` says why")),
+    ],
+)
+def test_grid_engine_states(rows: list[tuple[int, str, str]], state: State | None) -> None:
+    assert sge.read_state(qstat(*rows), "17") == state
+
+
+def test_grid_engine_answers_nonsense() -> None:
+    with pytest.raises(SchedulerError):
+        sge.read_state("<job_info>", "17")
+
+
+def test_grid_engine_says_why_a_job_waits() -> None:
+    text = (
+        "parallel environment: mpi\nscheduling info:            queue a is full\n                            no slots\n"
+    )
+    assert sge.pending_reason(text) == "no slots"
+    assert sge.pending_reason("scheduling info:   (Collecting of scheduler job information is turned off)\nx: 1") == (
+        "(Collecting of scheduler job information is turned off)"
+    )
+    assert sge.pending_reason("") == ""
+
+
+def test_roles_are_in_the_script() -> None:
+    for (name, render), servers, requeue in itertools.product(RENDER.items(), (0, 3), (False, True)):
+        job = replace(JOBS[name], workers=2, servers=servers, requeue=requeue, placement="hosts", distribution="cyclic")
+        lines = settings(render(job))
+        assert f"SERVERS={servers}" in lines
+        assert f"REQUEUE={'yes' if requeue else 'no'}" in lines
+        assert "PLACEMENT=hosts" in lines
+        assert "DISTRIBUTION=cyclic" in lines
+
+
+QACCT = """==============================================================
+qname        all.q
+taskid       undefined
+pe_taskid    {task}
+failed       {failed}
+exit_status  {status}
+"""
+
+
+@pytest.mark.parametrize(
+    ("records", "status"),
+    [
+        ([("NONE", "0", 3)], 3),
+        ([("NONE", "0", 3), ("1.h2", "0", 0)], 3),  # a process that it started on another host
+        ([("1.h2", "0", 7), ("NONE", "0", 0), ("2.h3", "0", 7)], 0),
+        ([("NONE", "0", 99), ("NONE", "0", 0)], 0),  # requeued
+        ([("NONE", "100 : assumedly after job", 0)], 1),
+        ([("1.h2", "0", 0)], None),
+        ([], None),
+    ],
+)
+def test_accounting_of_grid_engine(records: list[tuple[str, str, int]], status: int | None) -> None:
+    text = "".join(QACCT.format(task=task, failed=failed, status=code) for task, failed, code in records)
+    assert sge.read_accounting(text) == status

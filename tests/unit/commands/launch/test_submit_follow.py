@@ -1,0 +1,464 @@
+"""Following a job: output that comes late, states that change, jobs that end in every way, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from jobs import ROOT
+
+from mpikv.__main__ import main
+from mpikv.commands.launch import submit
+from mpikv.commands.launch.batch import Job
+from mpikv.commands.launch.follow import SILENT_S, Follower, Tail
+from mpikv.commands.launch.scheduler import SchedulerError, State
+from mpikv.errors import ConfigError
+
+RUNNING, DONE, GONE = State("running on n1"), State("completed", 0), State("finished", lost=True)
+LAST = "mpikv: job {} ends with status {}\n"
+
+
+class Play:
+    """A job whose states and output are given, on a clock of its own.
+
+    states: the answers to the questions for a state, the last one for ever; what is callable is called first.
+    """
+
+    def __init__(self, folder: Path, states: Sequence[State | Exception | Callable[[], None]]) -> None:
+        self.folder, self.states = folder, list(states)
+        self.now_s, self.said, self.out = 0.0, [], io.StringIO()
+        self.cancelled: list[str] = []
+
+    def write(self, text: str, job: str = "17") -> Callable[[], None]:
+        def do() -> None:
+            with (self.folder / job).open("a") as file:
+                file.write(text)
+
+        return do
+
+    def ask(self, _job: str) -> State:
+        while callable(first := self.states[0]):
+            self.states.pop(0)
+            first()
+        if len(self.states) > 1:
+            self.states.pop(0)
+        if isinstance(first, Exception):
+            raise first
+        return first
+
+    def cancel(self, job: str) -> str:
+        self.cancelled.append(job)
+        return ""
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def run(self) -> int:
+        return Follower(
+            "Slurm", "17", output=lambda job: self.folder / job, ask=self.ask, cancel=self.cancel,
+            say=self.said.append, out=self.out, sleep=self.sleep, clock=lambda: self.now_s,
+        ).run()  # fmt: skip
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[..., Play]:
+    return lambda *states: Play(tmp_path, states)
+
+
+def test_output_comes_as_it_is_written(play: Callable[..., Play]) -> None:
+    game = play(State("pending (Resources)"), State("pending (Resources)"), RUNNING)
+    game.states += [game.write("one\n"), RUNNING, game.write("two\n" + LAST.format(17, 0)), RUNNING, DONE]
+    assert game.run() == 0
+    assert game.out.getvalue() == "one\ntwo\n" + LAST.format(17, 0)
+    assert game.said == ["job 17: pending (Resources)", "job 17: running on n1", "job 17: completed, status 0"]
+
+
+def test_last_lines_come_after_the_end(play: Callable[..., Play]) -> None:
+    """As on a file system that shows them late."""
+    game = play(RUNNING, DONE)
+    wait = game.sleep
+
+    def sleep(seconds: float) -> None:
+        if game.states[0] == DONE and not (game.folder / "17").exists():
+            game.write("late\n" + LAST.format(17, 0))()
+        wait(seconds)
+
+    game.sleep = sleep  # type: ignore[method-assign]
+    assert game.run() == 0
+    assert game.out.getvalue().startswith("late\n")
+
+
+def test_the_schedulers_status_counts(play: Callable[..., Play]) -> None:
+    """A script may end well and its job not, as one that was cancelled."""
+    game = play(RUNNING)
+    game.states += [game.write(LAST.format(17, 0)), State("cancelled", 143)]
+    assert game.run() == 143
+
+
+def test_status_from_the_last_line(play: Callable[..., Play]) -> None:
+    game = play(RUNNING)
+    game.states += [game.write("x\n" + LAST.format(16, 3) + LAST.format(17, 7)), GONE]
+    assert game.run() == 7
+    assert game.said[-1] == "job 17: finished, status 7"
+
+
+def test_status_from_the_accounting(play: Callable[..., Play]) -> None:
+    game = play(RUNNING, GONE, GONE, State("finished", 9, lost=True))
+    assert game.run() == 9
+    assert "there is no output in" in game.said[-2]
+
+
+def test_status_that_nobody_knows(play: Callable[..., Play]) -> None:
+    game = play(RUNNING, GONE)
+    game.write("killed in the midst of a li")()
+    assert game.run() == 1
+    assert "does not know with which status" in game.said[-1]
+
+
+def test_a_requeued_job_is_not_over(play: Callable[..., Play]) -> None:
+    game = play(RUNNING)
+    again = LAST.format(17, 0).replace("\n", " and goes back into the queue\n")
+    game.states += [game.write(again), State("pending (BeginTime)"), RUNNING, game.write(LAST.format(17, 5)), GONE]
+    assert game.run() == 5
+
+
+def test_killed_after_it_was_requeued(play: Callable[..., Play]) -> None:
+    """The last line is not that of the run that was killed."""
+    game = play(RUNNING)
+    game.states += [game.write(LAST.format(17, 0).replace("\n", " and goes back into the queue\n")), RUNNING, GONE]
+    assert game.run() == 1
+
+
+def test_a_job_goes_on_as_another(play: Callable[..., Play]) -> None:
+    game = play(RUNNING)
+    game.states += [game.write("first\n" + LAST.format(17, 0).replace("\n", " and goes on as job 43\n")), GONE]
+    game.states += [State("pending"), game.write("second\n" + LAST.format(43, 4), "43"), RUNNING, GONE]
+    assert game.run() == 4
+    assert game.out.getvalue().endswith("second\n" + LAST.format(43, 4))
+    assert game.said[-4:] == [
+        "job 17: finished, status 0, goes on as job 43",
+        "job 43: pending",
+        "job 43: running on n1",
+        "job 43: finished, status 4",
+    ]
+
+
+def test_a_controller_that_is_busy(play: Callable[..., Play]) -> None:
+    game = play(RUNNING, SchedulerError("socket timed out"), SchedulerError("socket timed out"), RUNNING, DONE)
+    game.write(LAST.format(17, 0))()
+    assert game.run() == 0
+    assert "job 17: unknown, Slurm does not answer: socket timed out" in game.said
+
+
+def test_a_controller_that_is_gone(play: Callable[..., Play]) -> None:
+    game = play(RUNNING, SchedulerError("connection refused"))
+    with pytest.raises(ConfigError, match="has not answered for 300 s; job 17 may still run: connection refused"):
+        game.run()
+    assert game.now_s == pytest.approx(SILENT_S, abs=30)
+
+
+def test_questions_get_fewer(play: Callable[..., Play]) -> None:
+    """An hour is some hundreds of questions, not thousands: schedulers are shared."""
+    game = play(RUNNING)
+    asked: list[float] = []
+    answer = game.ask
+
+    def ask(job: str) -> State:
+        asked.append(game.now_s)
+        return DONE if game.now_s > 3600 else answer(job)
+
+    game.ask = ask  # type: ignore[method-assign]
+    game.write(LAST.format(17, 0))()
+    assert game.run() == 0
+    assert len(asked) < 600
+    assert max(later - before for before, later in itertools.pairwise(asked)) <= 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(play: Callable[..., Play], number: int) -> None:
+    game = play(RUNNING, lambda: os.kill(os.getpid(), number), RUNNING, RUNNING, State("cancelled", 143))
+    before = signal.getsignal(number)
+    assert game.run() == 128 + number
+    assert game.cancelled == ["17"]
+    assert f"{signal.Signals(number).name}: Slurm was asked to cancel job 17" in game.said
+    assert game.said[-1] == "job 17: cancelled, status 143"
+    assert signal.getsignal(number) == before
+
+
+def test_interrupted_twice(play: Callable[..., Play]) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    game = play(RUNNING, interrupt, RUNNING, interrupt, RUNNING)
+    assert game.run() == 130
+    assert game.said[-1] == "job 17 may still run"
+
+
+def test_a_cancelled_job_that_stays(play: Callable[..., Play]) -> None:
+    game = play(RUNNING, lambda: os.kill(os.getpid(), signal.SIGINT), RUNNING)
+    assert game.run() == 130
+    assert game.said[-1] == "job 17 is not gone yet"
+
+
+def test_a_file_that_begins_anew(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    tail = Tail(file)
+    assert tail.read() == ""
+    file.write_text("a long line\n")
+    assert tail.read() == "a long line\n"
+    file.write_text("new\n")
+    assert tail.read() == "new\n"
+    assert tail.read() == ""
+
+
+def test_letters_that_come_in_two_parts(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    tail = Tail(file)
+    text = "Zürich €\n".encode()
+    shown = ""
+    for end in range(len(text) + 1):
+        file.write_bytes(text[:end])
+        shown += tail.read()
+    assert shown == "Zürich €\n"
+
+
+SBATCH = """#!/bin/sh
+cat >"$FAKE/script"
+[ -z "$REFUSE" ] || { echo "sbatch: error: $REFUSE" >&2; exit 1; }
+echo RUNNING >"$FAKE/state"
+[ -n "$HOLD" ] || {
+    (
+        for _ in $(seq 300); do [ -e "$FAKE/asked" ] && break; sleep 0.1; done
+        printf 'hello\\nmpikv: job 17 ends with status 7\\n' >train-17.out
+        echo FAILED >"$FAKE/new"
+        mv "$FAKE/new" "$FAKE/state"
+    ) >&- 2>&- &
+}
+echo "17;cluster"
+"""
+SCONTROL = """#!/bin/sh
+read -r state <"$FAKE/state"
+touch "$FAKE/asked"
+echo "JobId=17 JobName=train JobState=$state Reason=None ExitCode=7:0 NodeList=n1"
+"""
+SCANCEL = """#!/bin/sh
+echo "scancel $*" >"$FAKE/cancelled"
+echo CANCELLED >"$FAKE/new"
+mv "$FAKE/new" "$FAKE/state"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Slurm that is three shell scripts."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    return {**os.environ, "PATH": path, "FAKE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+
+def settings(script: str) -> list[str]:
+    """Its lines without their comments."""
+    return [line.split("  # ")[0] for line in script.splitlines()]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) -> None:
+    """In a file that its user alone can read, not in the script nor in what the scheduler takes along."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    text = sbatch.read_text()
+    seen = 'env >"$FAKE/seen"; cp -p "$FAKE"/.mpikv-*.env "$FAKE/copy"\n'
+    sbatch.write_text(text.partition("\n")[0] + "\n" + seen + text.partition("\n")[2])
+    words = ["slurm", "-n", "2", *(["--wait"] if wait else []), "--env", "A=b'c", "--env", "TOKEN", "--env", "LATIN"]
+    latin = os.fsdecode(b"caf\xe9")  # as an environment may hold it
+    done = subprocess.run(
+        command(*words, "--", "true", latin), env={**slurm, "TOKEN": "s3cret", "LATIN": latin}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == (7 if wait else 0), done.stderr
+    script, copy = (tmp_path / "script").read_text(errors="surrogateescape"), tmp_path / "copy"
+    assert f"PROGRAM=(true '{latin}')" in settings(script)
+    (line,) = (line for line in settings(script) if line.startswith("ENV_FILE="))
+    for text in (script, (tmp_path / "seen").read_text(), done.stdout, done.stderr):
+        assert "s3cret" not in text
+        assert "b'c" not in text
+    assert copy.stat().st_mode & 0o777 == 0o600
+    show = f'. {copy}; printf "%s\\0" "$A" "$TOKEN" "$LATIN"'
+    shown = subprocess.run(["sh", "-c", show], capture_output=True, check=True).stdout
+    assert shown == b"b'c\0s3cret\0caf\xe9\0"
+    left = list(tmp_path.glob(".mpikv-*.env"))
+    assert [str(file) for file in left] == ([] if wait else [line.removeprefix("ENV_FILE=")])
+
+
+def test_values_of_variables_are_not_printed(tmp_path: Path) -> None:
+    words = command("slurm", "-n", "2", "--dry-run", "--env", "A=s3cret", "--", "true")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert "s3cret" not in done.stdout + done.stderr
+    assert f"ENV_FILE={tmp_path}/train.env" in settings(done.stdout)
+    assert f"{tmp_path}/train.env is to have a line export NAME=VALUE for each of A" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "mpikv", "submit", *words]
+
+
+EXAMPLES = [line.partition(" > ")[0] for line in submit.EXAMPLES.splitlines() if line.startswith("  mpikv submit")]
+
+
+@pytest.mark.parametrize(
+    "line", [*EXAMPLES, 'mpikv submit sge -n 2 --option "-P x" --launch-option --mca -- train.py --option --account=y']
+)
+def test_lines_as_one_types_them(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the help, and words that begin with a dash behind options that take them."""
+    words = shlex.split(line)[1:]
+    assert main([*words[:2], "--dry-run", *words[2:]]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n")
+    if "--account=x" in line:
+        assert "#SBATCH --account=x" in script.splitlines()
+    if "-P x" in line:
+        assert "#$ -P x" in script.splitlines()
+        assert {"LAUNCH_OPTIONS=(--mca)", "PROGRAM=(train.py --option --account=y)"} <= set(settings(script))
+
+
+def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path) -> None:
+    words = command("slurm", "-n", "3", "-s", "1", "--wait", "--env", "A=b c", "--", "python", "train.py", "--wait")
+    done = subprocess.run(words, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "hello\nmpikv: job 17 ends with status 7\n"
+    assert done.stderr.splitlines() == [
+        "mpikv submit: Slurm job 17: 3 workers, 1 servers; output in train-17.out",
+        "mpikv submit: job 17: running on n1",
+        "mpikv submit: job 17: failed, status 7",
+    ]
+    script = (tmp_path / "script").read_text()
+    for line in ("#SBATCH --ntasks=4", "SERVERS=1", "PROGRAM=(python train.py --wait)"):
+        assert line in settings(script)
+
+
+def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("slurm", "-n", "3", "--wait", "--", "true"), env={**slurm, "HOLD": "1"}, cwd=tmp_path, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while "running" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (tmp_path / "cancelled").read_text() == "scancel 17\n"
+    assert "SIGINT: Slurm was asked to cancel job 17" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "says"),
+    [
+        (
+            ("slurm", "-n", "2", "--", "true"),
+            {"REFUSE": "Invalid qos"},
+            "Slurm refused the job: sbatch: error: Invalid qos",
+        ),
+        (("sge", "-n", "2", "--", "true"), {}, "qsub was not found, so Grid Engine cannot be reached from here"),
+        (("sge", "-n", "2", "--nodes", "2", "--", "true"), {}, "--nodes is Slurm's"),
+        (("slurm", "-n", "2", "--pe", "mpi", "--", "true"), {}, "--pe is Grid Engine's"),
+        (("slurm", "-n", "2", "--time", "soon", "--", "true"), {}, "'soon' is no time limit"),
+        (("slurm", "-n", "2", "--env", "NOT_SET_HERE", "--", "true"), {}, "NOT_SET_HERE: no such variable"),
+        (("slurm", "-n", "2", "--output-dir", "/proc/x", "--", "true"), {}, "--output-dir /proc/x"),
+        (("slurm", "-n", "2"), {}, "no command"),
+        (
+            ("slurm", "-n", "2", "--mem", "4G", "--", "true"),
+            {},
+            "arguments: --mem; what Slurm itself understands goes ",
+        ),
+        (("sge", "-n", "2", "--gpus=2", "--", "true"), {}, 'through --option, as in --option "-l h_vmem=4G"'),
+        (("sge", "-n", "2", "--option"), {}, "--option: expected one argument"),
+        (("slurm", "--", "true"), {}, "-n/--num-workers"),
+        (("pbs", "-n", "2", "--", "true"), {}, "pbs"),
+    ],
+)
+def test_refused(
+    slurm: dict[str, str], words: tuple[str, ...], environ: dict[str, str], says: str, in_place: Callable[..., str]
+) -> None:
+    """In words of this command or of the scheduler, with status 2 and without a traceback."""
+    without_slurm = {**slurm, "PATH": slurm["PATH"].partition(":")[0]} if words[0] == "sge" else slurm
+    assert says in in_place("submit", *words, env={**without_slurm, **environ})
+
+
+@pytest.fixture
+def in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `mpikv` in this process, which is to end with status 2; returns what it wrote to stderr."""
+
+    def run(*words: str, env: Mapping[str, str] | None = None) -> str:
+        for name, value in (env or {}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as end:
+            sys.exit(main(words))
+        assert end.value.code == 2
+        return capfd.readouterr().err
+
+    return run
+
+
+def launch(*words: str) -> list[str]:
+    return [sys.executable, "-m", "mpikv", "launch", *words]
+
+
+def test_launch_through_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
+    """As many servers as workers, as in MXNet, and always waited for."""
+    words = launch(
+        "-n", "2", "--launcher", "slurm", "--timeout", "600", "--env", "A=1", "python", "train.py", "-n", "9"
+    )
+    done = subprocess.run(words, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "mpikv launch: Slurm job 17: 2 workers, 2 servers; output in train-17.out\n" in done.stderr
+    lines = settings((tmp_path / "script").read_text())
+    wanted = (
+        "#SBATCH --ntasks=4",
+        "#SBATCH --time=0:10:00",
+        "SERVERS=2",
+        "PROGRAM=(python train.py -n 9)",
+    )
+    for line in wanted:
+        assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("-H", "hosts"), "--hostfile"),
+        (("--hosts", "a,b"), "--hosts"),
+        (("--sync-dst-dir", "/tmp/x"), "--sync-dst-dir"),
+        (("--env-worker", "A=1"), "--env-worker"),
+        (("--env-server", "A=1"), "--env-server"),
+        (("--oversubscribe",), "--oversubscribe"),
+    ],
+)
+@pytest.mark.parametrize("scheduler", ["slurm", "sge"])
+def test_launch_options_that_a_scheduler_cannot_have(
+    scheduler: str, words: tuple[str, ...], says: str, in_place: Callable[..., str]
+) -> None:
+    said = in_place("launch", "-n", "2", "--launcher", scheduler, *words, "--dry-run", "true")
+    assert says in said
+    assert f"not with --launcher {scheduler}" in said
+
+
+def test_dry_run_submits_nothing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    job = Job("sge", command=("true",), output_dir=str(tmp_path / "logs"))
+    assert submit.submit_and_follow(job, wait=True, dry_run=True, out=out) == 0
+    assert out.getvalue().startswith("#!/bin/bash\n")
+    assert not (tmp_path / "logs").exists()

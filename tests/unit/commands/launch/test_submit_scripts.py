@@ -1,0 +1,635 @@
+"""What the batch scripts do once they run, with programs in place of a scheduler's and an MPI's.
+
+The stand-in for `mpirun` writes down its words and becomes the program that it is given, so that what the script
+sends it arrives there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpikv.commands.launch import batch
+
+SCRIPTS = batch.repository_scripts()
+HANGS_S = 200  # no job takes so long, on a busy machine either
+VERSIONS = {
+    "openmpi5": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/",
+    "openmpi4": "mpirun.real (OpenRTE) 4.1.4",
+    "mpich": "HYDRA build details:\n    Version:                                 5.0.2",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20250101",
+}
+MPIRUN = """#!{python} -IS
+import contextlib, os, signal, subprocess, sys
+words = sys.argv[1:]
+version = open(os.environ["FAKE"] + "/version").read()
+if words == ["--version"]:
+    print(version)
+    sys.exit(0)
+if "--mpi=list" in words:
+    print(os.environ["PLUGINS"], file=sys.stderr)
+    sys.exit(0)
+print(os.path.basename(sys.argv[0]), *[f"<{{word}}>" for word in words], flush=True)
+if "python" in words:
+    sys.exit(int(os.environ.get("INFO_STATUS", "0")))
+for word in words:
+    if word.endswith("/hosts"):
+        print("hosts:", *open(word).read().split("\\n"), sep="|", flush=True)
+# Rank 0 is run, below the shell that belongs to each rank; the others begin, and end with status 0, but for the lost.
+at = words.index("RUN")
+mark = os.path.join(os.path.dirname(words[at - 2]), words[at - 1])
+ranks = []
+def hand_on(number, _):
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(rank.pid, number)
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, hand_on)
+others = range(1, int(os.environ.get("SLURM_NTASKS") or os.environ["NSLOTS"]))
+for other in others:
+    open(f"{{mark}}-begun-{{other}}", "w")
+number_is = "OMPI_COMM_WORLD_RANK" if "Open" in version else "PMI_RANK"
+if sys.argv[0].endswith("srun"):
+    number_is = "SLURM_PROCID"
+program = [*words[at - 3:at], sys.executable, "-ISc", *words[at + 1:]]
+ranks.append(subprocess.Popen(program, env={{**os.environ, number_is: "0"}}, start_new_session=True))
+status = ranks[0].wait()
+for other in others[int(os.environ.get("LOST", "0")):]:
+    open(f"{{mark}}-ended-{{other}}", "w")
+open(os.environ["FAKE"] + "/over", "w")
+sys.exit(status)
+"""
+SPEAK = """#!/bin/sh
+echo "{name} $*" >>"$FAKE/called"
+{does}
+"""
+# As a program with a store: it waits for the signal, says so, and saves. The signal may come again meanwhile.
+UNTIL_STOPPED = """
+import os, signal, time
+came = []
+def stop(number, frame):
+    came.append(number)
+    if len(came) > 1:
+        return
+    os.write(1, f"asked by {{signal.Signals(number).name}}\\n".encode())  # print may be in the middle of its work
+    os.unlink(os.environ["MPIKV_STOP_MARK"])
+    if {saves}:
+        open(os.environ["MPIKV_STOP_FILE"], "w").write("weights")
+    os._exit({status})
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, stop)
+open(os.environ["MPIKV_STOP_MARK"], "w").close()
+print("ready", flush=True)
+for _ in range(600):  # a signal that comes just before a sleep is handled when that has ended
+    time.sleep(0.1)
+print("never asked", flush=True)
+"""
+
+
+class Site:
+    """A folder with stand-ins, and how a script is run there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = self.make_environment("env")
+        self.mpi("openmpi5")
+        self.command("scontrol")
+        self.command("qresub", 'echo "Your job 43 (\\"train\\") has been submitted"')
+        self.command("qrls")
+        self.command("qrsh")
+        (folder / "hosts").write_text("h1 2 all.q@h1 UNDEFINED\nh2 1 all.q@h2 UNDEFINED\nh1 1 long.q@h1 UNDEFINED\n")
+        self.environ = {
+            "PATH": f"{folder / 'bin'}:/usr/bin:/bin",
+            "FAKE": str(folder),
+            "TMPDIR": str(folder),
+            "VIRTUAL_ENV": str(self.env),
+            "PLUGINS": "MPI plugin types are...\n\tnone\n\tpmi2\n\tpmix\n\tpmix_v4",
+        }
+        self.slurm = {
+            "SLURM_JOB_ID": "17",
+            "SLURM_NTASKS": "4",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_TASKS_PER_NODE": "2(x2)",
+        }
+        self.sge = {"JOB_ID": "17", "NSLOTS": "4", "PE": "mpi", "PE_HOSTFILE": str(folder / "hosts")}
+
+    def make_environment(self, name: str) -> Path:
+        python = self.folder / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        finds = f'echo "{batch.TEMPLATES}"; exit "${{IMPORT_STATUS:-0}}"'
+        self._write(python, f'case $1 in --version) echo "Python 3" ;; -c) {finds} ;; esac')
+        return self.folder / name
+
+    def _write(self, file: Path, does: str) -> None:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{does}\n")
+        file.chmod(0o755)
+
+    def command(self, name: str, does: str = "") -> None:
+        self._write(self.folder / "bin" / name, SPEAK.format(name=name, does=does).partition("\n")[2])
+
+    def mpi(self, version: str) -> None:
+        (self.folder / "version").write_text(VERSIONS[version])
+        for file in (self.env / "bin" / "mpirun", self.folder / "bin" / "srun"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(MPIRUN.format(python=sys.executable))
+            file.chmod(0o755)
+
+    def called(self) -> list[str]:
+        file = self.folder / "called"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def start(
+        self, path: str, *words: str, lines: dict[str, str] | None = None, **environ: str
+    ) -> subprocess.Popen[str]:
+        """Run a script. lines: settings at its top to change; words: the program; environ: "" removes a variable."""
+        text = SCRIPTS[path]
+        for name, value in (lines or {}).items():
+            before = next(line for line in text.splitlines() if line.startswith(f"{name}="))
+            text = text.replace(f"\n{before}\n", f"\n{name}={value}\n")
+        file = self.folder / "script"
+        file.write_text(text)
+        job = self.slurm if path.startswith("slurm") else self.sge
+        merged = {**self.environ, **job, **environ}
+        return subprocess.Popen(
+            ["bash", str(file), *words], cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, env={name: value for name, value in merged.items() if value},
+        )  # fmt: skip
+
+    def run(self, path: str, *words: str, lines: dict[str, str] | None = None, **environ: str) -> tuple[int, str]:
+        process = self.start(path, *words, lines=lines, **environ)
+        output, _ = process.communicate(timeout=HANGS_S)
+        return process.returncode, output
+
+    def stop(
+        self, path: str, number: int, program: str = "", *, status: int = 0, saves: bool = True, **options: Any
+    ) -> tuple[int, str]:
+        """Run a script, send it a signal when its program is ready, and wait for its end."""
+        process = self.start(path, "RUN", program or UNTIL_STOPPED.format(status=status, saves=saves), **options)
+        assert process.stdout is not None
+        seen = ""
+        while "ready\n" not in seen:
+            line = process.stdout.readline()
+            assert line, seen
+            seen += line
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=HANGS_S)
+        return process.returncode, seen + output
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def launched(output: str) -> str:
+    """The words of the launcher that started the program, before those of the shell that belongs to every rank."""
+    return next(line for line in output.splitlines() if "<RUN>" in line).partition(" <sh> <")[0]
+
+
+ONE = ("RUN", "print('trained')")
+BASH = [path for path in SCRIPTS if path != "slurm/array.sbatch"]
+
+
+@pytest.mark.parametrize("path", BASH)
+@pytest.mark.parametrize("status", [0, 7])
+def test_the_status_is_the_programs(site: Site, path: str, status: int) -> None:
+    got, output = site.run(path, "RUN", f"import sys; print('trained'); sys.exit({status})")
+    assert got == status, output
+    assert "\ntrained\n" in output
+    assert output.endswith(f"mpikv: job 17 ends with status {status}\n")
+
+
+@pytest.mark.parametrize(
+    ("mpi", "distribution", "words"),
+    [
+        ("openmpi5", "block", "mpirun <--bind-to> <none> <-n> <4>"),
+        ("openmpi4", "cyclic", "mpirun <--bind-to> <none> <-n> <4> <--map-by> <node>"),
+        ("mpich", "block", "mpirun <-n> <4>"),
+        ("intel", "cyclic", "mpirun <-n> <4> <-ppn> <1>"),
+    ],
+)
+def test_mpirun_in_slurm(site: Site, mpi: str, distribution: str, words: str) -> None:
+    site.mpi(mpi)
+    _, output = site.run(
+        "slurm/train.sbatch", *ONE, lines={"DISTRIBUTION": distribution, "LAUNCH_OPTIONS": "(-x 'a b')"}
+    )
+    assert launched(output) == f"{words} <-x> <a b>"
+
+
+def test_srun_starts_open_mpi_through_pmix(site: Site) -> None:
+    _, output = site.run("slurm/train-srun.sbatch", *ONE, lines={"DISTRIBUTION": "cyclic"}, SLURM_CPUS_PER_TASK="3")
+    assert launched(output) == (
+        "srun <--mpi=pmix> <--ntasks=4> <--cpus-per-task=3> <--distribution=cyclic> <--kill-on-bad-exit=1>"
+    )
+
+
+@pytest.mark.parametrize(("mpi", "name"), [("mpich", "MPICH"), ("intel", "Intel MPI")])
+def test_srun_starts_no_other_mpi(site: Site, mpi: str, name: str) -> None:
+    """Slurm's pmi2 fails now and then: its own mpirun inside the allocation is the way."""
+    site.mpi(mpi)
+    status, output = site.run("slurm/train-srun.sbatch", *ONE)
+    assert status == 2
+    assert f"mpikv: error: srun starts Open MPI alone, not {name}: " in output
+    assert f"use train.sbatch, which starts the ranks with {name}'s own mpirun" in output
+    assert "trained" not in output
+    assert launched(site.run("slurm/train.sbatch", *ONE)[1]) == "mpirun <-n> <4>"
+
+
+def test_srun_without_pmix(site: Site) -> None:
+    status, output = site.run("slurm/train-srun.sbatch", *ONE, PLUGINS="MPI plugin types are...\n\tnone\n\tpmi2")
+    assert status == 2
+    assert "this Slurm offers only" in output
+    assert "use train.sbatch" in output
+    assert "trained" not in output
+
+
+def test_variables_of_a_file(site: Site) -> None:
+    (site.folder / "job.env").write_text("export COLOUR='a b'\n")
+    show = ("RUN", "import os; print('colour', os.environ['COLOUR'], 'RANKS' in os.environ)")
+    status, output = site.run("slurm/train.sbatch", *show, lines={"ENV_FILE": "job.env"})
+    assert (status, "\ncolour a b False\n" in output) == (0, True)
+    status, output = site.run("slurm/train.sbatch", *ONE, lines={"ENV_FILE": "gone.env"})
+    assert status == 2
+    assert "ENV_FILE=./gone.env, with the variables for the ranks, cannot be read" in output
+
+
+@pytest.mark.parametrize(
+    ("mpi", "words", "hosts"),
+    [
+        ("openmpi5", "<--prtemca> <plm_ssh_agent> <S/agent> <--prtemca> <prte_tmpdir_base> </tmp> <--hostfile> "
+            "<S/hosts> <--bind-to> <none> <-n> <4>", "hosts:|h1 slots=3|h2 slots=1|"),
+        ("openmpi4", "<--mca> <plm_rsh_agent> <S/agent> <--mca> <orte_tmpdir_base> </tmp> <--hostfile> <S/hosts> "
+            "<--bind-to> <none> <-n> <4>", "hosts:|h1 slots=3|h2 slots=1|"),
+        ("mpich", "<-launcher> <ssh> <-launcher-exec> <S/agent> <-f> <S/hosts> <-n> <4>", "hosts:|h1:3|h2:1|"),
+    ],
+)  # fmt: skip
+def test_mpirun_in_grid_engine(site: Site, mpi: str, words: str, hosts: str) -> None:
+    """A host that gave slots of two queues comes once; the temporary folder is gone in the end.
+
+    Open MPI's ranks on other hosts get variables by its -x, MPICH's get them all.
+    """
+    site.mpi(mpi)
+    _, output = site.run("sge/train.sh", *ONE, COLOUR="blue", lines={"LAUNCH_OPTIONS": "(last)"})
+    line, passed, _ = launched(output).partition(" <last>")[0].partition(" <-x>")
+    names = set(re.findall(r"<-x> <(\w+)>", launched(output)))
+    assert names >= {"COLOUR", "PATH", "MPIKV_NUM_SERVERS", "OMP_NUM_THREADS"} if passed else mpi == "mpich"
+    assert not names & {"JOB_ID", "NSLOTS", "PE_HOSTFILE", "TMPDIR", "PWD", "_", "SERVERS"}
+    folder = Path(line.partition("_agent> <" if mpi != "mpich" else "-exec> <")[2].partition("/agent>")[0])
+    assert line.replace(str(folder), "S") == f"mpirun {words}"
+    assert hosts in output.splitlines()
+    assert folder.name.startswith("mpikv.")
+    assert not folder.exists()
+
+
+def test_agent_of_grid_engine(site: Site) -> None:
+    """What Open MPI and MPICH give to it, with and without options of ssh, reaches qrsh."""
+    part = batch.TEMPLATES / "parts" / "sge-mpirun.sh"
+    agent = part.read_text().partition("<<'END'\n")[2].partition("END\n")[0]
+    for words in (["h2", 'A=1;export A;prted --x "y z"'], ["-x", "-q", "h2", "A=1;export A;prted", "--x", '"y z"']):
+        subprocess.run(["sh", "-s", "--", *words], input=agent, text=True, env=site.environ, check=True)
+    call = "qrsh -inherit -nostdin -v PATH,LD_LIBRARY_PATH h2 trap '' USR1 USR2; A=1;export A;prted --x \"y z\""
+    assert site.called() == [call, call]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ({"RANKS": "5"}, "5 ranks do not fit into the 4 slots of this job; ask for more slots"),
+        ({"RANKS": "0"}, "RANKS=0 is not"),
+        ({"RANKS": "many"}, "RANKS=many is not"),
+        ({"SERVERS": "4"}, "4 servers among 4 ranks leave no worker"),
+        ({"SERVERS": "2", "RANKS": "2"}, "2 servers among 2 ranks leave no worker"),
+        ({"SERVERS": "-1"}, "SERVERS=-1 is not"),
+        ({"DISTRIBUTION": "diagonal"}, "DISTRIBUTION=diagonal"),
+        ({"PYTHON_ENV": "/nowhere"}, "PYTHON_ENV=/nowhere has no bin/python"),
+    ],
+)
+@pytest.mark.parametrize("path", BASH)
+def test_refused(site: Site, path: str, lines: dict[str, str], says: str) -> None:
+    status, output = site.run(path, *ONE, lines=lines)
+    assert status == 2
+    assert f"mpikv: error: {says}" in output
+    assert output.endswith("mpikv: job 17 ends with status 2\n")
+    assert "trained" not in output
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_outside_of_a_job(site: Site, path: str) -> None:
+    status, output = site.run(path, *ONE, SLURM_JOB_ID="", JOB_ID="")
+    assert (status, output.count("\n")) == (2, 1)
+    assert "submit the script with" in output
+
+
+def test_grid_engine_job_without_parallel_environment(site: Site) -> None:
+    status, output = site.run("sge/train.sh", *ONE, PE_HOSTFILE="")
+    assert status == 2
+    assert "qsub -pe NAME SLOTS" in output
+
+
+def test_environments_in_their_order(site: Site) -> None:
+    """The line at the top, an active virtual environment, conda's, .venv; each with its mpirun first on PATH."""
+    names = {name: site.make_environment(name) for name in ("top", "conda", ".venv")}
+    for folder in names.values():
+        (folder / "bin" / "mpirun").symlink_to(site.env / "bin" / "mpirun")
+    given: list[tuple[Path, dict[str, str], dict[str, str]]] = [
+        (names["top"], {"PYTHON_ENV": str(names["top"])}, {}),
+        (site.env, {}, {"CONDA_PREFIX": str(names["conda"])}),
+        (names["conda"], {}, {"CONDA_PREFIX": str(names["conda"]), "VIRTUAL_ENV": ""}),
+        (names[".venv"], {}, {"VIRTUAL_ENV": "/gone"}),
+    ]
+    for folder, lines, environ in given:
+        status, output = site.run("slurm/train.sbatch", *ONE, lines=lines, **environ)
+        assert status == 0
+        assert f"mpikv: Python 3 in {folder}; Open MPI, {folder}/bin/mpirun\n" in output
+
+
+def test_no_environment(site: Site) -> None:
+    status, output = site.run("slurm/train.sbatch", *ONE, VIRTUAL_ENV="")
+    assert status == 2
+    assert "no Python environment was found: set PYTHON_ENV" in output
+
+
+def test_environment_without_mpikv(site: Site) -> None:
+    status, output = site.run("slurm/train.sbatch", *ONE, IMPORT_STATUS="1")
+    assert status == 2
+    assert "cannot import mpikv and mpi4py" in output
+
+
+def test_no_mpirun(site: Site) -> None:
+    (site.env / "bin" / "mpirun").unlink()
+    for name in ("bash", "sh", "cat", "rm", "hostname", "mktemp"):
+        (site.folder / "bin" / name).symlink_to(f"/bin/{name}")
+    status, output = site.run("slurm/train.sbatch", *ONE, PATH=str(site.folder / "bin"))
+    assert status == 2
+    assert "no mpirun on PATH" in output
+
+
+@pytest.mark.parametrize("path", BASH)
+def test_ranks_that_do_not_start(site: Site, path: str) -> None:
+    status, output = site.run(path, *ONE, INFO_STATUS="9")
+    assert status == 2
+    assert "the ranks could not be started" in output
+    assert ("use train.sbatch" in output) == ("srun" in path)
+    assert "trained" not in output
+
+
+@pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
+def test_lost_ranks(site: Site, path: str) -> None:
+    """Open MPI's mpirun ends with status 0 all the same."""
+    site.command("sleep")  # the script looks for files of a slow file system for a while
+    status, output = site.run(path, *ONE, LOST="2")
+    assert status == 1, output
+    assert "mpikv: error: 2 of 4 ranks never ended, though the launcher says status 0: a host was lost\n" in output
+    assert not list(site.folder.glob(".mpikv-job*"))
+
+
+@pytest.mark.parametrize("name", ["USR1", "USR2", "TERM"])
+@pytest.mark.parametrize("path", BASH)
+def test_signals_reach_the_program_as_usr1(site: Site, path: str, name: str) -> None:
+    status, output = site.stop(path, signal.Signals[f"SIG{name}"])
+    assert status == 0
+    assert f"mpikv: signal {name}: the ranks are asked to stop" in output
+    assert "\nasked by SIGUSR1\n" in output
+    assert output.endswith("mpikv: job 17 ends with status 0\n")
+    assert site.called() == []
+
+
+OWN_HANDLER = """
+import os, signal, time
+came = []
+signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
+print("ready", flush=True)
+while not came:
+    time.sleep(0.05)
+time.sleep(1.5)
+print("came", len(came), flush=True)
+"""
+
+
+def test_a_handler_of_a_program_without_a_store_is_called_once(site: Site) -> None:
+    """It may take long, and nothing says when it has been called."""
+    status, output = site.stop("slurm/train.sbatch", signal.SIGUSR1, program=OWN_HANDLER)
+    assert status == 0
+    assert "\ncame 1\n" in output
+
+
+# What the script's shells do before each command: without SIGNAL_AT they write down where they are; at that line they
+# signal the script's shell, or, as Grid Engine does, all processes of the job that are there. The shell that becomes
+# the launcher goes on when the script's shell has noticed.
+HOOK = r"""
+at() {
+    [ -z "$PID" ] || [ -n "$STATUS" ] || [ -z "$ASKED" ] || [ "$BASHPID" != $$ ] || : >"$FAKE/noticed"
+    case " $SIGNAL_AT " in
+    "  ")
+        local when=before
+        [ ! -e "$FAKE/over" ] || when=after
+        printf '%s\n' "$when $1" >>"$FAKE/lines"
+        ;;
+    *" $1 "*)
+        [ ! -e "$FAKE/sent $1" ] || return
+        : >"$FAKE/sent $1"
+        local whom=$$
+        [ -z "$ALL" ] || { [ "$BASHPID" = $$ ] && [ -n "$PID" ]; } || whom=-$$
+        kill -USR1 -- "$whom"
+        [ "$BASHPID" = $$ ] || [ -z "$WORK" ] || [ -n "$STATUS" ] || until [ -e "$FAKE/noticed" ]; do sleep 0.02; done
+        ;;
+    esac
+}
+set -T
+trap 'at "${BASH_SOURCE##*/}:$LINENO"' DEBUG
+"""
+
+
+def widened(folder: Path, path: str, program: str, signal_at: str = "") -> tuple[list[str], int, str, Site]:
+    """A job whose shells do what HOOK says. Returns the lines where they were, its status and output, and its site."""
+    folder.mkdir()
+    site = Site(folder)
+    (folder / "hook").write_text(HOOK)
+    environ = {"SIGNAL_AT": signal_at, "BASH_ENV": str(folder / "hook"), "ALL": "yes" if "sge" in path else ""}
+    environ |= {"SLURM_ARRAY_TASK_ID": "0"} if "array" in path else {}
+    status, output = site.run(path, "RUN", program, lines={"REQUEUE": "yes"}, **environ)
+    lines = (folder / "lines").read_text().splitlines() if not signal_at else []
+    return lines, status, output, site
+
+
+@pytest.mark.timeout(1200)  # a job for each line
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
+    """From the script's second line to its end. A program that runs then, or later, is asked once; if it had ended, the
+    job ends as it would have.
+    """
+    ends, until_stopped = "pass", UNTIL_STOPPED.format(status=0, saves=True)
+    seen, status, output, _ = widened(tmp_path / "seen", path, ends)
+    assert status == 0, output
+    first = SCRIPTS[path].splitlines().index(batch._read("traps.sh").strip()) + 1
+    lines: dict[str, bool] = {}
+    for when, line in (entry.split() for entry in seen):
+        if line.partition(":")[0] != "script" or int(line.partition(":")[2]) > first:
+            lines.setdefault(line, when == "before")
+    assert {line.partition(":")[0] for line in lines} >= {"script", "job.sh", "environment.sh", "watch.sh", "launch.sh"}
+    assert len(lines) > 60
+    if path in ("slurm/array.sbatch", "sge/train-servers.sh"):  # the rest is that of the script before it
+        lines = {line: before for line, before in lines.items() if line.startswith(("script", "array.sh"))}
+
+    def check(line: str) -> str:
+        folder = tmp_path / line.replace(":", "-")
+        _, status, output, site = widened(folder, path, until_stopped if lines[line] else ends, line)
+        asked = [line for line in output.splitlines() if line.startswith("asked by ")]
+        if not (folder / f"sent {line}").exists() or status != 0:
+            return f"{line}: status {status}: {output}"
+        if lines[line]:
+            right = asked == ["asked by SIGUSR1"] and " and goes " in output and site.called()
+        else:
+            right = not asked and output.endswith("mpikv: job 17 ends with status 0\n") and not site.called()
+        return "" if right else f"{line}: {output}"
+
+    with ThreadPoolExecutor(4) as pool:
+        wrong = [text for text in pool.map(check, lines) if text]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("tool", ["python", "awk", "mktemp", "qresub"])
+def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: str) -> None:
+    """They go to all processes of the job: here while the script waits for `tool`, the first time that it does."""
+    file = site.env / "bin" / "python" if tool == "python" else site.folder / "bin" / tool
+    real = file.with_name("real")
+    if not file.exists():
+        real.symlink_to(f"/usr/bin/{tool}")
+    else:
+        file.rename(real)
+    site._write(file, f'[ -e "$FAKE/sent" ] || {{ : >"$FAKE/sent"; kill -USR1 0; }}\nexec {real} "$@"')
+    lines = {"REQUEUE": "yes", "STOP_AFTER": "0" if tool == "qresub" else ""}
+    status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines=lines)
+    assert status == 0
+    assert (site.folder / "sent").exists()
+    assert "mpikv: job 17 on h1:3,h2:1\n" in output
+    assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
+
+
+def test_ranks_are_told_what_the_signals_mean(site: Site) -> None:
+    names = [f"MPIKV_{name}" for name in ("NUM_SERVERS", "SERVER_PLACEMENT", "STOP_SIGNALS", "STOP_FILE")]
+    show = f"import os; print([os.environ[name] for name in {names}])"
+    _, output = site.run("sge/train-servers.sh", "RUN", show, lines={"PLACEMENT": "hosts"})
+    assert "\n['2', 'hosts', 'TERM,USR1,USR2', 'train-17.state']\n" in output
+    assert "mpikv: 4 ranks, 2 workers and 2 servers, of 4 slots\n" in output
+
+
+def test_slurm_requeues(site: Site) -> None:
+    status, output = site.stop("slurm/train.sbatch", signal.SIGUSR1, lines={"REQUEUE": "yes"})
+    assert status == 0
+    assert site.called() == ["scontrol requeue 17"]
+    assert output.endswith("mpikv: job 17 ends with status 0 and goes back into the queue\n")
+
+
+def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
+    """It saves, and does not go on; in whichever order they come."""
+    process = site.start(
+        "slurm/train.sbatch", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines={"REQUEUE": "yes"}
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGSTOP)  # else it might hear one alone
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
+        os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=HANGS_S)
+    assert output.count("asked by SIGUSR1") == 1
+    assert output.endswith("mpikv: job 17 ends with status 0\n")
+    assert site.called() == []
+
+
+@pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
+@pytest.mark.parametrize("before", [True, False])
+def test_requeued_only_when_this_run_has_saved(site: Site, path: str, before: bool) -> None:
+    """Not a training that has ended, whose evaluation a signal met: an older stop file is of an earlier run."""
+    if before:
+        (site.folder / "train-17.state").write_text("weights")
+    status, output = site.stop(path, signal.SIGUSR1, saves=False, lines={"REQUEUE": "yes"})
+    assert status == 0
+    assert site.called() == []
+    assert output.endswith(
+        "mpikv: not put into the queue again: this run has not written train-17.state\n"
+        "mpikv: job 17 ends with status 0\n"
+    )
+
+
+def test_grid_engine_requeues(site: Site) -> None:
+    """As a copy of the job, which finds the file under its own number before it may start."""
+    (site.folder / "train-17.state").write_text("weights")
+    site.command("qrls", 'ls "$FAKE" | grep state >>"$FAKE/called"')
+    status, output = site.stop("sge/train.sh", signal.SIGUSR1, lines={"REQUEUE": "yes"})
+    assert status == 0
+    assert site.called() == ["qresub -h u 17", "qrls 43", "train-43.state"]
+    (site.folder / "of-17").mkdir()
+    kept = site.folder / "of-17" / "states"  # a name of the user's, which the copy of the job has as well
+    kept.write_text("weights")
+    _, output = site.stop("sge/train.sh", signal.SIGUSR1, lines={"REQUEUE": "yes", "STOP_FILE": str(kept)})
+    assert kept.exists()
+    assert "mv:" not in output
+    assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
+
+
+def test_grid_engine_does_not_copy_jobs_here(site: Site) -> None:
+    site.command("qresub", "echo 'denied: host is no submit host'; exit 1")
+    status, output = site.stop("sge/train.sh", signal.SIGUSR1, lines={"REQUEUE": "yes"})
+    assert status == 99
+    assert "mpikv: qresub: denied: host is no submit host\n" in output
+    assert output.endswith("mpikv: job 17 ends with status 0 and goes back into the queue\n")
+
+
+@pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGUSR2, 0), (signal.SIGUSR1, 3)])
+def test_not_requeued(site: Site, path: str, number: int, status: int) -> None:
+    """Cancelled jobs, and programs that failed while they stopped."""
+    got, output = site.stop(path, number, status=status, lines={"REQUEUE": "yes"})
+    assert got == status
+    assert output.endswith(f"mpikv: job 17 ends with status {status}\n")
+    assert site.called() == []
+
+
+def test_clock_of_grid_engine(site: Site) -> None:
+    program = UNTIL_STOPPED.format(status=0, saves=True)
+    status, output = site.run("sge/train.sh", "RUN", program, lines={"STOP_AFTER": "0"})
+    assert status == 0
+    assert "mpikv: signal USR1: " in output
+    assert "asked by SIGUSR1" in output
+
+
+@pytest.mark.parametrize(("task", "value"), [(0, "0.01"), (3, "0.1")])
+def test_array_task(site: Site, task: int, value: str) -> None:
+    program = ("RUN", "import sys; print('options', sys.argv[1:])")
+    environ = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_JOB_ID": "16"}
+    status, output = site.run("slurm/array.sbatch", *program, **environ)
+    assert status == 0
+    assert f"mpikv: task {task} of array 16\n" in output
+    assert f"options ['--lr', '{value}']\n" in output
+
+
+@pytest.mark.parametrize(("task", "says"), [("4", "VALUES has 4, for tasks 0 to 3"), ("", "sbatch --array=0-3")])
+def test_array_without_a_value(site: Site, task: str, says: str) -> None:
+    status, output = site.run("slurm/array.sbatch", *ONE, SLURM_ARRAY_TASK_ID=task, SLURM_ARRAY_JOB_ID="16")
+    assert status == 2
+    assert says in output
+
+
+def test_threads_of_numpy(site: Site) -> None:
+    show = ("RUN", "import os; print([os.environ[f'{x}_NUM_THREADS'] for x in ('OMP', 'OPENBLAS')])")
+    assert "['6', '6']" in site.run("slurm/train.sbatch", *show, SLURM_CPUS_PER_TASK="6")[1]
+    assert "['2', '1']" in site.run("sge/train.sh", *show, OMP_NUM_THREADS="2")[1]
+
+
+def test_the_folder_is_that_of_sbatch(site: Site, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    _, output = site.run("slurm/train.sbatch", "RUN", "import os; print(os.getcwd())", SLURM_SUBMIT_DIR=str(elsewhere))
+    assert f"\n{os.path.realpath(elsewhere)}\n" in output

@@ -1,0 +1,379 @@
+"""`mpikv plan`: what it reads, what it prints, and that its counts are those of real stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.__main__ import main
+from mpikv.codecs import Codec, compression
+from mpikv.codecs.compression import Compression
+from mpikv.commands.plan import allreduce, calibrate, command, servers, units
+from mpikv.commands.plan.allreduce import Step
+from mpikv.commands.plan.costs import Costs, Link
+from mpikv.commands.plan.priced import Speed
+from mpikv.commands.plan.workload import Workload, of_bytes, of_model
+from mpikv.common import progress
+from mpikv.config import Config
+from mpikv.kvstore import KVStore
+from mpikv.testing.stores import spawn_stores
+
+LINK = Link(1.25e9, 20e-6)
+SHAPES = ((300,), (20_000,), (1_200_000,), (7,), (500_000,), (90_000,), (0,), (40_000,))
+
+
+def plan(*words: str) -> int:
+    return main(["plan", *words])
+
+
+# --- units
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("10gbit", 1.25e9), ("200mbit", 25e6), ("1.5Gbit/s", 187.5e6), ("64kbit", 8e3)],
+)
+def test_rates(text: str, found: float) -> None:
+    assert units.rate(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(("text", "found"), [("20us", 20e-6), ("1.5ms", 1.5e-3), ("2s", 2), ("0us", 0), ("5ns", 5e-9)])
+def test_durations(text: str, found: float) -> None:
+    assert units.duration(text) == pytest.approx(found)
+
+
+def test_numbers_of_workers() -> None:
+    assert units.counts("8..1024") == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert units.counts("3..20,5, 6") == [3, 6, 12, 5]
+    assert units.counts("7") == [7]
+
+
+def test_numbers_of_servers() -> None:
+    assert [count(12) for count in units.server_counts("0,W/2,W,2W,4,w/5,3W/4")] == [0, 6, 12, 24, 4, 2, 9]
+    assert units.server_counts("W/16")[0](8) == 1  # less than one is one
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (units.rate, "10"),
+        (units.rate, "0gbit"),
+        (units.rate, "fast"),
+        (units.duration, "20"),
+        (units.duration, "-1us"),
+        (units.counts, "8.."),
+        (units.counts, "0"),
+        (units.counts, "16..8"),
+        (units.counts, ""),
+        (units.server_counts, "W/0"),
+        (units.server_counts, "many"),
+        (units.server_counts, ""),
+        (units.server_counts, "-1"),
+    ],
+)
+def test_what_cannot_be_read(read: object, text: str) -> None:
+    with pytest.raises(ValueError, match=r"none of the form|carries|whole number|downwards|no number"):
+        read(text)  # type: ignore[operator]
+
+
+# --- the command
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--model", "lenet", "--workers", "2,4", "--servers", "0,W/2", "--link", "200mbit") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert lines[0].split() == ["workers", "servers", "mode", "messages", "MB", "exchange", "ms", "binds"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [w, s] for w in "24" for s in ("0", str(int(w) // 2)) for _ in "sa"
+    ]
+    assert sum("*" in line for line in lines) == 2
+    assert "allreduce ring" in lines[1]
+    assert "in workers, async" in lines[2]
+    assert "servers, sync" in lines[3]
+
+
+def test_rows_come_as_they_are_ready(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was printed before each row was predicted: the header at once, then each number of workers."""
+    before, predict = [], command.predict
+
+    def predicted(*arguments: object) -> object:
+        told = capsys.readouterr()
+        before.append((len(told.out.splitlines()), told.err))
+        return predict(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "predict", predicted)
+    monkeypatch.setattr(progress, "MOST_S", -1.0)  # a line for each row
+    assert plan("--bytes", "64K", "--workers", "2,4", "--servers", "0,1") == 0
+    assert [lines for lines, _ in before] == [3, 0, 0, 0, 4, 0, 0, 0]
+    assert "mpikv plan: 7 of 8 rows, 4 workers, 1 servers, async, " in before[-1][1]
+    assert len([line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]) == 4
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("algorithm", ["auto", "naive"])
+def test_modes_are_known_before(workers: int, algorithm: str) -> None:
+    workload = of_bytes(1 << 12)
+    for n_servers, synchronous in ((0, False), (1, True)):
+        found = servers.simulate(workload, workers, n_servers, LINK, Costs(), synchronous=synchronous)
+        assert found.mode == servers.mode_of(n_servers, synchronous=synchronous)
+    found = allreduce.predict(workload, workers, LINK, Costs(), algorithm=algorithm)
+    assert found.mode == allreduce.mode_of(workload, workers, algorithm=algorithm)
+
+
+def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--bytes", "1M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compute-ms", "50")
+    assert plan(*words, "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["rows"]
+    assert row["step_s"] == pytest.approx(0.05 + row["exchange_s"])
+    assert 0.05 <= row["overlapped_step_s"] <= row["step_s"] + 2.2e-3  # a look beside a computing program is rare
+    assert found["settings"]["workload"] == f"{1 << 20} bytes"
+    assert plan(*words) == 0
+    assert "overlapped" in capsys.readouterr().out
+
+
+def test_json_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert plan("--bytes", "64K", "--workers", "2", "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["mode"] for row in rows] == [
+        "allreduce ring", "in workers, async", "servers, sync", "servers, async", "servers, sync", "servers, async"
+    ][: len(rows)]  # fmt: skip
+    assert "65536 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--workers", "8..4"], "downwards"),
+        (["--workers", "99999999999"], "the most that can be predicted"),
+        (["--link", "10"], "10gbit"),
+        (["--latency", "soon"], "20us"),
+        (["--servers", "W/x"], "W/2"),
+        (["--modes", "sync,lazy"], "lazy"),
+        (["--mtu", "10"], "100"),
+        (["--compute-ms", "-1"], "milliseconds"),
+        (["--bytes", "1T"], "256M"),
+        (["--model", "alexnet"], "resnet50"),
+        (["--model", "lenet", "--bytes", "1M"], "not allowed with"),
+        (["--per-host", "0"], "0 is less than 1"),
+    ],
+)
+def test_wrong_options(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        plan(*words)
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
+        (["--workers", "8", "--json", "/nowhere/plan.json"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_planned(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("--help")
+    assert "mpikv plan --model resnet50 --workers 8..1024 --servers 0,W/2,W" in capsys.readouterr().out
+
+
+# --- the same counts as real stores
+
+
+def counted(
+    name: str,
+    workers: int,
+    n_servers: int,
+    shapes: Sequence[tuple[int, ...]],
+    params_of_codec: dict[str, object] | None = None,
+) -> tuple[int, int]:
+    """Messages and bytes of the worker that sends most, in one step of a Trainer on thread ranks."""
+
+    def body(store: KVStore) -> tuple[int, int]:
+        params = {f"{i:03}": mpikv.Parameter(np.zeros(shape, np.float32)) for i, shape in enumerate(shapes)}
+        trainer = mpikv.Trainer(
+            params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=params_of_codec
+        )
+        for parameter in params.values():
+            parameter.grad[...] = 1
+        trainer.step(1)
+        steps = []
+        for _ in range(3):
+            before = store.stats()
+            trainer.step(1)
+            after = store.stats()
+            steps.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
+        return min(steps)  # an answer of worker 0 to somebody who came late may fall into one of them
+
+    hosts = [f"h{i}" for i in range(workers + n_servers)]
+    # Messages of several keys that travel together are as many as time lets meet.
+    config = Config(timeout_s=60, server_placement="last", progress="calls", bucket_bytes=0)
+    found = spawn_stores(name, workers, body, num_servers=n_servers, config=config, hosts=hosts)
+    return max(found)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
+    found = allreduce.predict(Workload("mixed", SHAPES), workers, LINK, Costs())
+    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SHAPES)
+
+
+@pytest.mark.parametrize("n_servers", [1, 2, 3])
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
+    found = servers.simulate(Workload("mixed", SHAPES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
+    assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
+
+
+KINDS: list[dict[str, object]] = [
+    {"type": "fp16"},
+    {"type": "none", "pull": "bf16"},
+    {"type": "2bit", "pull": "fp16"},
+    {"type": "int8", "block": 64, "force": True},
+    {"type": "topk", "ratio": 0.02},
+    {"type": "powersgd", "rank": 2},
+]
+FEW = ((300,), (270_001,), (7,), (0,), (400, 10, 10), (30, 40))  # several pieces, parts of a bucket, nothing
+FAST = Speed(1e-9, 2e-9, 3e-9)
+
+
+def speeds_of(travels: Compression) -> dict[Codec, Speed]:
+    return dict.fromkeys((travels.push, travels.pull), FAST)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object], workers: int) -> None:
+    travels = compression.make(kind)
+    step = Step(travels, speeds=speeds_of(travels))
+    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), step=step)
+    assert found.mode == "allreduce owners"
+    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, kind)
+
+
+@pytest.mark.parametrize("kind", [*KINDS[1:3], KINDS[-1]], ids=str)
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
+    travels = compression.make(kind)
+    found = servers.simulate(
+        Workload("few", FEW),
+        2,
+        2,
+        LINK,
+        Costs(),
+        synchronous=name == "dist_sync",
+        compression=travels,
+        speeds=speeds_of(travels),
+    )
+    assert (found.messages, found.sent_bytes) == counted(name, 2, 2, FEW, kind)
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=str)
+def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, object] | None) -> None:
+    """Each key by itself, and no optimizer, as in one `pushpull` of a list."""
+
+    def body(store: KVStore) -> tuple[int, int]:
+        store.set_gradient_compression(kind)
+        keys, grads = list(range(len(FEW))), [np.ones(shape, np.float32) for shape in FEW]
+        store.init(keys, grads)
+        store.pushpull(keys, grads)
+        steps = []
+        for _ in range(3):
+            before = store.stats()
+            store.pushpull(keys, grads)
+            after = store.stats()
+            steps.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
+        return min(steps)
+
+    travels = compression.make(kind)
+    step = Step(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
+    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), step=step)
+    config = Config(timeout_s=60, progress="calls", bucket_bytes=0)
+    stored = spawn_stores("dist_sync", 3, body, config=config, hosts=["h0", "h1", "h2"])
+    assert (found.messages, found.sent_bytes) == max(stored)
+
+
+def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
+    travels = compression.make({"type": "2bit", "pull": "fp16"})
+    speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
+    step = Step(travels, bucketed=False, speeds=speeds)
+    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step=step)
+    assert found.binds[0] == "core"
+    assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
+
+
+def test_servers_decode_what_workers_encode() -> None:
+    """One worker and one server, which has nothing else to do."""
+    travels = compression.make("2bit")
+    speeds = {travels.push: Speed(2e-6, 3e-6, 0.0), travels.pull: FAST}
+    n_elems = 1 << 16
+    found = servers.simulate(of_bytes(4 * n_elems), 1, 1, LINK, Costs(0, 0, 0, 0), compression=travels, speeds=speeds)
+    assert found.busy_s["worker core"] == pytest.approx(n_elems * 2e-6)
+    assert found.busy_s["server core"] == pytest.approx(n_elems * 3e-6)
+
+
+def test_what_a_codec_costs_is_measured() -> None:
+    assert all(0 < one < 1e-6 for one in calibrate.speed_of(compression.make("fp16").push))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--compression", "nix"], "unknown compression type 'nix'; known: 1bit"),
+        (["--compression", "{nix"], "--compression {nix: Expecting property name"),
+        (["--pull", '{"type": "topk", "share": 1}'], "compression type 'topk' takes ratio"),
+    ],
+)
+def test_codecs_that_no_store_would_take(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--workers", "2", "--servers", "0", "--modes", "sync", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_compressed_plan_says_what_was_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "speed_of", lambda codec: FAST)
+    words = ["--bytes", "4M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compression", "2bit"]
+    assert plan(*words, "--pull", "fp16", "--no-buckets", "--no-optimizer") == 0
+    out = capsys.readouterr().out
+    assert "ns for an element by TwoBit(threshold=0.5): encode 1, decode 2, add 3" in out
+    assert plan(*words, "--json", str(tmp_path / "plan.json")) == 0
+    settings = json.loads((tmp_path / "plan.json").read_text())["settings"]
+    assert (settings["compression"], settings["buckets"], settings["optimizer"]) == (
+        compression.make("2bit").text,
+        True,
+        True,
+    )
+    assert settings["codec_costs"]["TwoBit(threshold=0.5)"] == FAST._asdict()
+
+
+def test_workloads() -> None:
+    assert of_bytes(10).n_bytes == 12
+    workload = of_model("lenet")
+    assert workload.n_bytes == 4 * 431_080
+    ready = workload.ready_s(0.3)
+    assert ready[0] == pytest.approx(0.3)  # the first layer's gradient comes last
+    assert ready == sorted(ready, reverse=True)
+    assert ready[-1] > 0.1
+
+
+# --- calibration
+
+
+def test_a_message_and_a_byte_from_two_lengths() -> None:
+    message_s, byte_s = calibrate._line(lambda n_bytes: 5e-6 + 2e-9 * n_bytes)
+    assert message_s == pytest.approx(5e-6)
+    assert byte_s == pytest.approx(2e-9)
+    assert calibrate._line(lambda n_bytes: 1e-6)[1] == 0

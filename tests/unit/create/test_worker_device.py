@@ -1,0 +1,122 @@
+"""Which GPU a worker uses: looked for only where something asks for one, and what it says where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_cupy import Machine
+from fake_gpus import gpu_of
+
+from mpikv.config import Config
+from mpikv.create import spec
+from mpikv.create.worker_device import asks, find
+from mpikv.errors import MpikvError
+from mpikv.placement.device_paths import Told
+from mpikv.runtime import cuda_driver
+
+SYNC, ON_DEVICE = spec.parse("dist_sync"), spec.parse("dist_sync_device")
+TWO = cuda_driver.Devices(("a GPU", "a GPU"), "CUDA 12.8")
+NO_DRIVER = cuda_driver.Devices(problem="no driver")
+
+
+def opened(number: int) -> Any:
+    return gpu_of(Machine(2).process(), number)
+
+
+def torch(available: Any) -> dict[str, Any]:
+    return {"torch": SimpleNamespace(cuda=SimpleNamespace(is_available=available))}
+
+
+def broken() -> bool:
+    raise RuntimeError("still being imported")
+
+
+ASKING: list[tuple[spec.StoreSpec | None, dict[str, Any], dict[str, Any], str]] = [
+    (SYNC, {}, {}, ""),
+    (None, {}, {}, ""),
+    (SYNC, {}, {"numpy": 1, "torch": None, "cupy": None, "jax": 1, "numba": 1}, ""),
+    (SYNC, {}, torch(lambda: False), ""),
+    (SYNC, {}, torch(broken), ""),
+    (SYNC, {}, torch(lambda: True), "PyTorch"),
+    (SYNC, {}, {"cupy": 1}, "CuPy"),
+    (SYNC, {}, {"numba.cuda.cudadrv.driver": 1}, "Numba"),
+    (SYNC, {}, {"jax": 1, "jax_cuda12_plugin": 1}, "JAX"),
+    (ON_DEVICE, {}, {}, "the type of the store"),
+    (spec.parse("device"), {}, {}, "the type of the store"),
+    (SYNC, {"local_device": 0}, {}, "MPIKV_LOCAL_DEVICE"),
+    (SYNC, {"device_path": "staged"}, {}, "MPIKV_DEVICE_PATH"),
+    (SYNC, {"algorithm": "nccl"}, {}, "MPIKV_ALGORITHM"),
+    (SYNC, {"algorithm": "ring"}, {}, ""),
+    (ON_DEVICE, {"device_path": "host"}, {"cupy": 1}, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "modules", "asker"), ASKING)
+def test_what_asks_for_one(kind: Any, settings: dict[str, Any], modules: dict[str, Any], asker: str) -> None:
+    assert asks(kind, Config(**settings), modules) == asker
+
+
+def test_nothing_is_asked_where_nobody_asks_for_it() -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("asked")
+
+    found = find(SYNC, Config(), 0, modules={}, ask=refuse, open_gpu=refuse)
+    assert (found.gpu, found.told, found.warning, found.spaces.device) == (None, Told(), "", None)
+    found = find(ON_DEVICE, Config(device_path="host"), 0, modules={}, ask=refuse, open_gpu=refuse)
+    assert (found.gpu, found.told.why_none) == (None, "MPIKV_DEVICE_PATH=host")
+
+
+@pytest.mark.parametrize(("local_rank", "setting", "number"), [(0, "auto", 0), (3, "auto", 1), (0, 1, 1)])
+def test_the_gpu_of_a_worker(local_rank: int, setting: Any, number: int) -> None:
+    found = find(ON_DEVICE, Config(local_device=setting), local_rank, modules={}, ask=lambda: TWO, open_gpu=opened)
+    assert found.gpu is not None
+    assert found.told == Told(number, found.gpu.uuid, "Fake GPU", "")
+    assert found.spaces.device is not None
+    assert found.spaces.device.device == number
+
+
+def test_without_a_driver_there_is_none_and_no_warning() -> None:
+    found = find(ON_DEVICE, Config(), 0, modules={}, ask=lambda: NO_DRIVER)
+    assert (found.gpu, found.told, found.warning) == (None, Told(why_none="no driver"), "")
+
+
+def test_a_gpu_that_is_asked_for_by_its_number_and_is_missing() -> None:
+    found = find(SYNC, Config(local_device=2), 0, modules={}, ask=lambda: TWO, open_gpu=opened)
+    assert found.told.error.startswith("MPIKV_LOCAL_DEVICE=2, but this process sees 2 GPUs")
+    found = find(SYNC, Config(local_device=0), 0, modules={}, ask=lambda: NO_DRIVER)
+    assert found.told.error.startswith("MPIKV_LOCAL_DEVICE=0, but this process sees no GPU")
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "warned"), [(ON_DEVICE, {}, True), (SYNC, torch(lambda: True), False)], ids=["type", "PyTorch"]
+)
+def test_a_gpu_without_cupy(kind: Any, modules: Any, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning only for who has asked for it in the store's type or a setting."""
+    monkeypatch.setattr(cuda_driver, "has_cupy", lambda: False)
+    found = find(kind, Config(), 0, modules=modules, ask=lambda: TWO)
+    assert found.gpu is None
+    assert found.told.why_none.startswith("CuPy is not installed (pip install cupy-cuda12x")
+    assert found.warning.startswith("mpikv: the type of the store asks for a GPU, and CuPy is not") == warned
+
+
+def test_a_gpu_that_cannot_be_opened() -> None:
+    def taken(number: int) -> Any:
+        raise MpikvError(f"GPU {number} is taken")
+
+    found = find(ON_DEVICE, Config(), 1, modules={}, ask=lambda: TWO, open_gpu=taken)
+    assert (found.gpu, found.told) == (None, Told(why_none="GPU 1 is taken"))
+
+
+def test_a_store_of_numpy_imports_no_array_library() -> None:
+    text = """
+import sys
+from mpikv import kv
+with kv.create("local") as store:
+    store.init("w", __import__("numpy").zeros(2))
+assert not {"cupy", "torch", "jax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)

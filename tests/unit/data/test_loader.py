@@ -1,0 +1,386 @@
+"""DataLoader: its batches, its end, taking it up again in the middle of an epoch, and its thread."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv.data import ArrayDataset, DataLoader, ImageRecords, RecordFile, SplitSampler
+from mpikv.data.prefetch import Prefetch
+
+RECORDS = Path(__file__).parents[2] / "fixtures" / "records"
+
+
+def numbers(n: int) -> ArrayDataset:
+    return ArrayDataset(np.arange(n))
+
+
+def batches(loader: DataLoader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mpikv-prefetch"]
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("keep", [[[0, 1, 2], [3, 4, 5], [6]], [[0, 1, 2], [3, 4, 5], [6]]]),
+        ("discard", [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]]]),
+        ("rollover", [[[0, 1, 2], [3, 4, 5]], [[6, 0, 1], [2, 3, 4]], [[5, 6, 0], [1, 2, 3], [4, 5, 6]]]),
+    ],
+)
+def test_last(last: Any, expected: list[list[list[int]]], prefetch: int) -> None:
+    loader = DataLoader(numbers(7), 3, last=last, prefetch=prefetch)
+    for epoch, wanted in enumerate(expected):
+        loader.set_epoch(epoch)
+        assert len(loader) == len(wanted)
+        assert batches(loader) == wanted
+
+
+@pytest.mark.parametrize("batch_size", [7, 8, 100])
+def test_batches_as_large_as_all(batch_size: int) -> None:
+    whole = [list(range(7))]
+    assert batches(DataLoader(numbers(7), batch_size)) == whole
+    assert batches(DataLoader(numbers(7), batch_size, last="discard")) == (whole if batch_size == 7 else [])
+    assert batches(DataLoader(numbers(0), batch_size)) == []
+
+
+def test_the_order_is_the_samplers() -> None:
+    store = SimpleNamespace(rank=1, num_workers=3)
+    sampler = SplitSampler.for_store(50, store, seed=4, last="uneven")
+    loader = DataLoader(numbers(50), 4, sampler=sampler)
+    for epoch, start in ((0, 0), (3, 0), (3, 20), (0, 0)):
+        loader.set_epoch(epoch, start)
+        sampler.set_epoch(epoch, start)
+        order = list(sampler)
+        assert batches(loader) == [order[i : i + 4] for i in range(0, len(order), 4)]
+    shuffled = DataLoader(numbers(50), 50, shuffle=True, seed=9)
+    assert batches(shuffled) == [list(SplitSampler(50, seed=9))]
+    assert batches(shuffled) == [list(SplitSampler(50, seed=9))]
+    assert batches(DataLoader(numbers(9), 2, sampler=[8, 1, 1])) == [[8, 1], [1]]
+
+
+def test_items_are_stacked() -> None:
+    records = RecordFile(RECORDS / "images.rec")
+    images = ImageRecords(records, lambda image: image[:8, :8])
+    ((pixels, labels),) = DataLoader(images, 4)
+    assert (pixels.shape, pixels.dtype, labels.tolist()) == ((4, 8, 8, 3), np.uint8, [0, 0, 1, 1])
+    assert next(iter(DataLoader(records, 3))) == [records[0], records[1], records[2]]
+    assert next(iter(DataLoader(records, 3, batchify_fn=lambda items: sum(map(len, items))))) == sum(
+        len(records[i]) for i in range(3)
+    )
+    with pytest.raises(ValueError, match=r"arrays of shapes \(8, 8, 3\) and \(8, 9, 3\).*transform of ImageRecords"):
+        list(DataLoader(ImageRecords(records), 4))
+    (pairs,) = DataLoader([(1, 2.5, "a"), (3, 4.5, "b")], 2)
+    assert [pairs[0].tolist(), pairs[1].tolist(), pairs[2]] == [[1, 3], [2.5, 4.5], ["a", "b"]]
+    with pytest.raises(ValueError, match="items of different lengths"):
+        list(DataLoader([(1, 2), (1,)], 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ({"last": "drop"}, ValueError, "last must be one of 'keep', 'discard', 'rollover'"),
+        ({"prefetch": -1}, ValueError, "prefetch must be at least 0"),
+        ({"sampler": [1], "shuffle": True}, ValueError, "shuffle=True is for a loader without a sampler"),
+        ({"sampler": iter([1])}, TypeError, "sampler is something to iterate over that has a length"),
+        ({"dataset": iter([1])}, TypeError, "dataset is a data set"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DataLoader(**{"dataset": numbers(5), "batch_size": 2, **options})
+    with pytest.raises(ValueError, match="start=2 needs a sampler with set_epoch"):
+        DataLoader(numbers(5), 2, sampler=[1]).set_epoch(0, 2)
+
+
+# ---- taking it up again
+
+
+def new_loader(last: Any, prefetch: int = 2) -> DataLoader:
+    return DataLoader(numbers(23), 4, shuffle=True, seed=1, last=last, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("last", ["keep", "discard", "rollover"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_run_that_was_stopped_anywhere_has_the_same_batches(last: Any, prefetch: int) -> None:
+    through, states = [], []
+    loader = new_loader(last, prefetch)
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        states.append((len(through), loader.state()))
+        for batch in loader:
+            through.append(batch.tolist())
+            states.append((len(through), loader.state()))
+        states.append((len(through), loader.state()))
+    for done, state in states:
+        again = new_loader(last, prefetch)
+        again.load_state(json.loads(json.dumps(state)))
+        assert again.state() == state
+        found = []
+        for epoch in range(again.epoch, 4):
+            again.set_epoch(epoch)
+            found += batches(again)
+        assert found == through[done:]
+        assert again.state() == loader.state()
+
+
+def test_an_epoch_that_began_later_goes_on_with_the_loops_own_set_epoch() -> None:
+    loader = DataLoader(numbers(23), 4, shuffle=True)
+    loader.set_epoch(1, 7)
+    running = iter(loader)
+    next(running)
+    again, third = (DataLoader(numbers(23), 4, shuffle=True) for _ in range(2))
+    for other, start in ((again, 0), (third, 7)):
+        other.load_state(loader.state())
+        other.set_epoch(1, start)
+    expected = [batch.tolist() for batch in running]
+    assert batches(again) == batches(third) == expected
+    again.set_epoch(1)  # not after `load_state`: the whole epoch
+    whole = DataLoader(numbers(23), 4, shuffle=True)
+    whole.set_epoch(1)
+    assert batches(again) == batches(whole)
+    again.load_state({**loader.state(), "batches": 1})
+    again.set_epoch(1, 2)  # another start begins there
+    whole.set_epoch(1, 2)
+    assert batches(again) == batches(whole)
+
+
+def test_resuming_loads_nothing_that_was_done() -> None:
+    loaded = []
+
+    class Noting(ArrayDataset):
+        def take(self, indices: Any) -> Any:
+            loaded.append(list(indices))
+            return super().take(indices)
+
+    loader = DataLoader(Noting(np.arange(10)), 2)
+    loader.load_state({**loader.state(), "batches": 3})
+    assert batches(loader) == [[6, 7], [8, 9]]
+    assert loaded == [[6, 7], [8, 9]]
+    assert len(batches(loader)) == 5  # the next one is a whole epoch again
+
+
+def test_another_epoch_after_load_state_is_a_whole_one() -> None:
+    loader = new_loader("rollover")
+    state = {**loader.state(), "batches": 2, "before": [5]}
+    loader.load_state(state)
+    loader.set_epoch(1)
+    expected = new_loader("rollover")
+    expected.set_epoch(1)
+    assert batches(loader) == batches(expected)
+
+
+def test_an_iteration_that_is_no_longer_the_last_changes_nothing() -> None:
+    loader = new_loader("rollover")
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    list(first)
+    assert loader.state()["batches"] == 1
+    assert len(list(second)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"batches": -1}, ValueError, r"state\['batches'\] must be at least 0"),
+        ({"epoch": "1"}, TypeError, r"state\['epoch'\] is a whole number"),
+        ({"before": 3}, TypeError, r"state\['before'\] is a list, not int"),
+        ({"more": 1}, ValueError, "state is none that a DataLoader gave"),
+        ({"before": [23]}, ValueError, r"state\['before'\] has example 23, this data set has 23"),
+        ({"of": {}}, ValueError, "of other batches than this loader makes: batch_size None .here 4."),
+    ],
+)
+def test_states_that_do_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    loader = new_loader("keep")
+    before = loader.state()
+    with pytest.raises(error, match=words):
+        loader.load_state({**before, **change})
+    assert loader.state() == before
+    loader.load_state({**before, "batches": 99})
+    with pytest.raises(ValueError, match="99 batches of this epoch are done, but it has 6"):
+        iter(loader)
+
+
+def test_a_state_of_another_loader() -> None:
+    other = DataLoader(numbers(23), 8, sampler=SplitSampler(23, 2, 1, seed=1, last="uneven"))
+    with pytest.raises(ValueError, match=r"batch_size 8 \(here 4\), num_parts 2 \(here 1\)$"):
+        new_loader("keep").load_state(other.state())
+    with pytest.raises(TypeError, match="state is a dict"):
+        new_loader("keep").load_state([1])  # type: ignore[arg-type]
+
+
+def test_the_state_of_one_worker_is_good_for_another() -> None:
+    loaders = [DataLoader(numbers(40), 4, sampler=SplitSampler(40, 2, part)) for part in range(2)]
+    expected = []
+    for loader in loaders:
+        running = iter(loader)
+        next(running), next(running)
+        expected.append([batch.tolist() for batch in running])
+    again = [DataLoader(numbers(40), 4, sampler=SplitSampler(40, 2, part)) for part in range(2)]
+    state = {**loaders[0].state(), "batches": 2}
+    for loader in again:
+        loader.load_state(state)
+    assert [batches(loader) for loader in again] == expected
+
+
+# ---- the thread
+
+
+class Counted:
+    """Counts what was loaded; the thread's progress can be waited for."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.loaded = 0
+        self.changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> int:
+        with self.changed:
+            self.loaded += 1
+            self.changed.notify_all()
+        return i
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_a_slow_caller_bounds_what_is_loaded(prefetch: int) -> None:
+    data = Counted(50)
+    running = iter(DataLoader(data, 1, prefetch=prefetch))
+    for taken in range(1, 51):
+        next(running)
+        with data.changed:
+            # It comes to the bound, and the property of the bound is that it never goes past it.
+            bound = min(50, taken + prefetch + 1)
+            assert data.changed.wait_for(lambda bound=bound: data.loaded >= bound, 60)  # type: ignore[misc]
+            assert data.loaded == bound
+    assert list(running) == []
+    assert threads() == []
+
+
+def test_the_thread_ends_when_the_loop_is_left() -> None:
+    loader = DataLoader(Counted(1000), 2, prefetch=3)
+    for _ in loader:
+        assert len(threads()) == 1
+        break
+    assert threads() == []
+
+    def fail() -> None:
+        for _ in loader:
+            raise RuntimeError("in the loop")
+
+    with pytest.raises(RuntimeError, match="in the loop"):
+        fail()
+    assert threads() == []
+    running = iter(loader)
+    next(running)
+    cycle: list[Any] = [running]
+    cycle.append(cycle)
+    del running, cycle
+    gc.collect()
+    assert threads() == []
+
+
+def test_an_error_in_the_thread_comes_in_its_place_with_its_traceback() -> None:
+    class Failing(Counted):
+        def __getitem__(self, i: int) -> int:
+            if i == 5:
+                raise OSError("the disk is gone")
+            return i
+
+    running = iter(DataLoader(Failing(10), 2, prefetch=4))
+    assert [next(running).tolist(), next(running).tolist()] == [[0, 1], [2, 3]]
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        next(running)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "__getitem__"
+    assert "_load" in names
+    assert threads() == []
+    assert list(running) == []
+
+
+def test_closing_lets_go_of_what_was_made() -> None:
+    made = Prefetch(lambda: iter(range(100)), 5)
+    assert next(made) == 0
+    made.close()
+    made.close()
+    assert list(made) == []
+    assert threads() == []
+
+
+def test_a_value_that_never_comes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpikv.data.prefetch.END_S", 0.01)
+    inside, end = threading.Event(), threading.Event()
+
+    def hangs() -> Iterator[int]:
+        yield 1
+        inside.set()
+        end.wait(60)
+
+    made = Prefetch(hangs, 1)
+    assert next(made) == 1
+    assert inside.wait(60)
+    made.close()
+    running = threads()
+    assert len(running) == 1
+    end.set()
+    running[0].join(60)
+
+
+def test_a_generator_that_ends_at_once() -> None:
+    def nothing() -> Iterator[int]:
+        return iter(())
+
+    assert list(Prefetch(nothing, 1)) == []
+    assert threads() == []
+
+
+def test_a_forked_process_is_told() -> None:
+    running = iter(DataLoader(Counted(9), 1))
+    next(running)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            next(running)
+        except RuntimeError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(list(running)) == 8
+
+
+@pytest.mark.parametrize("end", ["", "1 / 0"])
+def test_a_program_ends_although_an_iterator_is_left(end: str) -> None:
+    program = f"""
+from mpikv.data import ArrayDataset, DataLoader
+running = iter(DataLoader(ArrayDataset(range(100)), 1))
+print(next(running))
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "[0]\n"
+    assert done.returncode == (end != "")
+    assert "ZeroDivisionError" in done.stderr if end == "1 / 0" else done.stderr == ""

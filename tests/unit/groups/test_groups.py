@@ -1,0 +1,508 @@
+"""The collectives of process groups on thread ranks, through memory and by messages, against NumPy."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial, reduce
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv.common.clock import MACHINE_CLOCK, VirtualClock
+from mpikv.config import Config
+from mpikv.engine.backoff import wait_until
+from mpikv.engine.request import Predicate
+from mpikv.engine.running import Running
+from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
+from mpikv.groups.group import Options, RankGroup, Tags
+from mpikv.groups.operators import OPERATORS
+from mpikv.groups.service import REPLY_TAGS
+from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
+from mpikv.groups.world import World
+from mpikv.testing.groups import spawn_groups
+from mpikv.testing.ranks import RankError
+from mpikv.transports.threads import Fabric
+
+SUM = OPERATORS["sum"]
+# On one host through memory and by messages; one rank on each host; several ranks on some hosts.
+WAYS = {
+    "memory": (None, {}),
+    "messages": (None, {"shared_memory": "off"}),
+    "ring": (None, {"shared_memory": "off", "algorithm": "ring"}),
+    "halving_doubling": (None, {"shared_memory": "off", "algorithm": "halving_doubling"}),
+    "hosts": ("abcdefgh", {}),
+    "mixed": ("aabbbccc", {}),
+}
+# Around one chunk, and what every rank combines for itself.
+SIZES = (0, 1, 5, TINY_BYTES // 4 + 3, CHUNK_BYTES // 4 + 1, 2 * CHUNK_BYTES // 4 + 77)
+
+SOON = Options(timeout_s=0.5)  # of a call that is to wait in vain
+
+
+def run(way: str, size: int, body, *, clock=MACHINE_CLOCK, **config):
+    hosts, settings = WAYS[way]
+    settings = Config(timeout_s=20, **settings, **config)
+    fabric = Fabric(size, hosts and tuple(hosts[:size]), clock)
+    return spawn_groups(size, body, hosts=fabric.hosts, config=settings, fabric=fabric)
+
+
+def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int = 1, begin=lambda: True) -> list:
+    """`body(told, world, group)` on all ranks; time goes on until `told` is so long.
+
+    lookers: how many threads wait meanwhile, and so look at the clock. begin: True when time may begin to pass.
+    """
+    clock, told = VirtualClock(), []
+
+    def let_it_pass() -> None:
+        wait_until(begin, lambda: False, 60, lambda: StallError("time may not begin to pass"))
+        clock.advance(20, turns=400, lookers=lookers, until=lambda: len(told) >= until)
+
+    driver = threading.Thread(target=let_it_pass, daemon=True)
+    driver.start()
+    found = run(way, size, partial(body, told), clock=clock)
+    driver.join(10)
+    return found
+
+
+def values(rank: int, n: int, dtype="float32") -> np.ndarray:
+    """Small whole numbers other than 0, so that every order gives the same bits."""
+    return np.tile((np.arange(3) + 1 + rank % 2).astype(dtype), n // 3 + 1)[:n].copy()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_allreduce_of_all_sizes(way: str, size: int) -> None:
+    def body(world: World, group: RankGroup):
+        arrays = [values(group.rank, n) for n in SIZES]
+        for array in arrays:
+            group.allreduce([array], SUM).wait()
+        together = [values(group.rank, n) for n in SIZES]
+        group.allreduce(together, SUM).wait()
+        return arrays, together
+
+    for arrays, together in run(way, size, body):
+        for n, one, other in zip(SIZES, arrays, together, strict=True):
+            expected = sum(values(rank, n) for rank in range(size))
+            np.testing.assert_array_equal(one, expected)
+            np.testing.assert_array_equal(other, expected)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages", "ring", "halving_doubling", "mixed"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_and_dtypes(way: str, name: str) -> None:
+    operator = OPERATORS[name]
+    dtypes = ["bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+    dtypes = [np.dtype(getattr(ml_dtypes, one, one)) for one in [*dtypes, "complex64"]]
+    length, size = 700, 3
+
+    def fits(dtype: np.dtype) -> bool:
+        return ("f" if dtype == ml_dtypes.bfloat16 else dtype.kind) in operator.kinds
+
+    def body(world: World, group: RankGroup):
+        results = []
+        for dtype in dtypes:
+            array = values(group.rank, length, dtype)
+            if fits(dtype):
+                group.allreduce([array], operator).wait()
+            else:
+                with pytest.raises(UnsupportedError, match=name):
+                    group.allreduce([array], operator)
+            results.append(array)
+        return results
+
+    for results in run(way, size, body):
+        for dtype, result in zip(dtypes, results, strict=True):
+            if fits(dtype):
+                exact = "float32" if dtype in (np.float16, ml_dtypes.bfloat16) else dtype
+                parts = [values(rank, length, dtype).astype(exact) for rank in range(size)]
+                expected = reduce(operator.combine, parts)
+                expected = (expected / size if operator.mean else expected).astype(dtype)
+                np.testing.assert_allclose(result.astype("complex128"), expected.astype("complex128"), rtol=1e-6)
+                assert result.dtype == dtype
+
+
+@pytest.mark.parametrize("way", ["memory", "messages", "hosts", "mixed"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_moves_and_what_is_combined_at_one_rank(way: str, size: int) -> None:
+    def body(world: World, group: RankGroup):
+        me = group.rank
+        for n in SIZES:
+            root = (size - 1) // 2
+            array = values(me, n)
+            group.broadcast([array], root).wait()
+            np.testing.assert_array_equal(array, values(root, n))
+            array = values(me, n)
+            group.reduce(array, array, SUM, root).wait()
+            if me == root:
+                np.testing.assert_array_equal(array, sum(values(rank, n) for rank in range(size)))
+            else:
+                np.testing.assert_array_equal(array, values(me, n))
+            outs = [np.zeros(n, "float32") for _ in range(size)]
+            group.allgather([(values(me, n), outs)]).wait()
+            parts, out = [values(me + dest, n) for dest in range(size)], np.zeros(n, "float32")
+            group.reduce_scatter([(parts, out)], SUM).wait()
+            np.testing.assert_array_equal(out, sum(values(rank + me, n) for rank in range(size)))
+            for rank in range(size):
+                np.testing.assert_array_equal(outs[rank], values(rank, n))
+                np.testing.assert_array_equal(parts[rank], values(me + rank, n))  # as they were
+            group.barrier().wait()
+
+    run(way, size, body)
+
+
+@pytest.mark.parametrize("way", ["memory", "hosts"])
+def test_parts_of_different_lengths(way: str) -> None:
+    size, lengths = 3, (5, 0, CHUNK_BYTES)
+
+    def body(world: World, group: RankGroup):
+        me = group.rank
+        outs = [np.zeros(n, "float32") for n in lengths]
+        group.allgather([(values(me, lengths[me]), outs)]).wait()
+        for rank in range(size):
+            np.testing.assert_array_equal(outs[rank], values(rank, lengths[rank]))
+        parts, out = [values(me, n) for n in lengths], np.zeros(lengths[me], "float32")
+        group.reduce_scatter([(parts, out)], SUM).wait()
+        np.testing.assert_array_equal(out, sum(values(rank, lengths[me]) for rank in range(size)))
+        sent = {rank: values(10 * me + rank, me + rank) for rank in range(size)}
+        got = {rank: np.zeros(me + rank, "float32") for rank in range(size)}
+        group.exchange("all_to_all", sent, got, "").wait()
+        for rank in range(size):
+            np.testing.assert_array_equal(got[rank], values(10 * rank + me, me + rank))
+
+    run(way, size, body)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_many_calls_under_way_in_any_order_of_groups(way: str) -> None:
+    """Rank 0 starts the calls of two groups one after another, rank 1 the other way round; nobody waits before."""
+
+    def body(world: World, group: RankGroup):
+        other = world.group(range(2), 2, 20)
+        groups = (group, other) if group.rank == 0 else (other, group)
+        arrays = {one.number: [np.full(9, 1.0 + i) for i in range(80)] for one in groups}
+        calls = [one.allreduce([array], SUM) for one in groups for array in arrays[one.number]]
+        for call in reversed(calls):
+            call.wait()
+        for one in groups:
+            assert [array[0] for array in arrays[one.number]] == [2.0 + 2 * i for i in range(80)]
+
+    run(way, 2, body)
+
+
+def test_calls_that_wait_for_earlier_ones_are_left_alone(monkeypatch) -> None:
+    """A step of the engine costs nothing for each of them."""
+    advance, ready, found = Running.advance, threading.Event(), []
+    count = 0
+
+    def counted(running: Running) -> bool:
+        nonlocal count
+        count += running.name.startswith("all_reduce")
+        return advance(running)
+
+    monkeypatch.setattr(Running, "advance", counted)
+
+    def body(world: World, group: RankGroup):
+        assert group.rank == 0 or ready.wait(20)
+        arrays = [np.full(9, 1.0 + i) for i in range(80)]
+        calls = [group.allreduce([array], SUM) for array in arrays]
+        if group.rank == 0:
+            before = count
+            for _ in range(100):
+                group.engine.step()
+            found.append(count - before)
+            ready.set()
+        for call in reversed(calls):
+            call.wait()
+        assert [array[0] for array in arrays] == [2.0 + 2 * i for i in range(80)]
+
+    run("messages", 2, body)
+    assert found[0] <= 80
+
+
+def test_a_rank_that_waits_in_a_receive_is_met_by_a_call_made_before_the_send() -> None:
+    def body(world: World, group: RankGroup):
+        array, message = np.ones(3), np.array([7.0])
+        if group.rank == 0:
+            call = group.allreduce([array], SUM)
+            group.send(message, 1, 0).wait()
+        else:
+            got = np.zeros(1)
+            group.receive(got, 0, 0).wait()
+            assert got[0] == 7
+            call = group.allreduce([array], SUM)
+        call.wait()
+        assert array[0] == 2
+
+    run("memory", 2, body)
+
+
+def test_groups_of_some_ranks() -> None:
+    def body(world: World, group: RankGroup):
+        mine = [0, 3] if world.rank in (0, 3) else [2, 1]
+        part = world.group(mine, 2 if 0 in mine else 3, 20)
+        array = np.full(5, float(world.rank))
+        part.allreduce([array], SUM).wait()
+        group.barrier().wait()
+        return array[0], part.rank
+
+    assert run("memory", 4, body) == [(3, 0), (3, 1), (3, 0), (3, 1)]
+    assert run("mixed", 4, body) == [(3, 0), (3, 1), (3, 0), (3, 1)]
+
+
+def test_messages_between_two_ranks() -> None:
+    def body(world: World, group: RankGroup):
+        if group.rank == 0:
+            for tag, number in ((1, 10.0), (2, 20.0), (1, 11.0)):
+                group.send(np.full(2, number), 1, tag).wait()
+            group.send(np.full(70_000, 30.0), 1, 3).wait()
+            got = np.zeros(1)
+            assert sorted(group.receive(got, None, 4).wait() for _ in range(2)) == [1, 2]
+        else:
+            if group.rank == 1:
+                got = [np.zeros(2) for _ in range(3)]
+                calls = [group.receive(array, 0, tag) for array, tag in zip(got, (2, 1, 1), strict=True)]
+                long = np.zeros(70_000)
+                group.receive(long, None, 3).wait()
+                assert long[-1] == 30
+                for call in reversed(calls):
+                    assert call.wait() == 0
+                assert [array[1] for array in got] == [20, 10, 11]
+            group.send(np.zeros(1), 0, 4).wait()
+
+    run("memory", 3, body)
+
+
+@pytest.mark.parametrize("n", [3, 70_000])
+def test_a_message_of_another_length_is_an_error_of_who_receives_it(n: int) -> None:
+    def body(world: World, group: RankGroup):
+        if group.rank == 0:
+            group.send(np.zeros(n), 1, 0).wait()
+        else:
+            with pytest.raises(ShapeMismatch, match=rf"rank 0 of the group has {8 * n} bytes, .* has 16"):
+                group.receive(np.zeros(2), 0, 0).wait()
+
+    run("memory", 2, body)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+@pytest.mark.parametrize("different", ["length", "dtype", "operator", "call"])
+def test_different_calls_are_an_error_on_all_ranks(way: str, different: str) -> None:
+    def body(told: list, world: World, group: RankGroup):
+        last = group.rank == 2
+        n = 7 if last and different == "length" else 8
+        dtype = "float64" if last and different == "dtype" else "float32"
+        operator = OPERATORS["max" if last and different == "operator" else "sum"]
+        array = np.ones(n, dtype)
+        broadcasts = last and different == "call"
+        make = partial(group.broadcast, [array], 0) if broadcasts else partial(group.allreduce, [array], operator)
+        with pytest.raises((MismatchError, PeerError), match="same calls in the same order"):
+            make().wait()
+        told.append(group.rank)
+        with pytest.raises(MpikvError, match="not in step any more"):
+            group.barrier()
+
+    run_while_time_passes(way, 3, body, lookers=3, until=3)
+
+
+def test_who_finds_that_calls_differ_tells_the_others() -> None:
+    """Whoever asks later may find nobody there any more."""
+
+    def body(told: list, world: World, group: RankGroup):
+        call = group.allreduce([np.ones(4 + group.rank)], SUM)
+        call.asked = group.rank == 1  # so it will not ask
+        with pytest.raises((MismatchError, PeerError), match="same calls in the same order"):
+            call.wait()
+        told.append(group.rank)
+
+    run_while_time_passes("messages", 2, body, lookers=2, until=2)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_who_is_missing_is_named(way: str) -> None:
+    def body(told: list, world: World, group: RankGroup):
+        group.barrier().wait()
+        if group.rank != 1:
+            with pytest.raises(
+                StallError,
+                match=r"rank \d of 3 on localhost waited 0.5 s, its timeout in all_reduce \(sum\) of float32 4 \(call"
+                r" 2\) .* missing: rank 1 of 3 on localhost has made 1 calls",
+            ):
+                group.allreduce([np.ones(4, "float32")], SUM, SOON).wait()
+            told.append(group.rank)
+        world.group(range(3), 2, 20).barrier().wait()  # all are there until both have asked
+
+    run_while_time_passes(way, 3, body, lookers=3, until=2)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+@pytest.mark.parametrize("leaver", [0, 1], ids=["the holder of the board", "another rank"])
+def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> None:
+    """As by `raise SystemExit(3)`, which ends a program as if it were done."""
+    holders: list[World] = []
+
+    def body(told: list, world: World, group: RankGroup):
+        if group.rank == 0:
+            holders.append(world)
+        group.barrier().wait()
+        if group.rank != leaver:
+            said = rf"call 2 of .*, but rank {leaver} of 3 on localhost has left the job after 1 calls"
+            with pytest.raises(PeerError, match=said):
+                group.allreduce([np.ones(4, "float32")], SUM).wait()
+            told.append(group.rank)
+            both = Predicate(lambda: len(told) == 2)  # time goes on as long as two look at the clock
+            world.engine.wait(both, 60, lambda: StallError("the other has not heard"))
+
+    has_left = lambda: bool(holders) and leaver in holders[0].service.left  # noqa: E731
+    run_while_time_passes(way, 3, body, lookers=2, until=2, begin=has_left)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_who_has_left_after_its_part_is_not_to_blame(dropped: bool) -> None:
+    def body(told: list, world: World, group: RankGroup):
+        arrays = {rank: np.zeros(1) for rank in (1, 2)}
+        if group.rank == 0:
+            group.exchange("gather", {}, arrays, "").wait()
+            told.append(0)
+            return [arrays[rank][0] for rank in arrays]
+        if group.rank == 2:  # late
+            clock = world.engine.clock
+            come_s = clock.now_s() + 10
+            world.engine.wait(Predicate(lambda: clock.now_s() > come_s), 60, lambda: StallError("time stands still"))
+        group.exchange("gather", {0: np.ones(1)}, {}, "").wait()
+        if dropped:
+            world.drop(group)
+        return None
+
+    assert run_while_time_passes("messages", 3, body, lookers=2)[0] == [1, 1]
+
+
+def test_a_message_that_nobody_sends_is_an_error() -> None:
+    def body(told: list, world: World, group: RankGroup):
+        if group.rank == 0:
+            with pytest.raises(StallError, match="in recv from 1 with tag 5 of the process group of ranks 0, 1"):
+                group.receive(np.zeros(1), 1, 5, SOON).wait()
+            told.append(0)
+
+    run_while_time_passes("memory", 2, body, lookers=1)
+
+
+def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
+    def body(told: list, world: World, group: RankGroup):
+        array = np.ones(2)
+        if group.rank == 0:
+            call = group.allreduce([array], SUM)
+            with pytest.raises(StallError, match=r"waited 0.05 s, its timeout in all_reduce"):
+                call.wait(0.05)
+            told.append(0)
+            group.send(np.zeros(1), 1, 0).wait()
+            call.wait()
+        else:
+            group.receive(np.zeros(1), 0, 0).wait()
+            group.allreduce([array], SUM).wait()
+        assert array[0] == 2
+
+    run_while_time_passes("memory", 2, body, lookers=2)
+
+
+def test_a_destroyed_group_refuses_calls() -> None:
+    def body(world: World, group: RankGroup):
+        group.allreduce([np.ones(3)], SUM).wait()
+        group.close()
+        with pytest.raises(MpikvError, match="destroyed"):
+            group.barrier()
+
+    run("memory", 2, body)
+
+
+def test_bad_arguments() -> None:
+    def body(world: World, group: RankGroup):
+        with pytest.raises(ShapeMismatch, match="2 tensors for 1 ranks"):
+            group.allgather([(np.ones(2), [np.ones(2), np.ones(2)])])
+        with pytest.raises(ShapeMismatch, match="does not fit"):
+            group.reduce_scatter([([np.ones(3)], np.ones(2))], SUM)
+        with pytest.raises(ValueError, match="tags are 0 to"):
+            group.send(np.ones(1), 0, 1 << 40)
+        with pytest.raises(ValueError, match="tags are 0 to"):
+            group.receive(np.ones(1), 0, -1)
+        group.barrier().wait()  # none of these was a call
+
+    run("memory", 1, body)
+
+
+def test_tags_do_not_meet() -> None:
+    for max_tag in (2**23 - 1, 2**28 - 1, 2**31 - 1):
+        first, second = Tags.of(max_tag, 1), Tags.of(max_tag, 2047)
+        assert first.low_bits >= 11
+        tags = [one.of_call(number, 12345) for one in (first, second) for number in range(32)]
+        tags += [one.of_user(tag) for one in (first, second) for tag in (0, 1, 2**first.low_bits - 1)]
+        assert len(set(tags)) == len(tags)
+        assert all(1 + max(REPLY_TAGS) <= tag <= max_tag for tag in tags)
+    with pytest.raises(UnsupportedError, match="32767"):
+        Tags.of(32767, 1)
+    with pytest.raises(UnsupportedError, match="2047 process groups"):
+        Tags.of(2**23 - 1, 2048)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_the_board(way: str) -> None:
+    def body(told: list, world: World, group: RankGroup):
+        me = group.rank
+        world.ask("set", [f"key {me}"], [b"value"])
+        assert world.ask("get", [f"key {rank}" for rank in range(3)]) == [b"value"] * 3
+        world.ask("add", ["sum"], [b"2"])
+        group.barrier().wait()
+        assert world.ask("add", ["sum"], [b"0"]) == [b"6"]
+        assert world.ask("check", ["sum", "none"]) == [b"0"]
+        assert world.ask("compare_set", [f"c {me}"], [b"", b"new"]) == [b"new"]
+        assert world.ask("compare_set", [f"c {me}"], [b"old", b"other"]) == [b"new"]
+        world.ask("append", [f"c {me}"], [b"\n\0er"])
+        assert world.ask("get", [f"c {me}"]) == [b"new\n\0er"]
+        assert world.ask("delete", [f"c {me}"]) == [b"1"]
+        assert world.ask("delete", [f"c {me}"]) == [b"0"]
+        with pytest.raises(StallError, match=r"waited 0.05 s for another rank to set the keys nowhere"):
+            world.ask("get", ["nowhere"], timeout_s=0.05)
+        told.append(group.rank)
+        assert world.ask("get", ["sum"]) == [b"6"]  # the answer to this one, and not a late one
+        world.group(range(3), 2, 20).barrier().wait()  # who has been told looks at the clock until all have
+
+    run_while_time_passes(way, 3, body, lookers=3, until=3)
+
+
+@pytest.mark.parametrize("tell", [RankGroup.refuse, RankGroup._failed])
+def test_a_failure_that_is_told_before_the_group_is_there(tell) -> None:
+    """A rank that is late in making the group hears of it all the same, be it of one call or of all."""
+
+    def body(world, group):
+        error = ValueError("no list")
+        if world.rank == 1:
+            tell(world.group(range(2), 2, timeout_s=20), error)
+            world.ask("set", ["after it"], [b""])  # rank 0 answers one after the other
+        group.barrier().wait()
+        if world.rank == 0:
+            with pytest.raises(PeerError, match="has failed on rank 1 of 2 on localhost: ValueError: no list"):
+                world.group(range(2), 2, timeout_s=20).barrier().wait()
+
+    spawn_groups(2, body, config=Config(timeout_s=20))
+
+
+def test_a_request_that_the_board_cannot_answer_is_the_askers_error() -> None:
+    def body(world, group):
+        if world.rank == 0:
+            world.ask("set", ["word"], [b"no number"])
+        group.barrier().wait()
+        with pytest.raises(ValueError, match="add to the key 'word': its value is no number, but b'no number'"):
+            world.ask("add", ["word"], [b"1"])
+        group.barrier().wait()
+        assert world.ask("get", ["word"]) == [b"no number"]
+
+    spawn_groups(2, body, config=Config(timeout_s=20))
+
+
+def test_an_error_of_one_rank_is_raised_by_spawn() -> None:
+    def body(world: World, group: RankGroup):
+        if group.rank == 1:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RankError, match="mine"):
+        run("memory", 2, body, progress="thread")

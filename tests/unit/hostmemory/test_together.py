@@ -1,0 +1,283 @@
+"""Whether ranks are in the same call: all decide alike, whoever comes when, and nobody waits for ever.
+
+Most tests run on interleaved words (interleaving.py).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interleaving import Interleaving
+
+from mpikv.common.clock import VirtualClock
+from mpikv.common.digests import digest, history_hash
+from mpikv.hostmemory import together as module
+from mpikv.hostmemory.counters import Counters, row_words
+from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.segment import private_memory
+from mpikv.hostmemory.together import FREE, Together
+
+WORDS = row_words(FREE)
+
+
+def sides(world: Interleaving, patience: list, patch: pytest.MonkeyPatch) -> list[Together]:
+    """patience: of each rank, as a range: how often it yields before it gives up."""
+    world.flushing(patch)
+    made = []
+    for rank, yields in enumerate(patience):
+        patient = Patience(range(2), yields, lambda rank=rank: world.point(rank))
+        counters = Counters(world.host_memory(rank), 0, FREE, patience=patient)
+        made.append(Together(counters, step=lambda: False, patience_s=0.0))
+    return made
+
+
+def key_digest(key: int) -> int:
+    return digest("key", key)
+
+
+def play(world: Interleaving, ranks: list[Together], keys: list[int], calls: list[list[tuple[str, list[int]]]]):
+    """Each rank makes its calls, (how, positions in `keys`): 'wait' as pushpull, 'push' as push_async.
+
+    Returns for each rank and position how it was pushed: () alone, else the positions of the common call in order.
+    """
+    pushed = [[0] * len(keys) for _ in ranks]  # by rank and position, for the waits of calls that did not meet
+
+    def body(rank: int) -> list[tuple[int, ...]]:
+        together = ranks[rank]
+        log: list[tuple[int, ...]] = [(-1,)] * len(keys)
+        for how, positions in calls[rank]:
+            hashes = [key_digest(keys[position]) for position in positions]
+            call = digest(
+                "staged", [keys[position] for position in positions], [position * 64 for position in positions]
+            )
+            if how == "wait" and together.begin(call):
+                for position in positions:
+                    log[position] = tuple(positions)
+                together.end(history_hash(hashes), len(hashes))
+                continue
+            for position, hash_ in zip(positions, hashes, strict=True):
+                together.pushed(hash_, 1)
+                pushed[rank][position] = 1
+                log[position] = ()
+            while how == "wait" and not all(one[position] for one in pushed for position in positions):
+                world.point(rank)
+        return log
+
+    return world.run(body)
+
+
+def cut(draw_points: set[int], n: int) -> list[list[int]]:
+    bounds = [0, *sorted(draw_points), n]
+    return [list(range(a, b)) for a, b in pairwise(bounds) if a < b]
+
+
+@settings(max_examples=250)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_all_decide_alike_and_nobody_waits_for_ever(data, seed):
+    """Ranks push the same keys in the same order, cut into different calls, some of them without waiting."""
+    size = data.draw(st.integers(2, 5))
+    n = data.draw(st.integers(1, 5))
+    keys = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    common = data.draw(st.sets(st.integers(1, n - 1))) if n > 1 else set()
+    calls = []
+    for _ in range(size):
+        differs = data.draw(st.sampled_from([False, False, True]))
+        points = data.draw(st.sets(st.integers(1, n - 1))) if differs and n > 1 else common
+        groups = cut(points, n)
+        hows = [data.draw(st.sampled_from(["wait", "wait", "push"])) if differs else "wait" for _ in groups]
+        turned = [differs and data.draw(st.booleans()) for _ in groups]
+        calls.append(
+            [(how, group[::-1] if turn else group) for how, group, turn in zip(hows, groups, turned, strict=True)]
+        )
+    patience = [range(data.draw(st.sampled_from([0, 1, 2, 5, 20, 1000]))) for _ in range(size)]
+    world = Interleaving(size, size * WORDS, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        logs = play(world, sides(world, patience, patch), keys, calls)
+    assert all(log == logs[0] for log in logs), (logs, calls, patience)
+    assert (-1,) not in logs[0]
+
+
+@settings(max_examples=120)
+@given(size=st.integers(2, 5), seed=st.integers(0, 2**32), lengths=st.lists(st.integers(1, 3), min_size=1, max_size=6))
+def test_ranks_that_make_the_same_calls_and_are_patient_always_meet(size, seed, lengths):
+    """Else the steady state would not be without messages."""
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    calls = [("wait", list(range(a, b))) for a, b in pairwise(bounds)]
+    keys = [position % 3 for position in range(bounds[-1])]
+    world = Interleaving(size, size * WORDS, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        logs = play(world, sides(world, [range(10**6)] * size, patch), keys, [calls] * size)
+    expected = [tuple(positions) for _, positions in calls for _ in positions]
+    assert logs == [expected] * size
+
+
+class GrowingPatience:
+    """None the first time."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self):
+        found, self._next = self._next, 10**6
+        return iter(range(found))
+
+
+@settings(max_examples=60)
+@given(size=st.integers(2, 4), seed=st.integers(0, 2**32), impatient=st.integers(0, 3))
+def test_after_a_withdrawal_they_meet_again(size, seed, impatient):
+    """One rank has no patience the first time that it has to wait, all have much otherwise."""
+    calls = [("wait", [position]) for position in range(4)]
+    world = Interleaving(size, size * WORDS, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patience = [GrowingPatience() if rank == impatient % size else range(10**6) for rank in range(size)]
+        ranks = sides(world, patience, patch)
+        logs = play(world, ranks, [0, 1, 0, 1], [calls] * size)
+    apart = [position for position, met in enumerate(logs[0]) if met == ()]
+    assert len(apart) <= 1
+    assert logs == [[() if position in apart else (position,) for position in range(4)]] * size
+
+
+def test_a_missing_barrier_would_be_found():
+    """Else the interleavings above would prove little."""
+
+    def agree(seed: int) -> bool:
+        world = Interleaving(2, 2 * WORDS, seed)
+        with pytest.MonkeyPatch.context() as patch:
+            ranks = sides(world, [range(0)] * 2, patch)
+            patch.setattr(module, "fence", lambda: None)
+            try:
+                logs = play(world, ranks, [0, 1], [[("wait", [0]), ("wait", [1])]] * 2)
+            except AssertionError:
+                return False
+        return logs[0] == logs[1]
+
+    assert not all(agree(seed) for seed in range(200))
+
+
+# --- real memory and real threads, and a time that passes only where a test lets it
+
+
+def on_threads(size: int, body, *, meanwhile=lambda clock, over: None, patience_s: float = 1.0):
+    """`body(rank, together)` on a thread per rank; results in rank order. meanwhile(clock, over): on this thread."""
+    clock = VirtualClock()
+    results: list = [None] * size
+    errors = []
+    patience = Patience(range(3), range(3), lambda: time.sleep(0))
+
+    def thread(memory) -> None:
+        counters = Counters(memory, 0, FREE, patience=patience)
+        try:
+            together = Together(counters, step=lambda: False, clock=clock, patience_s=patience_s)
+            results[memory.rank] = body(memory.rank, together)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=thread, args=(memory,), daemon=True) for memory in private_memory(size)]
+    for one in threads:
+        one.start()
+    meanwhile(clock, lambda: not any(one.is_alive() for one in threads))
+    for one in threads:
+        one.join(30)
+        assert not one.is_alive()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def let_time_pass(clock, over):
+    """As much as the ranks' patience, again and again."""
+    while not over():
+        clock.advance(1.0, until=over)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_late_rank_is_waited_for(size, late):
+    come = threading.Event()
+
+    def body(rank, together):
+        if rank == late:
+            assert come.wait(20)
+        met = together.begin(digest("call"))
+        if met:
+            together.end(digest("a"), 1)
+        return met
+
+    def nearly(clock, over):
+        # The first rank waits for one after another; the others for the first.
+        clock.advance(0.9, turns=3, lookers=1 if late == 0 or size == 2 else 2)
+        come.set()
+
+    assert on_threads(size, body, meanwhile=nearly) == [True] * size
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_who_does_not_come_is_not_waited_for_for_ever(absent):
+    def body(rank, together):
+        return None if rank == absent else together.begin(digest("call"))
+
+    found = on_threads(3, body, meanwhile=let_time_pass)
+    assert found == [None if rank == absent else False for rank in range(3)]
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_another_call_or_another_history_ends_the_wait_at_once(other):
+    """No time passes."""
+
+    def another_call(rank, together):
+        met = together.begin(digest("other" if rank == other else "call"))
+        together.pushed(digest("a"), 1)
+        return met
+
+    def gone_past(rank, together):
+        if rank == other:
+            together.pushed(digest("a"), 1)
+            return False
+        met = together.begin(digest("call"))
+        together.pushed(digest("a"), 1)
+        return met
+
+    for body in (another_call, gone_past):
+        assert on_threads(3, body) == [False] * 3
+
+
+def test_the_order_of_earlier_pushes_does_not_matter_but_what_was_pushed_does():
+    def body(rank, together, keys):
+        for key in keys[rank]:
+            together.pushed(digest("key", key), 1)
+        return together.begin(digest("call"))
+
+    same = ["abca", "acba", "aabc"]
+    assert on_threads(3, lambda rank, together: body(rank, together, same)) == [True] * 3
+    for others in (["ab", "ab", "ac"], ["ac", "ab", "ab"], ["aab", "abb", "aab"]):
+        differ = lambda rank, together, others=others: body(rank, together, others)  # noqa: E731
+        assert on_threads(3, differ, meanwhile=let_time_pass) == [False] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_real_threads_with_little_patience_decide_alike(size):
+    def body(rank, together):
+        pauses = random.Random(rank)
+        decided = []
+        for i in range(150):
+            for _ in range(pauses.choice([0, 0, 0, 10, 100])):
+                time.sleep(0)
+            met = together.begin(digest("call", i % 3))
+            decided.append(met)
+            (together.end if met else together.pushed)(digest("key", i % 3), 1)
+        return decided
+
+    results = on_threads(size, body, meanwhile=let_time_pass)
+    assert all(result == results[0] for result in results)
+
+
+def test_digests_differ():
+    assert len({digest(), digest("a"), digest("b"), digest("a", "b"), digest(["a", "b"]), digest("ab"), digest(1)}) == 7
+    assert history_hash([digest("a"), digest("b")]) == history_hash([digest("b"), digest("a")])
+    assert 0 <= history_hash([2**64 - 1] * 5) < 2**64

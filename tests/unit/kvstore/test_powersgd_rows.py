@@ -1,0 +1,156 @@
+"""powersgd with the rows of a key: a gradient that has its rank in the key's shape arrives, however it is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv import optimizers
+from mpikv.codecs.compression import make, wire_of
+from mpikv.config import Config
+from mpikv.optimizers.states import load_states
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.place import Members, as_told, place
+from mpikv.strategies.pieces import Pieces, piece_elems
+from mpikv.testing.stores import spawn_stores
+
+RANK, F32 = 2, np.dtype(np.float32)
+
+
+def gradient(shape: tuple[int, ...], round_: int) -> np.ndarray:
+    """Of whole numbers, and of that rank as a matrix of rows; the same on all workers."""
+    numbers = np.random.default_rng(round_)
+    left, right = (numbers.integers(-4, 5, n) for n in ((shape[0], RANK), (RANK, int(np.prod(shape[1:])))))
+    return (left @ right).reshape(shape).astype(F32)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (30, 7, 5, 2), (5, 200)])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (3, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_it_arrives(shape: tuple[int, ...], workers: int, servers: int, optimizer: bool) -> None:
+    """A few rows of it, too, where owners or partitions have no more; nothing is owed then."""
+
+    def body(store: Any) -> Any:
+        store.init(["w", "b"], [np.zeros(shape, F32), np.zeros(5, F32)])
+        if optimizer:
+            store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
+        found = []
+        for round_ in range(3):
+            grad, bias = gradient(shape, round_), np.full(5, round_, F32)
+            store.pushpull(["w", "b"], [grad, bias])
+            found.append(grad)
+        return found, store.stats()["encoded_bytes"]
+
+    found = run(workers, servers, body)
+    expected = np.zeros(shape)
+    for round_ in range(3):
+        total = workers * gradient(shape, round_).astype(np.float64)
+        expected = expected - total if optimizer else total
+        for values, _ in found:
+            # Of the nearly square matrix more than nine tenths would be left over.
+            np.testing.assert_allclose(values[round_], expected, rtol=0, atol=2.0**-16 * np.linalg.norm(total))
+    assert all(n_bytes < 3 * workers * 4 * np.prod(shape) for _, n_bytes in found)
+
+
+def run(workers: int, servers: int, body: Any) -> list[Any]:
+    return spawn_stores(
+        "dist_sync",
+        workers,
+        body,
+        num_servers=servers,
+        hosts="abcdefgh"[: workers + servers],
+        config=Config(timeout_s=20.0, bigarray_bound_elems=100, partition_bytes=1200),
+        compression=make({"type": "powersgd", "rank": RANK, "force": True}),
+    )
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 2)])
+def test_states_are_kept_and_cut_anew(workers: int, servers: int, tmp_path: Path) -> None:
+    """Saved and loaded: the same bits. With other workers all owe the same together, and Q is made anew."""
+    path, again, shape = tmp_path / "states", tmp_path / "again", (64, 12)
+
+    def push(store: Any, round_: int) -> None:
+        rng = np.random.default_rng((store.rank, round_))
+        store.push("w", rng.standard_normal(shape, np.float32))
+
+    def begun(store: Any, value: np.ndarray) -> None:
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
+        store.init("w", value)
+
+    def first(store: Any) -> Any:
+        begun(store, np.zeros(shape, F32))
+        for round_ in range(2):
+            push(store, round_)
+        before = store.pull("w")
+        store.save_optimizer_states(path)
+        push(store, 2)
+        return before, store.pull("w").tobytes()
+
+    (before, expected), *_ = run(workers, servers, first)
+
+    def resumed(store: Any) -> Any:
+        begun(store, before)
+        store.load_optimizer_states(path)
+        push(store, 2)
+        return store.pull("w").tobytes()
+
+    assert run(workers, servers, resumed) == [expected] * workers
+
+    def more(store: Any) -> None:
+        begun(store, before)
+        store.load_optimizer_states(path)
+        store.save_optimizer_states(again)
+
+    run(3, 1, more)
+    owed = [np.zeros(shape[0] * shape[1]) for _ in range(2)]
+    for total, states in zip(owed, (path, again), strict=True):
+        for part in load_states(states).codecs:
+            total[part.begin : part.end] += part.state["residual"]
+            assert part.begin % shape[1] == part.end % shape[1] == 0
+            assert part.state["q"].shape == (shape[1], RANK)
+    assert owed[0].any()
+    np.testing.assert_allclose(owed[1], owed[0], rtol=2.0**-22, atol=2.0**-22)
+
+
+@pytest.mark.parametrize("servers", [0, 1, 3])
+@pytest.mark.parametrize("shape", [(100, 7), (3, 1000), (64, 3, 3, 3)])
+def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
+    row = int(np.prod(shape[1:]))
+    codec = make({"type": "powersgd", "force": True}).for_shape(shape)
+    info = KeyInfo("w", 0, shape, F32, codec.text)
+    hosts = tuple("abcdefgh"[: 4 + servers])
+    config = Config(bigarray_bound_elems=10, partition_bytes=1 << 11)
+    members = Members(hosts, (0, 1, 2, 3), tuple(range(4, 4 + servers)), config=config)
+    wire = wire_of(info)
+    found = place(members, info, load_bytes=[0] * servers, wire=wire)
+    assert all(bound % row == 0 for bound in found.bounds)
+    assert found.part_elems % row == 0
+    assert piece_elems(codec.push, F32) % row == 0
+    if servers:
+        assert as_told(members, info, found.told(), wire) == found
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 20), (2, 1 << 19), (1 << 20, 1)])
+@pytest.mark.parametrize("servers", [0, 2])
+def test_few_long_rows_are_cut_as_without_a_shape(shape: tuple[int, ...], servers: int) -> None:
+    """In their own shape nothing would be saved, and one owner would have all in one message."""
+    members = Members(tuple("abcdef"[: 4 + servers]), (0, 1, 2, 3), tuple(range(4, 4 + servers)))
+    placements, pieces = [], []
+    for one in (shape, (1 << 20,)):
+        codec = make({"type": "powersgd", "force": True}).for_shape(one)
+        info = KeyInfo("w", 0, one, F32, codec.text)
+        placements.append(place(members, info, load_bytes=[0] * servers, wire=wire_of(info)))
+        pieces.append(Pieces(info, codec.push).of((0, info.n_elems)))
+    assert placements[0] == placements[1]
+    assert pieces[0] == pieces[1]
+    assert len(pieces[0]) > 1
+
+
+def test_pieces_have_as_many_rows_as_columns() -> None:
+    """Factors of fewer rows would be as long as the rows."""
+    codec = make({"type": "powersgd"}).for_shape((4096, 25088)).push
+    assert piece_elems(codec, F32) == 25088 * 25088
+    assert codec.wire_bytes(2048 * 25088, F32) == 4 * 2 * (2048 + 25088)

@@ -1,0 +1,32 @@
+"""Which keys travel together: plans as pure values."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpikv.placement import buckets
+
+SIZES = st.lists(st.integers(0, 50), max_size=40)
+
+
+@given(SIZES, st.data())
+def test_every_key_is_in_one_bucket_and_none_is_too_large(sizes: list[int], data: st.DataObject) -> None:
+    dtypes = data.draw(st.lists(st.sampled_from(["float32", "float16"]), min_size=len(sizes), max_size=len(sizes)))
+    plan = buckets.plan(sizes, dtypes, first_bytes=10, limit_bytes=30)
+    assert sorted(i for group in plan for i in group) == list(range(len(sizes)))
+    for group in plan:
+        assert group == sorted(group)
+        assert len({dtypes[i] for i in group}) == 1
+        assert len(group) == 1 or sum(sizes[i] for i in group) <= 30
+
+
+def test_the_first_bucket_is_small_and_large_arrays_go_alone() -> None:
+    sizes = [4, 4, 4, 4, 4, 100, 4, 4, 20, 4]
+    assert buckets.plan(sizes, ["f"] * 10, first_bytes=8, limit_bytes=16) == [[0, 1], [5], [2, 3, 4, 6], [8], [7, 9]]
+    assert buckets.plan([], []) == []
+
+
+def test_a_bucket_leaves_as_soon_as_it_is_full() -> None:
+    sizes = [buckets.FIRST_BYTES // 2] * 3 + [buckets.LIMIT_BYTES // 4] * 9
+    assert [len(group) for group in buckets.plan(sizes, ["f"] * 12)] == [2, 4, 4, 2]

@@ -1,0 +1,136 @@
+"""The server's loop on a transport in slow motion: what waits goes by priority, little is on its way at a time."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mpikv.engine.running import Running
+from mpikv.server import loop
+from mpikv.server.core import ServerCore
+from mpikv.server.policy import Synchronous
+from mpikv.transports import wire
+from mpikv.transports.threads import Fabric
+
+PART_ELEMS = 1500  # above what the thread transport copies at once, so that messages wait until they are received
+PARTS = 6
+N = PART_ELEMS * PARTS
+WORKER, SERVER = 0, 1
+
+
+class Slow:
+    """One worker, moved by hand, and a server, which notes what it starts."""
+
+    def __init__(self, keys: int) -> None:
+        fabric = Fabric(2)
+        self.worker = fabric.rank(WORKER)
+        self.server = fabric.rank(SERVER)
+        self.started: list[tuple[str, int]] = []
+        self.unfinished: list[object] = []
+        self.most = 0
+        for call in ("irecv", "isend"):
+            self._note(call)
+        core = ServerCore(["worker 0"], Synchronous)
+        self.running = Running(loop.serve(self.server, [WORKER], core), "server")
+        for key in range(keys):
+            text = {"key": key, "shape": [N], "dtype": "float32", "begin": 0, "version": 0, "part": PART_ELEMS}
+            text["codec"] = "none"
+            payload = wire.with_text(json.dumps(text).encode(), np.full(N, key, np.float32).tobytes())
+            self.send(wire.Header(wire.INIT, key), payload)
+
+    def _note(self, call: str) -> None:
+        start = getattr(self.server, call)
+
+        def noting(buf, rank, tag):
+            request = start(buf, rank, tag)
+            self.unfinished = [*(one for one in self.unfinished if not one.test()), request]
+            self.most = max(self.most, len(self.unfinished))
+            self.started.append((call, tag))
+            return request
+
+        setattr(self.server, call, noting)
+
+    def send(self, header: wire.Header, payload=None) -> None:
+        self.worker.isend(wire.request(header, payload), SERVER, wire.TAG_REQUEST)
+        self.step()
+
+    def step(self) -> None:
+        while self.running.advance():
+            pass
+        self.running.test()
+
+
+def order_of(started):
+    """(tag, how many in a row)."""
+    found = []
+    for _, tag in started:
+        if found and found[-1][0] == tag:
+            found[-1][1] += 1
+        else:
+            found.append([tag, 1])
+    return [tuple(entry) for entry in found]
+
+
+@pytest.mark.parametrize("priorities", [(0, 5, 9), (0, -5, 3), (0, 10**20, 10**19)])
+def test_partitions_are_fetched_by_priority(priorities):
+    slow = Slow(3)
+    slow.started.clear()
+    tags = (11, 12, 13)
+    for key, tag, priority in zip(range(3), tags, priorities, strict=True):
+        slow.send(wire.Header(wire.PUSH, key, 0, 0, 1, tag, wire.clamped(priority)))
+    # The first push was alone when it came; what of it is on its way stays so.
+    first = [(wire.TAG_PAYLOAD + 11, loop.WINDOW)]
+    assert order_of(slow.started) == first
+    for _ in range(PARTS):
+        for tag in tags:
+            slow.worker.isend(np.ones(PART_ELEMS, np.float32), SERVER, wire.TAG_PAYLOAD + tag)
+        slow.step()
+    slow.step()
+    later = sorted(zip(priorities, (PARTS - loop.WINDOW, PARTS, PARTS), tags, strict=True), reverse=True)
+    expected = [(wire.TAG_PAYLOAD + tag, count) for _, count, tag in later]
+    assert order_of(slow.started[loop.WINDOW :]) == expected
+    assert slow.most <= loop.WINDOW
+
+
+def test_replies_leave_by_priority():
+    slow = Slow(3)
+    slow.started.clear()
+    for key, priority in ((0, 0), (1, 1), (2, 2)):
+        slow.send(wire.Header(wire.PULL, key, wire.TAG_REPLY + key, 0, 0, 0, priority))
+    outs = np.zeros((3, N), np.float32)
+    receives = []
+    for _ in range(PARTS):
+        for key in range(3):
+            begin = PART_ELEMS * sum(1 for other, _ in receives if other == key)
+            out = outs[key, begin : begin + PART_ELEMS]
+            receives.append((key, slow.worker.irecv(out, SERVER, wire.TAG_REPLY + key)))
+    for _ in range(3 * PARTS):
+        assert all(request.test() or True for _, request in receives)
+        slow.step()
+    assert all(request.test() for _, request in receives)
+    assert (outs == np.arange(3)[:, None]).all()
+    tags = [wire.TAG_REPLY + key for key in range(3)]
+    assert order_of(slow.started) == [
+        (tags[0], loop.WINDOW),
+        (tags[2], PARTS),
+        (tags[1], PARTS),
+        (tags[0], PARTS - loop.WINDOW),
+    ]
+    assert slow.most <= loop.WINDOW
+
+
+def test_the_loop_ends_when_the_last_reply_has_left():
+    slow = Slow(1)
+    slow.send(wire.Header(wire.PULL, 0, wire.TAG_REPLY, 0, 0))
+    slow.send(wire.Header(wire.BYE))
+    assert not slow.running.done
+    out = np.empty(N, np.float32)
+    for begin in range(0, N, PART_ELEMS):
+        request = slow.worker.irecv(out[begin : begin + PART_ELEMS], SERVER, wire.TAG_REPLY)
+        slow.step()
+        assert request.test()
+        slow.step()
+    assert slow.running.done
+    assert (out == 0).all()

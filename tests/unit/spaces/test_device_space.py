@@ -1,0 +1,271 @@
+"""Device memory on the fake CuPy: what the space puts into which stream, whose memory it is, and what CUDA refuses."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cupy import Machine, RaceError
+from fake_gpus import gpu_of, one_gpu
+
+from mpikv import optimizers
+from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.spaces import gpu as gpu_module
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.gpu import Gpu, OutOfDeviceMemory
+from mpikv.spaces.named import Spaces
+
+F4 = np.dtype(np.float32)
+
+
+@pytest.fixture
+def made() -> tuple[Any, DeviceSpace]:
+    cupy, gpu = one_gpu()
+    return cupy, DeviceSpace(gpu)
+
+
+def total(space: DeviceSpace, *arrays: Any, **more: Any) -> Any:
+    return space.total(space.callers(arrays), "a value", on_device=True, **more)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64])
+def test_arrays_of_callers_come_and_go(made: Any, dtype: Any) -> None:
+    cupy, space = made
+    values = np.arange(12).reshape(3, 4).astype(dtype)
+    on_gpu = cupy.asarray(values)
+    for first in (on_gpu, on_gpu.T, on_gpu[:, 1:3], on_gpu[0, 0], values):
+        taken = total(space, first)
+        expected = (first if isinstance(first, np.ndarray) else first.get()).reshape(-1)
+        assert np.array_equal(space.to_host(taken), expected)
+    assert space.to_host(total(space, on_gpu, on_gpu, values)).tolist() == (3 * values).reshape(-1).tolist()
+    assert space.to_host(total(space, on_gpu, on_gpu, combine=np.maximum)).tolist() == values.reshape(-1).tolist()
+    out, strided = cupy.zeros((4, 3), dtype), cupy.zeros((3, 4, 2), dtype)
+    (one, two) = space.callers([out, strided[:, :, 1]])
+    space.write(one, total(space, on_gpu), "out")
+    space.write(two, total(space, on_gpu), "out")
+    assert out.get().tolist() == values.reshape(4, 3).tolist()
+    assert strided.get()[:, :, 1].tolist() == values.tolist()
+    assert not strided.get()[:, :, 0].any()
+
+
+def test_memory_within_the_space(made: Any) -> None:
+    _, space = made
+    a, b = space.from_host(np.arange(8, dtype=F4)), space.zeros(8, F4)
+    space.copy(b, a)
+    space.copy(b[:2], 7)
+    space.scale(b, 0.5, b)
+    assert space.to_host(b).tolist() == [3.5, 3.5, 1, 1.5, 2, 2.5, 3, 3.5]
+    assert space.cast(b, F4) is b
+    assert space.cast(b, np.dtype(np.int32)).dtype == np.int32
+    space.copy(b, np.ones(8, F4))
+    assert space.to_host(b).tolist() == [1] * 8
+    host = space.pinned.take(32).view(F4)
+    space.fetch(host, a)
+    assert host.view(np.uint8).tolist() == [0xFF] * 32  # not before the host has seen the copy end
+    space.settle()
+    assert host.tolist() == list(range(8))
+    host[:] = 5
+    space.bring(b, host, beside=True)
+    with pytest.raises(RaceError), space.here():
+        np.add(b, a, out=a)
+    space.join()
+    with space.here():
+        np.add(b, b, out=b)
+    assert space.to_host(b).tolist() == [10] * 8
+
+
+def test_a_caller_may_go_on_at_once_and_is_not_waited_for(made: Any) -> None:
+    """What is pushed is copied in the caller's stream; the store's own does not wait for it before somebody asks."""
+    cupy, space = made
+    machine = cupy.machine
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        grad = cupy.asarray(np.ones(4, F4))
+        machine.hold(stream)  # a backward pass that takes long
+        grad += 1
+        pushed = total(space, grad)
+        grad += 1  # the caller's next pass: not in what was pushed
+        (out,) = space.callers([grad])
+    assert not space.arrived(pushed).test()
+    space.settle()  # nothing of that is behind the held stream
+    machine.hold(stream, held=False)
+    while not space.arrived(pushed).test():
+        pass
+    assert space.to_host(pushed).tolist() == [2] * 4
+    space.write(out, pushed, "out")
+    with stream:
+        assert (grad + 1).get().tolist() == [3] * 4
+
+
+def test_memory_of_a_push_is_used_again_only_behind_the_stores_stream() -> None:
+    cupy, gpu = one_gpu(eager=True)
+    space = DeviceSpace(gpu)
+    grad = cupy.asarray(np.ones(4, F4))
+    for _ in range(5):
+        pushed = total(space, grad)
+        space.follow(pushed)
+        with space.here():
+            pushed += 1
+        del pushed
+        grad += 1  # in another stream, in the order of which the next push is copied
+    gc.collect()
+    space.settle()
+    before = cupy.machine.counts["mallocs"]
+    for _ in range(20):
+        pushed = total(space, grad)
+        space.follow(pushed)
+        space.settle()
+    assert cupy.machine.counts["mallocs"] <= before + 1
+    total(space, grad)  # nobody has read it
+    gc.collect()
+    assert space.to_host(total(space, grad)).tolist() == [6] * 4
+
+
+def test_in_place(made: Any) -> None:
+    cupy, space = made
+    spaces = Spaces(device=space)
+    weight = cupy.asarray(np.ones((2, 2), F4))
+    (caller,) = spaces.callers([weight])
+    held = space.in_place(caller, "a weight")
+    space.follow(held)
+    with space.here():
+        held *= np.float32(3)
+    spaces.hand_back([caller])
+    assert (weight + 0).get().tolist() == [[3, 3], [3, 3]]
+    assert space.lies_in(held, spaces.callers([weight])[0])
+    assert not space.lies_in(held, spaces.callers([weight.copy()])[0])
+    assert space.in_place(spaces.callers([weight.T[:1]])[0], "a weight") is None
+    assert spaces.sums_of_squares([weight, np.full(3, 2.0)], ["a", "b"]) == [36.0, 12.0]
+    spaces.scale(weight, 0.5, "a weight")
+    assert weight.get().tolist() == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def test_another_gpus_arrays() -> None:
+    cupy = Machine(2).process()
+    space = DeviceSpace(gpu_of(cupy, 0))
+    with cupy.cuda.Device(1):
+        other = cupy.asarray(np.arange(4, dtype=F4))
+    assert space.to_host(total(space, other)).tolist() == [0, 1, 2, 3]
+    assert space.in_place(space.callers([other])[0], "a value") is None
+    space.write(space.callers([other])[0], total(space, np.ones(4, F4)), "out")
+    with cupy.cuda.Device(1):
+        assert other.get().tolist() == [1] * 4
+
+
+def test_a_thread_goes_back_to_the_gpu_that_its_caller_has_used_and_to_no_other() -> None:
+    cupy = Machine(3).process()
+    space = DeviceSpace(gpu_of(cupy, 2))
+    space.zeros(4, F4)
+    assert cupy.contexts == {2}  # none on GPU 0, where threads begin
+    assert cupy.cuda.runtime.getDevice() == 2
+    with cupy.cuda.Device(1):
+        cupy.zeros(1)
+        space.settle()
+        assert cupy.cuda.runtime.getDevice() == 1
+    current: list[int] = []
+    thread = threading.Thread(target=lambda: (space.zeros(4, F4), current.append(cupy.cuda.runtime.getDevice())))
+    thread.start()
+    thread.join()
+    assert (current, cupy.contexts) == ([2], {1, 2})
+
+
+def test_memory_that_runs_out_says_what_to_do() -> None:
+    _, gpu = one_gpu(memory_bytes=1 << 20)
+    space = DeviceSpace(gpu)
+    with pytest.raises(OutOfDeviceMemory, match=r"GPU 0 \(Fake GPU\) has no room: .* torch.cuda.empty_cache"):
+        space.empty(1 << 20, F4)
+    assert isinstance(OutOfDeviceMemory("x"), MemoryError)
+    space.empty(1 << 10, F4)
+
+
+def test_a_gpu_that_fails_ends_every_wait_with_an_error(made: Any) -> None:
+    cupy, space = made
+    request = space.begun()
+    cupy.machine.failed = 700
+    for call in (request.test, space.settle, lambda: space.zeros(1, F4)):
+        with pytest.raises(MpikvError, match=r"GPU 0 .* cannot use the GPU any more.* compute-sanitizer"):
+            call()
+
+
+def test_who_waits_for_the_gpu_sleeps_and_is_woken(made: Any) -> None:
+    cupy, space = made
+    rung, woken = threading.Event(), threading.Event()
+    space.rings(rung.set)
+    cupy.machine.hold(space.stream)
+    space.zeros(4, F4)
+    request = space.begun()
+
+    class Waiter:
+        def wake(self) -> None:
+            woken.set()
+
+    assert not request.test()
+    assert request.wakes(Waiter())  # type: ignore[attr-defined]
+    assert not woken.is_set()
+    cupy.machine.hold(space.stream, held=False)
+    assert woken.wait(30)
+    assert rung.wait(30)
+    assert request.test()
+    space.close()
+
+
+def test_what_the_store_holds_is_given_back() -> None:
+    cupy, gpu = one_gpu()
+    space = DeviceSpace(gpu)
+    array, pushed = space.zeros(1000, F4), total(space, cupy.zeros(10, F4))
+    shared = space.shared_empty(1000, F4)
+    assert space.stats()["device_bytes"] >= 8000
+    del array, pushed, shared
+    gc.collect()
+    space.close()
+    space.close()
+    assert space.stats()["device_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.names()))
+def test_formulas_are_those_of_the_host(made: Any, name: str) -> None:
+    """On the fake, which calculates as NumPy does, to the bit; launches do not grow with the length."""
+    cupy, space = made
+    counts = []
+    for n in (7, 70_001):
+        optimizer = optimizers.create(name)
+        weight = np.linspace(-1, 1, n, dtype=F4)
+        grad = np.linspace(2, -3, n, dtype=F4)
+        there = space.from_host(weight)
+        state, other = optimizer.init(weight), None
+        before = cupy.machine.counts["launches"], cupy.machine.counts["syncs"]
+        with space.here():
+            on_gpu = space.from_host(grad)
+            other = optimizer.init(there)
+            for _ in range(2):
+                state = optimizer.update("w", weight, grad, state)
+                other = optimizer.update("w", there, on_gpu, other)
+        counts.append(cupy.machine.counts["launches"] - before[0])
+        assert cupy.machine.counts["syncs"] == before[1]
+        np.testing.assert_allclose(space.to_host(there), weight, rtol=1e-6)
+    assert counts[0] == counts[1]
+
+
+def test_cupy_that_is_too_old_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = Machine().process()
+    with pytest.raises(UnsupportedError, match="GPU 1 cannot be used: this process sees 1"):
+        Gpu(1, cupy)
+    with pytest.raises(UnsupportedError, match="finds no GPU"):
+        Gpu(0, Machine().process(()))
+    monkeypatch.setattr(type(cupy), "__version__", "13.4.1")
+    with pytest.raises(UnsupportedError, match=r"CuPy 13.4.1 is too old, 14 is needed"):
+        Gpu(0, cupy)
+    monkeypatch.setattr(gpu_module, "import_cupy", lambda _: (_ for _ in ()).throw(UnsupportedError("not there")))
+    assert gpu_module.devices() == (0, "not there")
+
+
+def test_the_extras_ask_for_a_cupy_that_is_new_enough() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    found = re.findall(r'"cupy-cuda\d+x(?:\[ctk\])?>=(\d+)', text)
+    assert len(found) >= 4
+    assert set(found) == {str(gpu_module.LEAST_CUPY)}

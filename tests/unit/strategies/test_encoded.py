@@ -1,0 +1,476 @@
+"""What workers without servers send each other encoded: bits, bytes and messages, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import codecs_of_tests
+import ml_dtypes
+import numpy as np
+import pytest
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_modes import Mode
+
+from mpikv import optimizers
+from mpikv.arrays.as_numpy import sum_dtype
+from mpikv.codecs import registry
+from mpikv.codecs.compression import make
+from mpikv.collectives.labelled import NOTE_BYTES
+from mpikv.config import Config
+from mpikv.errors import ConfigError, StallError
+from mpikv.placement.keys import KeyInfo, even_bounds
+from mpikv.strategies import pieces
+from mpikv.strategies.pieces import Pieces, piece_elems
+from mpikv.testing.ranks import RankError
+from mpikv.testing.reference import add
+from mpikv.testing.stores import spawn_stores
+
+F32 = np.dtype(np.float32)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = (np.dtype(np.float16), BF16)
+LARGE = 3 * pieces.STEP_ELEMS + 5  # with `short_pieces` four of them for one worker
+SIZES = (0, 1, 7, LARGE)
+REVERSED, SIGN = codecs_of_tests.Reversed.name, codecs_of_tests.Sign.name
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MOST_ELEMS", pieces.STEP_ELEMS)
+
+
+def numbers(n: int, worker: int, round_: int, dtype: Any = F32) -> np.ndarray:
+    rng = np.random.default_rng([n, worker, round_])
+    return (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(dtype)
+
+
+def run(
+    workers: int, body: Any, compression: Any = "none", *, hosts: str = "", servers: int = 0, **config: Any
+) -> list[Any]:
+    """Of workers that are each on a host of its own, where nothing else is said."""
+    hosts = hosts or "abcdefgh"[: workers + servers]
+    # Messages are counted as collectives make them, and not as they travel together between hosts.
+    settings_ = Config(**{"timeout_s": 20.0, "bigarray_bound_elems": 10**9, "bucket_bytes": 0, **config})
+    return spawn_stores(
+        "dist_sync", workers, body, num_servers=servers, hosts=hosts, config=settings_, compression=make(compression)
+    )
+
+
+def placement_of(store: Any, key: Any = "w") -> Any:
+    return store.strategy.keys.queues[store.session.infos[key].id].way.placement
+
+
+def rounds(n: int, dtype: Any = F32, optimizer: str = "", n_rounds: int = 3, counts: bool = True) -> Any:
+    """A body: rounds of one key; what each of them gave, and the messages and bytes that this worker sent for it."""
+
+    def body(store: Any) -> Any:
+        store.init("w", np.linspace(-1, 1, n).astype(dtype))
+        if optimizer:
+            store.set_optimizer(optimizers.create(optimizer, learning_rate=0.1))
+        bits, sent = [], []
+        for round_ in range(n_rounds):
+            value = numbers(n, store.rank, round_, dtype)
+            before = store.stats()
+            store.pushpull("w", value)
+            after = store.stats()
+            bits.append(value.tobytes())
+            sent.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
+        return (bits, sent) if counts else bits
+
+    return body
+
+
+def expected_counts(
+    codec: Any, back: Any, dtype: np.dtype[Any], n: int, workers: int, *, gathers: bool
+) -> list[tuple[int, int]]:
+    """Of each worker, by the formula that the module promises, from the lengths of pieces alone."""
+    longest = piece_elems(codec, dtype)
+
+    def of(begin: int, end: int, one: Any) -> tuple[int, int]:
+        cuts = [*range(begin, end, longest if one is codec else piece_elems(one, dtype)), end]
+        return len(cuts) - 1, sum(one.wire_bytes(b - a, dtype) for a, b in pairwise(cuts))
+
+    bounds, found = even_bounds(n, workers), []
+    for me in range(workers):
+        if gathers:
+            messages, n_bytes = of(0, n, codec)
+            found.append(((workers - 1) * messages, (workers - 1) * n_bytes))
+            continue
+        pushed = [of(bounds[owner], bounds[owner + 1], codec) for owner in range(workers) if owner != me]
+        messages, n_bytes = of(bounds[me], bounds[me + 1], back)
+        found.append(
+            (
+                sum(one[0] for one in pushed) + (workers - 1) * messages,
+                sum(one[1] for one in pushed) + (workers - 1) * n_bytes,
+            )
+        )
+    return found
+
+
+# --- bits
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("codec", ["fp16", "bf16", REVERSED, SIGN])
+@pytest.mark.parametrize("optimizer", ["", "sgd"])
+def test_the_bits_are_those_of_a_server(codec: str, n: int, workers: int, optimizer: str, short_pieces: None) -> None:
+    """And messages and bytes are what the placement's algorithm costs: the owners' where an optimizer is set."""
+    compression = {"type": codec, "force": True}
+    found = run(workers, rounds(n, optimizer=optimizer), compression)
+    served = run(workers, rounds(n, optimizer=optimizer, counts=False), compression, servers=1)
+    assert [bits for bits, _ in found] == served
+    one, identity = registry.create(codec), registry.create("none")
+    gathers = not optimizer and workers * one.wire_bytes(n, F32) <= one.wire_bytes(n, F32) + 4 * n
+    counts = expected_counts(one, identity, F32, n, workers, gathers=gathers)
+    assert [sent for _, sent in found] == [[count] * 3 for count in counts]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("memory", ["hosts", "one host by messages"])
+def test_half_precision_travels_as_it_is(dtype: Any, n: int, workers: int, memory: str, short_pieces: None) -> None:
+    """Two bytes for each element, in both directions; added in float32 in the order of the workers, rounded once."""
+    changes = {} if memory == "hosts" else {"hosts": "a" * workers, "shared_memory": "off"}
+    found = run(workers, rounds(n, dtype), **changes)
+    sums = [add([numbers(n, worker, round_, dtype) for worker in range(workers)]).tobytes() for round_ in range(3)]
+    assert [bits for bits, _ in found] == [sums] * workers
+    identity = registry.create("none")
+    counts = expected_counts(identity, identity, dtype, n, workers, gathers=workers == 2)
+    assert [sent for _, sent in found] == [[count] * 3 for count in counts]
+    assert sum(n_bytes for _, n_bytes in counts) == 2 * (workers - 1) * 2 * n
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_half_precision_with_a_float32_master(dtype: Any) -> None:
+    """The bits of a server: the owner keeps the master, and what it sends is rounded once."""
+
+    def body(store: Any) -> Any:
+        store.init("w", np.linspace(-1, 1, 40).astype(dtype))
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1e-4, momentum=0.9, multi_precision=True))
+        found = []
+        for round_ in range(20):
+            value = (numbers(40, store.rank, round_) / 1000).astype(dtype)
+            store.pushpull("w", value)
+            found.append(value.tobytes())
+        return found
+
+    assert run(3, body) == run(3, body, servers=1)
+
+
+def test_gathered_values_are_those_of_owners(short_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = run(3, rounds(LARGE, counts=False), SIGN)
+    monkeypatch.setattr("mpikv.placement.place.Wire.gathers", lambda *_: False)
+    owners = run(3, rounds(LARGE, counts=False), SIGN)
+    assert gathered == owners
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 3 * pieces.STEP_ELEMS), min_size=1, max_size=4),
+    workers=st.integers(1, 4),
+    codec=st.sampled_from(["none", "fp16", REVERSED, SIGN]),
+    dtype=st.sampled_from([F32, *HALVES]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_sizes_in_any_order(sizes: list[int], workers: int, codec: str, dtype: Any, seed: int) -> None:
+    """Keys of a call travel side by side; each worker pushes them in another order and some calls ahead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MOST_ELEMS", pieces.STEP_ELEMS)
+
+        def body(store: Any) -> Any:
+            order, found = np.random.default_rng([seed, store.rank]), {}
+            store.init(list(range(len(sizes))), [np.zeros(n, dtype) for n in sizes])
+            requests = []
+            for round_ in range(2):
+                for key in order.permutation(len(sizes)).tolist():
+                    value = numbers(sizes[key], store.rank, round_, dtype)
+                    requests.append((store.pushpull_async(key, value, np.empty_like(value)), value))
+            for request, _ in requests:
+                request.wait()
+            for key in range(len(sizes)):
+                found[key] = store.pull(key).tobytes()
+            return found
+
+        found = run(workers, body, codec if codec == "none" else {"type": codec, "force": True})
+    for key, n in enumerate(sizes):
+        one = Pieces(KeyInfo(key, key, (n,), dtype, codec), registry.create(codec))
+        encoders = [Pieces(KeyInfo(key, key, (n,), dtype, codec), registry.create(codec)) for _ in range(workers)]
+        for round_ in range(2):
+            total = np.zeros(n, sum_dtype(dtype))
+            for worker in range(workers):
+                if n:
+                    term = np.empty_like(total)
+                    one.decode(encoders[worker].encode(numbers(n, worker, round_, dtype), (0, n)), term)
+                    total = term if worker == 0 else total + term
+        assert [of_worker[key] for of_worker in found] == [total.astype(dtype).tobytes()] * workers
+
+
+@pytest.mark.parametrize("op", ["mean", "min", "max", "prod"])
+def test_reductions(op: str) -> None:
+    def body(store: Any) -> Any:
+        store.init(["h", "w"], [np.zeros(9, np.float16), np.zeros(67, F32)])
+        values = [numbers(9, store.rank, 0, np.float16), numbers(67, store.rank, 0)]
+        store.pushpull(["h", "w"], values, op=op)
+        return [value.tobytes() for value in values]
+
+    compression = {"type": "fp16", "force": True}
+    assert run(3, body, compression) == run(3, body, compression, servers=1)
+
+
+def test_sums_alone_are_encoded() -> None:
+    """What is pushed while compression is suspended travels as it is, and what is owed meanwhile stays owed."""
+
+    def body(store: Any) -> Any:
+        found = []
+        store.init("w", np.zeros(67, F32))
+        for round_ in range(5):
+            value = numbers(67, store.rank, round_)
+            before = store.stats()["bytes_sent"]
+            if round_ == 2:
+                with store.session.compressions.suspend():
+                    store.pushpull("w", value)
+            else:
+                store.pushpull("w", value, op="max" if round_ == 3 else "sum")
+            found.append((value.tobytes(), store.stats()["bytes_sent"] - before, store.stats().get("encoded_bytes", 0)))
+        return found
+
+    found = run(3, body, SIGN)
+    served = run(3, body, SIGN, servers=1)
+    assert [[bits for bits, _, _ in one] for one in found] == [[bits for bits, _, _ in one] for one in served]
+    bounds = even_bounds(67, 3)
+    for rank, one in enumerate(found):
+        own = bounds[rank + 1] - bounds[rank]
+        plain = 4 * (67 - own) + 4 * 2 * own
+        notes = 2 * NOTE_BYTES  # that there is another reduction than in the round before
+        assert [sent for _, sent, _ in one] == [2 * 9, 2 * 9, plain, plain + notes, 2 * 9 + notes]  # 67 bits
+        assert [encoded for _, _, encoded in one] == [9, 18, 18, 18, 27]
+
+
+# --- labels
+
+
+@pytest.mark.parametrize("codec", ["fp16", REVERSED])
+def test_workers_with_different_factors(codec: str) -> None:
+    """Each worker's values are scaled once they are decoded: powers of two change no bit."""
+
+    def body(store: Any, *, alike: bool = False) -> Any:
+        optimizer = optimizers.create("sgd", learning_rate=0.5, momentum=0.5)
+        store.init("w", np.zeros(67, F32))
+        store.set_optimizer(optimizer)
+        found = []
+        for round_ in range(4):
+            factor = 1.0 if round_ == 0 else 2.0 ** (store.rank - 1)
+            optimizer.rescale_grad = 1.0 if alike else factor
+            value = np.round(numbers(67, store.rank, round_)).clip(-50, 50).astype(F32)
+            store.push("w", value * F32.type(factor) if alike else value)
+            found.append(store.pull("w").tobytes())
+        return found
+
+    assert run(3, body, {"type": codec, "force": True}) == run(3, lambda store: body(store, alike=True))
+
+
+def test_workers_with_different_attributes_update_nothing() -> None:
+    def body(store: Any) -> Any:
+        optimizer = optimizers.create("sgd", learning_rate=0.5)
+        store.init("w", np.zeros(2, F32))  # worker 2 owns nothing
+        store.set_optimizer(optimizer)
+        store.pushpull("w", value := np.ones(2, F32))
+        optimizer.learning_rate = 0.5 if store.rank else 0.25
+        with pytest.raises(ConfigError, match=r"key 'w'.*round 2|round 2.*key 'w'"):
+            store.pushpull("w", np.ones(2, F32))
+        return value.tolist()
+
+    assert run(3, body, {"type": "fp16", "force": True}) == [[-1.5, -1.5]] * 3
+
+
+def test_workers_with_different_reductions() -> None:
+    """A sum, which is encoded, meets a maximum, which is not: messages have other lengths, which ends the job."""
+
+    def body(store: Any) -> None:
+        store.init("w", np.zeros(67, F32))
+        store.pushpull("w", np.ones(67, F32), op="max" if store.rank else "sum")
+
+    with pytest.raises(RankError, match=r"rank 1: ShapeMismatch: message from rank 0.*: 9 bytes, 164 expected"):
+        run(2, body, SIGN, timeout_s=3.0)
+
+
+# --- what stays owed
+
+
+def test_what_is_owed_stays_owed_when_owners_come() -> None:
+    """Up to `set_optimizer` all workers gather; then owners do, with the residuals of the values gathered before."""
+
+    def body(store: Any, *, late: bool) -> Any:
+        found = []
+        store.init("w", np.zeros(LARGE, F32))
+        for round_ in range(6):
+            if round_ == 3:
+                assert placement_of(store).algorithm == ("gather" if late else "owners")
+                store.set_optimizer(optimizers.create("test"))
+                assert placement_of(store).algorithm == "owners"
+            value = numbers(LARGE, store.rank, round_)
+            store.pushpull("w", value)
+            found.append(value.tobytes())
+        return found
+
+    gathered = run(3, lambda store: body(store, late=True), SIGN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpikv.placement.place.Wire.gathers", lambda *_: False)
+        owners = run(3, lambda store: body(store, late=False), SIGN)
+    assert gathered == owners
+
+
+# --- the way back
+
+
+@pytest.mark.parametrize("optimizer", ["", "sgd"])
+def test_what_comes_back_is_rounded_for_all(optimizer: str, short_pieces: None) -> None:
+    """All workers, the owner too, see the values rounded; it updates the exact ones."""
+
+    def exact(store: Any) -> Any:
+        return rounds(LARGE, optimizer=optimizer, counts=False)(store)
+
+    plain = run(3, exact, {"type": REVERSED, "force": True})
+    rounded = run(3, rounds(LARGE, optimizer=optimizer), {"type": REVERSED, "pull": "fp16", "force": True})
+    half = registry.create({"type": "fp16", "error_feedback": False})
+    for bits, _ in rounded:
+        for found, value in zip(bits, plain[0], strict=True):
+            data = half.encode(np.frombuffer(value, F32), {})
+            assert found == data.astype(F32).tobytes()
+    codec = registry.create(REVERSED)
+    counts = expected_counts(codec, half, F32, LARGE, 3, gathers=False)
+    assert [sent for _, sent in rounded] == [[count] * 3 for count in counts]
+
+
+def test_what_the_way_back_loses_is_made_up_for_by_the_owner() -> None:
+    """A codec with a state: over many rounds of one sum its mean comes near that sum."""
+    n, n_rounds = 5, 64
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(n, F32))
+        total = np.zeros(n, F32)
+        for _ in range(n_rounds):
+            value = np.linspace(-0.1, 0.1, n).astype(F32)
+            store.pushpull("w", value)
+            total += value
+        return total.tolist()
+
+    found = run(3, body, {"type": REVERSED, "pull": SIGN, "force": True})
+    assert found[0] == found[1] == found[2]
+    wanted = 3 * n_rounds * np.linspace(-0.1, 0.1, n)
+    assert np.abs(np.array(found[0]) - wanted).max() <= 1.0  # twice the threshold: what is still owed
+
+
+# --- placed so
+
+
+@pytest.mark.parametrize(
+    ("hosts", "compression", "path", "algorithm"),
+    [
+        ("abc", "none", "messages", "naive"),
+        ("abc", "fp16", "encoded", "gather"),
+        ("abcd", "fp16", "encoded", "owners"),
+        ("abc", {"type": "fp16", "pull": "fp16"}, "encoded", "owners"),
+        ("aaa", "fp16", "direct", "naive"),
+        ("aaa", {"type": "fp16", "force": True}, "encoded", "gather"),
+        ("a", SIGN, "messages", "naive"),
+        ("aabb", SIGN, "encoded", "gather"),
+        ("aabb", "fp16", "hosted", "hierarchical"),  # 12 bytes for each element, where hosts send 8
+        ("aabb", {"type": "fp16", "force": True}, "encoded", "owners"),
+        ("aabb", {"type": SIGN, "pull": "fp16"}, "encoded", "owners"),
+    ],
+)
+def test_which_keys_go_encoded(hosts: str, compression: Any, path: str, algorithm: str) -> None:
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(1000, F32))
+        store.pushpull("w", value := np.ones(1000, F32))
+        placement = placement_of(store)
+        return placement.path, placement.algorithm, np.unique(value).size
+
+    assert run(len(hosts), body, compression, hosts=hosts) == [(path, algorithm, 1)] * len(hosts)
+
+
+def test_integers_travel_as_they_are() -> None:
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(9, np.int32))
+        store.pushpull("w", value := np.arange(9, dtype=np.int32))
+        return placement_of(store).path, value.tolist()
+
+    assert run(2, body, {"type": SIGN, "force": True}) == [("messages", list(range(0, 18, 2)))] * 2
+
+
+def test_keys_that_travel_together_have_one_codec() -> None:
+    """Three keys, two codecs: those of one codec make a bucket, whose residuals are each key's own."""
+
+    def body(store: Any, *, together: bool) -> Any:
+        for key, codec in zip("abc", (SIGN, "none", SIGN), strict=True):
+            store.session.compressions.of_new_keys = make(codec)
+            store.init(key, np.zeros(67, F32))
+        if together:
+            store.strategy.bucket(list("abc"))
+            queues = store.strategy.keys.queues
+            of = [queues[store.session.infos[key].id] for key in "abc"]
+            assert of[0] is of[2]
+            assert of[0] is not of[1]
+            assert [queue.way.placement.path for queue in of] == ["encoded", "messages", "encoded"]
+        found = []
+        for round_ in range(3):
+            values = [numbers(67, store.rank, 10 * round_ + i) for i in range(3)]
+            store.pushpull(list("abc"), values)
+            found += [value.tobytes() for value in values]
+        return found
+
+    assert run(2, lambda store: body(store, together=True)) == run(2, lambda store: body(store, together=False))
+
+
+def test_callers_arrays_stay_as_they_are() -> None:
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(67, F32))
+        for round_ in range(2):  # the second one by a prepared call
+            value, out = numbers(67, store.rank, round_), np.empty(67, F32)
+            before = value.tobytes()
+            for _ in range(2):
+                store.pushpull("w", value, out)
+                assert value.tobytes() == before
+        return out.tobytes()
+
+    assert len(set(run(3, body, {"type": "fp16", "force": True}))) == 1
+
+
+@pytest.mark.parametrize("codec", ["fp16", SIGN])
+def test_keys_on_a_gpu_go_staged(codec: str) -> None:
+    """The bits of the host; a codec for the way back leaves them uncompressed."""
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(67, F32))
+        store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
+        found = []
+        for round_ in range(3):
+            store.push("w", numbers(67, store.rank, round_))
+            found.append(np.asarray(store.pull("w")).tobytes())
+        return found
+
+    mode = Mode("dist_sync", 3, device="staged", codec=codec)
+    assert mode.run(body) == mode._replace(device="").run(body)
+
+
+# --- what goes wrong
+
+
+def test_a_worker_that_does_not_push() -> None:
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(67, F32))
+        store.pushpull("w", np.ones(67, F32))
+        if store.rank != 1:
+            store.pushpull("w", np.ones(67, F32))
+
+    with pytest.raises(RankError) as caught:
+        run(3, body, "fp16", timeout_s=0.5)
+    stalls = [error for error in caught.value.errors.values() if isinstance(error, StallError)]
+    assert any("key 'w'" in str(error) and "round 2" in str(error) for error in stalls)

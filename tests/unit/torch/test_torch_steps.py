@@ -1,0 +1,207 @@
+"""Optimizers of torch.optim that differ between workers: an error on all, by what travels with the gradients."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import frameworks
+import numpy as np
+import pytest
+
+torch = frameworks.need("torch")
+
+import torch_nets as nets  # noqa: E402
+from store_modes import mode_id  # noqa: E402
+from torch.optim import lr_scheduler  # noqa: E402
+
+import mpikv.torch as mt  # noqa: E402
+from mpikv import Trainer  # noqa: E402
+from mpikv.create import notices  # noqa: E402
+from mpikv.errors import ConfigError  # noqa: E402
+from mpikv.torch.steps import lines_of  # noqa: E402
+
+TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
+
+
+def linear() -> Any:
+    return nets.seeded(lambda: torch.nn.Linear(2, 1))
+
+
+def step(model: Any, optimizer: Any, n: int = 1) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(n, 2)).mean().backward()
+    optimizer.step()
+
+
+@TWO
+def test_learning_rates_that_differ_are_an_error_on_all_workers(mode: Any) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(linear(), store)
+        optimizer = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.25)
+        step(model, optimizer)
+        step(model, optimizer)
+        optimizer.param_groups[1]["lr"] = 0.5 + store.rank * 1e-9
+        step(model, optimizer)
+        said = r"worker 0: Adam, parameter group 1: lr=0.5; worker 1: Adam, parameter group 1: lr=0.500000001"
+        with pytest.raises(ConfigError, match=said):
+            step(model, optimizer)
+        optimizer.param_groups[1]["lr"] = 0.5
+        step(model, optimizer)
+        step(model, optimizer)
+
+    mode.run(body)
+
+
+@TWO
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [
+        (lambda rank, ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5 * rank), "SGD, parameter group 0: momentum=0.5"),
+        (lambda rank, ps: torch.optim.Adam(ps, betas=(0.9, 0.99 + rank / 500)), r"betas=\(0.9, 0.992\)"),
+        (lambda rank, ps: (torch.optim.Adam, torch.optim.AdamW)[rank](ps), "AdamW, parameter group 0"),
+    ],
+)
+def test_whatever_differs_is_named(mode: Any, mine: Any, said: str) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(linear(), store)
+        optimizer = mine(store.rank, model.parameters())
+        step(model, optimizer)
+        with pytest.raises(ConfigError, match=said):
+            step(model, optimizer)
+
+    mode.run(body)
+
+
+def test_equal_settings_in_any_form_are_equal() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(linear(), store)
+        rate = (0.5, np.float64(0.5))[store.rank]
+        betas = ((0.9, 0.99), [0.9, 0.99])[store.rank]
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=betas, weight_decay=(0, 0.0)[store.rank])
+        other = torch.nn.Parameter(torch.ones(1))  # of this worker alone
+        own = torch.optim.SGD([other], lr=0.1 + store.rank)
+        for _ in range(3):
+            other.grad = torch.ones(1)
+            own.step()
+            step(model, optimizer)
+
+    nets.HERE.run(body)
+
+
+def test_the_text_of_settings() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    group = {"lr": torch.tensor(0.5), "n": 2, "betas": (0.5, 1), "on": None, "name": "a", "what": object()}
+    lines = lines_of(torch.optim.SGD([parameter], lr=1.0), [{"params": [parameter], **group}])
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        "betas=(0.5, 1.0)",
+        "lr=0.5",
+        "n=2.0",
+        "name='a'",
+        "on=None",
+    ]
+
+
+def test_two_optimizers_one_of_which_steps_now_and_then() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(linear(), store)
+        first = torch.optim.SGD([model.weight], lr=0.1)
+        second = torch.optim.Adam([model.bias], lr=0.1)
+        for i in range(4):
+            step(model, first)
+            if i % 2:
+                second.step()
+        second.param_groups[0]["lr"] += store.rank
+        second.step()
+        with pytest.raises(ConfigError, match=r"worker 1: Adam, parameter group 0: lr=1.1"):
+            step(model, first)
+
+    nets.HERE.run(body)
+
+
+@TWO
+def test_a_scheduler_inside_join(mode: Any) -> None:
+    """Stepped per batch, it has made fewer steps on the worker that leaves early."""
+
+    def train(store: Any, *, given: bool) -> Any:
+        model = mt.DistributedModel(linear(), store)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        for _ in range(2):
+            with model.join(optimizer, scheduler if given else None):
+                for _ in range(3 + store.rank):
+                    step(model, optimizer)
+                    scheduler.step()
+        return nets.snapshot(model), optimizer.param_groups[0]["lr"], scheduler.last_epoch
+
+    def body(store: Any) -> Any:
+        with pytest.raises(ConfigError, match=r"lr=.*join\(optimizer, scheduler\)"):
+            train(store, given=False)
+        return train(store, given=True)
+
+    results = mode.run(body)
+    nets.same_on_all([weights for weights, *_ in results])
+    assert [rest for _, *rest in results] == [[pytest.approx(0.1 / 9), 8]] * 2
+
+
+@TWO
+def test_a_distributed_optimizer_is_compared_before_its_first_step(mode: Any) -> None:
+    def body(store: Any) -> None:
+        net = linear()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + store.rank)
+        optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store)
+        net(torch.ones(1, 2)).mean().backward()
+        before = nets.snapshot(net)
+        with pytest.raises(ConfigError, match=r"worker 0: SGD, parameter group 0: lr=0.1; worker 1: .*lr=1.1"):
+            optimizer.step()
+        assert all(torch.equal(before[name], value) for name, value in nets.snapshot(net).items())
+
+    mode.run(body)
+
+
+def test_it_costs_no_message() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(linear(), store)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def calls() -> int:
+            stats = store.stats()
+            return stats["direct_calls"] + stats["declined_calls"]
+
+        step(model, optimizer)
+        before = calls()
+        step(model, optimizer)
+        assert calls() == before + 1
+
+    nets.HERE.run(body)
+
+
+@pytest.mark.parametrize("codec", ["1bit", "2bit", "topk", "int8"])
+@pytest.mark.parametrize("way", ["model", "optimizer", "trainer"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
+
+    def body(store: Any) -> None:
+        net: Any = linear()
+        compression = {"type": codec, "force": True}
+        if way == "trainer":
+            for one in (kind, kind.__name__.lower()):
+                Trainer(net, one, {"learning_rate": 0.1}, store, compression)
+            return
+        if way == "model":
+            net = mt.DistributedModel(net, store, compression=compression)
+            optimizer = kind(net.parameters(), lr=0.1)
+        else:
+            optimizer = kind(net.parameters(), lr=0.1)
+            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, compression=compression)
+        for _ in range(4):
+            step(net, optimizer)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        nets.HERE.run(body)
+    found = [str(one.message) for one in seen if "Adam divides" in str(one.message)]
+    expected = codec != "int8" and kind is torch.optim.AdamW
+    assert len(found) == expected
+    assert all(repr(codec) in text and "'int8'" in text for text in found)

@@ -1,0 +1,532 @@
+"""Parameter and Trainer, in one process: on a local store with several devices, and without a store.
+
+The optimizer `test` (weight += rescale_grad * grad) and whole numbers make the expected weights exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import frameworks
+import numpy as np
+import pytest
+
+from mpikv import kv, optimizers
+from mpikv.create import spec
+from mpikv.create.assembly import local_store
+from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.trainer.parameter import Parameter
+from mpikv.trainer.trainer import Trainer
+
+
+def renamed(kind: str) -> KVStore:
+    """A store that says it is of another type: for the decisions that hang on the type alone."""
+    return local_store(kind, spec.parse("local"))
+
+
+def parameters(devices: int = 1) -> dict[str, Parameter]:
+    names = [f"cpu:{i}" for i in range(devices)]
+    return {
+        "weight": Parameter(np.array([[1.0, 2.0], [3.0, 4.0]]), devices=names),
+        "bias": Parameter(np.array([5.0, 6.0, 7.0], dtype=np.float32), devices=names),
+    }
+
+
+def backward(params: dict[str, Parameter], step: int) -> None:
+    """Gradients that differ by device, parameter and step."""
+    for p, parameter in enumerate(params.values()):
+        for d, grad in enumerate(parameter.list_grad()):
+            grad[...] = 4 * (10 * step + 3 * p + d) + 8
+
+
+def total(step: int, p: int, devices: int) -> int:
+    return sum(4 * (10 * step + 3 * p + d) + 8 for d in range(devices))
+
+
+# ---- Parameter
+
+
+def test_parameter_is_the_array_itself() -> None:
+    array = np.ones((2, 3), dtype=np.float32)
+    parameter = Parameter(array, "w")
+    assert parameter.data is array
+    assert parameter.grad.shape == (2, 3)
+    assert parameter.grad.dtype == np.float32
+    assert not parameter.grad.any()
+    parameter.data -= 1
+    parameter.grad += 2
+    parameter.grad = np.full((2, 3), 4)
+    assert not array.any()
+    assert (parameter.grad == 4).all()
+    parameter.zero_grad()
+    assert not parameter.grad.any()
+    assert repr(parameter) == "Parameter(w, shape=(2, 3), dtype=float32)"
+
+
+def test_parameter_on_devices() -> None:
+    array = np.array([1.0, np.inf])
+    parameter = Parameter(array, devices=["cpu:0", "cpu:1"])
+    first, second = parameter.list_data()
+    assert not np.shares_memory(first, second)
+    assert not np.shares_memory(first, array)
+    assert [grad.tolist() for grad in parameter.list_grad()] == [[0, 0], [0, 0]]
+    parameter.data = [2.0, 3.0]
+    assert first.tolist() == second.tolist() == [2, 3]
+    with pytest.raises(ValueError, match="has 2 gradients, one per device: write into list_grad"):
+        parameter.grad = np.zeros(2)
+
+
+def test_parameter_of_a_shape() -> None:
+    assert Parameter(shape=(2, 2), init=3).data.tolist() == [[3, 3], [3, 3]]
+    assert Parameter(shape=(2,)).dtype == np.float32
+    assert Parameter(shape=[3], init=lambda shape: range(*shape), dtype="float64").data.tolist() == [0, 1, 2]
+    assert Parameter(shape=()).data.shape == ()
+    assert Parameter([1, 2]).data.dtype == np.int64
+    assert Parameter([1, 2], dtype="float16").data.dtype == np.float16
+
+
+def read_only() -> np.ndarray:
+    array = np.zeros(2)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (Parameter, ValueError, "not both or neither"),
+        (lambda: Parameter(np.zeros(2), shape=(2,)), ValueError, "not both or neither"),
+        (lambda: Parameter(np.zeros(2), 3), TypeError, "the name of a parameter is a str"),
+        (lambda: Parameter(np.zeros(2), grad_req="no"), ValueError, "grad_req must be one of 'write', 'add', 'null'"),
+        (lambda: Parameter(np.zeros(2), devices=[]), ValueError, "devices is empty"),
+        (lambda: Parameter(np.zeros(2), devices=["tpu"]), ValueError, "'tpu' is no device"),
+        (lambda: Parameter(np.zeros(2, dtype=complex)), UnsupportedError, "complex128"),
+        (lambda: Parameter("w"), UnsupportedError, "dtype"),
+        (lambda: Parameter(read_only()), UnsupportedError, "read-only"),
+        (lambda: Parameter(shape=(2,), init=lambda shape: np.zeros(3)), ValueError, r"shape \(3,\).*has shape \(2,\)"),
+        (
+            lambda: setattr(Parameter(np.zeros(2)), "data", np.zeros(3)),
+            ValueError,
+            r"must have shape \(2,\), got \(3,\)",
+        ),
+    ],
+)
+def test_bad_parameters(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+# ---- the step
+
+MODES: list[tuple[Any, bool | None, int]] = [
+    (None, None, 1),
+    (None, None, 2),
+    ("device", None, 1),
+    ("device", None, 2),
+    ("local", None, 3),
+    ("local", False, 2),
+    (lambda: kv.create("local"), None, 1),
+    (lambda: kv.create("local"), False, 2),
+    (lambda: kv.create("device"), True, 2),
+]
+
+
+@pytest.mark.parametrize(("store", "on_store", "devices"), MODES)
+def test_steps(store: Any, on_store: bool | None, devices: int) -> None:
+    params = parameters(devices)
+    expected = {name: p.data.copy() for name, p in params.items()}
+    trainer = Trainer(
+        params, "test", {"rescale_grad": 2.0}, kvstore=store() if callable(store) else store, update_on_kvstore=on_store
+    )
+    for step in range(3):
+        backward(params, step)
+        trainer.step(batch_size=4)
+        for p, (name, parameter) in enumerate(params.items()):
+            expected[name] += total(step, p, devices) * 2 / 4
+            for replica in parameter.list_data():
+                assert np.array_equal(replica, expected[name])
+
+
+@pytest.mark.parametrize(("store", "on_store", "devices"), MODES)
+def test_momentum_schedule_and_changed_rates(store: Any, on_store: bool | None, devices: int) -> None:
+    """Against SGD written out by hand, in float64."""
+    values = np.array([0.5, -1.0, 2.0])
+    parameter = Parameter(values, "w", devices=["cpu"] * devices)
+    trainer = Trainer(
+        [parameter],
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
+        kvstore=store() if callable(store) else store,
+        update_on_kvstore=on_store,
+    )
+    w, mom = values.copy(), np.zeros(3)
+    for step in range(6):
+        rate = 0.1 if step < 3 else 0.025
+        if step == 3:
+            trainer.set_learning_rate(0.025)
+        assert trainer.learning_rate == rate
+        batch_size = 8 + step  # a last batch may be smaller: the factor must follow
+        grads = [np.array([1.0, 2.0, 3.0]) * (step + 1) * (d + 1) for d in range(devices)]
+        for replica, grad in zip(parameter.list_grad(), grads, strict=True):
+            replica[...] = grad
+        trainer.step(batch_size)
+        mom = 0.9 * mom - rate * (sum(grads) / batch_size + 0.01 * w)
+        w = w + mom
+        np.testing.assert_allclose(parameter.data, w, rtol=1e-13)
+
+
+def test_without_a_store_nothing_is_copied() -> None:
+    array = np.zeros(3)
+    parameter = Parameter(array)
+    trainer = Trainer([parameter], "test")
+    assert trainer.kvstore is None
+    parameter.grad[:] = 2
+    trainer.step(1)
+    assert array.tolist() == [2, 2, 2]
+    array[:] = 10  # the model may change its weights between steps
+    trainer.step(1)
+    assert parameter.data is array
+    assert array.tolist() == [12, 12, 12]
+
+
+def test_non_contiguous_weights() -> None:
+    whole = np.zeros((3, 4))
+    for store in (None, kv.create("local")):
+        whole[:] = 0
+        parameter = Parameter(whole[:, ::2])
+        trainer = Trainer([parameter], "test", kvstore=store)
+        parameter.grad = np.arange(6).reshape(3, 2)
+        trainer.step(1)
+        trainer.step(1)
+        assert whole[:, ::2].tolist() == [[0, 2], [4, 6], [8, 10]]
+        assert not whole[:, 1::2].any()
+
+
+def test_replicas_begin_equal() -> None:
+    for store in (None, "device"):
+        parameter = Parameter(np.zeros(2), devices=["cpu", "cpu"])
+        parameter.list_data()[1][:] = 9
+        Trainer([parameter], "sgd", kvstore=store)
+        assert parameter.list_data()[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("store", [None, "local"])
+def test_allreduce_then_update(store: str | None) -> None:
+    params = parameters(2)
+    trainer = Trainer(params, "test", kvstore=store, update_on_kvstore=False if store else None)
+    backward(params, 0)
+    trainer.allreduce_grads()
+    for p, parameter in enumerate(params.values()):
+        for grad in parameter.list_grad():
+            assert (grad == total(0, p, 2)).all()
+            grad[...] = 6  # clipped, say
+    trainer.update(3)
+    assert params["bias"].data.tolist() == [7, 8, 9]
+    assert params["bias"].list_data()[1].tolist() == [7, 8, 9]
+
+
+def test_allreduce_is_refused_where_the_store_updates() -> None:
+    trainer = Trainer(parameters(2), "sgd")
+    for call in (trainer.allreduce_grads, lambda: trainer.update(1)):
+        with pytest.raises(UnsupportedError, match="update_on_kvstore=False"):
+            call()
+
+
+def test_pull_weights_brings_what_others_pushed() -> None:
+    store = renamed("dist_async")
+    parameter = Parameter(np.zeros(2), "w", devices=["cpu", "cpu"])
+    trainer = Trainer([parameter], "test", kvstore=store)
+    store.push("trainer0/w", np.array([3.0, 4.0]))
+    assert parameter.data.tolist() == [0, 0]
+    trainer.pull_weights()
+    assert [replica.tolist() for replica in parameter.list_data()] == [[3, 4], [3, 4]]
+    alone = Parameter(np.ones(2))
+    Trainer([alone], "test").pull_weights()
+    assert alone.data.tolist() == [1, 1]
+
+
+def test_two_trainers_on_one_store() -> None:
+    store = kv.create("local")
+    first, second = Parameter(np.zeros(2), "w"), Parameter(np.zeros(2), "w")
+    fast = Trainer([first], "test", {"rescale_grad": 4.0}, kvstore=store)
+    slow = Trainer([second], "sgd", {"learning_rate": 0.5}, kvstore=store)
+    for parameter in (first, second):
+        parameter.grad = np.array([1.0, 2.0])
+    fast.step(2)
+    slow.step(1)
+    fast.step(1)
+    assert first.data.tolist() == [6, 12]
+    assert second.data.tolist() == [-0.5, -1]
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    for store in (None, "device"):
+        moving, frozen = (Parameter(np.zeros(2), devices=["cpu"] * 2, grad_req=req) for req in ("write", "null"))
+        trainer = Trainer({"moving": moving, "frozen": frozen}, "test", kvstore=store)
+        for parameter in (moving, frozen):
+            for grad in parameter.list_grad():
+                grad[:] = 1
+        trainer.step(1)
+        assert moving.data.tolist() == [2, 2]
+        assert frozen.data.tolist() == [0, 0]
+
+
+class Plain:
+    """A parameter of somebody else's: `data`, and a `grad` that may be missing."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+        self.grad: np.ndarray | None = None
+
+
+@pytest.mark.parametrize("store", [None, lambda: kv.create("local")])
+def test_a_missing_gradient(store: Any) -> None:
+    used, unused, also = Plain(np.zeros(2)), Plain(np.zeros(2)), Plain(np.zeros(2))
+    trainer = Trainer({"used": used, "unused": unused, "also": also}, "test", kvstore=store and store())
+    used.grad = np.ones(2)
+    with pytest.raises(ValueError, match="grad is None in 'also', 'unused'"):
+        trainer.step(1)
+    assert used.data.tolist() == [0, 0]
+    trainer.step(1, ignore_stale_grad=True)
+    assert used.data.tolist() == [1, 1]
+    assert unused.data.tolist() == [0, 0]
+    assert unused.grad is not None
+    assert unused.grad.tolist() == [0, 0]
+
+
+def test_factors_by_name() -> None:
+    for store in (None, "device"):
+        slow = Parameter(np.full(2, 8.0), devices=["cpu"] * 2, lr_mult=0.5)
+        steady = Parameter(np.full(2, 8.0), devices=["cpu"] * 2)
+        optimizer = optimizers.create("sgd", learning_rate=1.0)
+        optimizer.set_lr_mult({"slow": 0.5, "steady": 0.25})
+        trainer = Trainer({"slow": slow, "steady": steady}, optimizer, kvstore=store)
+        results = []
+        for mult in ({"slow": 0.5, "steady": 0.25}, {}):
+            optimizer.set_lr_mult(mult)
+            for parameter in (slow, steady):
+                for grad in parameter.list_grad():
+                    grad[:] = 2
+            trainer.step(1)
+            results.append([slow.data.tolist(), steady.data.tolist()])
+        assert results == [[[7, 7], [7, 7]], [[5, 5], [3, 3]]]
+
+
+# ---- what is chosen
+
+
+def test_which_store_and_who_updates() -> None:
+    one, two = ([Parameter(np.zeros(1), devices=["cpu"] * n)] for n in (1, 2))
+    assert Trainer(one, "sgd", kvstore="local").kvstore is None
+    store = Trainer(two, "sgd").kvstore
+    assert store is not None
+    assert store.type == "device"
+    assert Trainer(two, "sgd", kvstore="Local")._on_store
+    assert not Trainer(two, "sgd", kvstore="local", update_on_kvstore=False)._on_store
+    assert Trainer(one, "sgd", kvstore=renamed("dist_sync"))._on_store
+    assert Trainer(one, "sgd", kvstore=renamed("dist_async"))._on_store
+    with pytest.raises(ValueError, match="dist_async store makes the updates itself"):
+        Trainer(one, "sgd", kvstore=renamed("dist_async"), update_on_kvstore=False)
+    with pytest.raises(ValueError, match="update_on_kvstore=True needs a store"):
+        Trainer(one, "sgd", kvstore=None, update_on_kvstore=True)
+    with pytest.raises(TypeError, match="update_on_kvstore is True, False or None"):
+        Trainer(two, "sgd", update_on_kvstore="yes")  # type: ignore[arg-type]
+
+
+W = Parameter(np.zeros(2), "w")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Trainer([], "sgd"), ValueError, "no parameters"),
+        (lambda: Trainer(3, "sgd"), TypeError, "dict or a list of parameters, not int"),
+        (lambda: Trainer(np.zeros(3), "sgd"), TypeError, "not ndarray"),
+        (lambda: Trainer([np.zeros(3)], "sgd"), TypeError, r"'0' is ndarray.*mpikv.Parameter\(array\)"),
+        (lambda: Trainer([W, W], "sgd"), ValueError, "two parameters are called 'w'"),
+        (lambda: Trainer({"a": W, "b": W}, "sgd"), ValueError, "'b' comes twice"),
+        (lambda: Trainer({1: W}, "sgd"), TypeError, "name of a parameter is a str, got 1"),
+        (lambda: Trainer([W], "gradient"), ValueError, "unknown optimizer 'gradient'"),
+        (lambda: Trainer([W], "sgd", {"speed": 1}), TypeError, "speed"),
+        (lambda: Trainer([W], optimizers.create("sgd"), {"wd": 1}), TypeError, "exists already"),
+        (lambda: Trainer([W], "sgd", kvstore="dist_snyc"), ValueError, "dist_snyc"),
+        (lambda: Trainer([W], "sgd", kvstore=3), TypeError, "kvstore is a type such as 'dist_sync'"),
+        (lambda: Trainer([W], "sgd", None, None, {"type": "2bit"}), ValueError, "compression_params need a store"),
+        (lambda: Trainer([W], "sgd", None, renamed("local"), {"type": "zip"}), ValueError, "unknown compression type"),
+    ],
+)
+def test_bad_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, "8", True, float("nan"), float("inf")])
+def test_bad_batch_sizes(batch_size: Any) -> None:
+    trainer = Trainer([Parameter(np.zeros(2))], "sgd")
+    with pytest.raises(ValueError, match="batch_size is the number of examples of all workers"):
+        trainer.step(batch_size)
+
+
+def test_a_closed_store() -> None:
+    store = kv.create("local")
+    parameter = Parameter(np.zeros(2))
+    trainer = Trainer([parameter], "sgd", kvstore=store)
+    store.close()
+    with pytest.raises(MpikvError, match="closed"):
+        trainer.step(1)
+
+
+def test_learning_rate_with_a_schedule() -> None:
+    schedule = optimizers.FactorScheduler(step=2, factor=0.5, base_lr=1.0)
+    parameter = Parameter(np.zeros(1))
+    trainer = Trainer([parameter], "sgd", {"lr_scheduler": schedule})
+    rates = []
+    for _ in range(6):
+        before = parameter.data.copy()
+        parameter.grad[:] = 1
+        trainer.step(1)
+        rates.append(float((before - parameter.data)[0]))
+        assert trainer.learning_rate == rates[-1] == schedule(len(rates))
+    assert len(set(rates)) > 1
+    with pytest.raises(UnsupportedError, match="lr_scheduler"):
+        trainer.set_learning_rate(0.1)
+
+
+# ---- states
+
+
+@pytest.mark.parametrize(("store", "on_store", "devices"), MODES)
+def test_states_continue_a_run(store: Any, on_store: bool | None, devices: int, tmp_path: Path) -> None:
+    """Two steps, saved, then two more in new objects: bitwise the same as four steps."""
+
+    def make(params: dict[str, Parameter]) -> Trainer:
+        made = store() if callable(store) else store
+        options = {"learning_rate": 0.1, "momentum": 0.9}
+        return Trainer(params, "sgd", options, kvstore=made, update_on_kvstore=on_store)
+
+    def run(params: dict[str, Parameter], trainer: Trainer, steps: range) -> None:
+        for step in steps:
+            backward(params, step)
+            trainer.step(7)
+
+    through = parameters(devices)
+    run(through, make(through), range(4))
+    first = parameters(devices)
+    trainer = make(first)
+    run(first, trainer, range(2))
+    trainer.save_states(tmp_path / "states")
+    second = parameters(devices)
+    for name, parameter in second.items():
+        parameter.data = first[name].data
+    trainer = make(second)
+    trainer.load_states(tmp_path / "states")
+    run(second, trainer, range(2, 4))
+    for name, parameter in second.items():
+        assert np.array_equal(parameter.data, through[name].data)
+
+
+def test_states_of_two_trainers_on_one_store(tmp_path: Path) -> None:
+    """Each has its own file and its own optimizer, and loading one leaves the other alone."""
+
+    def make() -> tuple[list[Parameter], list[Trainer]]:
+        store = kv.create("local")
+        params = [Parameter(np.zeros(1), "w") for _ in range(2)]
+        kinds = [("sgd", {"learning_rate": 1.0, "momentum": 0.5}), ("nag", {"learning_rate": 1.0, "momentum": 0.5})]
+        return params, [Trainer([p], *kind, kvstore=store) for p, kind in zip(params, kinds, strict=True)]
+
+    def step(params: list[Parameter], trainers: list[Trainer]) -> list[float]:
+        before = [float(p.data[0]) for p in params]
+        for parameter, trainer in zip(params, trainers, strict=True):
+            parameter.grad[:] = 1
+            trainer.step(1)
+        return [float(p.data[0]) - b for p, b in zip(params, before, strict=True)]
+
+    params, trainers = make()
+    first = step(params, trainers)
+    for i, trainer in enumerate(trainers):
+        trainer.save_states(tmp_path / f"states{i}")
+    second = step(params, trainers)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    for i in (0, 1):
+        params, trainers = make()
+        trainers[i].load_states(tmp_path / f"states{i}")
+        moved = step(params, trainers)
+        assert moved[i] == second[i]
+        assert moved[1 - i] == first[1 - i]
+
+
+def test_states_go_from_a_store_to_none(tmp_path: Path) -> None:
+    """The file does not tell where the updates were made."""
+    for stores in (("device", None), (None, "device")):
+        results = []
+        for pair in (stores, (stores[0], stores[0])):
+            params = parameters(2)
+            trainer = Trainer(params, "sgd", {"momentum": 0.5}, kvstore=pair[0])
+            backward(params, 0)
+            trainer.step(1)
+            trainer.save_states(tmp_path / "states")
+            trainer = Trainer(params, "sgd", {"momentum": 0.5}, kvstore=pair[1])
+            trainer.load_states(tmp_path / "states")
+            backward(params, 1)
+            trainer.step(1)
+            results.append(params["weight"].data)
+        assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("store", [None, "device"])
+def test_foreign_states_change_nothing(store: str | None, tmp_path: Path) -> None:
+    params = parameters(2)
+    trainer = Trainer(params, "sgd", {"momentum": 0.5}, kvstore=store)
+    (tmp_path / "states").write_bytes(b"no states")
+    with pytest.raises(StatesFileError):
+        trainer.load_states(tmp_path / "states")
+    with pytest.raises(FileNotFoundError):
+        trainer.load_states(tmp_path / "missing")
+    backward(params, 0)
+    trainer.step(1)
+
+
+# ---- PyTorch
+
+
+@pytest.mark.parametrize(("store", "on_store"), [(None, None), ("local", None), ("local", False)])
+def test_torch_module(store: str | None, on_store: bool | None) -> None:
+    """A Trainer's steps are those of torch.optim.SGD."""
+    torch = frameworks.need("torch")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
+    model[2].bias.requires_grad_(False)
+    reference = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
+    reference.load_state_dict(model.state_dict())
+    reference[2].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    trainer = Trainer(
+        dict(model.named_parameters()),
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9},
+        kvstore=store and kv.create(store),
+        update_on_kvstore=on_store,
+    )
+    for _ in range(3):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        for net in (model, reference):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        trainer.step(1)
+        optimizer.step()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            np.testing.assert_allclose(ours.detach().numpy(), theirs.detach().numpy(), rtol=1e-12)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(ValueError, match=r"grad is None in '0.bias', '0.weight', '2.weight'"):
+        trainer.step(1)
+    trainer.step(1, ignore_stale_grad=True)
+
+
+def test_torch_tensor_is_no_parameter() -> None:
+    torch = frameworks.need("torch")
+    with pytest.raises(TypeError, match=r"one of torch; a torch.nn.Parameter goes to the Trainer"):
+        Parameter(torch.zeros(2))

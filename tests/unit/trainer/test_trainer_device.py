@@ -1,0 +1,334 @@
+"""Trainers whose parameters are on a fake GPU: the host's weights to the last bit, and no copy to the host or from it.
+
+The GPU finds mistakes in the order of what the trainer, the store and the model's passes do.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cupy import Machine
+from fake_gpus import DeviceFabric, gpu_of, gpus_of, one_gpu, spaces_of
+
+from mpikv.config import Config
+from mpikv.create import worker_device
+from mpikv.create.assembly import local_store
+from mpikv.create.spec import parse
+from mpikv.kvstore import KVStore
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.trainer.parameter import Parameter
+from mpikv.trainer.trainer import Trainer
+from mpikv.transports.threads import Fabric
+
+SHAPES = {"bias": (7,), "empty": (0,), "scalar": (), "weight": (30, 41)}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=str)
+ON_STORE = pytest.mark.parametrize("on_store", [True, False])
+
+
+def array_on(gpu: Any, values: np.ndarray) -> Any:
+    return values.copy() if gpu is None else gpu.cupy.asarray(values)
+
+
+def on_host(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
+
+
+class Model:
+    """Parameters on GPUs or, for None, on the host, whose gradients a backward pass overwrites."""
+
+    def __init__(self, gpus: Sequence[Any], dtype: Any = np.float32) -> None:
+        self.gpus, self.params = gpus, {}
+        self.crossed: list[tuple[int, int]] = []  # copies up and down in each step
+        for name, shape in SHAPES.items():
+            start = np.random.default_rng(len(name)).standard_normal(shape).astype(dtype)
+            self.params[name] = Parameter(start)
+            self.params[name]._data = [array_on(gpu, start) for gpu in gpus]
+
+    def backward(self, step: int, rank: int = 0) -> None:
+        for name, parameter in self.params.items():
+            for place, (gpu, grad) in enumerate(zip(self.gpus, parameter.list_grad(), strict=True)):
+                random = np.random.default_rng([len(name), step, 10 * rank + place])
+                values = random.standard_normal(SHAPES[name]) * 3
+                grad[...] = array_on(gpu, values.astype(parameter.dtype))
+
+    def trainer(self, store: KVStore | None = None, optimizer: str = "adam", **options: Any) -> Trainer:
+        return Trainer(self.params, optimizer, {"learning_rate": 0.1, "wd": 0.01}, kvstore=store, **options)
+
+    def train(self, store: KVStore | None = None, **options: Any) -> Trainer:
+        """Steps of both kinds, in which copies are counted."""
+        trainer, rank = self.trainer(store, **options), 0 if store is None else store.rank
+        for step in range(3):
+            self.backward(step, rank)
+            before = trainer._spaces.stats()
+            trainer.step(*[8] * (step == 1))
+            after = trainer._spaces.stats()
+            up, down = (after.get(way, 0) - before.get(way, 0) for way in ("copies_up", "copies_down"))
+            self.crossed.append((up, down))
+        return trainer
+
+    def weights(self) -> list[bytes]:
+        return [on_host(one).tobytes() for parameter in self.params.values() for one in parameter.list_data()]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The one that a trainer without a store finds."""
+    made = one_gpu(seed=2)[1]
+    monkeypatch.setattr(worker_device, "open_gpu", lambda number: made)
+    return made
+
+
+# --- one process
+
+
+@pytest.mark.grid
+@DTYPES
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("n_devices", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["", "local, updating", "local", "device, updating", "device"])
+def test_one_process(monkeypatch: pytest.MonkeyPatch, kind: str, n_devices: int, dtype: Any, seed: int) -> None:
+    """Several devices, with a store and without: in gluon's words kvstore=None."""
+    cupy = Machine(n_devices, seed=seed).process()
+    gpus = [gpu_of(cupy, number) for number in range(n_devices)]
+    monkeypatch.setattr(worker_device, "open_gpu", lambda number: gpus[number])
+    name, _, updating = kind.partition(", ")
+    model, host = Model(gpus, dtype), Model([None] * n_devices, dtype)
+    for one, spaces in ((model, spaces_of(gpus[0])), (host, None)):
+        store = local_store(name, parse(name), spaces=spaces) if name else None
+        one.train(store, update_on_kvstore=bool(updating))
+    assert model.weights() == host.weights()
+    assert model.crossed == [(0, 0)] * 3
+
+
+def test_without_a_store_the_weights_stay_where_they_are(gpu: Any) -> None:
+    model = Model([gpu])
+    before = {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()}
+    trainer = model.train(optimizer="sgd")
+    assert {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()} == before
+    copies = trainer._spaces.stats()["copies_device"]
+    trainer.step()
+    assert trainer._spaces.stats()["copies_device"] == copies  # gradients are read where they are
+
+
+def test_a_weight_that_moves_or_has_gaps(gpu: Any) -> None:
+    found = []
+    for place in (None, gpu):
+        parameter, values = Parameter(np.zeros((4, 6))), np.arange(24.0).reshape(4, 6)
+        parameter._data = [array_on(place, values.T.copy()).T]
+        trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
+        for step in range(3):
+            if step == 2:
+                parameter._data = [array_on(place, values)]
+            parameter.grad[...] = array_on(place, values + step)
+            trainer.step()
+        found.append(on_host(parameter.data))
+    assert np.array_equal(*found)
+
+
+def test_stale_gradients_and_frozen_parameters(gpu: Any) -> None:
+    found = []
+    for place in (None, gpu):
+        model = Model([place])
+        model.params["bias"].grad_req = "null"
+        trainer = model.trainer(optimizer="sgd")
+        model.backward(0)
+        trainer.step(ignore_stale_grad=True)
+        trainer.zero_grad()
+        trainer.step(ignore_stale_grad=True)
+        found.append(model.weights())
+    assert found[0] == found[1]
+
+
+def test_a_trainer_that_is_gone_gives_its_memory_back(gpu: Any) -> None:
+    model = Model([gpu])
+    model.backward(0)
+    used = gpu.cupy.machine.used
+    before = used[0]
+    trainer = model.train()
+    assert used[0] > before
+    del trainer
+    gc.collect()
+    model.backward(0)
+    assert used[0] == before
+
+
+# --- workers
+
+Body = Callable[[KVStore, Model], Any]
+
+
+def of_workers(
+    sides: Sequence[Sequence[Any]], body: Body, *, path: str, kind: str = "dist_sync", dtype: Any = "f4", **options: Any
+) -> list[Any]:
+    """What `body` returns on workers with a model on these GPUs each, or, for None, on the host."""
+    # Between hosts device memory is added in another order than the host's own, unless it is asked for.
+    algorithm = "naive" if path == "mpi" and "hosts" in options else "auto"
+    n, config = len(sides), Config(timeout_s=TEST_TIMEOUT_S, algorithm=algorithm)
+    if sides[0][0] is not None:
+        config = Config(timeout_s=TEST_TIMEOUT_S, device_path=path, algorithm=algorithm)
+        options["gpus"] = [*(side[0] for side in sides), *[None] * options.get("num_servers", 0)]
+        if path == "mpi":
+            options["fabric"] = DeviceFabric(Fabric(n, options.get("hosts", ["localhost"] * n)))
+    return spawn_stores(kind, n, lambda store: body(store, Model(sides[store.rank], dtype)), config=config, **options)
+
+
+def check(sides: Sequence[Sequence[Any]], body: Body, **options: Any) -> None:
+    """The same on GPUs as on the host."""
+    host = of_workers([[None] * len(side) for side in sides], body, **options)
+    assert of_workers(sides, body, **options) == host
+
+
+def sides_of(workers: int, seed: int) -> list[list[Any]]:
+    return [[gpu] for gpu in gpus_of(Machine(seed=seed), workers)]
+
+
+def trained(*, crosses: bool = False, **options: Any) -> Body:
+    def body(store: KVStore, model: Model) -> list[bytes]:
+        model.train(store, **options)
+        assert crosses or model.crossed == [(0, 0)] * 3
+        return model.weights()
+
+    return body
+
+
+@pytest.mark.grid
+@ON_STORE
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("path", ["ipc", "staged", "mpi"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int) -> None:
+    body = trained(update_on_kvstore=on_store, crosses=path == "staged")
+    check(sides_of(workers, seed), body, path=path)
+
+
+@ON_STORE
+@pytest.mark.parametrize(
+    ("workers", "path", "options"),
+    [
+        (2, "staged", {"num_servers": 2, "dtype": np.float16}),
+        (2, "ipc", {"dtype": np.float16}),
+        (2, "ipc", {"dtype": BFLOAT16}),
+        (3, "staged", {"hosts": "aab"}),
+        (3, "mpi", {"hosts": "aab"}),
+    ],
+    ids=["servers", "float16", "bfloat16", "hosts-staged", "hosts-mpi"],
+)
+def test_servers_short_floats_and_hosts(workers: int, path: str, options: Any, on_store: bool) -> None:
+    body = trained(update_on_kvstore=on_store, crosses=path == "staged")
+    check(sides_of(workers, 4), body, path=path, **options)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
+def test_workers_with_several_gpus_each(kind: str) -> None:
+    """The gradients of a worker's devices are added on its first one."""
+    machine = Machine(2, seed=7)
+    sides = [[gpu_of(one, 0), gpu_of(one, 1)] for one in (machine.process(), machine.process())]
+    check(sides, trained(), kind=kind, path="ipc")
+
+
+def test_examples_and_clipping() -> None:
+    """Gradients are scaled and measured on the device."""
+
+    def body(store: KVStore, model: Model) -> Any:
+        trainer, norms = model.trainer(store, "sgd", clip_global_norm=0.5), []
+        for step in range(3):
+            model.backward(step, store.rank)
+            trainer.step(examples=3 + 2 * store.rank)
+            norms.append(trainer.last_global_norm)
+        return norms, model.weights()
+
+    check(sides_of(2, 5), body, path="ipc")
+
+
+@ON_STORE
+def test_gradients_that_leave_early_and_weights_that_come_late(on_store: bool) -> None:
+    def body(store: KVStore, model: Model) -> list[bytes]:
+        trainer = model.trainer(store, "sgd", update_on_kvstore=on_store)
+        for step in range(3):
+            model.backward(step, store.rank)
+            for parameter in reversed(model.params.values()):
+                trainer.push_grad(parameter, 4)
+            trainer.step(4, wait=not on_store)
+        for parameter in model.params.values():
+            trainer.wait(parameter)
+        return model.weights()
+
+    check(sides_of(2, 3), body, path="staged", hosts="ab")
+
+
+@pytest.mark.parametrize("on_store", [None, True, False])
+def test_a_checkpoint_is_read_by_either(gpu: Any, tmp_path: Path, on_store: bool | None) -> None:
+    """Saved on the host, gone on with on GPUs, and the other way round: the same weights and the same files.
+
+    on_store: None: without a store.
+    """
+    path, states = tmp_path / "checkpoint", tmp_path / "states"
+    host, gpus = ([[None]] * 2, sides_of(2, 6)) if on_store is not None else ([[None]], [[gpu]])
+
+    def begin(store: KVStore | None, model: Model) -> None:
+        trainer = model.train(store, update_on_kvstore=on_store)
+        trainer.save(path)
+        if store is None:
+            trainer.save_states(states)
+
+    def go_on(store: KVStore | None, model: Model) -> list[bytes]:
+        trainer = model.trainer(store, update_on_kvstore=on_store)
+        assert trainer.resume(path) == 3
+        model.backward(9, 0 if store is None else store.rank)
+        trainer.step()
+        return model.weights()
+
+    def run(sides: list[list[Any]], body: Any) -> Any:
+        return body(None, Model(sides[0], np.float16)) if on_store is None else of_workers(sides, body, path="ipc")
+
+    files, found = [], []
+    for first, second in ((host, gpus), (gpus, host)):
+        run(first, begin)
+        files.append([file.read_bytes() for file in (path, states) if file.exists()])
+        found.append(run(second, go_on))
+    assert files[0] == files[1]
+    assert len(files[0]) == (2 if on_store is None else 1)
+    assert found[0] == found[1]
+
+
+# --- parameters
+
+
+def test_assigning_to_a_parameter_on_a_gpu(gpu: Any) -> None:
+    parameter = Parameter(gpu.cupy.asarray(np.ones(3, np.float32)), "w")
+    parameter.data = np.full(3, 2.0)
+    parameter.grad = gpu.cupy.asarray(np.full(3, 5.0, np.float32))
+    assert (parameter.data.get().tolist(), parameter.grad.get().tolist()) == ([2.0] * 3, [5.0] * 3)
+    with pytest.raises(ValueError, match=r"must have shape \(3,\)"):
+        parameter.data = gpu.cupy.asarray(np.ones(2))
+
+
+def test_a_gradient_is_placed_on_the_weights_gpu_alone() -> None:
+    cupy = Machine(2).process()
+    gpu = gpu_of(cupy, 0)
+    with cupy.cuda.Device(1):
+        elsewhere = cupy.asarray(np.zeros(3))
+    for memory, placed in ((cupy.asarray(np.zeros(3)), True), (elsewhere, False), (np.zeros(3), False)):
+        parameter = Parameter(gpu.cupy.asarray(np.ones(3)))
+        parameter.place_grad(memory)
+        assert (parameter.grad is memory) is placed
+
+
+def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_device.cuda_driver, "has_cupy", lambda: False)
+    gpu = one_gpu()[1]
+    parameter = Parameter(gpu.cupy.asarray(np.ones(3)))
+    trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
+    parameter.grad[...] = 1.0
+    trainer.step()
+    assert parameter.data.get().tolist() == [0.5] * 3
+    found = worker_device.spaces_for([np.zeros(2), parameter.data])
+    assert found.device is None
+    assert "pip install" in found.missing

@@ -1,0 +1,143 @@
+"""Workers that make different numbers of steps are told so in steps."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_modes import Mode, mode_id
+
+from mpikv import Parameter, PeerError, SplitSampler, StallError, Trainer
+from mpikv.observe.stall import Waiting
+from mpikv.session import cross_waits
+from mpikv.trainer.ends import in_steps
+
+MODES = [Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, servers=1)]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "no wait"])
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_a_worker_with_fewer_batches_is_named_with_its_steps(mode: Mode, wait: bool) -> None:
+    def body(store) -> str | None:
+        parameters = [Parameter(np.zeros(3, np.float32), name) for name in "ab"]
+        trainer = Trainer(parameters, "sgd", kvstore=store)
+        for _ in range(4):
+            trainer.step(1, wait=wait)
+        if store.rank == 1:
+            return None  # closes
+        if not wait:
+            trainer.step(1, wait=False)  # the next one finds out
+        with pytest.raises(PeerError) as caught:
+            trainer.step(1, wait=wait)
+        with contextlib.suppress(PeerError):
+            store.close()
+        return str(caught.value)
+
+    texts = mode.run(body)
+    assert texts[1] is None
+    assert "this worker is in step 5 of its Trainer, and worker 1 on " in texts[0]
+    assert " has left after step 4: " in texts[0]
+    assert "trainer.join()" in texts[0]
+    assert "closed its store after 4 pushes" in texts[0]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_uneven_epochs_are_told_where_they_end(mode: Mode, capfd: pytest.CaptureFixture[str]) -> None:
+    """Worker 1 begins its third epoch a batch earlier than the others: one line."""
+
+    def body(store) -> None:
+        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
+        copied = pickle.loads(pickle.dumps(SplitSampler.for_store(10, store)))
+        copied.set_epoch(5)  # says nothing
+        sampler = SplitSampler.for_store(10, store)
+        early = store.rank == 1
+        begins = {0: 0, 3: 1, (6 if early else 7): 2, (9 if early else 10): 3}
+        for step in range(12):
+            if step in begins:
+                sampler.set_epoch(begins[step])
+            trainer.step(1)
+
+    mode.run(body)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mpikv: warning: ")]
+    assert len(told) == 1
+    assert "before epoch 2 began, workers had different numbers of batches: " in told[0]
+    assert re.search(r"worker 1 on \S+: 3", told[0])
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_workers_that_need_not_keep_step_are_told_nothing(
+    servers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where one alone has pushed, as worker 0 does when weights are resumed."""
+
+    def body(store) -> None:
+        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
+        sampler = SplitSampler.for_store(10, store)
+        trainer.save(tmp_path / "run")
+        trainer.resume(tmp_path / "run")
+        sampler.set_epoch(0)
+        for _ in range(1 + store.rank):
+            trainer.step(1)
+        sampler.set_epoch(1)
+
+    Mode("dist_async", 2, servers=servers).run(body)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_a_worker_in_the_evaluation_is_told_of_at_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the time limit: one waits in a step, the others in a call that needs it."""
+    monkeypatch.setattr(cross_waits, "ASK_AFTER_S", 0.1)
+
+    def body(store) -> str | None:
+        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
+        for _ in range(4):
+            trainer.step(1)
+        if store.rank == 0:
+            with pytest.raises(StallError) as caught:
+                trainer.step(1)
+            store.barrier()
+            return str(caught.value)
+        store.barrier()
+        trainer.step(1)  # the round that worker 0 has pushed already
+        return None
+
+    text = mode.run(body)[0]
+    assert re.search(r"step 5 of its Trainer, and worker [12] on \S+ has not come to the next one after step 4", text)
+    assert "(pushed it 4 times; in barrier" in text
+
+
+@pytest.mark.parametrize(
+    ("waiting", "needs", "pushes", "ever"),
+    [
+        (Waiting("pull", "w", 1, 3), cross_waits.ALL, 2, True),
+        (Waiting("pull", "w", 1, 3), cross_waits.ALL, 3, False),  # it has pushed what is waited for
+        (Waiting("pull", "w", 1, 3), None, 2, False),  # it waits for nobody
+        (Waiting("pull", "w", 1, 3), [2, 5], 2, True),  # in a round that this worker has not pushed
+        (Waiting("pull", "w", 1, 3), [2, 4], 2, False),  # it has
+        (Waiting("barrier"), cross_waits.ALL, 0, False),
+    ],
+)
+def test_who_waits_for_ever(waiting: Waiting, needs: object, pushes: int, ever: bool) -> None:
+    assert cross_waits.for_ever(waiting, {1: 3, 2: 4}, {"pushes": pushes, "needs": needs}) is ever
+
+
+def test_what_waits_need() -> None:
+    assert cross_waits.need(Waiting("barrier")) == cross_waits.ALL
+    assert cross_waits.need(Waiting("pull", "w", 1, 3, ("server 0",))) == [1, 3]
+    for waiting in (None, Waiting("init('w')"), Waiting("pull", "w", 1, None, ("server 0",))):
+        assert cross_waits.need(waiting) is None
+
+
+def test_what_is_known_decides() -> None:
+    error = StallError("worker 0 waited.")
+    assert in_steps(error, 5) is error
+    error.behind = ("worker 1 on h", 2)
+    told = in_steps(error, 5)
+    assert type(told) is StallError
+    assert "in step 5 of its Trainer, and worker 1 on h has not come to the next one after step 3: " in str(told)
+    assert str(told).endswith("In detail: worker 0 waited.")

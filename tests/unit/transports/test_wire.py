@@ -1,0 +1,78 @@
+"""Messages and tags."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.errors import MpikvError
+from mpikv.transports import wire
+
+
+def test_tags_of_different_uses_differ():
+    fixed = [wire.TAG_CONTROL, wire.TAG_REQUEST, wire.TAG_STATES]
+    replies = range(wire.TAG_REPLY, wire.TAG_REPLY + wire.REPLY_TAGS)
+    keys = [wire.key_tag(key_id, use) for key_id in range(50) for use in range(wire.TAGS_PER_KEY)]
+    everything = [*fixed, *replies, *keys]
+    assert len(set(everything)) == len(everything)
+    assert min(everything) > 0
+
+
+def test_the_smallest_mpi_has_tags_for_thousands_of_keys():
+    limit = wire.max_keys(32767)  # what the standard guarantees
+    assert limit > 5000
+    assert wire.key_tag(limit - 1, wire.TAGS_PER_KEY - 1) <= 32767
+    assert wire.key_tag(limit, wire.TAGS_PER_KEY - 1) > 32767
+
+
+def test_header_keeps_payloads_aligned():
+    assert wire.HEADER_BYTES % 16 == 0
+    message = wire.request(wire.Header(wire.PUSH), np.arange(3, dtype=np.float64))
+    assert wire.parse_request(message)[1].view(np.float64).tolist() == [0, 1, 2]
+
+
+def test_request_copies_its_payload():
+    payload = np.ones(3, np.float32)
+    message = wire.request(wire.Header(wire.PUSH, 1, 2, 3, 4), payload)
+    payload[:] = 0
+    header, found = wire.parse_request(message)
+    assert header == wire.Header(wire.PUSH, 1, 2, 3, 4)
+    assert found.view(np.float32).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("payload", [None, b"", np.empty(0, np.float32)])
+def test_request_without_payload(payload):
+    message = wire.request(wire.Header(wire.PULL), payload)
+    assert message.nbytes == wire.HEADER_BYTES
+    assert wire.parse_request(message)[1].size == 0
+
+
+def test_damaged_requests():
+    good = wire.request(wire.Header(wire.PUSH, 7), np.ones(3, np.float32))
+    for size in (0, 1, wire.HEADER_BYTES - 1):
+        with pytest.raises(MpikvError, match="shorter than its header"):
+            wire.parse_request(good[:size].copy())
+    for message in (good[:-1], np.concatenate([good, good[:1]])):
+        with pytest.raises(MpikvError, match=r"announces 12 bytes and brought 1[13]"):
+            wire.parse_request(message.copy())
+    other = good.copy()
+    other[0] = wire.VERSION + 1
+    with pytest.raises(MpikvError, match="version"):
+        wire.parse_request(other)
+
+
+def test_control_messages():
+    message = {"kind": "propose", "items": [["init", "ü\ud800", [[2, 3], "float32"]], ["init", -(2**63), None]]}
+    data = wire.control(message)
+    assert data.dtype == np.uint8
+    assert wire.parse_control(data) == message
+    now = f'"version": {wire.VERSION}'.encode()
+    old = wire.control({"kind": "x"}).tobytes().replace(now, b'"version": 9')
+    with pytest.raises(MpikvError, match="version"):
+        wire.parse_control(np.frombuffer(old, np.uint8))
+
+
+def test_kinds_differ():
+    kinds = [wire.INIT, wire.PUSH, wire.PULL, wire.PUSHPULL, wire.ATTRIBUTES, wire.OPTIMIZER]
+    kinds += [wire.FLUSH, wire.SAVE, wire.LOAD, wire.REMOVE, wire.BYE]
+    assert len(set(kinds)) == len(kinds)
