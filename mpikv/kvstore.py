@@ -16,7 +16,7 @@ from mpikv.arrays.as_numpy import dtype_named, shape_and_dtype
 from mpikv.arrays.devices import Device
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_sparse import RowSparse, is_sparse
-from mpikv.calls.forms import CallForms, Item, Keys, Targets, Values, finished
+from mpikv.calls.forms import CallForms, CallItem, Keys, Targets, Values, finished
 from mpikv.calls.prepared import PreparedCalls, may_come_again
 from mpikv.calls.rows import RowCalls
 from mpikv.codecs import compression
@@ -494,7 +494,9 @@ class KVStore:
             return Request(self.session, pending, form)
         return self._start_pushpull(items, targets, form, priority, op)
 
-    def _start_pushpull(self, items: list[Item], targets: Targets, form: Any, priority: int, op: Reduction) -> Request:
+    def _start_pushpull(
+        self, items: list[CallItem], targets: Targets, form: Any, priority: int, op: Reduction
+    ) -> Request:
         sinks = {info.id: Sink(info, arrays, self.session.spaces) for info, arrays in targets}
         totals = self._forms.totals("pushpull", items, op)
         entries = [Entry(info, total, sinks[info.id]) for info, total in totals]

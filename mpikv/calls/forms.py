@@ -40,7 +40,7 @@ Values = Any  # an array, a list of arrays (one per device), or a list of either
 Targets = list[tuple[KeyInfo, list[Array]]]
 
 
-class Item(NamedTuple):
+class CallItem(NamedTuple):
     """A key of a call and all arrays that the call has for it."""
 
     key: Key
@@ -100,7 +100,7 @@ class CallForms:
             )
         return checked
 
-    def items(self, call: str, keys: Keys, values: Values) -> list[Item]:
+    def items(self, call: str, keys: Keys, values: Values) -> list[CallItem]:
         """Return one item per key, in the order of first appearance, with all arrays of that key."""
         if not isinstance(keys, (list, tuple)):
             keys, values = [keys], [values]  # type: ignore[list-item]
@@ -121,7 +121,7 @@ class CallForms:
                         "not an array (NumPy, CuPy or anything with DLPack) or a RowSparse"
                     )
             found.setdefault(checked, []).extend(arrays)
-        return [Item(key, arrays) for key, arrays in found.items()]
+        return [CallItem(key, arrays) for key, arrays in found.items()]
 
     def info(self, call: str, key: Key) -> KeyInfo:
         """Return what is known of a key. Raises KeyNotInitialized."""
@@ -164,7 +164,7 @@ class CallForms:
                 raise UnsupportedError(f"{call}: op={op!r} of key {info.key!r}: {why}")
         return found
 
-    def totals(self, call: str, items: list[Item], op: Reduction = SUM) -> list[tuple[KeyInfo, SpaceArray]]:
+    def totals(self, call: str, items: list[CallItem], op: Reduction = SUM) -> list[tuple[KeyInfo, SpaceArray]]:
         """Check everything, and only then sum over devices, so that an error leaves nothing half sent.
 
         The sums are new arrays of the keys' spaces.
@@ -248,7 +248,7 @@ class CallForms:
 
         return self.placed(call, keys, like, place)
 
-    def pushpull_arguments(self, key: Keys, value: Values, out: Values) -> tuple[list[Item], Targets, Any]:
+    def pushpull_arguments(self, key: Keys, value: Values, out: Values) -> tuple[list[CallItem], Targets, Any]:
         """Return what to push, where to write the results, and the form of what to return."""
         items = self.items("pushpull", key, value)
         if out is not None:
@@ -271,12 +271,12 @@ class CallForms:
             raise ValueError("pushpull: `out` is for other keys than `value`")
         return items, targets, form
 
-    def prepare(self, items: list[Item], targets: Targets, op: Reduction) -> PreparedCall | None:
+    def prepare(self, items: list[CallItem], targets: Targets, op: Reduction) -> PreparedCall | None:
         """Return a shorter way for a call with these arguments, if there is one. Raises what is wrong with them."""
         found = self._known(items, targets)
         return None if found is None else self._strategy.prepare(*found, op)
 
-    def begin(self, items: list[Item], targets: Targets, op: Reduction, priority: int) -> list[Pending] | None:
+    def begin(self, items: list[CallItem], targets: Targets, op: Reduction, priority: int) -> list[Pending] | None:
         """Begin a call with one array for each key, which the result comes to; None, with nothing done: it is another.
 
         Raises what is wrong with the arguments.
@@ -290,7 +290,7 @@ class CallForms:
         return None if found is None else self._strategy.begin(*found[:2], op, priority)
 
     def _known(
-        self, items: list[Item], targets: Targets
+        self, items: list[CallItem], targets: Targets
     ) -> tuple[list[KeyInfo], list[SpaceArray], list[list[SpaceArray]]] | None:
         """The keys of a call, their values and where results go, as arrays of their spaces. None: not all can be those.
 

@@ -15,7 +15,7 @@ from mpikv import optimizers
 from mpikv.arrays.as_numpy import HostArray, is_array
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse, checked_ids, is_sparse, total
-from mpikv.calls.forms import CallForms, Item, Keys, Targets, Values
+from mpikv.calls.forms import CallForms, CallItem, Keys, Targets, Values
 from mpikv.common.checks import shown, wrong
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.placement.keys import KeyInfo
@@ -70,7 +70,7 @@ class RowCalls:
 
     # --- init
 
-    def new_key(self, item: Item) -> NewKey:
+    def new_key(self, item: CallItem) -> NewKey:
         """A row-sparse key with its first rows, a copy. The value is sparse."""
         (value,) = item.arrays
         rows = total([RowSparse.of(value)])
@@ -78,9 +78,9 @@ class RowCalls:
 
     # --- push
 
-    def split(self, call: str, items: list[Item]) -> tuple[list[Item], list[tuple[KeyInfo, RowSparse]]]:
+    def split(self, call: str, items: list[CallItem]) -> tuple[list[CallItem], list[tuple[KeyInfo, RowSparse]]]:
         """What is for dense keys, and for each row-sparse key the sum of its rows over devices, in new memory."""
-        dense: list[Item] = []
+        dense: list[CallItem] = []
         rows: list[tuple[KeyInfo, list[RowSparse]]] = []
         for item in items:
             info = self._forms.info(call, item.key)

@@ -1,8 +1,8 @@
 """Whether the values of keys travel encoded or as they are: whichever has been faster, by the times of their rounds.
 
 Keys that are pushed side by side share the link and the cores: one that is encoded may end sooner and all others later.
-So those of one codec are timed together (`Together`): a round's time is how long any of them was under way in it. Each
-key decides by itself, after the same rounds by the same times, and so they decide alike.
+So those of one codec are timed together (`RoundTimes`): a round's time is how long any of them was under way in it.
+Each key decides by itself, after the same rounds by the same times, and so they decide alike.
 
 The first rounds travel encoded, for `PERIOD_ROUNDS`: some do not count, then come `SAMPLES` that do, and one in which
 others may still be under way. Then the other form is tried: for as many rounds, or for `GLANCE_ROUNDS`, of which one
@@ -44,7 +44,7 @@ LONGEST_STRETCH_ROUNDS = 1 << 14
 KEPT_ROUNDS = 32  # keys that are further apart are not timed together
 
 
-class Together:
+class RoundTimes:
     """How long some key of one codec was under way, on this worker, in each of their newest rounds.
 
     seconds: by the number of the round, as each key counts its own.
@@ -77,20 +77,20 @@ class Choices:
     """Makes those of one worker's keys: keys of one codec that begin with the same round are timed together."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, Together] = {}
+        self._newest: dict[str, RoundTimes] = {}
 
-    def of(self, codec: str) -> Choice:
+    def of(self, codec: str) -> CodecChoice:
         """Of a key whose next round is the first one to be timed. codec: its name."""
         together = self._newest.get(codec)
         if together is None or together.seconds:  # those keys are under way already
-            together = self._newest[codec] = Together()
-        return Choice(together)
+            together = self._newest[codec] = RoundTimes()
+        return CodecChoice(together)
 
 
-class Choice:
+class CodecChoice:
     """Of one key. plain: whether its next round travels as it is. looks: how often both forms have been compared."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: RoundTimes) -> None:
         self.plain = False
         self.looks = 0
         self.seconds: list[float | None] = [None, None]  # of a round, encoded and plain, as last agreed on

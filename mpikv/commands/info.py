@@ -48,7 +48,7 @@ ARRAY_LIBRARIES = {
 MANY_HOSTS = 16  # more than so many are in the map alone
 
 
-class Row(NamedTuple):
+class Fact(NamedTuple):
     """One line of the report; problem: what is wrong with it."""
 
     label: str
@@ -75,31 +75,31 @@ def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_ran
     return 1 if failed else 0
 
 
-def _own_rows() -> Iterator[Row]:
+def _own_rows() -> Iterator[Fact]:
     """Describe what needs no MPI."""
     cores = len(os.sched_getaffinity(0))
-    yield Row("mpikv", f"{__version__}, Python {platform.python_version()}, {cores} cores on {socket.gethostname()}")
+    yield Fact("mpikv", f"{__version__}, Python {platform.python_version()}, {cores} cores on {socket.gethostname()}")
     found = []
     for name, packages in ARRAY_LIBRARIES.items():
         for package in packages:
             version = _version(package)
             if version:
                 found.append(f"{name} {version}" + (f" ({package})" if package != name else ""))
-    yield Row("array libraries", ", ".join(found))
-    yield Row("codecs", compiled.describe())
+    yield Fact("array libraries", ", ".join(found))
+    yield Fact("codecs", compiled.describe())
 
 
-def _gpu_row(environ: Mapping[str, str]) -> Row:
+def _gpu_row(environ: Mapping[str, str]) -> Fact:
     """Say which GPUs rank 0 sees, and which of them it would use: its local rank is 0. Asks CuPy if there is a GPU."""
     devices = cuda_driver.ask()
     if devices.problem:
-        return Row("GPU", f"none: {devices.problem}")
+        return Fact("GPU", f"none: {devices.problem}")
     try:
         used = device_choice.describe(_config(environ).local_device, 0, len(devices.names))
     except ConfigError as error:
-        return Row("GPU", str(error), problem=True)
+        return Fact("GPU", str(error), problem=True)
     names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(devices.names).items())
-    return Row("GPU", f"{names} ({devices.version}); in use: {used}{_of_cupy()}")
+    return Fact("GPU", f"{names} ({devices.version}); in use: {used}{_of_cupy()}")
 
 
 def _of_cupy() -> str:
@@ -123,7 +123,7 @@ def _config(environ: Mapping[str, str]) -> Config:
         return Config()  # the row of the wrong variable says so
 
 
-def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Row]]:
+def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Fact]]:
     """Return this process's rank, and what is known of MPI."""
     said_rank = launcher.said_rank(environ)
     config = _config(environ)
@@ -135,15 +135,15 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         library.check_launcher(MPI.COMM_WORLD.Get_size())
     except library.NoLibraryError as error:
         # Alone this is how things are; a launcher's ranks, though, would be jobs of one rank each.
-        return said_rank, [Row("MPI library", f"none: {error}", problem=started_by is not None)]
+        return said_rank, [Fact("MPI library", f"none: {error}", problem=started_by is not None)]
     except interface.InterfaceError as error:
         # Perhaps of this host alone: then rank 0, which waits for this rank in MPI_Init, will never speak.
         if said_rank != 0 and launcher.said_local_rank(environ) == 0:
             sys.stdout.write(f"rank {said_rank}: ERROR: {error}\n")
             sys.stdout.flush()
-        return said_rank, [Row("network", str(error), problem=True)]
+        return said_rank, [Fact("network", str(error), problem=True)]
     except ConfigError as error:
-        return said_rank, [Row("MPI library", str(error), problem=True)]
+        return said_rank, [Fact("MPI library", str(error), problem=True)]
     found = library.describe()
     comm = MPI.COMM_WORLD
     choice = interface.choose(found.name, config.interface)
@@ -152,12 +152,12 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
     told = comm.allgather((socket.gethostname(), gpus_seen, chosen))
     hosts = [host for host, _, _ in told]
     rows = [
-        Row("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
-        Row("", found.path or "its file cannot be told"),
-        Row("mpi4py", _version("mpi4py")),
-        Row("started by", str(started_by) if started_by else "itself, without mpirun"),
-        Row("thread level", found.thread_level),
-        Row("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
+        Fact("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
+        Fact("", found.path or "its file cannot be told"),
+        Fact("mpi4py", _version("mpi4py")),
+        Fact("started by", str(started_by) if started_by else "itself, without mpirun"),
+        Fact("thread level", found.thread_level),
+        Fact("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
         *_device_rows(comm, hosts, config),
         _progress_row(config, found.thread_level),
         _memory_row(comm, hosts, config),
@@ -168,7 +168,7 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
     return comm.Get_rank(), rows
 
 
-def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
+def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Fact]:
     """Say at rank 0 whether MPI takes device memory, and how arrays on GPUs travel in a `dist_sync_device` store.
 
     Rank 0 finds the first out, and perhaps tries it, while the others wait for its row. That workers of a host can open
@@ -187,7 +187,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
     device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
     where = f"; asked on {hosts[0]}" if len(set(hosts)) > 1 else ""
     answer = cuda_aware.find_out(config.cuda_aware, device)
-    rows = [Row("CUDA-aware MPI", f"{answer}{where}")]
+    rows = [Fact("CUDA-aware MPI", f"{answer}{where}")]
     try:
         places = pretended(hosts, config.fake_hosts)
         roles = assign(places, config.num_servers, config.server_placement)
@@ -197,8 +197,8 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
     except ConfigError as error:
         # No mistake yet on a machine without a GPU, such as a login node; and the row of the roles says of servers.
         serious = str(error).startswith("kv.create") and not cuda_driver.ask().problem
-        return [*rows, Row("arrays on GPUs", str(error), problem=serious)]
-    return [*rows, Row("arrays on GPUs", device_paths.describe(choice))]
+        return [*rows, Fact("arrays on GPUs", str(error), problem=serious)]
+    return [*rows, Fact("arrays on GPUs", device_paths.describe(choice))]
 
 
 _FAULT_TOLERANCE = {
@@ -208,25 +208,25 @@ _FAULT_TOLERANCE = {
 }
 
 
-def _progress_row(config: Config, thread_level: str) -> Row:
+def _progress_row(config: Config, thread_level: str) -> Fact:
     if config.progress == "thread" and thread_level != "MULTIPLE":
-        return Row("progress", f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}")
+        return Fact("progress", f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}")
     meaning = {"thread": "transfers move on while Python computes", "calls": "transfers move on in calls of the store"}
-    return Row("progress", f"{config.progress}: {meaning[config.progress]}")
+    return Fact("progress", f"{config.progress}: {meaning[config.progress]}")
 
 
-def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
+def _memory_row(comm: Any, hosts: list[str], config: Config) -> Fact:
     """Say whether these ranks could share memory as workers of one store; found out by doing it."""
     if config.shared_memory == "off":
-        return Row("shared memory", "off: MPIKV_SHARED_MEMORY")
+        return Fact("shared memory", "off: MPIKV_SHARED_MEMORY")
     if len(hosts) == 1:
-        return Row("shared memory", "one rank: nobody to share with")
+        return Fact("shared memory", "one rank: nobody to share with")
     try:
         places = pretended(hosts, config.fake_hosts)
     except ConfigError:
         places = tuple(hosts)  # the row of the roles says what is wrong
     if len(set(places)) == len(places):
-        return Row("shared memory", "one rank on each host: nobody to share with")
+        return Fact("shared memory", "one rank on each host: nobody to share with")
     here = [rank for rank, place in enumerate(places) if place == places[comm.Get_rank()]]
     _, problem = segment.open_host_memory(
         here.index(comm.Get_rank()),
@@ -235,57 +235,57 @@ def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
     )
     problems = {f"{hosts[rank]}: {text}" for rank, text in enumerate(comm.allgather(problem)) if text}
     if problems:
-        return Row("shared memory", f"no: {'; '.join(sorted(problems))}; messages do the work")
-    return Row("shared memory", "yes, between the ranks of a host")
+        return Fact("shared memory", f"no: {'; '.join(sorted(problems))}; messages do the work")
+    return Fact("shared memory", "yes, between the ranks of a host")
 
 
-def _host_rows(hosts: list[str]) -> Iterator[Row]:
+def _host_rows(hosts: list[str]) -> Iterator[Fact]:
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
-    yield Row("ranks", f"{len(hosts)} on {len(by_host)} host{'s' * (len(by_host) > 1)}")
+    yield Fact("ranks", f"{len(hosts)} on {len(by_host)} host{'s' * (len(by_host) > 1)}")
     if len(by_host) <= MANY_HOSTS:
         for host, ranks in by_host.items():
-            yield Row("", f"{host}: {ranges(ranks)}")
+            yield Fact("", f"{host}: {ranges(ranks)}")
 
 
-def _network_rows(chosen: Mapping[str, str], choice: interface.Choice, config: Config) -> Iterator[Row]:
+def _network_rows(chosen: Mapping[str, str], choice: interface.InterfaceChoice, config: Config) -> Iterator[Fact]:
     """Describe the interfaces of each host, what is set for the library, and what the user has set."""
     if config.interface == AUTO_INTERFACE:
-        yield Row("network", "auto: the library's own choice of interfaces")
+        yield Fact("network", "auto: the library's own choice of interfaces")
         return
     ours = " ".join(f"{name}={text}" for name, text in choice.variables.items())
-    yield Row("network", f"{config.interface}: {ours or 'nothing is set'}")
+    yield Fact("network", f"{config.interface}: {ours or 'nothing is set'}")
     if choice.own:
         own = " ".join(f"{name}={text}" for name, text in choice.own.items())
-        yield Row("", f"{own} is set already and counts more")
+        yield Fact("", f"{own} is set already and counts more")
     shown = list(chosen.items())[:MANY_HOSTS]
     for host, text in shown:
-        yield Row("", f"{host}: {text}")
+        yield Fact("", f"{host}: {text}")
     if len(chosen) > len(shown):
-        yield Row("", f"... and {len(chosen) - len(shown)} more hosts")
+        yield Fact("", f"... and {len(chosen) - len(shown)} more hosts")
 
 
 def _role_rows(
     real_hosts: list[str], gpus: list[placement_map.Gpus], config: Config, model: str, *, every_rank: bool
-) -> Iterator[Row]:
+) -> Iterator[Fact]:
     try:
         hosts = pretended(real_hosts, config.fake_hosts)
         roles = assign(hosts, config.num_servers, config.server_placement)
     except ConfigError as error:
         # One process that asks for servers is a program looked at without its mpirun: no mistake yet.
-        yield Row("roles", str(error), problem=len(real_hosts) > 1)
+        yield Fact("roles", str(error), problem=len(real_hosts) > 1)
         return
     text = f"workers: ranks {ranges(roles.workers)}"
-    yield Row("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
+    yield Fact("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
     lines = placement_map.lines(hosts, gpus, roles, config, model)
     title = f"{model} in a dist_sync store" if model else "a dist_sync store"
-    yield Row("map", f"{title} on these ranks" + ("" if model else " (--model NAME counts keys and bytes)"))
+    yield Fact("map", f"{title} on these ranks" + ("" if model else " (--model NAME counts keys and bytes)"))
     for line in placement_map.table(lines, every_rank=every_rank):
-        yield Row("", line)
+        yield Fact("", line)
 
 
-def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
+def _variable_rows(environ: Mapping[str, str]) -> Iterator[Fact]:
     """Describe every `MPIKV_*` variable that is set, what is wrong with it, and names that nothing reads."""
     known = {variable.name: variable for variable in (*VARIABLES, TRACEBACK)}
     unknown = unknown_variables(environ)
@@ -294,17 +294,17 @@ def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
         if name in unknown:
             nearest = unknown[name]
             hint = f"; {nearest} exists" if nearest else f"; there are {', '.join(known)}"
-            yield Row(name, f"{text}  (nothing reads this variable{hint})")
+            yield Fact(name, f"{text}  (nothing reads this variable{hint})")
             continue
         try:
             if text.strip():
                 known[name].parse(text.strip())
         except ValueError as error:
-            yield Row(name, f"{text!r} {error}", problem=True)
+            yield Fact(name, f"{text!r} {error}", problem=True)
         else:
-            yield Row(name, text)
+            yield Fact(name, text)
     if not in_force:
-        yield Row("MPIKV_* variables", "none in force")
+        yield Fact("MPIKV_* variables", "none in force")
 
 
 def _version(package: str) -> str:

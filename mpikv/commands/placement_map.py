@@ -41,7 +41,7 @@ class Gpus(NamedTuple):
     setting: int | str = device_choice.AUTO
 
 
-class Held(NamedTuple):
+class OwnerLoad(NamedTuple):
     """What an owner holds of a network: whole keys, keys of which it has a part, bytes."""
 
     whole: int
@@ -92,14 +92,14 @@ def plans(model: str, roles: Roles, hosts: Sequence[str], config: Config) -> lis
     return found
 
 
-def holdings(keys: Sequence[tuple[int, ShardPlan]], owners: int) -> list[Held]:
+def holdings(keys: Sequence[tuple[int, ShardPlan]], owners: int) -> list[OwnerLoad]:
     """Return what each owner holds of these keys."""
-    held = [Held(0, 0, 0)] * owners
+    held = [OwnerLoad(0, 0, 0)] * owners
     for n_elems, plan in keys:
         for owner, begin, end in plan:
             whole, parts, n_bytes = held[owner]
             entire = end - begin == n_elems
-            held[owner] = Held(whole + entire, parts + (not entire), n_bytes + (end - begin) * ITEM_BYTES)
+            held[owner] = OwnerLoad(whole + entire, parts + (not entire), n_bytes + (end - begin) * ITEM_BYTES)
     return held
 
 
@@ -190,7 +190,7 @@ def _short(numbers: Sequence[int]) -> str:
     return ", ".join(parts if len(parts) <= MOST_RANGES else [*parts[: MOST_RANGES - 1], "...", parts[-1]])
 
 
-def _held(held: Held, n_keys: int, total_bytes: int) -> str:
+def _held(held: OwnerLoad, n_keys: int, total_bytes: int) -> str:
     parts = []
     if held.whole:
         parts.append(f"{held.whole} of {n_keys} keys")

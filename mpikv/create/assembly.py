@@ -30,7 +30,7 @@ from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
 from mpikv.strategies.sparse_owners import RowServer
 from mpikv.transports.base import Transport
-from mpikv.transports.handed import Handed
+from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import LocalTransport, local_transport
 
 
@@ -115,7 +115,7 @@ def assemble(
 
         strategy = AllreduceStrategy(session, serve_rows, memory, nccl)
     else:
-        handed = Handed()
+        handed = Loopback()
         service = None if members.servers else serve(reached, members.workers, core(), handed)
         strategy = PsStrategy(session, service, handed)
     return KVStore(session, strategy, on_device=spec.on_device)

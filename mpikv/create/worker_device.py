@@ -27,7 +27,7 @@ from mpikv.spaces.named import Spaces
 CUPY = "cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 
 
-class Found(NamedTuple):
+class WorkerGpu(NamedTuple):
     """gpu: None where none is used. told: what the other ranks are told of it. warning: for the user."""
 
     gpu: Gpu | None = None
@@ -76,29 +76,31 @@ def find(
     modules: Mapping[str, Any] | None = None,
     ask: Callable[[], cuda_driver.Devices] = cuda_driver.ask,
     open_gpu: Callable[[int], Gpu] | None = None,
-) -> Found:
+) -> WorkerGpu:
     """The GPU of a rank. spec: None for a program that is only a server. local_rank: among the ranks of its host.
 
     ask, open_gpu: of CUDA's driver, and of one GPU, for tests. Never raises: what is wrong is told to all.
     """
     asker = asks(spec, config, modules)
     if not asker:
-        return Found(told=Told(why_none="MPIKV_DEVICE_PATH=host" if config.device_path == "host" else Told().why_none))
+        return WorkerGpu(
+            told=Told(why_none="MPIKV_DEVICE_PATH=host" if config.device_path == "host" else Told().why_none)
+        )
     gpus = ask()
     try:
         number = device_choice.choose(config.local_device, local_rank, len(gpus.names))
         if number is None:
-            return Found(told=Told(why_none=gpus.problem))
+            return WorkerGpu(told=Told(why_none=gpus.problem))
         if open_gpu is None and not cuda_driver.has_cupy():
             why = f"CuPy is not installed (pip install {CUPY})"
             text = f"mpikv: {asker} asks for a GPU, and {why}: keys are in host memory"
-            return Found(told=Told(why_none=why), warning=text if asker.startswith(("the type", "MPIKV")) else "")
+            return WorkerGpu(told=Told(why_none=why), warning=text if asker.startswith(("the type", "MPIKV")) else "")
         gpu = (open_gpu or Gpu)(number)
     except ConfigError as error:
-        return Found(told=Told(error=str(error)))
+        return WorkerGpu(told=Told(error=str(error)))
     except MpikvError as error:
-        return Found(told=Told(why_none=str(error)))
-    return Found(gpu, Told(gpu.number, gpu.uuid, gpu.name, why_none=""))
+        return WorkerGpu(told=Told(why_none=str(error)))
+    return WorkerGpu(gpu, Told(gpu.number, gpu.uuid, gpu.name, why_none=""))
 
 
 def spaces_for(arrays: Iterable[Any]) -> Spaces:

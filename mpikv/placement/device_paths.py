@@ -43,7 +43,7 @@ class Told(NamedTuple):
     error: str = ""
 
 
-class Choice(NamedTuple):
+class SettledPath(NamedTuple):
     """The path, and why it is none of the better ones."""
 
     path: DevicePath
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
         return replace(members, device_path=self.path, device_reasons=self.reasons)
 
 
-def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) -> Choice:
+def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) -> SettledPath:
     """The path of keys in device memory.
 
     told: by each worker. members: with what is known of the memory that ranks share. outcomes: why a path that was
@@ -76,10 +76,10 @@ def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) 
         path = wanted
         against = {one: why or f"{setting} asks for another" for one, why in against.items()}
     reasons = {one: against[one] for one in PATHS[: PATHS.index(path)] if against[one]}
-    return Choice(path, tuple(reasons.items()))
+    return SettledPath(path, tuple(reasons.items()))
 
 
-def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable[[], str]]) -> Choice:
+def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable[[], str]]) -> SettledPath:
     """`choose`, with the trials that it takes. Collective where trials are.
 
     trials: by path: says on every rank why the path cannot be gone, "" where it can.
@@ -142,7 +142,7 @@ def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str
     return ""
 
 
-def describe(choice: Choice) -> str:
+def describe(choice: SettledPath) -> str:
     """One line for a reader: the path, and why not the better ones."""
     by_reason: dict[str, list[str]] = {}
     for path, why in choice.reasons:

@@ -50,7 +50,7 @@ DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key i
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
 
-class Row(NamedTuple):
+class AlgorithmRow(NamedTuple):
     """Up to `max_ranks` ranks and up to `max_bytes` bytes on the wire: `algorithm`. None: no limit."""
 
     max_ranks: int | None
@@ -63,18 +63,18 @@ class Row(NamedTuple):
 # whole buffer counts. Many ranks: short messages cost their steps, long ones their bytes. Measured with
 # scripts/compare_algorithms.py; see docs/adr/0003-allreduce-table.md.
 TABLE = (
-    Row(4, 4 << 20, "naive"),
-    Row(None, 64 << 10, "halving_doubling"),
-    Row(None, None, "ring"),
+    AlgorithmRow(4, 4 << 20, "naive"),
+    AlgorithmRow(None, 64 << 10, "halving_doubling"),
+    AlgorithmRow(None, None, "ring"),
 )
 
 # One rank on each of several hosts. The ring keeps both directions of a link busy all the time; the others have long
 # messages, which Open MPI sends over TCP only once the receiver's consent has come back through a full socket. Measured
 # with scripts/bench_links.py.
 ACROSS = (
-    Row(4, 32 << 10, "naive"),
-    Row(None, 32 << 10, "halving_doubling"),
-    Row(None, None, "ring"),
+    AlgorithmRow(4, 32 << 10, "naive"),
+    AlgorithmRow(None, 32 << 10, "halving_doubling"),
+    AlgorithmRow(None, None, "ring"),
 )
 
 

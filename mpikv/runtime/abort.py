@@ -214,11 +214,11 @@ def install_early(*, others_wait: bool) -> None:
 
 def install_alone() -> None:
     """Install the hook of a process without other ranks, unless it has one."""
-    if not isinstance(getattr(sys.excepthook, "__self__", None), Alone):
-        sys.excepthook = Alone().excepthook
+    if not isinstance(getattr(sys.excepthook, "__self__", None), OneProcessHook):
+        sys.excepthook = OneProcessHook().excepthook
 
 
-class Alone:
+class OneProcessHook:
     """The hook of a process without other ranks: a mistake is one line there, too."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ USERS = re.compile(
 )
 
 
-class Answer(NamedTuple):
+class CudaSupport(NamedTuple):
     """Whether device memory may be given to MPI, and why or why not, for a reader. Plain values, which can be sent."""
 
     aware: bool
@@ -53,31 +53,31 @@ class Answer(NamedTuple):
 
 def find_out(
     setting: str = "auto", device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S
-) -> Answer:
+) -> CudaSupport:
     """Return whether the loaded library takes device memory. Loads MPI if nothing has yet.
 
     setting: of MPIKV_CUDA_AWARE, `0`, `1` or `auto`. device: the number of a GPU among those that are visible. source:
     where the trial's memory comes from. Local; blocks at most `limit_s`, and as long as a child needs to end.
     """
     if setting != "auto":
-        return Answer(setting == "1", f"MPIKV_CUDA_AWARE={setting}" + ", without a trial" * (setting == "1"))
+        return CudaSupport(setting == "1", f"MPIKV_CUDA_AWARE={setting}" + ", without a trial" * (setting == "1"))
     devices = cuda_driver.ask()
     if devices.problem:
-        return Answer(False, devices.problem)
+        return CudaSupport(False, devices.problem)
     if device >= len(devices.names):
-        return Answer(False, f"there is no gpu:{device}, this process sees {len(devices.names)}, from 0")
+        return CudaSupport(False, f"there is no gpu:{device}, this process sees {len(devices.names)}, from 0")
     found = library.describe()
     if not found.cuda:
-        return Answer(False, "the library says no" if found.cuda is False else "the library has no way to say so")
+        return CudaSupport(False, "the library says no" if found.cuda is False else "the library has no way to say so")
     if source == cuda_trial.CUPY and not cuda_driver.has_cupy():
-        return Answer(False, cuda_driver.NO_CUPY)
+        return CudaSupport(False, cuda_driver.NO_CUPY)
     if not found.path:
-        return Answer(False, "it cannot be told which file the library was loaded from, so a child cannot load it")
+        return CudaSupport(False, "it cannot be told which file the library was loaded from, so a child cannot load it")
     answer = trial(found.path, device, source=source, limit_s=limit_s)
     return answer._replace(why=f"{answer.why} on {devices.names[device]}")
 
 
-def trial(path: str, device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S) -> Answer:
+def trial(path: str, device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S) -> CudaSupport:
     """Let a child process try the library at `path`.
 
     Local; blocks at most `limit_s` and as long as the child needs to end. The child leaves no files.
@@ -88,7 +88,7 @@ def trial(path: str, device: int = 0, *, source: str = cuda_trial.CUPY, limit_s:
             command = [sys.executable, "-m", "mpikv.runtime.cuda_trial", *arguments]
             status, out, err = _run(command, child_environment(path, folder), folder, limit_s)
     except OSError as error:
-        return Answer(False, f"a trial could not be started: {error}")
+        return CudaSupport(False, f"a trial could not be started: {error}")
     return _judge(status, out, err, limit_s)
 
 
@@ -121,12 +121,12 @@ def _run(command: list[str], env: dict[str, str], folder: str, limit_s: float) -
     return status, out.read_text(errors="replace"), err.read_text(errors="replace")
 
 
-def _judge(status: int | None, out: str, err: str, limit_s: float) -> Answer:
+def _judge(status: int | None, out: str, err: str, limit_s: float) -> CudaSupport:
     """Return what the end of a child means."""
     if status is None:
-        return Answer(False, f"the trial did not end within {limit_s:g} s")
+        return CudaSupport(False, f"the trial did not end within {limit_s:g} s")
     if status < 0:
-        return Answer(False, f"the trial was ended by {_signal_name(-status)}")
+        return CudaSupport(False, f"the trial was ended by {_signal_name(-status)}")
     try:
         said = json.loads(out.split("\n")[-2])  # a last line without an end was cut off
         aware, why = said["aware"], said["why"]
@@ -134,8 +134,8 @@ def _judge(status: int | None, out: str, err: str, limit_s: float) -> Answer:
         aware, why = False, ""
     if status > 0 or not why:
         lines = [line.strip() for line in err.splitlines() if line.strip()] or ["it said nothing"]
-        return Answer(False, f"the trial ended with status {status}: {lines[-1]}")
-    return Answer(aware is True, why)
+        return CudaSupport(False, f"the trial ended with status {status}: {lines[-1]}")
+    return CudaSupport(aware is True, why)
 
 
 def _signal_name(number: int) -> str:

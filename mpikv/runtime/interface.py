@@ -58,7 +58,7 @@ class Interface(NamedTuple):
         return f"{self.name} ({', '.join(self.addresses) or 'no address'}{'' if self.up else '; it is down'})"
 
 
-class Choice(NamedTuple):
+class InterfaceChoice(NamedTuple):
     """What follows from MPIKV_INTERFACE.
 
     interfaces: those of this host that it names; variables: what is to be set; own: what the user has set, which counts
@@ -89,11 +89,11 @@ def interface_variables(family: str, value: str, interfaces: Sequence[Interface]
     return {OPEN_MPI_INCLUDE: ",".join(dict.fromkeys(words)), UCX: ",".join(devices)}
 
 
-def choose(family: str, value: str, environ: Mapping[str, str] | None = None) -> Choice:
+def choose(family: str, value: str, environ: Mapping[str, str] | None = None) -> InterfaceChoice:
     """Return what this rank has to set and what the user has set. InterfaceError as `interface_variables`."""
     environ = os.environ if environ is None else environ
     if value == AUTO_INTERFACE:
-        return Choice((), {}, {})
+        return InterfaceChoice((), {}, {})
     existing = host_interfaces()
     wanted = interface_variables(family, value, existing, socket.gethostname())
     own = {name: environ[name] for name, text in wanted.items() if environ.get(name, text) != text}
@@ -101,7 +101,7 @@ def choose(family: str, value: str, environ: Mapping[str, str] | None = None) ->
         own[OPEN_MPI_EXCLUDE] = environ[OPEN_MPI_EXCLUDE]  # the two exclude each other
         del wanted[OPEN_MPI_INCLUDE]
     chosen = dict.fromkeys(one for matches in _found(value, existing, "").values() for one in matches)
-    return Choice(tuple(chosen), {name: text for name, text in wanted.items() if name not in own}, own)
+    return InterfaceChoice(tuple(chosen), {name: text for name, text in wanted.items() if name not in own}, own)
 
 
 def apply(family: str, value: str, environ: MutableMapping[str, str] | None = None) -> None:

@@ -24,12 +24,12 @@ from mpikv.errors import MpikvError
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import KeyInfo
-from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
+from mpikv.server.events import Batch, Event, Fetch, PendingPull, ServerReply
 from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
-from mpikv.server.shard import Shard
+from mpikv.server.shard import ServerShard
 from mpikv.spaces.base import Space
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
@@ -67,7 +67,7 @@ class ServerCore:
         self._policy = policy
         self._codecs = codecs
         self.rows = RowCore(labels, policy, self.owner)
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, ServerShard] = {}
         self._early: dict[int, list[_Data]] = {}
         self._coming = [0] * len(labels)  # partitions asked for and not here yet, per worker
         self._flushes: list[Waiting] = []
@@ -150,14 +150,14 @@ class ServerCore:
         return Batch(worker, pulls[0].reply_tag, pulls[0].priority, len(pulls)) if len(pulls) > 1 else None
 
     @staticmethod
-    def _data(shard: Shard, request: _Data) -> list[Event]:
+    def _data(shard: ServerShard, request: _Data) -> list[Event]:
         worker, header, payload, batch, index = request
         events: list[Event] = []
         if header.kind != wire.PULL:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
             events += shard.pull(
-                Answer(
+                PendingPull(
                     worker,
                     header.reply_tag,
                     header.round,
@@ -195,7 +195,7 @@ class ServerCore:
         info = info._replace(space=DEVICE if on_device else HOST)
         values = np.frombuffer(data.tobytes(), info.dtype)
         # A key that moves here from other servers goes on with the rounds it has seen there.
-        shard = Shard(
+        shard = ServerShard(
             info,
             values,
             begin=text["begin"],
@@ -216,7 +216,7 @@ class ServerCore:
 
     # --- optimizers and their states
 
-    def _set_optimizer(self, worker: int, header: wire.Header, payload: HostArray) -> Reply:
+    def _set_optimizer(self, worker: int, header: wire.Header, payload: HostArray) -> ServerReply:
         try:
             slot, optimizer, key_ids = cloudpickle.loads(payload.tobytes())
         except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's; worker 0 tells him
@@ -229,11 +229,11 @@ class ServerCore:
         self.rows.relabel(slot)
         return self._acknowledge(worker, header)
 
-    def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> Reply:
+    def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> ServerReply:
         parts = [part for shard in self._shards.values() for part in shard.states()] + self.rows.states()
-        return Reply(worker, header.reply_tag, np.frombuffer(parts_to_bytes(parts), np.uint8))
+        return ServerReply(worker, header.reply_tag, np.frombuffer(parts_to_bytes(parts), np.uint8))
 
-    def _load(self, worker: int, header: wire.Header, payload: HostArray) -> Reply:
+    def _load(self, worker: int, header: wire.Header, payload: HostArray) -> ServerReply:
         replaced, data = wire.split_text(payload)
         pieces: dict[Any, list[Any]] = {}
         parts = parts_from_bytes(data.tobytes())
@@ -247,5 +247,5 @@ class ServerCore:
         return self._acknowledge(worker, header)
 
     @staticmethod
-    def _acknowledge(worker: int, header: wire.Header, text: str = "") -> Reply:
-        return Reply(worker, header.reply_tag, np.frombuffer(b"\0" + text.encode(), np.uint8))
+    def _acknowledge(worker: int, header: wire.Header, text: str = "") -> ServerReply:
+        return ServerReply(worker, header.reply_tag, np.frombuffer(b"\0" + text.encode(), np.uint8))

@@ -10,11 +10,11 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Predicate, Request
 
 if TYPE_CHECKING:
-    from mpikv.server.memory import Block
-    from mpikv.server.shard import Push, Shard
+    from mpikv.server.memory import ReadableMemory
+    from mpikv.server.shard import Push, ServerShard
 
 
-class Reply(NamedTuple):
+class ServerReply(NamedTuple):
     """Send `data` to `worker` with `tag`. The array does not change before `block.release()` is called.
 
     ready: when its values are there; None: now. Replies with one are ready in their order.
@@ -24,7 +24,7 @@ class Reply(NamedTuple):
     tag: int
     data: HostArray
     priority: int = 0
-    block: Block | None = None
+    block: ReadableMemory | None = None
     ready: Request | None = None
 
 
@@ -34,7 +34,7 @@ class Fetch(NamedTuple):
     shard: None: it is received to be thrown away, `n_bytes` of it.
     """
 
-    shard: Shard | None
+    shard: ServerShard | None
     push: Push
     part: int
     n_bytes: int = 0
@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
     text: str
 
 
-Event = Reply | Fetch | Refusal
+Event = ServerReply | Fetch | Refusal
 
 
 class Batch:
@@ -58,7 +58,7 @@ class Batch:
         self._tag = tag
         self._priority = priority
         self._answers: list[list[HostArray]] = [[] for _ in range(count)]
-        self._blocks: list[Block] = []  # that answers still come into
+        self._blocks: list[ReadableMemory] = []  # that answers still come into
         self._ready: Request | None = None  # when the last of them has
         self._missing = count
 
@@ -66,13 +66,13 @@ class Batch:
         """Keep a copy of the next partition of an answer."""
         self._answers[index].append(values.copy().view(np.uint8))
 
-    def expect(self, index: int, block: Block, ready: Request) -> None:
+    def expect(self, index: int, block: ReadableMemory, ready: Request) -> None:
         """The next partition of an answer will be in a block, ready after all others."""
         self._answers[index].append(block.array.view(np.uint8))
         self._blocks.append(block)
         self._ready = ready
 
-    def done(self) -> Reply | None:
+    def done(self) -> ServerReply | None:
         """One answer is complete; the reply when it was the last one."""
         self._missing -= 1
         if self._missing:
@@ -94,10 +94,10 @@ class Batch:
 
         if ready is None:
             joined()
-        return Reply(self._worker, self._tag, data, self._priority, ready=ready and Predicate(joined))
+        return ServerReply(self._worker, self._tag, data, self._priority, ready=ready and Predicate(joined))
 
 
-class Answer:
+class PendingPull:
     """A pull of one shard. version: what it waits for. part: the next partition to be answered.
 
     batch, index: it is that answer of the batch. plain: it comes as it is, whatever the key's codec. handed: it is

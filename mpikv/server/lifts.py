@@ -1,8 +1,8 @@
 """The memory of a server inside a worker that uses a GPU: keys are held there, what comes and goes is page-locked.
 
 Copies up and down are begun in the store's stream, in the order of the requests, and the server waits for none of them.
-Cost: one copy up of each push, one down of each reply, but of those that this worker hands over (transports/handed.py);
-page-locked memory comes from the space's own pool.
+Cost: one copy up of each push, one down of each reply, but of those that this worker hands over
+(transports/loopback.py); page-locked memory comes from the space's own pool.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Request
-from mpikv.server.memory import Block, Pool
+from mpikv.server.memory import Pool, ReadableMemory
 from mpikv.spaces.device import DeviceSpace
 
 
@@ -59,11 +59,11 @@ class Lifts:
         self._leaving.append((self.space.begun(), array))
         return values
 
-    def down(self, values: Any) -> tuple[Block, Request]:
+    def down(self, values: Any) -> tuple[ReadableMemory, Request]:
         """Page-locked memory with one reader, and when the values are in it."""
         array = self.take(values.size, values.dtype)
         self.space.fetch(array, values)
-        block = Block(array, self.give)
+        block = ReadableMemory(array, self.give)
         block.readers = 1
         block.leave()
         return block, self.space.begun()

@@ -25,10 +25,10 @@ from mpikv.engine.request import Done, Predicate, Request, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
-from mpikv.server.events import Event, Fetch, Refusal, Reply
+from mpikv.server.events import Event, Fetch, Refusal, ServerReply
 from mpikv.transports import wire
 from mpikv.transports.base import Incoming, Transport
-from mpikv.transports.handed import Handed
+from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import HELD, LocalTransport
 from mpikv.transports.memory_requests import Arrived, Receiving
 
@@ -43,30 +43,30 @@ FEW = 16  # copied replies that may wait to be forgotten
 WINDOW = 3  # one is received while one is added and one is announced; more only fall out of the cache
 
 
-class _Peer:
+class _WorkerLink:
     """What is on its way between the server and one worker, and what waits for that."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.fetches: list[tuple[int, int, Fetch]] = []  # heaps of (-priority, order, what)
-        self.replies: list[tuple[int, int, Reply]] = []
+        self.replies: list[tuple[int, int, ServerReply]] = []
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
         self.held = 0  # partitions in the worker's memory
-        self.sending: deque[tuple[Request, Reply]] = deque()
-        self.coming: deque[Reply] = deque()  # replies whose values are still being copied from a GPU
+        self.sending: deque[tuple[Request, ServerReply]] = deque()
+        self.coming: deque[ServerReply] = deque()  # replies whose values are still being copied from a GPU
 
 
 class _Traffic:
     """All messages of one server. As a request it is done when there is something to handle."""
 
     def __init__(
-        self, transport: Transport, workers: Sequence[int], core: ServerCore, handed: Handed | None = None
+        self, transport: Transport, workers: Sequence[int], core: ServerCore, handed: Loopback | None = None
     ) -> None:
         self._transport = transport
-        self._handed = Handed() if handed is None else handed
+        self._handed = Loopback() if handed is None else handed
         self._local = transport if isinstance(transport, LocalTransport) else None
         self._core = core
-        self._peers = [_Peer(rank) for rank in workers]
+        self._peers = [_WorkerLink(rank) for rank in workers]
         self._index = {rank: worker for worker, rank in enumerate(workers)}
         self._order = 0
         self._message: tuple[Request, int, HostArray] | None = None
@@ -152,10 +152,10 @@ class _Traffic:
                 self._start(peer)
 
     @staticmethod
-    def _is_there(reply: Reply) -> bool:
+    def _is_there(reply: ServerReply) -> bool:
         return reply.ready is None or reply.ready.test()
 
-    def _reply(self, peer: _Peer, reply: Reply) -> None:
+    def _reply(self, peer: _WorkerLink, reply: ServerReply) -> None:
         if len(peer.sending) < WINDOW and not peer.replies:
             self._send(peer, reply)
         else:
@@ -164,7 +164,7 @@ class _Traffic:
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             self._order += 1
-            if isinstance(event, Reply):
+            if isinstance(event, ServerReply):
                 peer = self._peers[event.worker]
                 if event.ready is None:
                     self._reply(peer, event)
@@ -183,7 +183,7 @@ class _Traffic:
         message = wire.control({"kind": "refused", "key_id": refusal.key_id, "text": refusal.text})
         self._copied += [control.isend(message, peer.rank, wire.TAG_CONTROL) for peer in self._peers]
 
-    def _borrowed(self, peer: _Peer, request: Receiving, fetch: Fetch) -> HostArray:
+    def _borrowed(self, peer: _WorkerLink, request: Receiving, fetch: Fetch) -> HostArray:
         """A partition that is here, where its worker has it; copied where many of that worker's are held already."""
         assert fetch.shard is not None
         assert request.view is not None
@@ -202,7 +202,7 @@ class _Traffic:
         self._core.pool.refer(data, give_back)
         return data
 
-    def _start(self, peer: _Peer) -> None:
+    def _start(self, peer: _WorkerLink) -> None:
         while peer.fetches and len(peer.receiving) < WINDOW:
             fetch = heappop(peer.fetches)[2]
             tag = wire.TAG_PAYLOAD + fetch.push.tag
@@ -225,7 +225,7 @@ class _Traffic:
         while len(self._copied) > left and self._copied[0].test():
             self._copied.popleft()
 
-    def _send(self, peer: _Peer, reply: Reply) -> None:
+    def _send(self, peer: _WorkerLink, reply: ServerReply) -> None:
         if not isinstance(reply.data, np.ndarray):
             self._under_way(peer, reply, self._handed.send(reply.data, reply.tag))
             return
@@ -239,7 +239,7 @@ class _Traffic:
             return
         self._under_way(peer, reply, self._transport.isend(reply.data, peer.rank, reply.tag))
 
-    def _under_way(self, peer: _Peer, reply: Reply, request: Request) -> None:
+    def _under_way(self, peer: _WorkerLink, reply: ServerReply, request: Request) -> None:
         """Keep its memory until it has left."""
         if not request.test():
             peer.sending.append((request, reply))
@@ -248,7 +248,9 @@ class _Traffic:
             reply.block.release()
 
 
-def serve(transport: Transport, workers: Sequence[int], core: ServerCore, handed: Handed | None = None) -> Steps[None]:
+def serve(
+    transport: Transport, workers: Sequence[int], core: ServerCore, handed: Loopback | None = None
+) -> Steps[None]:
     """Answer requests until every worker has said goodbye. workers: their ranks, in order.
 
     handed: what the worker of this process hands over, where there is one.

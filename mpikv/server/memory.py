@@ -3,8 +3,8 @@
 A gradient of 64 MiB that comes in new memory each round costs as much in page faults as in the adding. So partitions
 come into arrays that were used before, the last one first, which the cache may still hold.
 
-A reply is sent straight from the value's own memory. Until it has left, the value must not change: `Block` counts its
-readers, and an update that comes too early goes into a copy.
+A reply is sent straight from the value's own memory. Until it has left, the value must not change: `ReadableMemory`
+counts its readers, and an update that comes too early goes into a copy.
 
 On a host whose workers share memory with the server all of it lies there, so that they read values where they are. What
 they push is taken by reference: it stays in their memory until it has been added; nothing is ever written into it.
@@ -119,7 +119,7 @@ class Pool:
         self._free.clear()
 
 
-class Block:
+class ReadableMemory:
     """Values in memory that messages may read. give: takes the memory back."""
 
     __slots__ = ("_give", "_left", "array", "readers")

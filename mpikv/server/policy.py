@@ -19,7 +19,7 @@ from mpikv.optimizers.owner import AttributesId
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
-class Update(NamedTuple):
+class PendingUpdate(NamedTuple):
     """What to apply: one array, or two whose sum it is, and the number of the attributes to apply it with.
 
     terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
@@ -62,7 +62,7 @@ class Policy(Protocol):
 
     counts: bool
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
         """Take one worker's contribution, which becomes the policy's own."""
         ...
 
@@ -97,7 +97,7 @@ class Synchronous:
         self._alike = True  # whether the labels are equal
         self._op = SUM  # worker 0's
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
         """Add to the round; the last worker's gradient completes it."""
         if worker != self._next_worker:
             self._early[worker] = part
@@ -108,7 +108,7 @@ class Synchronous:
             self._next_worker += 1
             if self._next_worker == self._num_workers:
                 terms = (gradient,) if self._total is None else (self._total, gradient)
-                update = Update(terms, self._attributes[0], () if self._alike else tuple(self._labels), self._op)
+                update = PendingUpdate(terms, self._attributes[0], () if self._alike else tuple(self._labels), self._op)
                 self._next_worker, self._total, self._alike = 0, None, True
                 self._attributes, self._labels = [], []
                 return update
@@ -168,9 +168,9 @@ class Asynchronous:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
         """The gradient itself, with its own attributes."""
-        return Update((part.gradient,), part.attributes)
+        return PendingUpdate((part.gradient,), part.attributes)
 
     def relabel(self, label: Callable[[AttributesId], Label]) -> None:
         """Nothing waits here."""

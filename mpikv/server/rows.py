@@ -27,14 +27,14 @@ from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import Part
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.server.events import Event, Refusal, Reply
+from mpikv.server.events import Event, Refusal, ServerReply
 from mpikv.server.policy import Contribution, Policy
 from mpikv.session.contests import refusal, refused
 from mpikv.transports import wire
 from mpikv.transports.wire import Header
 
 
-class Pushed(NamedTuple):
+class PushedRows(NamedTuple):
     """Rows of one worker or of several, in the dtype of the sum. For a policy it stands in an array's place."""
 
     ids: Ids
@@ -50,15 +50,15 @@ class _Adding:
     """What a policy does with rows: see `policy.Memory`."""
 
     @staticmethod
-    def combine(total: Pushed, other: Pushed, how: np.ufunc) -> Pushed:
+    def combine(total: PushedRows, other: PushedRows, how: np.ufunc) -> PushedRows:
         """Rows are always added."""
         del how
-        return Pushed(*row_ids.add(*total, *other))
+        return PushedRows(*row_ids.add(*total, *other))
 
     @staticmethod
-    def scaled(array: Pushed, ratio: float) -> Pushed:
+    def scaled(array: PushedRows, ratio: float) -> PushedRows:
         """In new memory."""
-        return Pushed(array.ids, np.multiply(array.rows, array.rows.dtype.type(ratio)))
+        return PushedRows(array.ids, np.multiply(array.rows, array.rows.dtype.type(ratio)))
 
 
 _ADDING: Any = _Adding()
@@ -76,7 +76,7 @@ class RowShard:
         self._owner, self._policy, self._labels = owner, policy, labels
         self._version = 0
         self._pushed = [0] * len(labels)
-        self._waiting: list[deque[tuple[AttributesId, Pushed]]] = [deque() for _ in labels]
+        self._waiting: list[deque[tuple[AttributesId, PushedRows]]] = [deque() for _ in labels]
         self._pulls: list[tuple[int, Header, Ids | None]] = []
 
     def begin(self, written: HostArray) -> None:
@@ -84,7 +84,7 @@ class RowShard:
         pushed = self._rows_in(written, self.info.dtype)
         self.table.replace(*pushed)
 
-    def _rows_in(self, written: HostArray, dtype: np.dtype[Any]) -> Pushed:
+    def _rows_in(self, written: HostArray, dtype: np.dtype[Any]) -> PushedRows:
         """The ids and rows of a message, in new memory and in this dtype."""
         ids, data = row_ids.decode(written, self._n_rows)
         columns, item_bytes = self.table.columns, self.info.dtype.itemsize
@@ -94,7 +94,7 @@ class RowShard:
                 f"{columns * item_bytes} bytes"
             )
         rows = data.view(self.info.dtype).reshape(ids.size, columns)
-        return Pushed(ids + self._begin, rows.astype(dtype))
+        return PushedRows(ids + self._begin, rows.astype(dtype))
 
     # --- pushes
 
@@ -126,7 +126,7 @@ class RowShard:
             # The version stays, so that no pull is answered and nothing more is taken.
             return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", self._version + 1, why))]
         terms: Any = update.terms
-        total: Pushed = functools.reduce(lambda one, other: Pushed(*row_ids.add(*one, *other)), terms)
+        total: PushedRows = functools.reduce(lambda one, other: PushedRows(*row_ids.add(*one, *other)), terms)
         self.table.update(self._owner, total.ids, total.rows, update.attributes)
         self._version += 1
         events = self._answer()
@@ -158,7 +158,7 @@ class RowShard:
                 later.append((worker, header, ids))
             else:
                 data = self._changed(worker) if ids is None else self.table.rows(ids).reshape(-1)
-                events.append(Reply(worker, header.reply_tag, data, header.priority))
+                events.append(ServerReply(worker, header.reply_tag, data, header.priority))
         self._pulls = later
         return events
 

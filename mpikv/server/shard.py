@@ -32,10 +32,10 @@ from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_of, slice_state
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo, partitions
-from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
+from mpikv.server.events import Event, Fetch, PendingPull, Refusal, ServerReply
 from mpikv.server.lifts import Lifts
-from mpikv.server.memory import Block, Pool
-from mpikv.server.policy import Contribution, Policy, Update
+from mpikv.server.memory import Pool, ReadableMemory
+from mpikv.server.policy import Contribution, PendingUpdate, Policy
 from mpikv.session.contests import refusal, refused
 from mpikv.transports.wire import HANDED_PUSH, PLAIN_PUSH, Header
 
@@ -103,7 +103,7 @@ class Unit:
 
     __slots__ = ("begin", "block", "encoded", "end", "policy", "pull_states", "seen", "state", "version")
 
-    def __init__(self, begin: int, block: Block, policy: Policy, version: int, seen: list[int]) -> None:
+    def __init__(self, begin: int, block: ReadableMemory, policy: Policy, version: int, seen: list[int]) -> None:
         self.begin = begin
         self.end = begin + block.array.size
         self.block = block
@@ -115,7 +115,7 @@ class Unit:
         self.pull_states: dict[int, CodecState] = {}
 
 
-class Shard:
+class ServerShard:
     """A key's elements from `begin` on that live on this server."""
 
     def __init__(
@@ -148,11 +148,15 @@ class Shard:
         self._pull_codec = compression.pull
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
-        self._pulls: list[Answer] = []
+        self._pulls: list[PendingPull] = []
         bounds = self._bounds()
         self.units = [
             Unit(
-                b, Block(self._values.copy(values[b:e]), self._values.give), policy(), version, [version] * len(labels)
+                b,
+                ReadableMemory(self._values.copy(values[b:e]), self._values.give),
+                policy(),
+                version,
+                [version] * len(labels),
             )
             for b, e in bounds
         ]
@@ -190,7 +194,7 @@ class Shard:
         self.units = [
             Unit(
                 begin,
-                Block(self._values.copy(values[begin:end]), self._values.give),
+                ReadableMemory(self._values.copy(values[begin:end]), self._values.give),
                 policy,
                 old[0].version,
                 list(old[0].seen),
@@ -356,17 +360,17 @@ class Shard:
                     events += self._advance(worker)
         return events
 
-    def _apply(self, unit: Unit, update: Update) -> None:
+    def _apply(self, unit: Unit, update: PendingUpdate) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
         if optimizer is None or not optimizer.sums:
             terms = (functools.reduce(lambda one, other: self._values.combine(one, other, update.op.combine), terms),)
             update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
-            unit.block = Block(self._values.own(terms[0]), self._values.give)
+            unit.block = ReadableMemory(self._values.own(terms[0]), self._values.give)
             return
         if unit.block.readers:
-            block = Block(self._values.copy(unit.block.array), self._values.give)
+            block = ReadableMemory(self._values.copy(unit.block.array), self._values.give)
             unit.block.leave()
             unit.block = block
         given = terms
@@ -378,7 +382,7 @@ class Shard:
 
     # --- pulls
 
-    def pull(self, pull: Answer) -> list[Event]:
+    def pull(self, pull: PendingPull) -> list[Event]:
         """Answer now, or when the version that it needs exists."""
         if not self._counts:
             pull.version = self._pushed[pull.worker]
@@ -406,7 +410,7 @@ class Shard:
             found = unit.encoded[begin] = found.view(_BYTES)
         return found
 
-    def _serve(self, pull: Answer, events: list[Event]) -> bool:
+    def _serve(self, pull: PendingPull, events: list[Event]) -> bool:
         """Answer the partitions of one pull whose version exists, in order; whether it is done."""
         while pull.part < len(self.parts):
             unit = self._unit(pull.part)
@@ -418,17 +422,17 @@ class Shard:
             if not pull.plain and self._pull_codec != IDENTITY:
                 values = self._encode(unit, begin, values)
                 if pull.batch is None:
-                    events.append(Reply(pull.worker, pull.tag, values, pull.priority))
+                    events.append(ServerReply(pull.worker, pull.tag, values, pull.priority))
                     continue
             if self._lifts is not None and not pull.handed:
                 block, ready = self._lifts.down(values)
                 if pull.batch is None:
-                    events.append(Reply(pull.worker, pull.tag, block.array, pull.priority, block, ready))
+                    events.append(ServerReply(pull.worker, pull.tag, block.array, pull.priority, block, ready))
                 else:
                     pull.batch.expect(pull.index, block, ready)
             elif pull.batch is None:
                 unit.block.readers += 1
-                events.append(Reply(pull.worker, pull.tag, values, pull.priority, unit.block))
+                events.append(ServerReply(pull.worker, pull.tag, values, pull.priority, unit.block))
             else:
                 pull.batch.add(pull.index, values)
         reply = None if pull.batch is None else pull.batch.done()

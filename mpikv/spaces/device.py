@@ -7,7 +7,7 @@ whatever he puts there next; so neither waits for the other, and the store's str
 still being computed unless somebody asks for that very array. What a call writes is written in the store's stream,
 behind the caller's work as it was when the call was made; and the caller's stream waits for it.
 
-Memory is CuPy's: a pool of the store's own. Copies of what callers push have a pool to themselves, since they are
+Memory is CuPy's: a pool of the store's own. CopyCounts of what callers push have a pool to themselves, since they are
 written in other streams than the store's: what is let go of comes back to it once the store's stream has come so far.
 What other ranks of the host read (spaces/peers) is in allocations of its own, which are kept.
 """
@@ -31,9 +31,9 @@ from mpikv.errors import StallError
 from mpikv.spaces import callers
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.gpu import Gpu
+from mpikv.spaces.gpu_events import EventRequest, EventWatcher
 from mpikv.spaces.host import HostSpace
-from mpikv.spaces.pinned import Copies, Pinned
-from mpikv.spaces.recorded import Recorded, Watch
+from mpikv.spaces.pinned import CopyCounts, Pinned
 
 SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
 CHUNK_BYTES = 32 << 20  # of memory that others read; a longer array has one of its own
@@ -58,9 +58,9 @@ class DeviceSpace:
         with gpu.current("makes streams"):
             self.stream, self.beside = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
         self._pool, self._pushes = cuda.MemoryPool(), cuda.MemoryPool()
-        self.pinned, self.copies = Pinned(gpu), Copies()
-        self._watch = Watch(gpu)  # of the store's stream
-        self._callers_watch = Watch(gpu)
+        self.pinned, self.copies = Pinned(gpu), CopyCounts()
+        self._watch = EventWatcher(gpu)  # of the store's stream
+        self._callers_watch = EventWatcher(gpu)
         self._thread = _Thread()
         # What callers' streams write into arrays that the store's stream has not waited for, by the id of their memory:
         # the event behind it, and which stream it is.
@@ -74,13 +74,13 @@ class DeviceSpace:
         self._rest = (0, 0)  # where the free end of the last one begins, and its length
         self._closed = False
 
-        class Pushed(cuda.UnownedMemory):  # type: ignore[name-defined,misc]
+        class PushMemory(cuda.UnownedMemory):  # type: ignore[name-defined,misc]
             """Memory of the pool of pushes, which says when nobody refers to it any more."""
 
             def __del__(self) -> None:
                 self.returned.append((self.number, id(self)))
 
-        self._pushed = Pushed
+        self._pushed = PushMemory
 
     @property
     def device(self) -> int:
@@ -281,7 +281,7 @@ class DeviceSpace:
     def begun(self) -> Request:
         """A request that is done when all is that the store has put into its stream by now."""
         with self.here():
-            return Recorded(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watch)
+            return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watch)
 
     def arrived(self, array: Any) -> Request:
         """A request that is done when what the caller was writing when he pushed the array is there.
@@ -290,7 +290,7 @@ class DeviceSpace:
         """
         written = self._written.get(id(array.data.mem))
         event, stream = (None, 0) if written is None else written
-        return Recorded(self.gpu, event, stream, self._callers_watch)
+        return EventRequest(self.gpu, event, stream, self._callers_watch)
 
     def settle(self) -> None:
         """Block until all that the store has begun is done. Raises StallError where the GPU does not end it."""

@@ -28,26 +28,26 @@ class OutOfDeviceMemory(MpikvError, MemoryError):  # noqa: N818 - reads like its
     """A GPU has no room for what was asked for."""
 
 
-class Found(NamedTuple):
+class VisibleGpus(NamedTuple):
     """How many GPUs this process can use, counted from 0. reason: why there are none, else ""."""
 
     n_gpus: int
     reason: str
 
 
-def devices(cupy: Any = None) -> Found:
+def devices(cupy: Any = None) -> VisibleGpus:
     """The GPUs that this process sees; none where CuPy or the driver of NVIDIA is missing. Local; imports CuPy."""
     try:
         cupy = import_cupy("a GPU") if cupy is None else cupy
         _check_version(cupy)
     except UnsupportedError as error:
-        return Found(0, str(error))
+        return VisibleGpus(0, str(error))
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # noqa: BLE001 - CUDA's own, or a library that cannot be loaded
         hint = "the driver of NVIDIA is missing or too old" if getattr(error, "status", 0) == NO_DRIVER else WHICH
-        return Found(0, f"CUDA finds no GPU ({_text(error)}): {hint}")
-    return Found(count, "" if count else f"CUDA finds no GPU: {WHICH}")
+        return VisibleGpus(0, f"CUDA finds no GPU ({_text(error)}): {hint}")
+    return VisibleGpus(count, "" if count else f"CUDA finds no GPU: {WHICH}")
 
 
 def _check_version(cupy: Any) -> None:

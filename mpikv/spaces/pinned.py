@@ -89,7 +89,7 @@ class _Locked(NamedTuple):
     owners: list[object]
 
 
-class Copies:
+class CopyCounts:
     """How many copies were begun, and of how many bytes: `down` to the host, `up` from it, on the `device`."""
 
     def __init__(self) -> None:

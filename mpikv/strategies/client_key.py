@@ -17,7 +17,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
 from mpikv.codecs.base import State
-from mpikv.codecs.choice import Choice
+from mpikv.codecs.choice import CodecChoice
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span
@@ -96,7 +96,7 @@ class ClientKey:
         info: KeyInfo,
         placement: Placement,
         codecs: Codecs = compression.of_text,
-        choice: Choice | None = None,
+        choice: CodecChoice | None = None,
         space: Space | None = None,
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)

@@ -6,7 +6,7 @@ shard of such a key goes one of three ways (`DeviceCalls.direct`, `DeviceCalls.h
 - *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
   there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
 - *Handed over*, to the server inside this worker, where the answer is not for an array in host memory: a copy on the
-  GPU each (transports/handed.py). Only a shard that travels by itself, uncompressed.
+  GPU each (transports/loopback.py). Only a shard that travels by itself, uncompressed.
 - *Staged*: it is copied to page-locked memory and sent from there; the answer comes into the same memory and is copied
   up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that. A
   push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages; an answer for arrays on the

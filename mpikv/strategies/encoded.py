@@ -35,7 +35,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.choice import Choice
+from mpikv.codecs.choice import CodecChoice
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import Comparison, DecodingGroup
@@ -104,7 +104,7 @@ class Encoded(Alone):
         if self._plain and self._ordinary is not None:
             self._ordinary.begin(plain=True)
 
-    def _new_choice(self) -> Choice | None:
+    def _new_choice(self) -> CodecChoice | None:
         return None if self._choices is None else self._choices.of(self._codec)
 
     @property
@@ -251,7 +251,7 @@ class Encoded(Alone):
             if self.choice.asks:
                 yield from self._agree(self.choice)
 
-    def _agree(self, choice: Choice) -> Steps[None]:
+    def _agree(self, choice: CodecChoice) -> Steps[None]:
         """All workers do so after the same round: each sends its times to all others."""
         tag, times = self._tag(0), [choice.times for _ in range(self._group.size)]
         mine = times[self._group.rank]

@@ -30,7 +30,7 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import ClientKey, Messages, Route, Value
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
-from mpikv.transports.handed import Handed
+from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
@@ -168,11 +168,11 @@ class Client:
         transport: Transport,
         servers: Sequence[int],
         own: int | None = None,
-        handed: Handed | None = None,
+        handed: Loopback | None = None,
     ) -> None:
         """own: which of the servers is in this process, if one is. handed: for messages to it of device arrays."""
         self.transport, self.own = transport, own
-        self._handed = Handed() if handed is None else handed
+        self._handed = Loopback() if handed is None else handed
         self.reply_tags = Tags(wire.TAG_REPLY, wire.REPLY_TAGS)
         self.payload_tags = Tags(1, wire.PAYLOAD_TAGS - 1)  # 0 says that there is none
         self._servers = tuple(servers)

@@ -21,7 +21,7 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
-from mpikv.codecs.choice import Choice, Choices
+from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
@@ -44,7 +44,7 @@ from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 from mpikv.transports import wire
-from mpikv.transports.handed import Handed
+from mpikv.transports.loopback import Loopback
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
@@ -90,7 +90,7 @@ class PsStrategy(Strategy):
     service: a server's loop to run inside this worker, or None. handed: what that is handed over.
     """
 
-    def __init__(self, session: Workers, service: Steps[None] | None = None, handed: Handed | None = None) -> None:
+    def __init__(self, session: Workers, service: Steps[None] | None = None, handed: Loopback | None = None) -> None:
         self._session = session
         members = self._members = session.members
         self._servers = members.owners
@@ -144,7 +144,7 @@ class PsStrategy(Strategy):
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
-    def _choice(self, info: KeyInfo) -> Choice | None:
+    def _choice(self, info: KeyInfo) -> CodecChoice | None:
         """Whether the values of a key travel encoded, where they can and need not. Those of a GPU always do."""
         measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
         return self._choices.of(compression.of_text(info.codec).push.name) if measures else None
@@ -263,7 +263,7 @@ class PsStrategy(Strategy):
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
-    def _chosen(self, item: Item, choice: Choice) -> Item:
+    def _chosen(self, item: Item, choice: CodecChoice) -> Item:
         """Encoded or as it is, whichever has been faster on this worker."""
         with self._engine.lock:
             if item.total is not None:

@@ -23,7 +23,7 @@ from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.states import load_file, save_file
 
 
-class Update(NamedTuple):
+class WeightUpdate(NamedTuple):
     """What is updated: the weight on every device, and by what: the sum of the gradients over devices and workers."""
 
     key: Key
@@ -55,7 +55,7 @@ class LocalUpdates:
         self._held[key] = held
         self._strategy.init([NewKey(key, tuple(weight.shape), held, space)])
 
-    def apply(self, updates: Sequence[Update]) -> None:
+    def apply(self, updates: Sequence[WeightUpdate]) -> None:
         """Make one update of each key; each of its weights gets the new value."""
         spaces = self._spaces
         seen = [spaces.callers([update.grad, *update.weights]) for update in updates]

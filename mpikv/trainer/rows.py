@@ -42,11 +42,11 @@ def start(store: KVStore, key: str, parameter: Any) -> None:
     """Give the store worker 0's weight, and bring it into all replicas. Collective, blocks."""
     replicas = list_data(parameter)
     store.init(key, RowSparse.of(replicas[0]))
-    Coming(store, key, parameter, 0).wait()  # from now on the owners note which rows change
+    ChangedRows(store, key, parameter, 0).wait()  # from now on the owners note which rows change
     store.pull(key, replicas, ignore_sparse=False)
 
 
-class Coming:
+class ChangedRows:
     """Changed rows on their way into a weight; waited for as a `Request` is."""
 
     def __init__(self, store: KVStore, key: str, parameter: Any, priority: int) -> None:

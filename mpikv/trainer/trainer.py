@@ -37,7 +37,7 @@ from mpikv.trainer import rows, worker_states
 from mpikv.trainer.clip import factor_for, norm_of
 from mpikv.trainer.ends import in_steps
 from mpikv.trainer.files import TrainerFiles
-from mpikv.trainer.local_updates import LocalUpdates, Update
+from mpikv.trainer.local_updates import LocalUpdates, WeightUpdate
 from mpikv.trainer.overlap import Overlap
 from mpikv.trainer.parameter import list_data, list_grad, named
 from mpikv.trainer.rows import sparse_names
@@ -155,7 +155,9 @@ class Trainer(TrainerFiles):
         self._handed: dict[str, Handed] = {}  # gradients handed over since the last step
         self._handed_with: Mapping[str, Any] = {}  # attributes of the optimizer
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
-        self._awaited: dict[str, Request | rows.Coming] = {}  # weights of the last step that nobody has waited for yet
+        self._awaited: dict[
+            str, Request | rows.ChangedRows
+        ] = {}  # weights of the last step that nobody has waited for yet
         self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
         self._travelling: Travelling | None = None
         self._own: OwnUpdates | None = None  # where all workers update by themselves
@@ -456,8 +458,8 @@ class Trainer(TrainerFiles):
         if wait:
             self._finish_waiting()
 
-    def _changed_rows(self, store: KVStore, name: str) -> rows.Coming:
-        return rows.Coming(store, self._keys[name], self._params[name], self._priority(name))
+    def _changed_rows(self, store: KVStore, name: str) -> rows.ChangedRows:
+        return rows.ChangedRows(store, self._keys[name], self._params[name], self._priority(name))
 
     def wait(self, parameter: Any) -> None:
         """Block until the weight that `step(wait=False)` did not wait for has arrived; return at once if it has.
@@ -603,7 +605,7 @@ class Trainer(TrainerFiles):
                 self._optimizer.rescale_grad *= factor_for(self.last_global_norm, self._clip)
             self._local.apply(
                 [
-                    Update(self._keys[name], list_data(self._params[name]), replicas[0])
+                    WeightUpdate(self._keys[name], list_data(self._params[name]), replicas[0])
                     for name, replicas in grads.items()
                 ]
             )

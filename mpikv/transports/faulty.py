@@ -107,7 +107,7 @@ class Faults:
     death: Death | None = None
 
 
-class _Receive(Waking):
+class _DelayedReceive(Waking):
     """A receive that was asked for, and that the transport below is told of only later."""
 
     def __init__(self, transport: FaultyTransport, start: Callable[[], Request], due: int) -> None:
@@ -158,7 +158,7 @@ class FaultyTransport:
         self._faults = faults
         self._dice = None if faults.seed is None else random.Random(f"{faults.seed} {inner.rank}")
         self._looks = self._found = 0
-        self._receives: dict[Route, deque[_Receive]] = {}
+        self._receives: dict[Route, deque[_DelayedReceive]] = {}
         self._arrived: dict[Route, deque[tuple[int, int, Incoming]]] = {}  # due, order
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
         self.clock = inner.clock
@@ -196,7 +196,7 @@ class FaultyTransport:
         """Do what `Transport.irecv` does, later."""
         if not self.lives():
             return Completion()
-        receive = _Receive(self, lambda: self._inner.irecv(buf, source, tag, room_bytes), self._due())
+        receive = _DelayedReceive(self, lambda: self._inner.irecv(buf, source, tag, room_bytes), self._due())
         self._receives.setdefault((source, tag), deque()).append(receive)
         self._begin_receives()
         return receive

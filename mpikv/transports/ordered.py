@@ -88,7 +88,7 @@ class _Asked(Completion):
 
     __slots__ = ("_n_bytes", "_peer", "_request", "_tag")
 
-    def __init__(self, request: Request, n_bytes: int, peer: _Peer, tag: int) -> None:
+    def __init__(self, request: Request, n_bytes: int, peer: _RankLink, tag: int) -> None:
         super().__init__()
         self._request, self._n_bytes, self._peer, self._tag = request, n_bytes, peer, tag
         self.wake()
@@ -116,7 +116,7 @@ class _Asked(Completion):
 Waiting = tuple[int, bool, int, _Sending]  # what is to leave first is smallest: -priority, is long, number
 
 
-class _Peer:
+class _RankLink:
     """What goes to and comes from one other rank."""
 
     def __init__(self) -> None:
@@ -168,9 +168,9 @@ class OrderedTransport:
         self.gathering = 0
         self._bucket_bytes = bucket_bytes
         self._short_bytes = bucket_bytes // 2  # of a longer one at most one would fit into a bundle
-        self._peers = {rank: _Peer() for rank in peers}
-        self._active: dict[int, _Peer] = {}  # with something to send
-        self._incoming: dict[int, _Peer] = {}  # with bundles that are coming
+        self._peers = {rank: _RankLink() for rank in peers}
+        self._active: dict[int, _RankLink] = {}  # with something to send
+        self._incoming: dict[int, _RankLink] = {}  # with bundles that are coming
         self._number = 0
         self._by_priority = False  # whether any was ever given
 
@@ -236,7 +236,7 @@ class OrderedTransport:
             if not (peer.short or peer.long or peer.under_way):
                 del self._active[dest]
 
-    def _must_tell(self, peer: _Peer) -> bool:
+    def _must_tell(self, peer: _RankLink) -> bool:
         """Whether it waits for what this rank has to tell, or does not know that this rank waits.
 
         While messages of a tag have yet to come that it was asked for, it has something to send, and more of them are
@@ -250,7 +250,7 @@ class OrderedTransport:
         return peer.taken_bytes >= LATE_BYTES or (self._by_priority and not peer.knows_priorities)
 
     @staticmethod
-    def _has_left(peer: _Peer) -> bool:
+    def _has_left(peer: _RankLink) -> bool:
         request, sending = peer.under_way[0]
         error: Exception | None = None
         try:
@@ -266,11 +266,11 @@ class OrderedTransport:
         return True
 
     @staticmethod
-    def _sent(peer: _Peer, request: Request, n_bytes: int, sending: _Sending | None) -> None:
+    def _sent(peer: _RankLink, request: Request, n_bytes: int, sending: _Sending | None) -> None:
         peer.under_way.append((request, sending))
         peer.unread_bytes += n_bytes
 
-    def _bundle(self, dest: int, peer: _Peer, *, only_asking: bool = False) -> None:
+    def _bundle(self, dest: int, peer: _RankLink, *, only_asking: bool = False) -> None:
         """Send a bundle: what this rank asks for, and the short messages that fit and have no long one before them."""
         asking, peer.asking, peer.asking_bytes = peer.asking, {}, 0
         for tag, count in asking.items():
@@ -347,7 +347,7 @@ class OrderedTransport:
         if self._active:
             self.flush()
 
-    def _open(self, source: int, peer: _Peer, bundle: HostArray) -> None:
+    def _open(self, source: int, peer: _RankLink, bundle: HostArray) -> None:
         peer.taken_bytes += bundle.size
         n_asked, n_messages, read_bytes, has_priorities = bundle[: 4 * _FIRST].view(np.uint32).tolist()
         peer.has_priorities = bool(has_priorities)

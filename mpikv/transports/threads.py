@@ -53,7 +53,7 @@ class _Message(Completion):
         self.finish()
 
 
-class _Receive(Completion):
+class _PostedReceive(Completion):
     """A receive whose message has not come yet."""
 
     __slots__ = ("buf", "room_bytes", "transport")
@@ -78,7 +78,7 @@ class _Box:
 
     def __init__(self) -> None:
         self.messages: dict[Route, deque[_Message]] = {}
-        self.receives: dict[Route, deque[_Receive]] = {}
+        self.receives: dict[Route, deque[_PostedReceive]] = {}
         self.count = 0  # of messages ever sent to it
 
     def next(self, route: Route) -> _Message:
@@ -168,7 +168,7 @@ class ThreadTransport:
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """Post a receive."""
-        receive = _Receive(self, buf, room_bytes)
+        receive = _PostedReceive(self, buf, room_bytes)
         with self._fabric.lock:
             self._box.receives.setdefault((source, tag), deque()).append(receive)
             self._seen = -1

@@ -94,7 +94,7 @@ ALIGN_BYTES = 16  # of each request in a message of several
 PRIORITY_LIMIT = 2**63 - 1
 
 PLAIN_ANSWER, PLAIN_PUSH = 1, 2
-HANDED_ANSWER, HANDED_PUSH = 4, 8  # within the process, in device memory (transports/handed.py)
+HANDED_ANSWER, HANDED_PUSH = 4, 8  # within the process, in device memory (transports/loopback.py)
 
 
 class Header(NamedTuple):

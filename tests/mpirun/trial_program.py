@@ -25,7 +25,7 @@ def trials(words: list[str]) -> None:
         print(json.dumps([name, *answer]), flush=True)
 
 
-def find_out(name: str) -> cuda_aware.Answer:
+def find_out(name: str) -> cuda_aware.CudaSupport:
     said_yes = dataclasses.replace(library.describe(), cuda=True)
     library.describe = lambda: said_yes
     cuda_driver.ask = lambda: cuda_driver.Devices(("A2",) * 4, "CUDA 12.4")

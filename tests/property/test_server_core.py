@@ -17,7 +17,7 @@ from mpikv import optimizers
 from mpikv.arrays.reductions import REDUCTIONS
 from mpikv.errors import MpikvError
 from mpikv.server.core import ServerCore
-from mpikv.server.events import Refusal, Reply
+from mpikv.server.events import Refusal, ServerReply
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.testing.reference import ReferenceStore
 from mpikv.transports import wire
@@ -71,7 +71,7 @@ class Session:
 
     def _take(self, events):
         for event in events:
-            if isinstance(event, Reply):
+            if isinstance(event, ServerReply):
                 entry = (event, event.data.tobytes())
                 self._leaving.setdefault((event.worker, event.tag), []).append(entry)
             elif isinstance(event, Refusal):

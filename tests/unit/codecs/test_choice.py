@@ -24,9 +24,9 @@ from mpikv.codecs.choice import (
     LOST,
     MARGIN,
     PERIOD_ROUNDS,
-    Choice,
     Choices,
-    Together,
+    CodecChoice,
+    RoundTimes,
 )
 from mpikv.codecs.compression import make
 from mpikv.config import Config
@@ -38,7 +38,7 @@ from mpikv.testing.stores import spawn_stores
 Times = Callable[[int, bool], float]
 
 
-def go_on(choices: list[Choice], rounds: int, seconds: Callable[[int, int, bool], float]) -> list[bool]:
+def go_on(choices: list[CodecChoice], rounds: int, seconds: Callable[[int, int, bool], float]) -> list[bool]:
     """Let workers have rounds; whether each round travelled as it is. seconds: of a worker, a round and that."""
     found = []
     for round_ in range(rounds):
@@ -66,7 +66,7 @@ def constant(encoded_s: float, plain_s: float) -> Callable[[int, int, bool], flo
     [(1.0, 1.9, False), (9.0, 1.0, True), (1.0, 1.0, True), (0.98, 1.0, True), (0.96, 1.0, False)],
 )
 def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: bool) -> None:
-    choice = Choice(Together())
+    choice = CodecChoice(RoundTimes())
     travelled = go_on([choice], FIRST + 1, constant(encoded_s, plain_s))
     assert travelled == [False] * EACH + [True] * EACH + [ends_plain]
     assert choice.seconds == pytest.approx([encoded_s, plain_s])
@@ -75,11 +75,11 @@ def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: boo
 
 def test_what_is_clearly_slower_is_given_up_at_a_glance() -> None:
     """After one round that counts, in the first look and in later ones, whichever form it is."""
-    choice = Choice(Together())
+    choice = CodecChoice(RoundTimes())
     travelled = go_on([choice], EACH + GLANCE_ROUNDS + 1, constant(1.0, 2.1))
     assert travelled == [False] * EACH + [True] * GLANCE_ROUNDS + [False]
     assert choice.seconds == pytest.approx([1.0, 2.1])
-    choice = Choice(Together())
+    choice = CodecChoice(RoundTimes())
     travelled = go_on([choice], 2000, constant(2.1, 1.0))
     begins = np.flatnonzero(np.diff(travelled))
     assert travelled[:FIRST] == [False] * EACH + [True] * EACH
@@ -91,7 +91,7 @@ def test_what_is_clearly_slower_is_given_up_at_a_glance() -> None:
 def test_what_is_no_faster_is_tried_ever_more_seldom(slower: float) -> None:
     """The first time once what a try loses is a small part of the time since the last one; then half of that, ..."""
     rounds = 20_000
-    travelled = np.array(go_on([Choice(Together())], rounds, constant(1.0, slower)))
+    travelled = np.array(go_on([CodecChoice(RoundTimes())], rounds, constant(1.0, slower)))
     changes = np.diff(travelled.astype(int))
     begins, ends = np.flatnonzero(changes > 0), np.flatnonzero(changes < 0)
     each = PERIOD_ROUNDS if slower <= CLEAR else GLANCE_ROUNDS
@@ -104,7 +104,7 @@ def test_what_is_no_faster_is_tried_ever_more_seldom(slower: float) -> None:
 
 
 def test_it_is_tried_again_however_seldom() -> None:
-    choice = Choice(Together())
+    choice = CodecChoice(RoundTimes())
     for _ in range(40):
         choice.plain = True  # it is what is tried
         choice._decide([1.0, 1.5])
@@ -113,7 +113,7 @@ def test_it_is_tried_again_however_seldom() -> None:
 
 def test_a_decision_in_a_noisy_moment_is_soon_looked_at_again() -> None:
     """Rounds as they are seemed slower, and are faster: by the second look they are taken."""
-    choice = Choice(Together())
+    choice = CodecChoice(RoundTimes())
     noisy = lambda worker, round_, plain: 1.2 if round_ in range(EACH, FIRST) else 0.8 if plain else 1.0  # noqa: E731
     travelled = go_on([choice], FIRST + 3 * CHECK_ROUNDS, noisy)
     assert (choice.plain, choice.looks) == (True, 2)
@@ -125,7 +125,7 @@ def test_a_decision_in_a_noisy_moment_is_soon_looked_at_again() -> None:
 def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
     """Long before the stretch is over: at the next comparison of times."""
     slow, fast = constant(2.0, 3.9), constant(1.5, 0.5)
-    choice = Choice(Together())
+    choice = CodecChoice(RoundTimes())
     before, after = (slow, fast) if slow_first else (fast, slow)
     go_on([choice], FIRST + 2 * CHECK_ROUNDS, before)
     assert (choice.plain, choice.looks) == (not slow_first, 1)
@@ -137,7 +137,7 @@ def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
 
 def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
     """Each round another worker begins last; it alone sees how long the round itself takes."""
-    choices = [Choice(Together()) for _ in range(3)]
+    choices = [CodecChoice(RoundTimes()) for _ in range(3)]
     seconds = constant(1.0, 0.5)
     waits = lambda worker, round_, plain: seconds(worker, round_, plain) + 7.0 * ((worker + round_) % 3)  # noqa: E731
     go_on(choices, FIRST, waits)
@@ -156,10 +156,10 @@ def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
 def test_all_workers_decide_alike(workers: int, seed: int, encoded_s: float, plain_s: float, noise: float) -> None:
     """Whatever times they see (`go_on` asserts it); without noise they end with the faster one."""
     rng = np.random.default_rng(seed)
-    choices = [Choice(Together()) for _ in range(workers)]
+    choices = [CodecChoice(RoundTimes()) for _ in range(workers)]
     rounds = FIRST + 10 * CHECK_ROUNDS
     go_on(choices, rounds, lambda worker, round_, plain: (plain_s if plain else encoded_s) * (1 + noise * rng.random()))
-    choices = [Choice(Together()) for _ in range(workers)]
+    choices = [CodecChoice(RoundTimes()) for _ in range(workers)]
     go_on(choices, FIRST, constant(encoded_s, plain_s))
     assert choices[0].plain == (plain_s < encoded_s * MARGIN)
 
@@ -167,7 +167,7 @@ def test_all_workers_decide_alike(workers: int, seed: int, encoded_s: float, pla
 # --- keys that are pushed together
 
 
-def calls(choices: list[Choice], n_calls: int, ends_s: Callable[[bool], list[float]]) -> list[list[bool]]:
+def calls(choices: list[CodecChoice], n_calls: int, ends_s: Callable[[bool], list[float]]) -> list[list[bool]]:
     """One worker's calls of all keys; how each key travelled in each. ends_s: of the keys, once they go encoded or not.
 
     Keys that end later see times of those that have ended: each decides when it ends, before the next call begins.
@@ -211,8 +211,8 @@ def test_keys_of_a_call_always_decide_alike(n_keys: int, seed: int, noise: float
 
 
 def test_time_in_which_nothing_is_under_way_belongs_to_no_round() -> None:
-    together = Together()
-    first, second = Choice(together), Choice(together)
+    together = RoundTimes()
+    first, second = CodecChoice(together), CodecChoice(together)
     first.begin(0.0)
     second.begin(1.0)
     first.end(3.0)

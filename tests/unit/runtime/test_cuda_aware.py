@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpikv.runtime import cuda_aware, cuda_driver, cuda_trial, library
-from mpikv.runtime.cuda_aware import Answer, child_environment, find_out
+from mpikv.runtime.cuda_aware import CudaSupport, child_environment, find_out
 from mpikv.runtime.cuda_driver import Devices
 
 
@@ -30,7 +30,7 @@ class World:
         self.cuda: bool | None = True
         self.cupy = True
         self.path = "/opt/libmpi.so.40"
-        self.outcome = Answer(True, "tried with 8 MiB")
+        self.outcome = CudaSupport(True, "tried with 8 MiB")
         self.asked: list[str] = []
         self.trials: list[tuple[int, str]] = []
 
@@ -46,7 +46,7 @@ class World:
         self.asked.append("cupy")
         return self.cupy
 
-    def trial(self, path: str, device: int, *, source: str, limit_s: float) -> Answer:
+    def trial(self, path: str, device: int, *, source: str, limit_s: float) -> CudaSupport:
         assert (path, limit_s) == (self.path, 60)
         self.trials.append((device, source))
         return self.outcome
@@ -73,7 +73,7 @@ def test_all_say_yes(world: World) -> None:
 
 
 def test_a_trial_says_no(world: World) -> None:
-    world.outcome = Answer(False, "the trial was ended by SIGSEGV")
+    world.outcome = CudaSupport(False, "the trial was ended by SIGSEGV")
     assert str(find_out()) == "no: the trial was ended by SIGSEGV on A2"
 
 

@@ -16,7 +16,7 @@ from mpikv.engine.request import Waiter, Waking
 from mpikv.spaces.gpu import Gpu
 
 
-class Watch:
+class EventWatcher:
     """Wakes whoever waits for events, of one stream at a time. ring: called after each, for who moves transfers."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -47,7 +47,7 @@ class Watch:
         self._gpu.take()
         while (asked := self._asked.get()) is not None:
             event, waiter = asked
-            with contextlib.suppress(*self._gpu.errors):  # `Recorded.test` raises it where somebody can be told
+            with contextlib.suppress(*self._gpu.errors):  # `EventRequest.test` raises it where somebody can be told
                 event.synchronize()
             with self._lock:
                 self._waiting -= 1
@@ -59,12 +59,12 @@ class Watch:
         self._asked.put(None)
 
 
-class Recorded(Waking):
+class EventRequest(Waking):
     """A request that is done when an event is; None: from the start. Raises MpikvError where the GPU has failed."""
 
     __slots__ = ("_event", "_gpu", "_stream", "_watch")
 
-    def __init__(self, gpu: Gpu, event: Any, stream: int, watch: Watch) -> None:
+    def __init__(self, gpu: Gpu, event: Any, stream: int, watch: EventWatcher) -> None:
         self._gpu, self._event, self._stream, self._watch = gpu, event, stream, watch
 
     def test(self) -> bool:

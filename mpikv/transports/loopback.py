@@ -15,7 +15,7 @@ from typing import Any
 from mpikv.engine.request import Completion, Request
 
 
-class Handed:
+class Loopback:
     """The messages of one rank to itself that have device arrays."""
 
     def __init__(self) -> None:

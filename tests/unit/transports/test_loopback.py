@@ -6,14 +6,14 @@ import numpy as np
 from fake_gpus import one_gpu
 
 from mpikv.spaces.device import DeviceSpace
-from mpikv.transports.handed import Handed
+from mpikv.transports.loopback import Loopback
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 
 
 def test_messages_meet_in_their_order() -> None:
     """Whoever comes first, by tags; in the dtype of who receives; nothing is left behind."""
-    space, handed = DeviceSpace(one_gpu()[1]), Handed()
+    space, handed = DeviceSpace(one_gpu()[1]), Loopback()
     arrays = [space.from_host(np.full(3, i, F16)) for i in range(4)]
     targets = [space.zeros(3, F32) for _ in range(4)]
     with space.here():  # as whoever holds the engine's lock is
@@ -34,7 +34,7 @@ def test_messages_meet_in_their_order() -> None:
 
 
 def test_what_nobody_wants_is_thrown_away() -> None:
-    space, handed = DeviceSpace(one_gpu()[1]), Handed()
+    space, handed = DeviceSpace(one_gpu()[1]), Loopback()
     dropped = handed.receive(None, 1)
     sent = handed.send(space.zeros(3, F32), 1)
     assert dropped.test()
