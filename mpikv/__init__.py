@@ -15,6 +15,7 @@ from __future__ import annotations
 from mpikv import data, errors, kv, optimizers
 from mpikv._version import __version__
 from mpikv.arrays.row_sparse import RowSparse
+from mpikv.calls.request import Request
 from mpikv.config import Config
 from mpikv.data.split import SplitSampler, split_and_load, split_data
 from mpikv.errors import (
@@ -29,7 +30,6 @@ from mpikv.errors import (
     UnsupportedError,
 )
 from mpikv.kv import KVStore, create
-from mpikv.kvstore import Request
 from mpikv.trainer.parameter import Parameter
 from mpikv.trainer.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""The error tree.
+"""The errors that mpikv raises.
 
 One base class, so that `except MpikvError` catches everything the library itself raises, and a few leaves that are also
 the built-in exception a reader would expect (`KeyError`, `ValueError`, `TimeoutError`). Plain mistakes in an argument

@@ -1,96 +1,35 @@
-"""The store: MXNet's calls, brought to one form (calls.py) and handed to a strategy or to the session."""
+"""The store: MXNet's calls. Arguments are brought to one form (calls/); a strategy or the session does the rest."""
 
 from __future__ import annotations
 
 import builtins
 import os
 from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 
 from mpikv import optimizers
-from mpikv.arrays import devices, shapes, tensors
-from mpikv.arrays.as_numpy import dtype_named, shape_and_dtype
+from mpikv.arrays.as_numpy import shape_and_dtype
 from mpikv.arrays.devices import Device
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_sparse import RowSparse, is_sparse
+from mpikv.calls.allocation import make_arrays
 from mpikv.calls.forms import CallForms, CallItem, Keys, Targets, Values, finished
 from mpikv.calls.prepared import PreparedCalls, may_come_again
+from mpikv.calls.request import Request, writable
 from mpikv.calls.rows import RowCalls
 from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import KeyExists, MpikvError, PeerError, UnsupportedError
 from mpikv.placement.keys import KeyInfo
-from mpikv.session.base import NewKey, Pending, Session, Updater
+from mpikv.session.base import NewKey, Session, Updater
 from mpikv.strategies.base import Entry, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file
 
 SUM_NAME = SUM.name
-
-
-class Request:
-    """A call of the `_async` kind that is under way. The arrays of the call must not be touched until it is done.
-
-    >>> store = kv.create('local')
-    >>> store.init('w', np.zeros(2))
-    >>> request = store.pushpull_async('w', np.ones(2, 'float64'), out=(out := np.empty(2)))
-    >>> request.wait()
-    >>> request.test(), out.tolist()
-    (True, [1.0, 1.0])
-    """
-
-    # The arrays that a `pushpull` brings results to, by their addresses, held until all of them are there: of a list
-    # of keys some are done before others, and the memory of an array that is gone would soon be another array's.
-    held: Mapping[int, Any] = MappingProxyType({})
-
-    def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
-        self._session = session
-        self._pending = pending
-        self._form = form
-        self._result: Any = None
-
-    def test(self) -> bool:
-        """Return whether the call is done. Never blocks. Raises the error that ended the call, if one did."""
-        self._session.check_process("test")
-        if self._pending:
-            self._session.progress()
-            self._pending = [entry for entry in self._pending if not entry.request.test()]
-        if self._pending:
-            return False
-        self.held = {}
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until the call is done, and return what the blocking call would return.
-
-        timeout_s: seconds, by default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the call then goes on,
-        and may be waited for again.
-        """
-        if timeout_s is not None:
-            timeout_s = checks.seconds("timeout_s", timeout_s)
-        while self._pending:
-            self._session.check_process("wait")
-            self._session.wait(self._pending[0], timeout_s, self._pending)
-            self._pending.pop(0)
-        self.held = {}
-        if self._form is not None:
-            self._result, self._form = finished(self._form), None
-        return self._result
-
-
-def _writable(arrays: Values) -> dict[int, Any]:
-    """Return by address the arrays, of one or of lists in lists, that can be written to in place: JAX's never are.
-
-    Not those without elements: they may begin where another array does.
-    """
-    if isinstance(arrays, (list, tuple)):
-        return {address: array for one in arrays for address, array in _writable(one).items()}
-    if isinstance(arrays, np.ndarray):
-        return {arrays.__array_interface__["data"][0]: arrays} if arrays.size else {}
-    return {address: arrays} if tensors.is_tensor(arrays) and (address := tensors.address_of(arrays)) else {}
 
 
 def _check_priority(priority: int) -> None:
@@ -322,33 +261,7 @@ class KVStore:
 
     def _arrays(self, shape: Any, dtype: Any, device: Device | None, *, zero: bool) -> Any:
         self._check_open("empty")
-        wanted, found = shapes.parse(shape), dtype_named(dtype)
-        n_bytes = shapes.total_bytes(wanted, found)
-        if device is None or devices.gpu_number(device) is None:
-            memory = self.strategy.allocate(f"{found} {wanted}", n_bytes)
-            if memory is None:
-                memory = np.zeros(n_bytes, np.uint8)  # as shared memory is, which is never given out twice
-            memory = memory[:n_bytes].view(found)
-        else:
-            memory = self._on_gpu(device, f"{found} {wanted} on a GPU", n_bytes // found.itemsize, found, zero=zero)
-        arrays = shapes.arrays_in(memory, wanted)
-        return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
-
-    def _on_gpu(self, device: Device, text: str, n_elems: int, dtype: np.dtype[Any], *, zero: bool) -> Any:
-        """Return a flat array of the caller's on the store's GPU. text: what it is for, alike on all workers."""
-        spaces, why = self.session.spaces, ""
-        space = spaces.device
-        if space is None:
-            why = f"{self._forms.where()} uses no GPU: {spaces.missing}"
-        elif not devices.is_any_gpu(device) and devices.gpu_number(device) != space.device:
-            why = f"{self._forms.where()} uses GPU {space.device}"
-        self.strategy.allocate(f"{text}, but {why}" if why else text, 0)  # all workers learn of one that cannot
-        if space is None or why:
-            raise UnsupportedError(f"empty or zeros with device={shown(device)}: {why}")
-        with space.gpu.current(f"makes {text}"):
-            made = (space.cupy.zeros if zero else space.cupy.empty)(n_elems, dtype)
-            space.cupy.cuda.get_current_stream().synchronize()  # nobody knows in which stream the caller works
-        return made
+        return make_arrays(self.session, self.strategy, shape, dtype, device, zero=zero)
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.
@@ -542,7 +455,7 @@ class KVStore:
         >>> store.pushpull_async('w', np.ones(2), out=np.empty(2)).wait()
         """
         self._check_open("pushpull")
-        results = _writable(value if out is None else out)
+        results = writable(value if out is None else out)
         if any(not results.keys().isdisjoint(other.held) and not other.test() for other in self._outstanding):
             raise ValueError(
                 f"pushpull_async of key {shown(key)}: the result of an earlier call is still to come to its array: "
@@ -659,20 +572,12 @@ class KVStore:
             if keys is None
             else [self._forms.key(key) for key in (keys if isinstance(keys, (list, tuple)) else [keys])]
         )
-        compressions, infos = self.session.compressions, self.session.infos
-        if named is None:
-            there = [key for key in infos if key not in compressions.of_keys]
-        else:
-            there = [key for key in named if key in infos]
-        if there:
+        late = self.session.compressions.set(found, named, self.session.infos)
+        if late is not None:
             raise MpikvError(
-                f"set_gradient_compression after init of key {shown(there[0])}: all workers have agreed on how it "
+                f"set_gradient_compression after init of key {shown(late)}: all workers have agreed on how it "
                 "travels. Call it before, or name other keys"
             )
-        if named is None:
-            compressions.of_new_keys = found
-        else:
-            compressions.of_keys.update(dict.fromkeys(named, found))
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the optimizer's states of all keys into one file, whole or not at all.

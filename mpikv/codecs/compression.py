@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -115,6 +115,21 @@ class Compressions:
     def any(self) -> bool:
         """Whether some key may be compressed."""
         return not self.of_new_keys.plain or not all(one.plain for one in self.of_keys.values())
+
+    def set(self, found: Compression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:
+        """Compress these keys so, or all others (None); return None. known: keys that are initialised.
+
+        Returns a key for which it is too late, if there is one, and changes nothing then.
+        """
+        there = known if keys is None else [key for key in keys if key in known]
+        late = next((key for key in there if keys is not None or key not in self.of_keys), None)
+        if late is not None:
+            return late
+        if keys is None:
+            self.of_new_keys = found
+        else:
+            self.of_keys.update(dict.fromkeys(keys, found))
+        return None
 
     def exempt(self, *keys: Key) -> None:
         """Let these never be compressed, whatever is said of all keys: sums that must be exact."""

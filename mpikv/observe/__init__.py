@@ -1,1 +1,1 @@
-"""What the ranks of a run tell their user."""
+"""What a rank is doing, which it tells the others when somebody waits too long."""

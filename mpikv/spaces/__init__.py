@@ -1,1 +1,1 @@
-"""Where an array's memory is, and how it is worked on there: base.py says what a space is."""
+"""The memory that arrays are in, the host's or a GPU's, and how they are copied, added and updated there."""

@@ -22,9 +22,10 @@ import torch
 
 from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import HostArray, dtype_of
+from mpikv.calls.request import Request
 from mpikv.codecs.compression import NONE, Compression
 from mpikv.codecs.identity import IDENTITY
-from mpikv.kvstore import KVStore, Request
+from mpikv.kvstore import KVStore
 from mpikv.placement import buckets
 from mpikv.torch.arrays import dtype_name, is_dense, on_store
 

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 from mpikv import optimizers
 from mpikv.arrays.row_sparse import RowSparse
+from mpikv.calls.request import Request
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.create import notices
 from mpikv.create.worker_device import spaces_for
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
-from mpikv.kvstore import KVStore, Request
+from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
 from mpikv.strategies.base import Travelling

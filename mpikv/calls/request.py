@@ -1,0 +1,76 @@
+"""A call that is under way: what calls of the `_async` kind return, and which arrays belong to it until it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import tensors
+from mpikv.calls.forms import Values, finished
+from mpikv.common import checks
+from mpikv.session.base import Pending, Session
+
+
+class Request:
+    """A call of the `_async` kind that is under way. The arrays of the call must not be touched until it is done.
+
+    >>> store = kv.create('local')
+    >>> store.init('w', np.zeros(2))
+    >>> request = store.pushpull_async('w', np.ones(2, 'float64'), out=(out := np.empty(2)))
+    >>> request.wait()
+    >>> request.test(), out.tolist()
+    (True, [1.0, 1.0])
+    """
+
+    # The arrays that a `pushpull` brings results to, by their addresses, held until all of them are there: of a list
+    # of keys some are done before others, and the memory of an array that is gone would soon be another array's.
+    held: Mapping[int, Any] = MappingProxyType({})
+
+    def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
+        self._session = session
+        self._pending = pending
+        self._form = form
+        self._result: Any = None
+
+    def test(self) -> bool:
+        """Return whether the call is done. Never blocks. Raises the error that ended the call, if one did."""
+        self._session.check_process("test")
+        if self._pending:
+            self._session.progress()
+            self._pending = [entry for entry in self._pending if not entry.request.test()]
+        if self._pending:
+            return False
+        self.held = {}
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block until the call is done, and return what the blocking call would return.
+
+        timeout_s: seconds, by default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the call then goes on,
+        and may be waited for again.
+        """
+        if timeout_s is not None:
+            timeout_s = checks.seconds("timeout_s", timeout_s)
+        while self._pending:
+            self._session.check_process("wait")
+            self._session.wait(self._pending[0], timeout_s, self._pending)
+            self._pending.pop(0)
+        self.held = {}
+        if self._form is not None:
+            self._result, self._form = finished(self._form), None
+        return self._result
+
+
+def writable(arrays: Values) -> dict[int, Any]:
+    """Return by address the arrays, of one or of lists in lists, that can be written to in place: JAX's never are.
+
+    Not those without elements: they may begin where another array does.
+    """
+    if isinstance(arrays, (list, tuple)):
+        return {address: array for one in arrays for address, array in writable(one).items()}
+    if isinstance(arrays, np.ndarray):
+        return {arrays.__array_interface__["data"][0]: arrays} if arrays.size else {}
+    return {address: arrays} if tensors.is_tensor(arrays) and (address := tensors.address_of(arrays)) else {}
