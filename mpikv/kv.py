@@ -23,7 +23,7 @@ from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import Told
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.placement.topology import labels, topology
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign

@@ -90,7 +90,7 @@ def measure_threads(options: argparse.Namespace, ranks: int) -> list[list[Any]]:
     from mpikv.config import Config  # noqa: PLC0415
     from mpikv.create.assembly import assemble  # noqa: PLC0415
     from mpikv.create.spec import parse  # noqa: PLC0415
-    from mpikv.placement.place import Members  # noqa: PLC0415
+    from mpikv.placement.members import Members  # noqa: PLC0415
     from mpikv.server.roles import assign  # noqa: PLC0415
     from mpikv.testing.ranks import spawn  # noqa: PLC0415
 

@@ -20,8 +20,8 @@ from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
+from mpikv.placement.encoding import Wire
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.place import Wire
 
 
 @dataclass(frozen=True)

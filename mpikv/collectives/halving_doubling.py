@@ -17,7 +17,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Steps
-from mpikv.placement.place import most_owners
+from mpikv.placement.algorithms import most_owners
 from mpikv.transports.base import Group
 
 

@@ -29,7 +29,7 @@ from mpikv.create.spec import parse as spec_of
 from mpikv.errors import ConfigError
 from mpikv.hostmemory import segment
 from mpikv.placement import device_paths
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.placement.topology import pretended, topology
 from mpikv.runtime import cuda_aware, cuda_driver, device_choice, interface, launcher, library
 from mpikv.server.roles import assign

@@ -21,7 +21,9 @@ from mpikv.commands import models
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement.keys import KeyInfo, ShardPlan
-from mpikv.placement.place import Members, add_load, place
+from mpikv.placement.members import Members
+from mpikv.placement.on_servers import add_load
+from mpikv.placement.place import place
 from mpikv.placement.topology import Topology, topology
 from mpikv.runtime import cuda_driver, device_choice
 from mpikv.server.roles import Roles

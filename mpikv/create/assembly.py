@@ -16,7 +16,7 @@ from mpikv.create.spec import StoreSpec
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous

@@ -17,7 +17,7 @@ from mpikv.collectives.nccl_introduction import introduce
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import Told
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.placement.topology import topology
 from mpikv.runtime import cuda_aware
 from mpikv.spaces import peers

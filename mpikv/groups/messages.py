@@ -21,7 +21,7 @@ from mpikv.engine.request import Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
-from mpikv.placement.place import bounds_of, choose
+from mpikv.placement.algorithms import bounds_of, choose
 from mpikv.transports.base import Group
 
 DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each part straight to its owner

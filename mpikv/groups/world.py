@@ -23,7 +23,7 @@ from mpikv.groups.service import HOLDER, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import Watch
 from mpikv.hostmemory.segment import HostMemory, aligned
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.runtime import abort, library
 from mpikv.transports.base import Group, Transport
 

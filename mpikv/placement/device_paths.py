@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.placement.place import DevicePath, Members
+from mpikv.placement.members import DevicePath, Members
 
 PATHS: tuple[DevicePath, ...] = get_args(DevicePath)  # the best first
 

@@ -31,7 +31,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
 from mpikv.placement import device_paths
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.session.agreement import Agreement, Disagreement, Item, Name
 from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.session.own_updates import OwnUpdates

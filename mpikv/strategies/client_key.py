@@ -22,7 +22,7 @@ from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span
 from mpikv.placement.keys import KeyInfo, partitions
-from mpikv.placement.place import Placement
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space
 from mpikv.strategies.device_pieces import DevicePieces, pieces_in
 from mpikv.strategies.pieces import Pieces

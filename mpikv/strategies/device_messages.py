@@ -27,7 +27,7 @@ from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Placement
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_way import DeviceWay
 

@@ -43,7 +43,7 @@ from mpikv.collectives.parts import whole
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
 from mpikv.engine.request import Done, Request, Steps
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Placement
+from mpikv.placement.placement import Placement
 from mpikv.strategies.pieces import Encoding, Pieces
 from mpikv.strategies.ways import WAYS, Alone, Means, Way
 from mpikv.transports.base import Group

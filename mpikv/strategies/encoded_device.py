@@ -17,7 +17,8 @@ from mpikv.codecs.base import Codec
 from mpikv.collectives.broadcast import broadcast
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Path, Placement
+from mpikv.placement.members import Path
+from mpikv.placement.placement import Placement
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.encoded import Encoded

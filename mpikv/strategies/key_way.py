@@ -9,7 +9,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives.stages import Span
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Placement
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.transports import wire

@@ -37,7 +37,7 @@ from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import MpikvError, StallError
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Placement
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_way import DeviceWay
 from mpikv.transports.base import Group

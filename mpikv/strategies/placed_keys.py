@@ -23,7 +23,9 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.place import Members, Path, Placement, place
+from mpikv.placement.members import Members, Path
+from mpikv.placement.place import place
+from mpikv.placement.placement import Placement
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray

@@ -30,7 +30,8 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.place import add_load, as_told, on_server, place
+from mpikv.placement.on_servers import add_load, as_told, on_server
+from mpikv.placement.place import place
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.device import DeviceSpace

@@ -31,7 +31,8 @@ from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Path, Placement
+from mpikv.placement.members import Path
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace

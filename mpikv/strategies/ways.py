@@ -25,7 +25,8 @@ from mpikv.collectives.select import ALGORITHMS, IN_PARTS
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Path, Placement
+from mpikv.placement.members import Path
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces

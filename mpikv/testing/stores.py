@@ -13,7 +13,7 @@ from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble
 from mpikv.kvstore import KVStore
 from mpikv.placement.device_paths import Told, choose
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.server.roles import assign
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.gpu import Gpu

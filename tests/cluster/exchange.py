@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv import kv
-from mpikv.placement.place import choose
+from mpikv.placement.algorithms import choose
 
 HEADERS_BYTES = 66  # of a packet: Ethernet 14, IPv4 20, TCP with timestamps 32
 

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.config import Config
+from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Members, Placement, add_load, as_told, bounds_of, least_loaded, most_owners, place
+from mpikv.placement.members import Members
+from mpikv.placement.on_servers import add_load, as_told, least_loaded
+from mpikv.placement.place import place
+from mpikv.placement.placement import Placement
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))

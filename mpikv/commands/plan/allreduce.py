@@ -50,7 +50,9 @@ from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement import buckets
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Members, Placement, place
+from mpikv.placement.members import Members
+from mpikv.placement.place import place
+from mpikv.placement.placement import Placement
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.bucketed import kind_of
 from mpikv.strategies.encoded import Encoded

@@ -32,7 +32,9 @@ from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, Workload
 from mpikv.config import Config
 from mpikv.engine.request import Predicate, Steps
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Members, add_load, place
+from mpikv.placement.members import Members
+from mpikv.placement.on_servers import add_load
+from mpikv.placement.place import place
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import serve
 from mpikv.server.memory import Pool

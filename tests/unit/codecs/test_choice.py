@@ -30,8 +30,11 @@ from mpikv.codecs.choice import (
 )
 from mpikv.codecs.compression import make
 from mpikv.config import Config
+from mpikv.placement.algorithms import most_owners
+from mpikv.placement.encoding import Wire
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Members, Wire, most_owners, place
+from mpikv.placement.members import Members
+from mpikv.placement.place import place
 from mpikv.strategies.pieces import Pieces
 from mpikv.testing.stores import spawn_stores
 

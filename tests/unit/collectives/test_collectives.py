@@ -8,8 +8,8 @@ import pytest
 from mpikv.collectives import halving_doubling, select
 from mpikv.collectives.blobs import gather, scatter
 from mpikv.collectives.broadcast import broadcast
+from mpikv.placement.algorithms import bounds_of, choose, most_owners
 from mpikv.placement.keys import even_bounds, whole_bounds
-from mpikv.placement.place import bounds_of, choose, most_owners
 from mpikv.testing.ranks import run_collective
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)

@@ -7,8 +7,8 @@ import pytest
 
 from mpikv.collectives import hierarchical, select
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.placement.algorithms import bounds_of, choose
 from mpikv.placement.keys import even_bounds, whole_bounds
-from mpikv.placement.place import bounds_of, choose
 from mpikv.placement.topology import topology
 from mpikv.testing.ranks import run_collective
 from mpikv.transports.threads import Fabric

@@ -14,8 +14,8 @@ from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LIN
 from mpikv.engine.request import wakes
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.segment import HostMemory, private_memory
+from mpikv.placement.algorithms import bounds_of
 from mpikv.placement.keys import even_bounds, whole_bounds
-from mpikv.placement.place import bounds_of
 from mpikv.placement.topology import topology
 from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys
 from mpikv.testing.ranks import run_collective

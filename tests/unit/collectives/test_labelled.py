@@ -12,8 +12,8 @@ from test_hosted import host_key, memories_of
 from mpikv.collectives import hierarchical, hosted, select
 from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, Comparison, SharingGroup
 from mpikv.common.labels import Label
+from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import whole_bounds
-from mpikv.placement.place import bounds_of, most_owners
 from mpikv.placement.topology import topology
 from mpikv.testing.ranks import run_collective
 

@@ -13,7 +13,9 @@ from mpikv.codecs.compression import make, wire_of
 from mpikv.config import Config
 from mpikv.optimizers.states import load_states
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Members, as_told, place
+from mpikv.placement.members import Members
+from mpikv.placement.on_servers import as_told
+from mpikv.placement.place import place
 from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.testing.stores import spawn_stores
 

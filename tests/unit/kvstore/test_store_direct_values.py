@@ -420,7 +420,7 @@ def test_a_store_does_not_see_the_other_ones_memory():
     from mpikv.create.assembly import assemble
     from mpikv.create.spec import parse
     from mpikv.hostmemory.segment import private_memory
-    from mpikv.placement.place import Members
+    from mpikv.placement.members import Members
     from mpikv.testing.ranks import spawn
     from mpikv.transports.threads import Fabric
 

@@ -12,7 +12,7 @@ from mpikv import KVStore, optimizers
 from mpikv.config import Config
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 from mpikv.testing.ranks import memories_of
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports.faulty import Faults, FaultyFabric

@@ -10,7 +10,7 @@ import pytest
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement.device_paths import Told, advice, choose, describe, settle, stats
-from mpikv.placement.place import Members
+from mpikv.placement.members import Members
 
 NONE = Told(why_none="CuPy is not installed")
 

@@ -10,7 +10,9 @@ import pytest
 from mpikv.arrays.as_numpy import dtype_of
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.place import Members, add_load, as_told, on_server, place
+from mpikv.placement.members import Members
+from mpikv.placement.on_servers import add_load, as_told, on_server
+from mpikv.placement.place import place
 
 WHOLE = {"whole": True}
 OFF = {"shared_memory": "off"}

@@ -165,7 +165,7 @@ def test_half_precision_with_a_float32_master(dtype: Any) -> None:
 
 def test_gathered_values_are_those_of_owners(short_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = run(3, rounds(LARGE, counts=False), SIGN)
-    monkeypatch.setattr("mpikv.placement.place.Wire.gathers", lambda *_: False)
+    monkeypatch.setattr("mpikv.placement.encoding.Wire.gathers", lambda *_: False)
     owners = run(3, rounds(LARGE, counts=False), SIGN)
     assert gathered == owners
 
@@ -321,7 +321,7 @@ def test_what_is_owed_stays_owed_when_owners_come() -> None:
 
     gathered = run(3, lambda store: body(store, late=True), SIGN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpikv.placement.place.Wire.gathers", lambda *_: False)
+        patch.setattr("mpikv.placement.encoding.Wire.gathers", lambda *_: False)
         owners = run(3, lambda store: body(store, late=False), SIGN)
     assert gathered == owners
 

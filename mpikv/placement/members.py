@@ -1,0 +1,81 @@
+"""The ranks of a store and its settings: what all keys of the store have in common when they are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from mpikv.config import Config
+from mpikv.placement.keys import KeyInfo
+
+Path = Literal["direct", "hosted", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"]
+DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key is in device memory
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a store and its settings, alike on every rank.
+
+    hosts: of each rank of the transport. workers, servers: ranks of it, not always all. memory: whether the ranks of
+    each host can share memory, as far as known. device_path: of keys in device memory. device_reasons: why it is
+    none of the better ones: pairs of a path and a sentence.
+    """
+
+    hosts: tuple[str, ...]
+    workers: tuple[int, ...]
+    servers: tuple[int, ...] = ()
+    synchronous: bool = True
+    config: Config = Config()  # noqa: RUF009 - immutable
+    memory: bool = True
+    device_path: DevicePath = "host"
+    device_reasons: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that own the keys; a placement counts them from 0."""
+        return self.servers or self.workers
+
+    @cached_property
+    def worker_hosts(self) -> tuple[str, ...]:
+        """The host of each worker."""
+        return tuple(self.hosts[rank] for rank in self.workers)
+
+    def only(self, workers: Sequence[int]) -> Members:
+        """The store with some of these workers alone, in this order; without servers.
+
+        workers: ranks of the transport. ValueError where they are none of this store's workers, or some come twice.
+        """
+        if self.servers or not workers or len(set(workers)) < len(workers) or not set(workers) <= set(self.workers):
+            raise ValueError(f"workers {list(workers)} of a store whose workers are {list(self.workers)}")
+        return replace(self, workers=tuple(workers))
+
+    @property
+    def links(self) -> bool:
+        """Whether the ranks are on several hosts, so that values travel over links."""
+        return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
+
+    @property
+    def _on_servers(self) -> bool:
+        return bool(self.servers) or not self.synchronous
+
+    @cached_property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host use memory that they share, where a host has several ranks."""
+        wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.host_algorithm == "auto")
+        hosts = [self.hosts[rank] for rank in (*self.workers, *self.servers)]
+        return wanted and self.memory and len(set(hosts)) < len(hosts)
+
+    @cached_property
+    def path(self) -> Path:
+        """The path of every key, as long as the memory has room for it."""
+        if self._on_servers:
+            return "servers"
+        if not self.shares_memory:
+            return "native" if self.config.algorithm == "native" else "messages"
+        return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
+
+    def device_path_of(self, info: KeyInfo) -> DevicePath:
+        """The path of a key in device memory; `host` for any other."""
+        return self.device_path if info.space == "device" else "host"
