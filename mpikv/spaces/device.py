@@ -7,7 +7,7 @@ whatever he puts there next; so neither waits for the other, and the store's str
 still being computed unless somebody asks for that very array. What a call writes is written in the store's stream,
 behind the caller's work as it was when the call was made; and the caller's stream waits for it.
 
-Memory is CuPy's: a pool of the store's own. CopyCounts of what callers push have a pool to themselves, since they are
+Memory is CuPy's: a pool of the store's own. Copies of what callers push have a pool to themselves, since they are
 written in other streams than the store's: what is let go of comes back to it once the store's stream has come so far.
 What other ranks of the host read (spaces/peers) is in allocations of its own, which are kept.
 """
