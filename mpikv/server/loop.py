@@ -1,12 +1,12 @@
 """The server's input and output: receives requests and partitions, hands them to the core, sends its replies.
 
 `serve` is a generator, so that the same loop runs alone in a server rank and beside everything else in a worker's
-progress engine. Of each worker's partitions `WINDOW` are on their way at a time, and of the replies to it as many: what
-is more waits here, larger priorities first. A partition so finds the memory of one that has just been added. Those of
+progress engine. Of each worker's partitions `WINDOW` are on their way at a time, and as many of the replies to it.
+All others wait here, larger priorities first. So a partition is received into memory that has just been used. Those of
 workers that share memory with the server are not received at all where they can be added from where they are.
 
-A server rank that has heard nothing for the time limit asks the workers whether they are there: they may well compute
-for longer than that, and answer from their progress thread.
+A server rank that has received nothing for the time limit asks the workers whether they are there. They may compute for
+longer than that; their progress threads answer meanwhile.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import HELD, LocalTransport
 from mpikv.transports.memory_requests import Arrived, Receiving
 
-YIELD_S = 1e-3  # in which others may have the core before the first nap: a worker that pushes again at once, as it does
-# with small values, must not find the server asleep
-# With more ranks than cores a server that finds nobody to give its core to keeps two workers on another one. It sleeps,
-# and its core takes one of them; then it wakes beside a worker, and changes places with that at each of its yields.
-ALONE = 3  # yields in a row that came back at once
+# How long the server yields before its first nap. A worker that pushes small values pushes again at once, and must not
+# find the server asleep.
+YIELD_S = 1e-3
+# A yield that returns within ALONE_S found no other process that waits for this core. Where there are more ranks than
+# cores, two workers then share another core. So after ALONE such yields in a row the server sleeps, and the system
+# moves one of these workers to the free core.
+ALONE = 3
 ALONE_S = 3e-6
-COPIED_BYTES = 2048  # replies up to here: copying one costs less than asking when it has left
-FEW = 16  # copied replies that may wait to be forgotten
-WINDOW = 3  # one is received while one is added and one is announced; more only fall out of the cache
+COPIED_BYTES = 2048  # shorter replies are copied: that costs less than asking when they have left
+FEW = 16  # how many copied replies may have left before they are forgotten
+WINDOW = 3  # partitions under way for a worker: one is received, one is added, one is announced. More leave the cache
 
 
 class _WorkerLink:
@@ -279,12 +281,12 @@ def run_server(
     clock = transport.clock
     backoff = Backoff(sleep=transport.waker.sleep if isinstance(transport, LocalTransport) else None, clock=clock)
     idle_since_s: float | None = None
-    told = False
+    reported = False  # whether worker 0 knows that this rank was asked to stop
     crowded = isinstance(transport, LocalTransport) and transport.crowded
     alone = 0
     control = transport.inner if isinstance(transport, LocalTransport) else transport  # what workers listen to
     pings: list[Request] = []  # MPI reads their arrays until they are sent
-    heard_s = asked_s = clock.now_s()
+    received_s = asked_s = clock.now_s()
     while not running.test():
         moved = running.advance()
         # What comes here besides requests are answers to our own pings, for which there is time when all is quiet.
@@ -292,12 +294,12 @@ def run_server(
         if incoming is not None:
             incoming.receive(np.empty(incoming.n_bytes, np.uint8))
         if moved or incoming is not None:
-            heard_s = asked_s = clock.now_s()
+            received_s = asked_s = clock.now_s()
             backoff.reset()
             idle_since_s = None
             continue
-        if not told and (why := asked_to_stop()) is not None:
-            told = True
+        if not reported and (why := asked_to_stop()) is not None:
+            reported = True
             text = f"{why} at the server of rank {transport.rank} on {transport.hosts[transport.rank]}"
             pings.append(control.isend(wire.control({"kind": "wish", "text": text}), workers[0], wire.TAG_CONTROL))
         now_s = clock.now_s()
@@ -309,11 +311,11 @@ def run_server(
             continue
         alone = 0
         if now_s - asked_s > timeout_s:
-            if asked_s > heard_s:
+            if asked_s > received_s:
                 hosts = ", ".join(f"worker {i} on {transport.hosts[rank]}" for i, rank in enumerate(workers))
                 raise StallError(
                     f"server, rank {transport.rank} of {transport.size} on {transport.hosts[transport.rank]}: "
-                    f"no request and no answer for {now_s - heard_s:.0f} s from {hosts}"
+                    f"no request and no answer for {now_s - received_s:.0f} s from {hosts}"
                 )
             asked_s = now_s
             ping = wire.control({"kind": "ping"})
