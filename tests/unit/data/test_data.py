@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import struct
 import sys
 from pathlib import Path
@@ -272,6 +273,7 @@ GOOD = idx_bytes(np.arange(6).reshape(2, 3))
         (gzip.compress(struct.pack(">HBB2I", 0, 8, 2, *(2**32 - 1,) * 2)), "truncated IDX file"),
         (gzip.compress(b"PNG, or so"), "not an IDX file: it starts with 50 4e 47 2c"),
     ],
+    ids=itertools.count(),  # a gzip file holds the time, and a test's name must be the same in each process
 )
 def test_damaged_idx(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "file").write_bytes(content)

@@ -111,7 +111,7 @@ def test_states_of_callables_that_can_be_saved(value) -> None:
     assert same(value, function.unpack(part.state))
 
 
-@pytest.mark.parametrize("value", [object(), "text", {"a": [1]}, {1: 2}, [None], 1j, {"a": {"b": 1}}, {1, 2}], ids=repr)
+@pytest.mark.parametrize("value", [object, "text", {"a": [1]}, {1: 2}, [None], 1j, {"a": {"b": 1}}, {1, 2}], ids=repr)
 def test_states_of_callables_that_cannot(value) -> None:
     optimizer = optimizers.create(lambda weight, grad, state: value)
     state = optimizer.update("k", np.ones(1), np.ones(1), {"t": 0})
