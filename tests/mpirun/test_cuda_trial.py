@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import grids
@@ -41,7 +40,7 @@ EXPECTED = {
 @pytest.mark.timeout(220)
 def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
     """Rank 0 of two makes the trials, and goes on whatever becomes of the children."""
-    every = mpi.kind == "mpich" or os.environ.get(grids.FULL_VARIABLE)
+    every = mpi.kind == "mpich" or grids.is_full()
     sources = [one for one in SOURCES if every or one.partition("=")[0] in OF_MPI]
     env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "TMPDIR": str(tmp_path)}
     job = mpirun(2, ["python", str(HERE / "trial_program.py"), "trial", *sources], env=env, mpi=mpi, timeout_s=200)

@@ -1,190 +1,170 @@
-"""`tests/lockstep.py` and `tests/report.py`: generated tests, run by real jobs, that fail in every way."""
+"""`scripts/test`: what it makes, what it counts, and that a stage without tests, a crash and a hang are failures."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import frameworks
+import grids
+import jobs
 import pytest
-from jobs import ROOT, Job, find_mpi, mpirun
+from jobs import ROOT, Job, Mpi
 
-MPI = find_mpi()
-pytestmark = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
+sys.path.insert(0, str(ROOT / "scripts"))
+import _stages
+
+THERE = ("openmpi", "mpich", "oldest", "newest", "contract12", "contract13")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "more", "expected"),
+    [
+        ("a:passed b:skipped c:started c:failed", 1, {}, (["a"], ["c"], {"b": "why"})),
+        ("a:started a:passed b:started", 86, {}, (["a"], ["b"], {})),  # it died in b
+        ("a:passed a:failed", 1, {}, ([], ["a"], {})),  # the second one at the end of the test
+        ("a:passed", 3, {}, (["a"], ["(it ended with status 3)"], {})),
+        ("a:passed", 3, {"selected": True}, (["a"], ["(it ended with status 3)"], {})),
+        ("a:passed", 0, {"timed_out": True}, (["a"], ["(it did not end in time)"], {})),
+        ("a:passed", 0, {"ranks_left": [1, 2]}, (["a"], ["(it left 2 processes behind)"], {})),
+        ("a:skipped", 0, {}, ([], ["(no test was executed)"], {"a": "why"})),
+        ("", 5, {}, ([], ["(it ended with status 5)"], {})),
+        ("", 5, {"selected": True}, ([], [], {})),  # -k selected others
+        ("a:skipped", 0, {"may_skip": True}, ([], [], {"a": "why"})),
+        ("", 5, {"may_skip": True}, ([], ["(it ended with status 5)"], {})),  # nothing was even collected
+        ("a:skipped b:failed", 1, {"may_skip": True}, ([], ["b"], {"a": "why"})),
+    ],
+)
+def test_what_is_counted(outcomes: str, status: int, more: dict, expected: tuple, tmp_path: Path) -> None:
+    entries = [dict(zip(("test", "outcome"), one.split(":"), strict=True), reason="why") for one in outcomes.split()]
+    (tmp_path / "report").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    result = _stages.count(tmp_path / "report")
+    stage = _stages.Stage("unit", "title", "openmpi", [], may_skip=more.pop("may_skip", False))
+    selected = more.pop("selected", False)
+    _stages.judge(stage, Job(status, "", "", 1.0, **{"timed_out": False, **more}), result, selected=selected)
+    assert (result.passed, result.failed, result.skipped) == expected
+
 
 CONFTEST = """
-from lockstep import comm
-import lockstep, report
+import pytest, report
 
 def pytest_configure(config):
-    config.pluginmanager.register(report.Report(), "mpikv-report")
-    lockstep.pytest_configure(config)
+    config.addinivalue_line("markers", report.WHOLE_JOB)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(report.Report())
+"""
+TESTS = """
+from pathlib import Path
+import os, time, pytest
+
+def first_time(name):
+    return not Path(__file__).with_name(name).exists() and Path(__file__).with_name(name).touch() is None
+
+@pytest.mark.whole_job
+def test_mended(): assert not first_time("mended"), "only the first time"
+
+@pytest.mark.whole_job
+def test_never(): assert False
+
+def test_of_a_unit(): assert not first_time("unit"), "nobody tries again"
+
+def test_good(): pass
+
+@pytest.mark.skip(reason="no driver")
+def test_of_a_gpu(): pass
+
+def test_crash(): os.kill(os.getpid(), 9)
 """
 
 
-class Run:
-    """A run of generated tests: the job, and the last outcome of each test in the report."""
-
-    def __init__(self, job: Job, report: Path) -> None:
-        self.job = job
-        lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-        self.outcomes = {line["test"].rpartition("::")[2]: line["outcome"] for line in lines if "test" in line}
-
-    def said(self, text: str) -> int:
-        return self.job.output.count(text)
+def run(folder: Path, tests: str, monkeypatch: pytest.MonkeyPatch, *, until: float | None = None, **stage: int) -> int:
+    for name, text in (("test_it.py", tests), ("conftest.py", CONFTEST)):
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
+    monkeypatch.setattr(jobs, "ROOT", folder)  # where tests are run
+    options = argparse.Namespace(k="", pytest=[], before="", part="", mode="", as_it_is=False, until=until)
+    options.environments = {"openmpi": Mpi("openmpi", Path(sys.prefix))}
+    return _stages.run([_stages.Stage("jobs", "title", "openmpi", ["test_it.py"], marks="", **stage)], options)
 
 
-@pytest.fixture
-def run(tmp_path: Path):
-    def run(n: int, tests: str, *options: str, grace_s: float = 10) -> Run:
-        (tmp_path / "conftest.py").write_text(CONFTEST)
-        (tmp_path / "test_it.py").write_text(f"import os, time, pytest\n{tests}")
-        (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
-        line = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "--with-mpi", *options, str(tmp_path)]
-        env = {
-            "MPIKV_TEST_LIMIT_S": "30",
-            "MPIKV_TEST_GRACE_S": str(grace_s),
-            "MPIKV_TEST_REPORT": str(tmp_path / "report"),
-        }
-        return Run(mpirun(n, line, env=env, timeout_s=60), tmp_path / "report")
-
-    return run
+def test_a_job_that_failed_is_run_once_more_and_nothing_else_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also: a test that ends its process has failed, and the others are run."""
+    pytest.importorskip("xdist")
+    assert run(tmp_path, TESTS, monkeypatch, workers=2) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert "title: 1 passed, 4 failed, 1 skipped in" in "\n".join(lines)
+    assert [line for line in lines if line.startswith("unsteady: ")] == ["unsteady: title: test_it.py::test_mended"]
+    failed = {line.rpartition("_")[2] for line in lines if line.startswith("failed: title: test_it.py::test_")}
+    assert failed == {"never", "unit", "crash"}
+    assert "skipped: 1 x no driver" in lines
+    assert lines[-1] == "2 passed, 3 failed, 1 skipped"
 
 
-def test_all_well_is_said_once(run) -> None:
-    done = run(3, "def test_sum(comm): assert comm.allreduce(1) == 3")
-    assert done.job.status == 0, done.job.output
-    assert done.said("1 passed") == done.said("test session starts") == 1
-    assert done.outcomes == {"test_sum": "passed"}
+def test_a_stage_that_hangs_is_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = "print('before', flush=True)\nwhile True: pass\n"
+    assert run(tmp_path, hangs, monkeypatch, until=time.monotonic() + 4, workers=0) == 1
+    assert "failed: title: (it did not end in time)" in capfd.readouterr().out.splitlines()
 
 
-def test_a_failure_on_one_rank_fails_everywhere_and_is_said_once(run) -> None:
-    done = run(
-        3,
-        "def test_two(comm):\n"
-        "    print('seen by', comm.rank)\n"
-        "    assert comm.rank != 1, 'only the middle one'\n"
-        "def test_after(comm): assert comm.allreduce(1) == 3\n",
-    )
-    assert done.job.status == 1, done.job.output
-    assert done.said("failed on rank 1 of 3:") >= 1
-    assert done.said("AssertionError: only the middle one") == 1
-    assert done.said("seen by 1") == 1
-    assert done.said("seen by 0") == done.said("seen by 2") == 0
-    assert done.said("1 failed, 1 passed") == 1
-    assert done.outcomes == {"test_two": "failed", "test_after": "passed"}
+def test_every_file_of_tests_belongs_to_one_stage_or_to_several_numbers_of_ranks() -> None:
+    for mode in ("", "full"):
+        found = _stages.stages(mode, ("openmpi", "mpich"))
+        for path in (ROOT / "tests").rglob("test_*.py"):
+            name = str(path.relative_to(ROOT))
+            own = [stage for stage in found if any(name.startswith(f"{one}/") for one in stage.paths)]
+            sizes = {"": [2, 3, 4], "full": [1, 2, 3, 3, 4, 4, 5]}[mode]
+            expected = sizes if "/mpi/" in name else [] if "/contract/" in name else [0]
+            assert sorted(stage.ranks for stage in own) == expected, name
 
 
-@pytest.mark.parametrize("part", ["setup", "teardown"])
-def test_a_failure_in_a_fixture_of_one_rank(run, part: str) -> None:
-    done = run(
-        2,
-        "@pytest.fixture\n"
-        "def thing(comm):\n"
-        f"    assert comm.rank == 0 or {part == 'teardown'}, 'in setup'\n"
-        "    yield\n"
-        "    assert comm.rank == 0, 'in teardown'\n"
-        "def test_it(thing): pass\n",
-    )
-    assert done.job.status == 1
-    assert done.said(f"AssertionError: in {part}") == 1
-    assert done.said("1 failed") == 1
-    assert done.outcomes == {"test_it": "failed"}
+@pytest.mark.parametrize("mode", _stages.MODES)
+def test_each_mode_has_stages(mode: str) -> None:
+    found = _stages.stages(mode, THERE)
+    assert found
+    for stage in found:
+        assert all(path == "--limit" or path[0].isdigit() or (ROOT / path).exists() for path in stage.paths), stage
 
 
-def test_skipped_on_one_rank_counts_as_executed(run) -> None:
-    done = run(
-        2,
-        "def test_some(comm):\n    if comm.rank == 0: pytest.skip('not here')\n"
-        "def test_none(comm): pytest.skip('nowhere')\n",
-    )
-    assert done.job.status == 0, done.job.output
-    assert done.said("1 passed, 1 skipped") == 1
-    assert done.outcomes == {"test_some": "passed", "test_none": "skipped"}
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_test_is_in_one_part(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    for k in range(1, n + 1):
+        monkeypatch.setenv(grids.PART_VARIABLE, f"{k}/{n}")
+        parts.append(grids.part(range(10)))
+    assert sorted(one for part in parts for one in part) == list(range(10))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_an_expected_failure_is_one_on_every_rank(run) -> None:
-    done = run(2, "@pytest.mark.xfail(strict=True)\ndef test_x(comm): assert comm.rank != 1\n")
-    # Rank 0 did not fail as expected, and says so.
-    assert done.job.status == 1
-    assert done.outcomes == {"test_x": "failed"}
-    assert run(2, "@pytest.mark.xfail(strict=True)\ndef test_x(comm): assert comm.rank > 7\n").job.status == 0
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpu --with gpu=/ --part 4/3", "--part K/N"),
+        ("--gpu --with gpu=/ --part 1", "--part K/N"),
+        ("--gpu --with gpu=/ --only unit", "--only knows gpu-arrays, gpu-jobs, gpu-report"),
+        ("--oldest --quick", "not allowed with"),
+        ("--newest --with openmpi=/ --with mpich=/", "an environment is missing"),
+        ("--contract", "an environment is missing"),
+    ],
+)
+def test_wrong_options(words: str, said: str) -> None:
+    line = [sys.executable, "scripts/_stages.py", *words.split()]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
-def test_a_deadlock_ends_with_all_stacks(run) -> None:
-    done = run(
-        3,
-        "def test_before(): pass\n"
-        "@pytest.mark.timeout(3)\n"
-        "def test_stuck(comm):\n"
-        "    wait_here(comm) if comm.rank == 1 else comm.recv(source=1)\n"
-        "def wait_here(comm):\n    comm.recv(source=0)\n"
-        "def test_never(): pass\n",
-    )
-    assert not done.job.timed_out
-    assert done.job.status not in (0, 1)
-    assert done.job.ranks_left == []
-    for rank in range(3):
-        assert done.said(f"--- stacks of rank {rank} of 3") == 1
-    assert done.said("in wait_here") == 1  # rank 1's own place
-    assert done.said("in test_stuck") == 3
-    assert done.outcomes == {"test_before": "passed", "test_stuck": "failed"}
-
-
-def test_a_failure_that_leaves_the_others_waiting(run) -> None:
-    done = run(
-        2,
-        "def test_left(comm):\n    assert comm.rank == 0, 'I fail first'\n    comm.barrier()\n",
-        grace_s=2,
-    )
-    assert not done.job.timed_out
-    assert done.job.status not in (0, 1)
-    assert done.said("AssertionError: I fail first") == 1
-    assert done.said("failure on rank 1 of 2") == 1
-    assert done.said("--- stacks of rank 0 of 2") == 1
-    assert done.outcomes == {"test_left": "failed"}
-
-
-def test_a_crash_counts_as_failed(run) -> None:
-    done = run(
-        2, "def test_crash(comm):\n    comm.barrier()\n    os.kill(os.getpid(), 11) if comm.rank else comm.barrier()"
-    )
-    assert done.job.status not in (0, 1)
-    assert done.outcomes == {"test_crash": "started"}  # and never ended
-
-
-def test_different_tests_on_different_ranks(run) -> None:
-    done = run(
-        2,
-        "from mpi4py import MPI\ndef test_both(): pass\nif MPI.COMM_WORLD.rank:\n    def test_more(): pass\n",
-    )
-    assert done.job.status == 3, done.job.output
-    assert done.said("did not collect the same tests") >= 1
-    assert done.outcomes == {"collection": "failed"}
-
-
-def test_an_error_of_collection_on_one_rank(run) -> None:
-    done = run(2, "from mpi4py import MPI\nassert MPI.COMM_WORLD.rank == 0, 'cannot even import'\ndef test_a(): pass\n")
-    assert done.job.status == 3, done.job.output
-    assert done.said("AssertionError: cannot even import") == 1
-    assert done.outcomes == {"collection": "failed"}
-
-
-def test_a_run_without_an_executed_test_fails(run) -> None:
-    done = run(2, "@pytest.mark.mpi(min_size=3)\ndef test_three(comm): pass\n")
-    assert done.job.status == 5, done.job.output
-    assert done.said("no test was executed on 2 ranks") == 1
-    assert done.outcomes == {"test_three": "skipped"}
-    assert run(2, "", "-k", "nothing").job.status == 5
-
-
-def test_messages_of_a_failed_test_do_not_reach_the_next(run) -> None:
-    done = run(
-        2,
-        "def test_sends(comm):\n"
-        "    if comm.rank == 0: comm.send('stale', dest=1)\n"
-        "    else: assert False\n"
-        "def test_next(comm):\n"
-        "    if comm.rank == 0: comm.send('fresh', dest=1)\n"
-        "    else: assert comm.recv(source=0) == 'fresh'\n",
-    )
-    assert done.outcomes == {"test_sends": "failed", "test_next": "passed"}
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(frameworks.VARIABLE, "one,another")
+    for name in ("one", "one.part"):
+        with pytest.raises(ModuleNotFoundError):
+            frameworks.need(name)
+    with pytest.raises(pytest.skip.Exception, match="third is not installed"):
+        frameworks.need("third")

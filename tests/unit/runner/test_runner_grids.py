@@ -35,7 +35,7 @@ def test_what_is_together_in_a_case_is_so_in_a_case_that_is_kept(strength: int) 
     assert kept == grids.covering(CASES, strength)
 
 
-def test_the_others_are_full(pytester: pytest.Pytester) -> None:
+def test_the_others_are_full(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makeconftest(
         "import grids\n"
         "def pytest_configure(config):\n"
@@ -50,12 +50,13 @@ def test_the_others_are_full(pytester: pytest.Pytester) -> None:
         "@abc[0]\n@abc[1]\n@abc[2]\n@pytest.mark.grid(1)\ndef test_values(a, b, c): pass\n"
         "@abc[0]\n@abc[1]\n@abc[2]\ndef test_all(a, b, c): pass\n"
     )
-    pytester.runpytest("-m", "not full").assert_outcomes(passed=5 + 2 + 8, deselected=3 + 6)
-    pytester.runpytest("-m", "full").assert_outcomes(passed=3 + 6, deselected=5 + 2 + 8)
+    for cases, made in (("pairs", 5 + 2 + 8), ("", 2 + 2 + 8)):
+        monkeypatch.setenv(grids.VARIABLE, cases)
+        pytester.runpytest("-m", "not full").assert_outcomes(passed=made, deselected=24 - made)
+        pytester.runpytest("-m", "full").assert_outcomes(passed=24 - made, deselected=made)
 
 
 def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(grids.FULL_VARIABLE, raising=False)
-    assert [grids.examples(n) for n in (1, 100, 150)] == [1, 34, 50]
-    monkeypatch.setenv(grids.FULL_VARIABLE, "yes")
-    assert grids.examples(100) == 100
+    for cases, made in (("", [1, 34, 50]), ("full", [1, 100, 150])):
+        monkeypatch.setenv(grids.VARIABLE, cases)
+        assert [grids.examples(n) for n in (1, 100, 150)] == made
