@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from mpikv.commands.launch import batch
 
 SCRIPTS = batch.repository_scripts()
 HANGS_S = 200  # no job takes so long, on a busy machine either
+# Jobs run in several threads. A process that is forked while a program is written has its file open until it becomes
+# another one, and nobody can start the program until then (ETXTBSY): so a program is written, or a process started.
+STARTING = threading.Lock()
 VERSIONS = {
     "openmpi5": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/",
     "openmpi4": "mpirun.real (OpenRTE) 4.1.4",
@@ -126,23 +130,25 @@ class Site:
         python = self.folder / name / "bin" / "python"
         python.parent.mkdir(parents=True)
         finds = f'echo "{batch.TEMPLATES}"; exit "${{IMPORT_STATUS:-0}}"'
-        self._write(python, f'case $1 in --version) echo "Python 3" ;; -c) {finds} ;; esac')
+        self.write_shell(python, f'case $1 in --version) echo "Python 3" ;; -c) {finds} ;; esac')
         return self.folder / name
 
-    def _write(self, file: Path, does: str) -> None:
+    def write_shell(self, file: Path, does: str) -> None:
+        self.write_program(file, f"#!/bin/sh\n{does}\n")
+
+    def write_program(self, file: Path, text: str) -> None:
         file.parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/bin/sh\n{does}\n")
-        file.chmod(0o755)
+        with STARTING:
+            file.write_text(text)
+            file.chmod(0o755)
 
     def command(self, name: str, does: str = "") -> None:
-        self._write(self.folder / "bin" / name, SPEAK.format(name=name, does=does).partition("\n")[2])
+        self.write_program(self.folder / "bin" / name, SPEAK.format(name=name, does=does))
 
     def mpi(self, version: str) -> None:
         (self.folder / "version").write_text(VERSIONS[version])
         for file in (self.env / "bin" / "mpirun", self.folder / "bin" / "srun"):
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(MPIRUN.format(python=sys.executable))
-            file.chmod(0o755)
+            self.write_program(file, MPIRUN.format(python=sys.executable))
 
     def called(self) -> list[str]:
         file = self.folder / "called"
@@ -160,10 +166,12 @@ class Site:
         file.write_text(text)
         job = self.slurm if path.startswith("slurm") else self.sge
         merged = {**self.environ, **job, **environ}
-        return subprocess.Popen(
-            ["bash", str(file), *words], cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, env={name: value for name, value in merged.items() if value},
-        )  # fmt: skip
+        with STARTING:  # it returns when the child has become bash
+            return subprocess.Popen(
+                ["bash", str(file), *words], cwd=self.folder, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True,
+                env={name: value for name, value in merged.items() if value},
+            )  # fmt: skip
 
     def run(self, path: str, *words: str, lines: dict[str, str] | None = None, **environ: str) -> tuple[int, str]:
         process = self.start(path, *words, lines=lines, **environ)
@@ -507,7 +515,7 @@ def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: st
         real.symlink_to(f"/usr/bin/{tool}")
     else:
         file.rename(real)
-    site._write(file, f'[ -e "$FAKE/sent" ] || {{ : >"$FAKE/sent"; kill -USR1 0; }}\nexec {real} "$@"')
+    site.write_shell(file, f'[ -e "$FAKE/sent" ] || {{ : >"$FAKE/sent"; kill -USR1 0; }}\nexec {real} "$@"')
     lines = {"REQUEUE": "yes", "STOP_AFTER": "0" if tool == "qresub" else ""}
     status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines=lines)
     assert status == 0
