@@ -9,7 +9,6 @@ from jobs import ROOT
 HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
 PACKAGES = {
     "cupy-cuda12x",
-    "kubeflow-training",
     "matplotlib",
     "mpi4py",
     "mpich",

@@ -7,6 +7,6 @@ passes signals on, sends what the rank prints line by line, says how it ended, a
     placement  how many of which role where   environment  what ranks get to see       line  the `mpirun` line
     watch  the job while it runs              ranks  what is known of its ranks        output  merged, tagged, coloured
     entrance, channel  between rank and launcher   rank, quick, command, sink  the process above each rank
-    processes, sweep  what is left            remote, sync, folder  ssh and rsync      kubernetes  the manifest
+    processes, sweep  what is left            remote, sync, folder  ssh and rsync
     submit, slurm, sge, batch, scheduler, follow  batch jobs, see submit
 """

@@ -8,7 +8,6 @@ of this environment goes along without being asked for. MXNet's `NAME:VALUE` is 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -20,8 +19,6 @@ ALWAYS = re.compile(
     r"|(OMP|OPENBLAS|MKL|BLIS|KMP|NUMEXPR|NPY)_\w+"
     r"|MPIKV_\w+|MPI4PY_\w+|OMPI_(MCA_\w+|ALLOW_RUN_AS_ROOT\w*)|MPIR_CVAR_\w+|I_MPI_\w+|UCX_\w+|FI_\w+|NCCL_\w+"
 )
-# JSON, variables by role as `given` has them: from a Secret of Kubernetes, so that they stand in no command line.
-GIVEN = "_MPIKV_GIVEN"
 ROLES = ("all", "worker", "server")
 OPTIONS = ("--env", "--env-worker", "--env-server")  # one for each of ROLES
 PAIR = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<sign>[=:])(?P<value>.*))?", re.DOTALL)
@@ -48,17 +45,8 @@ def always(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def asked(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The variables of GIVEN and of `--env` and its like, by role. Raises ConfigError."""
-    found = given(environ)
-    for role, option in zip(ROLES, OPTIONS, strict=True):
-        found[role] |= read_pairs(option, getattr(options, option[2:].replace("-", "_")), environ)
-    return found
-
-
-def given(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Variables for all ranks, workers and servers that came in GIVEN. Raises ConfigError for what is no such JSON."""
-    try:
-        found = json.loads(environ.get(GIVEN, "{}"))
-        return {role: {str(name): str(value) for name, value in found.get(role, {}).items()} for role in ROLES}
-    except (ValueError, AttributeError):
-        raise ConfigError(f"{GIVEN} is no JSON of variables by role") from None
+    """The variables of `--env` and its like, by role. Raises ConfigError."""
+    return {
+        role: read_pairs(option, getattr(options, option[2:].replace("-", "_")), environ)
+        for role, option in zip(ROLES, OPTIONS, strict=True)
+    }

@@ -219,8 +219,7 @@ def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
         job.limits,
         job.addresses or ["127.0.0.1"],
     )
-    environ = {name: value for name, value in os.environ.items() if name != environment.GIVEN}
-    verdict = watch.run(job.words, {**environ, **job.variables, **_told(job, watch.addresses)})
+    verdict = watch.run(job.words, {**os.environ, **job.variables, **_told(job, watch.addresses)})
     if verdict.text:
         output.say(verdict.text)
     begun = {block.host for block in job.blocks if watch.ranks[block.first_rank].host}

@@ -11,9 +11,8 @@ from typing import Any
 
 from mpikv.commands.numbers import at_least, seconds
 
-LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "kubernetes", "yarn")
+LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "yarn", "kubernetes")
 BAD_INPUT = 2
-MOST_USER = 2**31 - 1
 MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
@@ -25,11 +24,12 @@ EXAMPLES = """examples:
 
 exit status: the first failing rank's (128 + N for signal N); 124 after --timeout, 130 after Ctrl-C, 2 for wrong
 options, 127 for a command that does not exist; never 0 where a rank failed, was killed, or never reported its end."""
-YARN = (
-    "--launcher yarn: neither Open MPI nor MPICH can start its daemons in containers of Hadoop's YARN; they know "
-    "ssh, Slurm, PBS, LSF and SGE (MXNet started its processes there by a Java program of its own). Use --launcher ssh "
-    "with a host file of the cluster's nodes, slurm, sge or kubernetes"
-)
+ELSEWHERE = {  # launchers of MXNet's that are none of ours, and what to do instead
+    "yarn": "neither Open MPI nor MPICH can start its daemons in containers of Hadoop's YARN; they know ssh, Slurm, "
+    "PBS, LSF and SGE. Use --launcher ssh with a host file of the cluster's nodes, slurm or sge",
+    "kubernetes": "Kubeflow's MPI operator starts sshd in pods and writes a host file: let its launcher's pod run "
+    "mpikv launch -H /etc/mpi/hostfile ...",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
                             help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
     parser.add_argument("--launcher", choices=LAUNCHERS, default="mpi", help="default mpi: mpirun, here, in an "
                         "allocation or on the hosts given; local: here; ssh: the hosts are checked first; slurm, sge: "
-                        "submitted, and waited for; kubernetes: prints a manifest")  # fmt: skip
+                        "submitted, and waited for")  # fmt: skip
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="a host a line: host, host:4 or host slots=4")
     parser.add_argument("--hosts", metavar="H1:4,H2", help="the same without a file")
     parser.add_argument("--sync-dst-dir", metavar="DIR", help="copy the current folder to DIR on every host (rsync), "
@@ -69,12 +69,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
     parser.add_argument("--mpirun-options", metavar="TEXT", type=shlex.split, default=[],
                         help="more options for mpirun, like '--map-by numa'")  # fmt: skip
-    kube = parser.add_argument_group("for --launcher kubernetes")
-    kube.add_argument("--kube-image", metavar="IMAGE", help="container image with mpikv, an MPI, sshd and the program")
-    kube.add_argument("--kube-user", metavar="ID", type=at_least(1, MOST_USER), help="the pods run as this user, not "
-                      "root; the image's sshd must allow it")  # fmt: skip
-    kube.add_argument("--kube-name", metavar="NAME", default="mpikv", help="of the MPIJob (default mpikv)")
-    kube.add_argument("--kube-namespace", metavar="NAME", help="default: that of the context of kubectl")
     parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -97,18 +91,14 @@ def command_words(parser: argparse.ArgumentParser, words: Sequence[str], example
 
 def _run(options: argparse.Namespace) -> int:
     options.command = command_words(options.parser, options.command, "mpikv launch -n 2 python train.py")
-    if options.launcher == "yarn":
-        print(f"mpikv launch: error: {YARN}", file=sys.stderr)
+    if options.launcher in ELSEWHERE:
+        print(f"mpikv launch: error: --launcher {options.launcher}: {ELSEWHERE[options.launcher]}", file=sys.stderr)
         return BAD_INPUT
     if options.launcher in ("slurm", "sge"):
         from mpikv.commands.launch import submit  # noqa: PLC0415
 
         status: int = submit.launch(options)
         return status
-    if options.launcher == "kubernetes":
-        from mpikv.commands.launch import kubernetes  # noqa: PLC0415
-
-        return kubernetes.run(options)
     from mpikv.commands.launch import job  # noqa: PLC0415 - the other commands do not need it
 
     return job.run(options)

@@ -363,6 +363,7 @@ def test_a_command_in_quotes(
         (["-n", "1", "--launcher", "ssh", "hostname"], 2, "needs hosts"),
         (["-n", "1", "--launcher", "local", "--hosts", "a", "hostname"], 2, "this machine alone"),
         (["-n", "1", "--launcher", "yarn", "hostname"], 2, "YARN"),
+        (["-n", "1", "--launcher", "kubernetes", "hostname"], 2, "mpikv launch -H /etc/mpi/hostfile"),
         (["-n", "1", "--sync-dst-dir", "/x", "hostname"], 2, "none were given"),
         (["-n", "9", "--hosts", "localhost:2", "hostname"], 2, "18 processes"),
     ],
