@@ -15,8 +15,7 @@ from mpikv._version import __version__
 from mpikv.commands import models
 from mpikv.commands.bench.options import add_parser as add_bench
 from mpikv.commands.bench.start import Parser
-from mpikv.commands.launch.options import add_parser as add_launch
-from mpikv.commands.launch.submit import add_parser as add_submit
+from mpikv.commands.launch.options import add_launch, add_submit
 from mpikv.commands.plan.options import add_parser as add_plan
 from mpikv.commands.records_options import add_parser as add_records
 

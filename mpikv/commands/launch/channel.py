@@ -1,7 +1,7 @@
 """What a rank's process and the launcher say to each other: a greeting, then frames, on one TCP connection.
 
-The launcher listens on the addresses that it tells the ranks, and on no other. A rank's process connects to all of them
-at once and keeps the first where both sides have proved that they know the job's secret:
+The launcher listens on the addresses that it names to the ranks, and on no other. A rank's process connects to all of
+them at once and keeps the first where both sides have proved that they know the job's secret:
 
     launcher -> rank   32 random bytes
     rank -> launcher   32 random bytes of its own, and a proof (HMAC-SHA-256) over both and the address it has dialled
@@ -9,12 +9,14 @@ at once and keeps the first where both sides have proved that they know the job'
 
 So a greeting that was recorded, or that was made for another address, proves nothing, and nothing of a stranger's is
 looked at beyond these 64 bytes. What follows is not encrypted (docs/security.md). `mpirun`'s own daemons connect back
-to their launcher in the same way, so this asks nothing of the network that they do not ask.
+to their launcher in the same manner, so this asks nothing of the network that they do not ask.
 
-A frame is its length (4 bytes, big endian), one byte that says what it is, and that many bytes.
+A frame is its length (4 bytes, big endian), one byte for its kind, and that many bytes.
 
 The kernel probes an idle connection and ends it after `LOST_S` without an answer: so each side notices a host that has
 gone, or a link that was cut, without a message of its own, and a process that is merely stopped is not taken for lost.
+
+Only the standard library is imported: see quick.py.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 HEADER = struct.Struct("!IB")
-HELLO, OUT, ERR, ENDED, GONE = b"hoexg"  # a rank's process to the launcher
+HELLO, OUT, ERR, ENDED = b"hoex"  # a rank's process to the launcher
 SIGNAL, BYE = b"sb"  # the launcher to a rank's process
 LARGEST_BYTES = 1 << 22  # of a frame; a longer one is none of ours
 NONCE_BYTES = PROOF_BYTES = hashlib.sha256().digest_size
 CONNECT_S = 10.0
-LOST_S = 30  # IDLE_S + PROBES * PROBE_S: longer than a switch needs to find another way, much shorter than TCP's hours
+LOST_S = 30  # IDLE_S + PROBES * PROBE_S: longer than a switch needs to find another link, much shorter than TCP's hours
 IDLE_S, PROBE_S, PROBES = 10, 5, 4
 
 
@@ -102,7 +104,34 @@ def watch_link(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class Trial:
+class ToLauncher:
+    """A rank's connection to the launcher. It never blocks: what it does not take yet waits in `pending`."""
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], launchers_network: str, secret: str) -> None:
+        """Raises ConnectionError with what became of each address."""
+        self.socket = connect(dialled_from(addresses, launchers_network), secret)
+        watch_link(self.socket)
+        self.pending = bytearray()
+
+    def write(self, data: bytes) -> None:
+        """Queue frames, and send what can be sent now."""
+        self.pending += data
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what can be sent now. False where the launcher is gone."""
+        try:
+            while self.pending:
+                del self.pending[: self.socket.send(self.pending)]
+        except BlockingIOError:
+            return True
+        except OSError:
+            self.pending.clear()
+            return False
+        return True
+
+
+class Dialled:
     """One of the launcher's addresses, while a rank tries it. Nothing here blocks."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
@@ -139,29 +168,29 @@ class Trial:
 def connect(addresses: Sequence[tuple[str, int]], secret: str, limit_s: float = CONNECT_S) -> socket.socket:
     """A connection to the launcher, both sides of which are proved. Raises ConnectionError: what each address did."""
     deadline = time.monotonic() + limit_s
-    said = dict.fromkeys((f"{host}:{port}" for host, port in addresses), "no answer")
+    results = dict.fromkeys((f"{host}:{port}" for host, port in addresses), "no answer")
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as others:
         for host, port in addresses:
-            trial = Trial(host, port, secret)
-            others.enter_context(trial.socket)
-            selector.register(trial.socket, selectors.EVENT_WRITE, trial)
+            dialled = Dialled(host, port, secret)
+            others.enter_context(dialled.socket)
+            selector.register(dialled.socket, selectors.EVENT_WRITE, dialled)
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, events in selector.select(left_s):
-                trial = key.data
-                assert isinstance(trial, Trial)
+                dialled = key.data
+                assert isinstance(dialled, Dialled)
                 try:
-                    failure = trial.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    failure = dialled.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     if failure:
                         raise OSError(failure, "")
                     if events & selectors.EVENT_WRITE:  # connected: the launcher speaks first
-                        selector.modify(trial.socket, selectors.EVENT_READ, trial)
-                    elif trial.read():
-                        return trial.socket.dup()
+                        selector.modify(dialled.socket, selectors.EVENT_READ, dialled)
+                    elif dialled.read():
+                        return dialled.socket.dup()
                 except OSError as error:
-                    selector.unregister(trial.socket)
+                    selector.unregister(dialled.socket)
                     connected = not events & selectors.EVENT_WRITE
-                    said[trial.address] = "another program answered" if connected else error.__class__.__name__
-    raise ConnectionError(", ".join(f"{address}: {what}" for address, what in said.items()))
+                    results[dialled.address] = "another program answered" if connected else error.__class__.__name__
+    raise ConnectionError(", ".join(f"{address}: {result}" for address, result in results.items()))
 
 
 def dialled_from(addresses: Sequence[tuple[str, int]], launchers_network: str) -> list[tuple[str, int]]:
@@ -170,9 +199,8 @@ def dialled_from(addresses: Sequence[tuple[str, int]], launchers_network: str) -
     On another host an address that this host has as well (of a loopback interface, of a bridge to containers) leads to
     a program here, which could carry the greeting to and fro between a rank and the launcher.
     """
-    if network() == launchers_network:
-        return list(addresses)
-    return [(host, port) for host, port in addresses if not is_own(host)]
+    same = network() == launchers_network
+    return [(host, port) for host, port in addresses if same or not is_own(host)]
 
 
 def is_own(host: str) -> bool:

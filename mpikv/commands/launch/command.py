@@ -18,12 +18,11 @@ from collections.abc import Sequence
 
 from mpikv.commands.launch import channel
 from mpikv.commands.launch.processes import adopt_orphans, descendants, die_with_parent, segments, send
-from mpikv.commands.launch.sink import Place, Sink
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)
 TICK_S = 0.5
-GRACE_S = 4.0  # from SIGTERM to SIGKILL, unless the launcher says otherwise
+GRACE_S = 4.0  # from SIGTERM to SIGKILL, unless the launcher gives another time
 LINGER_S = 2.0  # what the command leaves running has so long to end by itself, as services of loggers do
 HOLD_S = 4.0  # a failed rank stays so much longer, unless dismissed: `mpirun` kills the others when it ends
 DRAIN_S = 0.5
@@ -37,28 +36,33 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as a shell has them
 class Command:
     """The command while it runs."""
 
-    def __init__(self, place: Place, sink: Sink, stand_in_ended: int, grace_s: float = GRACE_S) -> None:
-        """stand_in_ended: a pipe that ends with the stand-in."""
-        self._grace_s = grace_s
-        self._place = place
-        self._sink = sink
+    def __init__(
+        self, launcher: channel.ToLauncher, wakeup: socket.socket, stand_in_ended: int, grace_s: float
+    ) -> None:
+        """wakeup: has the numbers of signals that come. stand_in_ended: a pipe that ends with the stand-in."""
+        self._launcher = launcher
+        self._wakeup = wakeup
         self._stand_in_ended = stand_in_ended
+        self._grace_s = grace_s
         self._disowned = False  # mpirun does not count with the rank any more
         self._pid = 0
         self._status: int | None = None  # as subprocess has it: negative for a signal
-        self._told = False  # it got a signal to end
+        self._asked = False  # it got a signal to end
         self.abandoned = False  # nobody is left to report to
         self._dismissed = False
         self._segments: set[str] = set()  # files that nobody may be left to remove
         self._kill_at = float("inf")
-        self._lines: dict[int, bytearray] = {}  # unfinished line of each stream
+        self._streams: dict[int, int] = {}  # the kind of frame for each pipe
+        self._lines: dict[int, bytearray] = {}  # unfinished line of each pipe
         self._paused = False
         self._frames = channel.Frames()
         self._selector = selectors.DefaultSelector()
+        for source in (wakeup, stand_in_ended, launcher.socket):
+            self._selector.register(source, selectors.EVENT_READ)
+        adopt_orphans()
 
     def run(self, command: Sequence[str], env: dict[str, str], folder: str | None) -> int:
         """Start it and stay until it is gone. Its status, negative for a signal."""
-        self._listen()
         error, status = self._start(command, env, folder)
         if error:
             self._report(status, error)
@@ -68,32 +72,16 @@ class Command:
         for path in self._segments:
             with contextlib.suppress(OSError):  # mpirun has removed it
                 os.unlink(path)
-        self._sink.write(channel.GONE, b"{}")
         held = time.monotonic() + (self._grace_s + HOLD_S if self._status != 0 else SEND_S)
         while not self.abandoned and time.monotonic() < held:
-            if self._dismissed or ((self._status == 0 or self._disowned) and not self._sink.pending):
+            if self._dismissed or ((self._status == 0 or self._disowned) and not self._launcher.pending):
                 break
             self._step(TICK_S)
         return self._status
 
-    def _listen(self) -> None:
-        """Signals and the launcher wake the loop."""
-        read_end, write_end = socket.socketpair()
-        for end in (read_end, write_end):
-            end.setblocking(False)
-        self._wakeup_end = write_end
-        signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-        for signum in (*FORWARDED, signal.SIGCHLD):
-            signal.signal(signum, lambda *_: None)
-        self._selector.register(read_end, selectors.EVENT_READ)
-        self._selector.register(self._stand_in_ended, selectors.EVENT_READ)
-        self._wakeup = read_end
-        self._selector.register(self._sink.socket, selectors.EVENT_READ)
-        adopt_orphans()
-
     def _start(self, command: Sequence[str], env: dict[str, str], folder: str | None) -> tuple[str, int]:
         """Why it could not be started, with a status; or "" and 0."""
-        host = self._place.host
+        host = socket.gethostname()
         if folder is not None and not os.path.isdir(folder):
             return f"the folder {folder} does not exist on {host}: share it, or copy it with --sync-dst-dir", NOT_FOUND
         ask = die_with_parent(os.getpid(), signal.SIGKILL)
@@ -113,13 +101,12 @@ class Command:
             return f"{command[0]} cannot be started on {host}: {error}", NOT_EXECUTABLE
         self._pid = child.pid
         child.returncode = 0  # this process waits for all its children itself
-        assert child.stdout is not None
-        assert child.stderr is not None
-        self._streams = {child.stdout.fileno(): channel.OUT, child.stderr.fileno(): channel.ERR}
-        self._files = (child.stdout, child.stderr)
-        for fd in self._streams:
+        self._pipes = (child.stdout, child.stderr)  # kept open
+        for pipe, kind in zip(self._pipes, (channel.OUT, channel.ERR), strict=True):
+            assert pipe is not None
+            fd = pipe.fileno()
             os.set_blocking(fd, False)
-            self._lines[fd] = bytearray()
+            self._streams[fd], self._lines[fd] = kind, bytearray()
             self._selector.register(fd, selectors.EVENT_READ)
         return "", 0
 
@@ -138,7 +125,7 @@ class Command:
                     self._pass_on(signum)
             elif events & selectors.EVENT_READ:
                 self._obey()
-        if not self._sink.flush():
+        if not self._launcher.flush():
             self._abandon()
         if time.monotonic() >= self._kill_at:
             self._kill_at = float("inf")
@@ -147,7 +134,7 @@ class Command:
 
     def _watch_backlog(self) -> None:
         """Read on only while the launcher takes what is read."""
-        full = len(self._sink.pending) > BACKLOG_BYTES
+        full = len(self._launcher.pending) > BACKLOG_BYTES
         if full != self._paused:
             self._paused = full
             for fd in self._lines:
@@ -156,9 +143,8 @@ class Command:
                 else:
                     self._selector.register(fd, selectors.EVENT_READ)
         if not self.abandoned:
-            self._selector.modify(
-                self._sink.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sink.pending else 0)
-            )
+            writes = selectors.EVENT_WRITE if self._launcher.pending else 0
+            self._selector.modify(self._launcher.socket, selectors.EVENT_READ | writes)
 
     def _read(self, fd: int) -> bool:
         """Pass on what the command has printed. False where there is nothing to read now."""
@@ -173,7 +159,7 @@ class Command:
             line += b"" if line.endswith(b"\n") else b"\n"
             whole = len(line)
         if whole:
-            self._sink.write(self._streams[fd], bytes(line[:whole]))
+            self._launcher.write(channel.frame(self._streams[fd], bytes(line[:whole])))
             del line[:whole]
         if not data:
             if not self._paused:
@@ -182,9 +168,9 @@ class Command:
         return bool(data)
 
     def _obey(self) -> None:
-        """What the launcher says."""
+        """Do what the launcher asks for."""
         try:
-            data = self._sink.socket.recv(READ_BYTES)
+            data = self._launcher.socket.recv(READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -202,11 +188,11 @@ class Command:
         """A signal for the command. patient: whoever sent it will say when it is to be killed."""
         if signum == signal.SIGCHLD or signum not in (*FORWARDED, signal.SIGKILL):
             return
-        self._reap()  # a command that has ended before has not ended because it was told to
+        self._reap()  # a command that has ended before has not ended because it was asked to
         if self._status is not None:
             self._dismissed = self._dismissed or signum in ENDING
             return
-        self._told = self._told or signum in ENDING
+        self._asked = self._asked or signum in ENDING
         if signum == signal.SIGTERM and not patient:  # mpirun ends the job, or was killed, or the launcher was
             self._segments |= segments(os.getpid())
             self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
@@ -221,7 +207,7 @@ class Command:
         if self.abandoned:
             return
         self.abandoned = True
-        self._selector.unregister(self._sink.socket)
+        self._selector.unregister(self._launcher.socket)
         self._pass_on(signal.SIGTERM)
 
     def _reap(self) -> None:
@@ -246,13 +232,12 @@ class Command:
 
     def _report(self, status: int, error: str = "") -> None:
         self._status = status
-        fields = {"status": status, "told": self._told, "error": error, "pid": self._pid}
-        self._sink.write(channel.ENDED, json.dumps(fields).encode())
+        self._launcher.write(channel.message(channel.ENDED, status=status, asked=self._asked, error=error))
 
     def _end_rest(self) -> None:
         """End what the command has left running."""
         gentle, hard = time.monotonic() + LINGER_S, time.monotonic() + LINGER_S + 1.0
-        if self._told or self.abandoned:
+        if self._asked or self.abandoned:
             gentle, hard = time.monotonic(), time.monotonic() + 1.0
         while rest := descendants(os.getpid()):
             if time.monotonic() > gentle:

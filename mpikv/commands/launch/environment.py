@@ -19,8 +19,6 @@ ALWAYS = re.compile(
     r"|(OMP|OPENBLAS|MKL|BLIS|KMP|NUMEXPR|NPY)_\w+"
     r"|MPIKV_\w+|MPI4PY_\w+|OMPI_(MCA_\w+|ALLOW_RUN_AS_ROOT\w*)|MPIR_CVAR_\w+|I_MPI_\w+|UCX_\w+|FI_\w+|NCCL_\w+"
 )
-ROLES = ("all", "worker", "server")
-OPTIONS = ("--env", "--env-worker", "--env-server")  # one for each of ROLES
 PAIR = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<sign>[=:])(?P<value>.*))?", re.DOTALL)
 
 
@@ -40,13 +38,14 @@ def read_pairs(option: str, texts: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def always(environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of this environment that goes to every rank on another host."""
+    """What of this environment goes to every rank on another host."""
     return {name: value for name, value in environ.items() if ALWAYS.fullmatch(name)}
 
 
-def asked(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The variables of `--env` and its like, by role. Raises ConfigError."""
+def by_role(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The variables of `--env` and its like, for all, worker and server. Raises ConfigError."""
     return {
-        role: read_pairs(option, getattr(options, option[2:].replace("-", "_")), environ)
-        for role, option in zip(ROLES, OPTIONS, strict=True)
+        "all": read_pairs("--env", options.env, environ),
+        "worker": read_pairs("--env-worker", options.env_worker, environ),
+        "server": read_pairs("--env-server", options.env_server, environ),
     }

@@ -11,12 +11,12 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpikv.commands.launch.scheduler import SchedulerError, State
+from mpikv.commands.launch.scheduler import BatchState, SchedulerError
 from mpikv.errors import ConfigError
 
 DECODER = codecs.getincrementaldecoder("utf-8")
@@ -33,7 +33,7 @@ UNKNOWN = 1  # status of a job that nobody knows the status of
 INTERRUPTED = 128
 
 
-class Tail:
+class GrowingFile:
     """What is new in a file that may not be there yet."""
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class Tail:
         return text
 
     def ended(self, job_id: str) -> tuple[int | None, str]:
-        """What the job's last line tells: its status, and the job that goes on with its work, "" for none.
+        """What the job's last line shows: its status, and the job that goes on with its work, "" for none.
 
         The status is None where the line has not come, or not since the job was requeued.
         """
@@ -80,7 +80,7 @@ class Follower:
     name: str
     job_id: str
     output: Callable[[str], Path]
-    ask: Callable[[str], State]
+    ask: Callable[[str], BatchState]
     cancel: Callable[[str], str]
     say: Callable[[str], None]
     out: TextIO
@@ -88,7 +88,7 @@ class Follower:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._tail = Tail(self.output(self.job_id))
+        self._tail = GrowingFile(self.output(self.job_id))
         self._shown = ""
 
     def run(self) -> int:
@@ -96,8 +96,8 @@ class Follower:
         with _signals():
             try:
                 return self._wait(None)
-            except _Interrupted as interrupted:
-                number = interrupted.number
+            except KeyboardInterrupt as interrupted:
+                number: int = interrupted.args[0]
             try:
                 problem = self.cancel(self.job_id)
                 if problem:
@@ -105,7 +105,7 @@ class Follower:
                 else:
                     self.say(f"{signal.Signals(number).name}: {self.name} was asked to cancel job {self.job_id}")
                     self._wait(self.clock() + CANCEL_S)
-            except _Interrupted:
+            except KeyboardInterrupt:
                 self.say(f"job {self.job_id} may still run")
             except (ConfigError, SchedulerError) as error:
                 self.say(f"{self.name} does not answer, job {self.job_id} may still run: {error}")
@@ -131,14 +131,14 @@ class Follower:
                             f"{self.name} has not answered for {SILENT_S:.0f} s; job {self.job_id} may still run: "
                             f"{error}"
                         ) from None
-                    state = State(f"unknown, {self.name} does not answer: {error}")
+                    state = BatchState(f"unknown, {self.name} does not answer: {error}")
                 poll_s = min(max(POLL_S, (now_s - began_s) / 60), MOST_POLL_S)
                 if state.lost or state.status is not None:
                     status = self._end(state)
                     _, successor = self._tail.ended(self.job_id)
                     if not successor:
                         return status
-                    self.job_id, self._tail, poll_s = successor, Tail(self.output(successor)), 0.0
+                    self.job_id, self._tail, poll_s = successor, GrowingFile(self.output(successor)), 0.0
                     continue
                 if state.text and state.text != self._shown:
                     self._shown = state.text
@@ -151,21 +151,22 @@ class Follower:
             self.out.write(text)
             self.out.flush()
 
-    def _end(self, state: State) -> int:
+    def _end(self, state: BatchState) -> int:
         """The job is over: the rest of its output, and its status."""
         status, waited_s = state.status, 0.0
         while True:
             self._show()
-            told, successor = self._tail.ended(self.job_id)
-            if told is not None and (status is None or state.lost):
-                status = told  # before the accounting, which may have several records of one job
+            shown, successor = self._tail.ended(self.job_id)
+            if shown is not None and (status is None or state.lost):
+                status = shown  # before the accounting, which may have several records of one job
             # A job that the scheduler ended has no last line.
-            if told is not None or waited_s >= (QUIET_S if status is not None else ACCOUNTED_S):
+            if shown is not None or waited_s >= (QUIET_S if status is not None else ACCOUNTED_S):
                 break
             self.sleep(POLL_S)
             waited_s += POLL_S
             if status is None:
-                status = self.ask(self.job_id).status
+                with suppress(SchedulerError):
+                    status = self.ask(self.job_id).status
         if not self._tail.last:
             self.say(f"there is no output in {self._tail.path}")
         if status is None:
@@ -176,18 +177,12 @@ class Follower:
         return status
 
 
-class _Interrupted(BaseException):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM as exceptions. A closed terminal ends this command, and not the job."""
+    """Ctrl-C and SIGTERM as KeyboardInterrupt with the number. A closed terminal ends this command, and not the job."""
 
     def interrupt(number: int, _frame: Any) -> None:
-        raise _Interrupted(number)
+        raise KeyboardInterrupt(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, interrupt) for number in numbers]

@@ -10,21 +10,20 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from mpikv.commands.launch.placement import Block, per_host
+from mpikv.commands.launch import quick
+from mpikv.commands.launch.placement import RankBlock, per_host
 from mpikv.commands.launch.processes import JOB
 from mpikv.commands.launch.rank import LAUNCH, guarded
 from mpikv.commands.mpirun import Mpirun
 
-QUICK = Path(__file__).with_name("quick.py")
 TWICE = ("--bind-to", "--map-by")
 SERVER = (sys.executable, "-m", "mpikv.server")
 
 
-class Plain(NamedTuple):
-    """What the line itself must say where nothing of ours runs above the ranks.
+class ToType(NamedTuple):
+    """What the line itself must have where nothing of ours runs above the ranks.
 
     folder: of the ranks, "" for the current one. given: variables by role. exported: names of variables that ranks on
     other hosts get from mpirun's environment.
@@ -37,15 +36,15 @@ class Plain(NamedTuple):
 
 def build(
     mpirun: Mpirun,
-    blocks: Sequence[Block],
+    blocks: Sequence[RankBlock],
     command: Sequence[str],
     *,
     remote_shell: Sequence[str] = (),
     oversubscribe: bool = False,
     more: Sequence[str] = (),
-    plain: Plain | None = None,
+    to_type: ToType | None = None,
 ) -> list[str]:
-    """The words of the line. plain: for one that can be typed.
+    """The words of the line. to_type: for one that can be typed.
 
     remote_shell: () for mpirun's own choice. oversubscribe: whether mpirun may start more ranks than it has slots.
     more: further options of mpirun, as the user gave them.
@@ -61,17 +60,16 @@ def build(
     for i, block in enumerate(blocks):
         program = SERVER if block.role == "server" else command
         words += [":"] * (i > 0)
-        if plain is not None:
-            words += mpirun.exported(plain.exported) + (mpirun.in_folder(plain.folder) if plain.folder else [])
-            own = [f"{name}={value}" for name, value in plain.given[block.role].items()]
+        if to_type is not None:
+            words += mpirun.exported(to_type.exported) + (mpirun.in_folder(to_type.folder) if to_type.folder else [])
+            own = [f"{name}={value}" for name, value in to_type.given[block.role].items()]
             words += ["-n", str(block.ranks), *(["env", *own] if own else []), *program]
             continue
         words += mpirun.exported([LAUNCH, JOB])
         # Ranks change to their folder themselves. Hydra fails on hosts that lack the one it was started in.
         words += mpirun.in_folder("/") if remote_shell and not mpirun.is_open_mpi else []
-        # Isolated and without site: it needs the standard library alone, and no variable of the user's may hinder it.
-        words += ["-n", str(block.ranks), sys.executable, "-I", "-S", str(QUICK), "rank"]
-        words += [block.role, str(block.first_number), str(block.first_rank), "--", *map(guarded, program)]
+        above = quick.command("rank", block.role, str(block.first_number), str(block.first_rank), "--")
+        words += ["-n", str(block.ranks), *above, *map(guarded, program)]
     return words
 
 
@@ -82,7 +80,7 @@ def shown(words: Sequence[str], variables: Mapping[str, str]) -> str:
 
 def package_path(environ: Mapping[str, str]) -> dict[str, str]:
     """PYTHONPATH with this package's folder, where it is not installed: ranks must find it as this process did."""
-    folder = Path(__file__).resolve().parents[3]
+    folder = quick.PACKAGE.parent
     if folder.name in ("site-packages", "dist-packages"):
         return {}
     others = [one for one in environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != str(folder)]

@@ -1,4 +1,4 @@
-"""The options of `mpikv launch`: those of MXNet's tools/launch.py, with their meaning, and some more."""
+"""The options of `mpikv launch`, those of MXNet's tools/launch.py and some more, and of `mpikv submit`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from mpikv.commands.launch.scheduler import DISTRIBUTIONS, NOTICE_S
 from mpikv.commands.numbers import at_least, seconds
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "yarn", "kubernetes")
 BAD_INPUT = 2
 MOST_RANKS = 1_000_000  # more than any machine has: a typing error
-EXAMPLES = """examples:
+LAUNCH_EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
   mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir $HOME/job python train.py
@@ -24,15 +26,27 @@ EXAMPLES = """examples:
 
 exit status: the first failing rank's (128 + N for signal N); 124 after --timeout, 130 after Ctrl-C, 2 for wrong
 options, 127 for a command that does not exist; never 0 where a rank failed, was killed, or never reported its end."""
+SUBMIT_EXAMPLES = """examples:
+  mpikv submit slurm -n 4 -s 2 --time 1:00:00 -- python train.py
+  mpikv submit slurm -n 16 --nodes 4 --tasks-per-node 4 --queue gpu --option "--account=x" --wait -- python train.py
+  mpikv submit sge -n 8 --pe mpi --time 30 --requeue -- python train.py
+  mpikv submit slurm -n 4 --dry-run -- python train.py > train.sbatch
+
+exit status: 0 when the job was submitted; with --wait the job's; 2 for a wrong option or a refused job; 130 after
+Ctrl-C, which cancels a job that is waited for."""
 ELSEWHERE = {  # launchers of MXNet's that are none of ours, and what to do instead
     "yarn": "neither Open MPI nor MPICH can start its daemons in containers of Hadoop's YARN; they know ssh, Slurm, "
     "PBS, LSF and SGE. Use --launcher ssh with a host file of the cluster's nodes, slurm or sge",
     "kubernetes": "Kubeflow's MPI operator starts sshd in pods and writes a host file: let its launcher's pod run "
     "mpikv launch -H /etc/mpi/hostfile ...",
 }
+SCHEDULERS = {  # the name for a reader, and an example of --option
+    "slurm": ("Slurm", '--option "--mem=4G"'),
+    "sge": ("Grid Engine", '--option "-l h_vmem=4G"'),
+}
 
 
-def add_parser(commands: Any) -> None:
+def add_launch(commands: Any) -> None:
     """Add `launch` to the commands of `mpikv`."""
     parser = commands.add_parser(
         "launch",
@@ -40,40 +54,123 @@ def add_parser(commands: Any) -> None:
         description="Start a command as workers, and servers beside it, with one mpirun. Every line of output has its "
         "rank in front; when one rank fails, all others are ended, on every host.",
         usage="mpikv launch -n WORKERS [options] COMMAND...",
-        epilog=EXAMPLES,
+        epilog=LAUNCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--num-workers", metavar="N", type=at_least(1, MOST_RANKS), required=True, help="workers")
-    parser.add_argument("-s", "--num-servers", metavar="N", type=at_least(0, MOST_RANKS),
-                        help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
+    add = parser.add_argument
+    add("-n", "--num-workers", metavar="N", type=at_least(1, MOST_RANKS), required=True, help="workers")
+    add("-s", "--num-servers", metavar="N", type=at_least(0, MOST_RANKS),
+        help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
     for option, who in (("--env", "all"), ("--env-worker", "the workers"), ("--env-server", "the servers")):
-        parser.add_argument(option, metavar="NAME[=VALUE]", action="append", default=[],
-                            help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="mpi", help="default mpi: mpirun, here, in an "
-                        "allocation or on the hosts given; local: here; ssh: the hosts are checked first; slurm, sge: "
-                        "submitted, and waited for")  # fmt: skip
-    parser.add_argument("-H", "--hostfile", metavar="FILE", help="a host a line: host, host:4 or host slots=4")
-    parser.add_argument("--hosts", metavar="H1:4,H2", help="the same without a file")
-    parser.add_argument("--sync-dst-dir", metavar="DIR", help="copy the current folder to DIR on every host (rsync), "
-                        "and run the command there")  # fmt: skip
-    parser.add_argument("--ssh", metavar="COMMAND", help="the remote shell, like 'ssh -p 2222' (default ssh)")
-    parser.add_argument("--oversubscribe", action="store_true", help="more processes than the hosts have slots")
-    parser.add_argument("--dry-run", action="store_true", help="print a line of mpirun that starts the "
-                        "same ranks, and run nothing")  # fmt: skip
-    parser.add_argument("--timeout", metavar="SECONDS", type=seconds, help="end the job after so long, with status 124")
-    parser.add_argument("--start-timeout", metavar="SECONDS", type=seconds, default=120.0,
-                        help="for all ranks to start (default 120)")  # fmt: skip
-    parser.add_argument("--grace", metavar="SECONDS", type=seconds,
-                        help="from SIGTERM to SIGKILL when the job is ended (default 4; MPIKV_TIMEOUT_S where workers "
-                        "save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
-    parser.add_argument("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
-    parser.add_argument("--mpirun-options", metavar="TEXT", type=shlex.split, default=[],
-                        help="more options for mpirun, like '--map-by numa'")  # fmt: skip
-    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")
-    parser.set_defaults(run=_run, parser=parser)
+        add(option, metavar="NAME[=VALUE]", action="append", default=[],
+            help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
+    add("--launcher", choices=LAUNCHERS, default="mpi", help="default mpi: mpirun, here, in an allocation or on the "
+        "hosts given; local: here; ssh: hosts are checked first; slurm, sge: submitted, and waited for")  # fmt: skip
+    add("-H", "--hostfile", metavar="FILE", help="a host a line: host, host:4 or host slots=4")
+    add("--hosts", metavar="H1:4,H2", help="the same without a file")
+    add("--sync-dst-dir", metavar="DIR", help="copy the current folder to DIR on every host (rsync), and run the "
+        "command there")  # fmt: skip
+    add("--ssh", metavar="COMMAND", help="the remote shell, like 'ssh -p 2222' (default ssh)")
+    add("--oversubscribe", action="store_true", help="more processes than the hosts have slots")
+    add("--dry-run", action="store_true", help="print a line of mpirun that starts the same ranks, and run nothing")
+    add("--timeout", metavar="SECONDS", type=seconds, help="end the job after so long, with status 124")
+    add("--start-timeout", metavar="SECONDS", type=seconds, default=120.0, help="for all ranks to start (default 120)")
+    add("--grace", metavar="SECONDS", type=seconds, help="from SIGTERM to SIGKILL when the job is ended (default 4; "
+        "MPIKV_TIMEOUT_S where workers save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
+    add("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
+    add("--mpirun-options", metavar="TEXT", type=shlex.split, default=[],
+        help="more options for mpirun, like '--map-by numa'")  # fmt: skip
+    add("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")
+    parser.set_defaults(run=_launch, parser=parser)
 
 
-def command_words(parser: argparse.ArgumentParser, words: Sequence[str], example: str) -> list[str]:
+class SubmitParser(argparse.ArgumentParser):
+    """The options of one scheduler's jobs. `DASHED` take the word after them even if it begins with a dash.
+
+    argparse would take such a word for an option of its own, and say that the value is missing.
+    """
+
+    DASHED = ("options", "launch_options")
+    hint = ""  # after an option that does not exist
+
+    def _get_nargs_pattern(self, action: argparse.Action) -> str:
+        # A for a word, O for one that looks like an option. In argparse since its beginning.
+        return "([AO])" if action.dest in self.DASHED else super()._get_nargs_pattern(action)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """See argparse; but what is unknown is an error here already, where its cure is known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}")
+        return found, unknown
+
+
+def add_submit(commands: Any) -> None:
+    """Add `submit` to the commands of `mpikv`."""
+    submit = commands.add_parser(
+        "submit",
+        help="write a batch script for Slurm or Grid Engine and submit it",
+        description="Write a batch script that starts a command as workers and servers, and submit it. The script, and "
+        "what it does with signals, is described in docs/clusters.md.",
+        epilog=SUBMIT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = submit.add_subparsers(metavar="slurm|sge", required=True, dest="scheduler", parser_class=SubmitParser)
+    for key, (name, example) in SCHEDULERS.items():
+        parser = kinds.add_parser(
+            key,
+            help=f"submit to {name}",
+            usage=f"mpikv submit {key} -n WORKERS [options] -- COMMAND...",
+            epilog=SUBMIT_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_submit_options(parser)
+        parser.hint = f"; what {name} itself understands goes through --option, as in {example}"
+        parser.set_defaults(run=_submit, parser=parser)
+
+
+def _add_submit_options(parser: argparse.ArgumentParser) -> None:
+    """The options; each is stored under the name of the field of `BatchJob` that it sets."""
+    add = parser.add_argument
+    add("-n", "--num-workers", dest="workers", type=int, required=True, metavar="N", help="workers")
+    add("-s", "--num-servers", dest="servers", type=int, default=0, metavar="N", help="servers beside them (0)")
+    add("-t", "--time", metavar="LIMIT", help="H:MM:SS, M:SS, minutes or D-H; default: the queue's limit")
+    add("--notice", dest="notice_s", type=int, default=NOTICE_S, metavar="SECONDS",
+        help=f"how long before its limit the job is asked to stop ({NOTICE_S})")  # fmt: skip
+    add("--requeue", action="store_true", help="stopped so, and ended with status 0, the job goes back into the queue")
+    add("--stop-file", default="", metavar="FILE", help="where a Trainer saves when it is stopped (NAME-JOB.state)")
+    add("--queue", "--partition", metavar="NAME", help="the queue or partition; default: the scheduler's choice")
+    add("--placement", default="spread", metavar="WORD", help="of the servers, as MPIKV_SERVER_PLACEMENT (spread)")
+    add("--distribution", choices=DISTRIBUTIONS, default="block",
+        help="ranks fill one host after the other, or each host in turn gets one (block)")  # fmt: skip
+    add("--name", default="train", help="the job's name (train)")
+    add("--output-dir", default="", metavar="DIR", help="where NAME-JOB.out is written; default: here")
+    add("--python-env", default=this_environment(), metavar="DIR",
+        help="the Python environment of the job; default: the one of this command")  # fmt: skip
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]",
+        help="a variable for all ranks; NAME alone has its value from here")  # fmt: skip
+    add("--option", dest="options", action="append", default=[], metavar="TEXT",
+        help='a line more for the scheduler, as in --option "--account=x" or --option "-P x"')  # fmt: skip
+    add("--launch-option", dest="launch_options", action="append", default=[], metavar="TEXT",
+        help="a word more for mpirun or srun")  # fmt: skip
+    add("--dry-run", action="store_true", help="print the script")
+    add("--wait", action="store_true", help="show the job's output and state until it ends; exit with its status")
+    add("--nodes", type=int, metavar="N", help="Slurm: on so many nodes")
+    add("--tasks-per-node", type=int, metavar="N", help="Slurm: so many ranks on each node")
+    add("--cpus-per-task", type=int, default=1, metavar="N", help="Slurm: CPUs, and threads of NumPy, of each rank (1)")
+    add("--srun", dest="with_srun", action="store_true", help="Slurm: srun starts the ranks, with Open MPI alone")
+    add("--pe", dest="parallel_environment", default="", metavar="NAME",
+        help="Grid Engine: the parallel environment (mpi); see qconf -spl")  # fmt: skip
+    # Last: it takes all words from the first that is no option.
+    add("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="what every rank runs")
+
+
+def this_environment() -> str:
+    """The directory of the Python environment that runs this, "" where the job shall look for one itself."""
+    return sys.prefix if (Path(sys.prefix) / "bin" / "python").exists() else ""
+
+
+def _command_words(parser: argparse.ArgumentParser, words: Sequence[str], example: str) -> list[str]:
     """The words of the command. One word with spaces that is no file is a whole line, as MXNet's launch.py took it.
 
     Ends the program with the parser's error where there is no command; `example` is shown then.
@@ -89,16 +186,21 @@ def command_words(parser: argparse.ArgumentParser, words: Sequence[str], example
     return words
 
 
-def _run(options: argparse.Namespace) -> int:
-    options.command = command_words(options.parser, options.command, "mpikv launch -n 2 python train.py")
+def _launch(options: argparse.Namespace) -> int:
+    options.command = _command_words(options.parser, options.command, "mpikv launch -n 2 python train.py")
     if options.launcher in ELSEWHERE:
         print(f"mpikv launch: error: --launcher {options.launcher}: {ELSEWHERE[options.launcher]}", file=sys.stderr)
         return BAD_INPUT
-    if options.launcher in ("slurm", "sge"):
-        from mpikv.commands.launch import submit  # noqa: PLC0415
+    if options.launcher in SCHEDULERS:
+        options.python_env = this_environment()
+        from mpikv.commands.launch.submit import launch as run  # noqa: PLC0415 - the other commands need none of these
+    else:
+        from mpikv.commands.launch.job import run  # noqa: PLC0415
+    return run(options)
 
-        status: int = submit.launch(options)
-        return status
-    from mpikv.commands.launch import job  # noqa: PLC0415 - the other commands do not need it
 
-    return job.run(options)
+def _submit(options: argparse.Namespace) -> int:
+    options.command = _command_words(options.parser, options.command, "mpikv submit slurm -n 2 -- python train.py")
+    from mpikv.commands.launch.submit import submit  # noqa: PLC0415
+
+    return submit(options)

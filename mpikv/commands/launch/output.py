@@ -36,13 +36,13 @@ class Output:
                 self._files["launch.log"] = open_log(folder / "launch.log")
             except OSError as error:
                 raise ConfigError(f"--output-dir {folder}: {error}") from None
-        plain = "NO_COLOR" in os.environ  # no-color.org
-        self._colours = colours or (os.isatty(OUT) and not plain, os.isatty(ERR) and not plain)
+        wanted = "NO_COLOR" not in os.environ  # no-color.org
+        self._colours = colours or (wanted and os.isatty(OUT), wanted and os.isatty(ERR))
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._losing = False  # lines, for which there is no room
+        self._losing = False  # lines, for which the disk is too full
         self.broken = False  # nobody reads stdout or stderr any more
         self._thread = threading.Thread(target=self._write, daemon=True, name="mpikv-launch-output")
         self._thread.start()
@@ -54,19 +54,15 @@ class Output:
 
     def lines(self, stream: int, role: str, number: int, host: str, data: bytes) -> None:
         """Whole lines of a rank. stream: OUT or ERR."""
-        self._log(f"{role}-{number}.log", data)
         tag = f"[{role} {number} @ {host}]"
         if self._colours[stream - 1]:
             style = SERVER_STYLE if role == "server" else ""
             tag = f"\033[{style}{COLOURS[number % len(COLOURS)]}m{tag}\033[0m"
-        start = tag.encode() + b" "
-        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True)))
+        self._tagged(stream, tag, data, f"{role}-{number}.log")
 
-    def plain(self, stream: int, tag: str, data: bytes) -> None:
-        """Lines of nobody's: mpirun's."""
-        self._log("launch.log", data)
-        start = f"[{tag}] ".encode()
-        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True)))
+    def of_mpirun(self, data: bytes) -> None:
+        """Whole lines of mpirun's own."""
+        self._tagged(ERR, "[mpirun]", data, "launch.log")
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, on stderr."""
@@ -79,12 +75,17 @@ class Output:
         for name, file in self._files.items():
             try:
                 file.close()
-            except OSError as error:  # a network file system may say only now that the disk is full
+            except OSError as error:  # a network file system may notice only now that the disk is full
                 self._stop_logging(name, error)
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(limit_s)
+
+    def _tagged(self, stream: int, tag: str, data: bytes, log: str) -> None:
+        self._log(log, data)
+        start = tag.encode() + b" "
+        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True)))
 
     def _log(self, name: str, data: bytes) -> None:
         if self._folder is None:
@@ -100,7 +101,7 @@ class Output:
 
     def _stop_logging(self, name: str, error: OSError) -> None:
         if self._folder is not None:
-            path, self._folder = self._folder / name, None  # before the line that says so
+            path, self._folder = self._folder / name, None  # before the line about it
             self.say(f"warning: {path}: {error.strerror}; nothing more is written to --output-dir")
 
     def _put(self, stream: int, data: bytes) -> None:
@@ -110,18 +111,10 @@ class Output:
                 self._bytes += len(data)
                 self._changed.notify()
 
-    def _lose(self, stream: int, error: OSError) -> None:
-        """Go on without what cannot be written."""
-        if not self._losing:
-            self._losing = True
-            name = "stdout" if stream == OUT else "stderr"
-            self._put(ERR, f"mpikv launch: warning: {name}: {error.strerror}; lines are lost\n".encode())
-
     def _write(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return
                 stream, data = self._waiting.popleft()
@@ -139,3 +132,10 @@ class Output:
                     self._waiting.clear()
                     self._bytes = 0
                 return
+
+    def _lose(self, stream: int, error: OSError) -> None:
+        """Go on without what cannot be written."""
+        if not self._losing:
+            self._losing = True
+            name = "stdout" if stream == OUT else "stderr"
+            self._put(ERR, f"mpikv launch: warning: {name}: {error.strerror}; lines are lost\n".encode())

@@ -19,7 +19,7 @@ from mpikv.commands.launch.hosts import Host
 from mpikv.errors import ConfigError
 
 
-class Block(NamedTuple):
+class RankBlock(NamedTuple):
     """Ranks of one role that follow each other on one host: one program of the `mpirun` line. host: "" for any."""
 
     role: str
@@ -29,14 +29,14 @@ class Block(NamedTuple):
     host: str
 
 
-def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: bool = False) -> list[Block]:
+def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: bool = False) -> list[RankBlock]:
     """The blocks, in the order of their ranks. No hosts: all where `mpirun` puts them.
 
     Raises ConfigError where slots do not suffice.
     """
     if not hosts:
-        blocks = [Block("worker", workers, 0, 0, "")]
-        return blocks + ([Block("server", servers, 0, workers, "")] if servers else [])
+        blocks = [RankBlock("worker", workers, 0, 0, "")]
+        return blocks + ([RankBlock("server", servers, 0, workers, "")] if servers else [])
     check_slots(hosts, workers + servers, oversubscribe=oversubscribe)
     on = [{"server": 0, "worker": 0} for _ in hosts]
     free = [host.slots or 1 for host in hosts]
@@ -54,7 +54,7 @@ def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: b
     for i in [first, *(i for i in range(len(hosts)) if i != first)]:
         for role in ("worker", "server"):
             if on[i][role]:
-                blocks.append(Block(role, on[i][role], next_number[role], rank, hosts[i].name))
+                blocks.append(RankBlock(role, on[i][role], next_number[role], rank, hosts[i].name))
                 next_number[role] += on[i][role]
                 rank += on[i][role]
     return blocks
@@ -72,7 +72,7 @@ def check_slots(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> No
         )
 
 
-def per_host(blocks: Sequence[Block]) -> list[tuple[str, int]]:
+def per_host(blocks: Sequence[RankBlock]) -> list[tuple[str, int]]:
     """How many ranks each host gets, in the order in which they are filled."""
     counts: dict[str, int] = {}
     for block in blocks:

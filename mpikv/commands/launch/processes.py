@@ -2,23 +2,46 @@
 
 A rank's own process tree is found through its parents: the process above it adopts every orphan of the tree
 (PR_SET_CHILD_SUBREAPER), so none escapes. What a killed one leaves is found by a variable that every process of the job
-has in its environment. Linux only, as are both MPIs' wheels. Local, about 0.1 ms for each process of the host.
+has in its environment. Linux only, as are both MPIs' wheels. Local, about 0.1 ms for each process of the host. Only the
+standard library is imported: see quick.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 JOB = "_MPIKV_JOB"  # in every process of a job: "<job>/<role>-<number>"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STEP_S = 0.02
 SEGMENT = re.compile(r" (/.*/(?:sm|vader)_segment\.[^/\n]*)$", re.MULTILINE)  # of Open MPI 5, and 4
+TERMINATE_S, KILL_S = 0.5, 3.0  # of `sweep`: whoever is still there has had its gentle signal before
+
+
+@contextlib.contextmanager
+def woken_by(signals: Iterable[signal.Signals]) -> Iterator[socket.socket]:
+    """A socket that becomes readable when one of these signals comes, and has a byte with the number of each."""
+    read_end, write_end = socket.socketpair()
+    for end in (read_end, write_end):
+        end.setblocking(False)
+    old = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+    before = {signum: signal.signal(signum, lambda *_: None) for signum in signals}
+    try:
+        yield read_end
+    finally:
+        signal.set_wakeup_fd(old)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        read_end.close()
+        write_end.close()
 
 
 def die_with_parent(parent: int, signum: int) -> Callable[[], None]:
@@ -78,7 +101,7 @@ def of_job(job: str) -> list[int]:
 def segments(root: int) -> set[str]:
     """Open MPI's files of shared memory that a process and those below it have mapped.
 
-    `mpirun` removes them; nobody does where it was killed. 16 MiB for each rank, in /dev/shm unless told otherwise. No
+    `mpirun` removes them; nobody does where it was killed. 16 MiB for each rank, in /dev/shm unless set otherwise. No
     other file: a program may have its data in /dev/shm.
     """
     found: set[str] = set()
@@ -95,12 +118,12 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def end_job(job: str, terminate_s: float, kill_s: float) -> tuple[list[int], list[int]]:
+def end_job(job: str, terminate_s: float = TERMINATE_S, kill_s: float = KILL_S) -> list[int]:
     """End what carries the job's id: SIGTERM, after `terminate_s` SIGKILL. Waits `terminate_s + kill_s` at most.
 
-    Returns the processes that were found at first, and those that are still there.
+    Returns the processes that are still there.
     """
-    first = left = of_job(job)
+    left = of_job(job)
     for signum, limit_s in ((signal.SIGTERM, terminate_s), (signal.SIGKILL, kill_s)):
         deadline = time.monotonic() + limit_s
         send(left, signum)
@@ -108,7 +131,31 @@ def end_job(job: str, terminate_s: float, kill_s: float) -> tuple[list[int], lis
             if signum == signal.SIGKILL:
                 send(left, signum)  # those that were forked meanwhile
             time.sleep(STEP_S)
-    return first, left
+    return left
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """`quick.py sweep JOB`, on another host: end what a job has left there, and print what is still left, in JSON."""
+    (job,) = arguments
+    if not re.fullmatch(r"[0-9a-f]{16,}", job):
+        raise SystemExit(f"{job!r} is no job's id")
+    left = end_job(job)
+    print(json.dumps(left), flush=True)
+    return 1 if left else 0
+
+
+def run(words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
+    """Status, stdout and stderr of a command that may hang."""
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s,
+            check=False, start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 1, "", f"no answer within {limit_s:g} s"
+    except OSError as error:
+        return 1, "", f"{words[0]}: {error.strerror}"
+    return done.returncode, done.stdout, done.stderr
 
 
 def _all() -> list[int]:

@@ -1,6 +1,6 @@
 """Starts what runs beside every rank without the package's own `__init__`, which imports NumPy.
 
-`python -I -S .../commands/launch/quick.py rank ...` is up after 40 ms, `python -m mpikv.commands.launch.rank` after
+`python -I -S .../quick.py rank ...` is up after 40 ms, `python -m mpikv.commands.launch.rank` after
 350 ms, and every rank of a job needs it. Only the standard library and modules that need nothing else may be imported
 this way.
 """

@@ -27,12 +27,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpikv.commands.launch import channel
 from mpikv.commands.launch.command import FORWARDED, GRACE_S, Command
-from mpikv.commands.launch.processes import JOB, die_with_parent
-from mpikv.commands.launch.sink import Place, Sink
+from mpikv.commands.launch.processes import JOB, die_with_parent, woken_by
 from mpikv.runtime.launcher import said_rank
 
-LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, folder, env, grace_s
+LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, network, folder, env, grace_s
 COLON = re.compile(r"\\*:")
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 DAEMON_S = 1.0  # to end by itself
@@ -95,27 +95,31 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
     """Run the command, report on it, and return its status; 128 + N for signal N. daemon: mpirun's process here."""
     role, first_number, first_rank, dashes, *command = arguments
     assert dashes == "--", dashes
-    command = [unguarded(word) for word in command]
-    rank = said_rank(os.environ)
-    place = Place(role, int(first_number) + rank - int(first_rank), rank, socket.gethostname())
+    rank, host = said_rank(os.environ), socket.gethostname()
+    number = int(first_number) + rank - int(first_rank)
     plan = json.loads(os.environ.pop(LAUNCH))
+    addresses = [(address, port) for address, port in plan["addresses"]]
     try:
-        sink = Sink(plan, place)
+        launcher = channel.ToLauncher(addresses, plan["network"], plan["secret"])
     except ConnectionError as error:
         print(
-            f"mpikv launch: {place.label} cannot reach the launcher ({error}): the hosts of a job must reach each "
-            "other on any port, as mpirun itself needs it; MPIKV_INTERFACE names the network to use",
+            f"mpikv launch: {role} {number} @ {host} cannot reach the launcher ({error}): the hosts of a job must "
+            "reach each other on any port, as mpirun itself needs it; MPIKV_INTERFACE names the network to use",
             file=sys.stderr,
             flush=True,
         )
         return NO_LAUNCHER
+    # Now: this process may be killed as soon as it has started the command.
+    launcher.write(channel.message(channel.HELLO, rank=rank, host=host))
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # mpirun waits for all who hold its pipes
         os.dup2(nothing, stream)
-    above = Command(place, sink, stand_in_ended, plan.get("grace_s", GRACE_S))
-    status = above.run(command, environment(os.environ, plan, place), plan.get("folder"))
-    if above.abandoned:
-        end_daemon(daemon)
+    with woken_by((*FORWARDED, signal.SIGCHLD)) as wakeup:
+        above = Command(launcher, wakeup, stand_in_ended, plan.get("grace_s", GRACE_S))
+        words = [unguarded(word) for word in command]
+        status = above.run(words, environment(os.environ, plan, role, number), plan.get("folder"))
+        if above.abandoned:
+            end_daemon(daemon)
     return 128 - status if status < 0 else status
 
 
@@ -129,9 +133,9 @@ def end_daemon(pid: int) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
-def environment(environ: Mapping[str, str], plan: Mapping[str, Any], place: Place) -> dict[str, str]:
+def environment(environ: Mapping[str, str], plan: Mapping[str, Any], role: str, number: int) -> dict[str, str]:
     """What the command gets to see."""
     given = plan.get("env", {})
-    job = {JOB: f"{plan['job']}/{place.role}-{place.number}"}
+    job = {JOB: f"{plan['job']}/{role}-{number}"}
     # A pipe is no terminal, so Python would keep what it prints until it has 8 KiB of it.
-    return {"PYTHONUNBUFFERED": "1", **environ, **given.get("all", {}), **given.get(place.role, {}), **job}
+    return {"PYTHONUNBUFFERED": "1", **environ, **given.get("all", {}), **given.get(role, {}), **job}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from mpikv.commands.launch import quick
 from mpikv.commands.launch.hosts import Host, is_here
-from mpikv.commands.launch.line import QUICK
-from mpikv.commands.launch.processes import end_job
-from mpikv.commands.launch.sweep import KILL_S, TERMINATE_S
+from mpikv.commands.launch.processes import end_job, run
+from mpikv.commands.launch.sync import AT_ONCE
 from mpikv.config import AUTO_INTERFACE
 from mpikv.errors import ConfigError
 from mpikv.runtime.interface import choose, host_interfaces
@@ -24,7 +21,6 @@ from mpikv.runtime.launcher import OPEN_MPI
 
 CONNECT_S = 5
 ANSWER_S = 15.0  # after it has connected: a host under load
-AT_ONCE = 32
 SWEEP_S = 8.0
 # No questions on the terminal, and no waiting for a host that does not answer.
 PATIENCE = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
@@ -54,12 +50,11 @@ def check_program(words: Sequence[str]) -> None:
 
 
 def check(hosts: Sequence[Host], words: Sequence[str]) -> None:
-    """Ask every host for a sign of life, all at the same time. Raises ConfigError that says what each one said."""
+    """Ask every host for a sign of life, all at the same time. Raises ConfigError that has each one's answer."""
 
     def ask(host: Host) -> str:
-        status, _, said = run([*words, host.name, "true"], CONNECT_S + ANSWER_S)
-        last = said.strip().splitlines()[-1] if said.strip() else f"status {status}"
-        return "" if status == 0 else f"{host.name}: {last}"
+        status, _, errors = run([*words, host.name, "true"], CONNECT_S + ANSWER_S)
+        return "" if status == 0 else f"{host.name}: {_last_line(errors, status)}"
 
     others = [host for host in hosts if not is_here(host.name)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -72,14 +67,14 @@ def clean_up(job: str, hosts: Sequence[str], words: Sequence[str]) -> dict[str, 
     """End what the job has left here and on these hosts. What is wrong, by host: {} where nothing is left."""
 
     def sweep(host: str) -> str:
-        status, printed, said = run([*words, host, sys.executable, "-I", "-S", str(QUICK), "sweep", job], SWEEP_S)
-        with contextlib.suppress(ValueError):
-            left = json.loads(printed)["left"]
-            return f"processes {left} are left" if left else ""
-        last = said.strip().splitlines()[-1] if said.strip() else f"status {status}"
-        return f"it could not be looked at whether something is left: {last}"
+        status, printed, errors = run([*words, host, *quick.command("sweep", job)], SWEEP_S)
+        try:
+            left = json.loads(printed)
+        except ValueError:
+            return f"it could not be looked at whether something is left: {_last_line(errors, status)}"
+        return f"processes {left} are left" if left else ""
 
-    _, left = end_job(job, TERMINATE_S, KILL_S)
+    left = end_job(job)
     wrong = {"this machine": f"processes {left} are left"} if left else {}
     others = [host for host in hosts if not is_here(host)] if words else []
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -98,15 +93,5 @@ def addresses(value: str) -> list[str]:
     return [str(one) for one in sorted(usable, key=lambda one: one.is_loopback)]
 
 
-def run(words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a command that may hang."""
-    try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s,
-            check=False, start_new_session=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 1, "", f"no answer within {limit_s:g} s"
-    except OSError as error:
-        return 1, "", f"{words[0]}: {error.strerror}"
-    return done.returncode, done.stdout, done.stderr
+def _last_line(text: str, status: int) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else f"status {status}"

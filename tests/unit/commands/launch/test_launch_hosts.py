@@ -1,4 +1,4 @@
-"""Host files, and which host gets which rank."""
+"""Host files, the hosts of an allocation, and which host gets which rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.commands.launch.hosts import Host, is_here, parse, read
-from mpikv.commands.launch.placement import Block, per_host, place
+from mpikv.commands.launch.hosts import (
+    Host,
+    allocated,
+    allocated_shell,
+    counts,
+    expand,
+    in_allocation,
+    is_here,
+    parse,
+    read,
+)
+from mpikv.commands.launch.placement import RankBlock, per_host, place
 from mpikv.errors import ConfigError
 
 
@@ -54,7 +64,7 @@ def test_named_twice(tmp_path: Path) -> None:
 def test_bad_lines(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    with pytest.raises((ConfigError, ValueError), match=message):
+    with pytest.raises(ConfigError, match=message):
         read(path)
 
 
@@ -76,7 +86,7 @@ def test_this_machine() -> None:
     assert not is_here("no-such-host.invalid")
 
 
-def counts(blocks: list[Block]) -> dict[str, tuple[int, int]]:
+def of_each_host(blocks: list[RankBlock]) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for block in blocks:
         workers, servers = found.get(block.host, (0, 0))
@@ -88,23 +98,23 @@ def counts(blocks: list[Block]) -> dict[str, tuple[int, int]]:
 def test_mxnets_placement() -> None:
     """Servers, then workers, process i on host i mod H."""
     hosts = [Host("h1"), Host("h2"), Host("h3")]
-    assert counts(place(hosts, 2, 2)) == {"h1": (1, 1), "h2": (0, 1), "h3": (1, 0)}
-    assert counts(place(hosts, 7, 1)) == {"h1": (2, 1), "h2": (3, 0), "h3": (2, 0)}
-    assert place(hosts, 1, 1) == [Block("worker", 1, 0, 0, "h2"), Block("server", 1, 0, 1, "h1")]
+    assert of_each_host(place(hosts, 2, 2)) == {"h1": (1, 1), "h2": (0, 1), "h3": (1, 0)}
+    assert of_each_host(place(hosts, 7, 1)) == {"h1": (2, 1), "h2": (3, 0), "h3": (2, 0)}
+    assert place(hosts, 1, 1) == [RankBlock("worker", 1, 0, 0, "h2"), RankBlock("server", 1, 0, 1, "h1")]
 
 
 def test_slots_are_respected() -> None:
     hosts = [Host("h1", 1), Host("h2", 4)]
-    assert counts(place(hosts, 4, 1)) == {"h2": (4, 0), "h1": (0, 1)}
+    assert of_each_host(place(hosts, 4, 1)) == {"h2": (4, 0), "h1": (0, 1)}
     with pytest.raises(ConfigError, match=r"6 processes .* 2 hosts with 5 slots in all"):
         place(hosts, 5, 1)
-    assert counts(place(hosts, 9, 1, oversubscribe=True)) == {"h1": (1, 1), "h2": (8, 0)}
-    assert counts(place([Host("h1"), Host("h2", 2)], 6, 0)) == {"h1": (2, 0), "h2": (4, 0)}  # h1 has no limit
+    assert of_each_host(place(hosts, 9, 1, oversubscribe=True)) == {"h1": (1, 1), "h2": (8, 0)}
+    assert of_each_host(place([Host("h1"), Host("h2", 2)], 6, 0)) == {"h1": (2, 0), "h2": (4, 0)}  # h1 has no limit
 
 
 def test_without_hosts() -> None:
-    assert place([], 3, 2) == [Block("worker", 3, 0, 0, ""), Block("server", 2, 0, 3, "")]
-    assert place([], 3, 0) == [Block("worker", 3, 0, 0, "")]
+    assert place([], 3, 2) == [RankBlock("worker", 3, 0, 0, ""), RankBlock("server", 2, 0, 3, "")]
+    assert place([], 3, 0) == [RankBlock("worker", 3, 0, 0, "")]
     assert per_host(place([], 3, 2)) == []
 
 
@@ -124,3 +134,65 @@ def test_every_rank_has_one_place(slots: list[int], workers: int, servers: int, 
     if not limited:
         expected = [len(range(i, workers + servers, len(hosts))) for i in range(len(hosts))]
         assert dict(per_host(blocks)) == {f"h{i}": n for i, n in enumerate(expected) if n}
+
+
+# --- an allocation
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+        ("n[08-11],login", ["n08", "n09", "n10", "n11", "login"]),
+        ("r[1-2]n[0-1]x,a-b[3]", ["r1n0x", "r1n1x", "r2n0x", "r2n1x", "a-b3"]),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    assert expand(text) == names
+
+
+def test_bad_node_lists() -> None:
+    for text in ("n[a]", "n[3-1]", "n[1-b]", "-oProxyCommand=x,n1", "n1;x", "$(x)[1-2]", "n1 n2", "n\u00e9"):
+        with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
+            expand(text)
+
+
+def test_slots_of_slurm() -> None:
+    assert counts("4(x3),2") == [4, 4, 4, 2]
+    assert counts("1") == [1]
+    assert counts("") == counts("4(x") == counts("x") == []
+
+
+def test_hosts_of_slurm() -> None:
+    environ = {"SLURM_JOB_NODELIST": "n[1-2],m1", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_CPUS_PER_NODE": "8(x3)"}
+    assert allocated(environ) == [Host("n1", 2), Host("n2", 2), Host("m1", 1)]
+    del environ["SLURM_TASKS_PER_NODE"]
+    assert allocated(environ) == [Host("n1", 8), Host("n2", 8), Host("m1", 8)]
+    environ["SLURM_JOB_CPUS_PER_NODE"] = "8"
+    assert allocated(environ) == [Host("n1"), Host("n2"), Host("m1")]
+    assert in_allocation(environ)
+
+
+def test_hosts_of_grid_engine(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("h1 2 all.q@h1 UNDEFINED\nh2.site 4 all.q@h2 <NULL>\nh1 1 fast.q@h1 UNDEFINED\n")
+    assert allocated({"PE_HOSTFILE": str(file)}) == [Host("h1", 3), Host("h2.site", 4)]
+    for text in ("h1 many\n", "-lroot 2 all.q@h1 UNDEFINED\n", "h1;x 2 all.q@h1 UNDEFINED\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            allocated({"PE_HOSTFILE": str(file)})
+
+
+def test_no_allocation() -> None:
+    assert allocated({"SLURM_JOB_NODELIST": ""}) == allocated({}) == []
+    assert not in_allocation({})
+    assert in_allocation({"PBS_NODEFILE": "x"})
+
+
+def test_remote_shells() -> None:
+    assert allocated_shell({"SLURM_JOB_NODELIST": "n1"})[0] == "srun"
+    # Grid Engine leaves what it is given in files that others can read: by -V that would be everything.
+    assert allocated_shell({"PE_HOSTFILE": "x"}) == ("qrsh", "-inherit", "-nostdin", "-v", "PATH,LD_LIBRARY_PATH")
+    assert allocated_shell({"PBS_NODEFILE": "x"}) == ()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpikv.__main__ import main
-from mpikv.commands.launch import environment, folder, job, line, rank, sync
+from mpikv.commands.launch import environment, job, line, quick, rank, sync
 from mpikv.commands.launch.hosts import Host
 from mpikv.commands.launch.placement import place
 from mpikv.commands.launch.remote import shell
@@ -41,8 +41,9 @@ def test_here() -> None:
     workers, servers = programs(words)
     assert workers[:4] == ["/v/mpirun", "--oversubscribe", "--bind-to", "none"]
     assert workers[workers.index("-n") :] == [
-        "-n", "2", sys.executable, "-I", "-S", str(line.QUICK), "rank", "worker", "0", "0", "--", "python", "t.py",
-    ]  # fmt: skip
+        *("-n", "2", sys.executable, "-I", "-S", str(Path(quick.__file__)), "rank", "worker", "0", "0", "--"),
+        *("python", "t.py"),
+    ]
     assert servers[-7:] == ["server", "0", "2", "--", sys.executable, "-m", "mpikv.server"]
     assert "-x" in servers
     assert len(programs(line.build(HYDRA, place([], 2, 0), ["hostname"]))) == 1
@@ -199,8 +200,7 @@ def test_a_folder_that_somebody_else_can_write_to(tmp_path: Path) -> None:
     target.mkdir()
 
     def refused(message: str) -> None:
-        words = [sys.executable, "-I", "-S", str(line.QUICK), "folder", str(target)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(quick.command("folder", str(target)), capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert re.search(f"^{target} {message}", done.stderr)
         with pytest.raises(ConfigError, match=f"localhost: {target} {message}"):
@@ -231,30 +231,30 @@ def test_a_folder_that_somebody_else_can_replace(tmp_path: Path) -> None:
     above, target = tmp_path / "above", tmp_path / "above" / "between" / "target"
     umask = os.umask(0)
     try:
-        folder.own(str(target))
+        sync.own(str(target))
     finally:
         os.umask(umask)
     assert [one.stat().st_mode & 0o777 for one in (above, target.parent, target)] == [0o755, 0o755, 0o700]
     for mode, said in ((0o775, "others"), (0o1777, None), (0o757, "others"), (0o755, None)):
         above.chmod(mode)
         if said is None:
-            folder.own(str(target))
+            sync.own(str(target))
             continue
         with pytest.raises(PermissionError, match=f"can be replaced by others, who may write to {above}: `chmod go-w`"):
-            folder.own(str(target))
+            sync.own(str(target))
     (tmp_path / "link").symlink_to("above/between")
-    folder.own(str(tmp_path / "link" / "target"))
+    sync.own(str(tmp_path / "link" / "target"))
     target.parent.chmod(0o777)  # which the link leads to
     with pytest.raises(PermissionError, match=f"who may write to {target.parent}: "):
-        folder.own(str(tmp_path / "link" / "target"))
+        sync.own(str(tmp_path / "link" / "target"))
     target.parent.chmod(0o755)
     if os.geteuid() == 0:
         os.lchown(tmp_path / "link", 12345, 12345)
         with pytest.raises(PermissionError, match=f"through {tmp_path}/link, which belongs to another user"):
-            folder.own(str(tmp_path / "link" / "target"))
+            sync.own(str(tmp_path / "link" / "target"))
         os.chown(above, 12345, 12345)
         with pytest.raises(PermissionError, match=f"through {above}, which belongs to another user"):
-            folder.own(str(target))
+            sync.own(str(target))
 
 
 def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -342,12 +342,20 @@ def test_a_command_in_quotes(
         assert programs(shlex.split(out))[0][-len(words) - 2 :] == ["-n", "2", *words]
 
 
+@pytest.fixture
+def among_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder has one script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         (["hostname"], 2, "-n"),
         (["-n", "1", "python 'x"], 2, "No closing quotation"),
-        (["-n", "1", "python", "/etc/trian.py"], 2, "/etc/trian.py: no such file"),
+        (["-n", "1", "python", "trian.py"], 2, "trian.py: no such file in"),
+        (["-n", "1", "python", "trian.py"], 2, ". Did you mean 'train.py'?"),
         (["-n", "0", "hostname"], 2, "0 is less than 1"),
         (["-n", "x", "hostname"], 2, "'x' is not a whole number"),
         (["-n", "1", "-s", "-1", "hostname"], 2, "-1 is less than 0"),
@@ -368,6 +376,7 @@ def test_a_command_in_quotes(
         (["-n", "9", "--hosts", "localhost:2", "hostname"], 2, "18 processes"),
     ],
 )
+@pytest.mark.usefixtures("among_scripts")
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], status: int, message: str) -> None:
     found, _, err = launch(capsys, *words)
     assert found == status
@@ -382,15 +391,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = str(Path(line.__file__).parents[3])
+    here = str(quick.PACKAGE.parent)
     assert line.package_path({"PYTHONPATH": f"/a:{here}:"}) == {"PYTHONPATH": f"{here}:/a"}
-    monkeypatch.setattr(line, "__file__", "/v/lib/python3.12/site-packages/mpikv/commands/launch/line.py")
+    monkeypatch.setattr(quick, "PACKAGE", Path("/v/lib/python3.12/site-packages/mpikv"))
     assert line.package_path({}) == {}
-
-
-def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    job.check_script("train.py")
-    with pytest.raises(ConfigError, match=r"^trian.py: no such file in .* Did you mean 'train.py'\?$"):
-        job.check_script("trian.py")

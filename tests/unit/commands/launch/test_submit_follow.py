@@ -16,13 +16,12 @@ import pytest
 from jobs import ROOT
 
 from mpikv.__main__ import main
-from mpikv.commands.launch import submit
-from mpikv.commands.launch.batch import Job
-from mpikv.commands.launch.follow import SILENT_S, Follower, Tail
-from mpikv.commands.launch.scheduler import SchedulerError, State
+from mpikv.commands.launch.follow import SILENT_S, Follower, GrowingFile
+from mpikv.commands.launch.options import SUBMIT_EXAMPLES
+from mpikv.commands.launch.scheduler import BatchState, SchedulerError
 from mpikv.errors import ConfigError
 
-RUNNING, DONE, GONE = State("running on n1"), State("completed", 0), State("finished", lost=True)
+RUNNING, DONE, GONE = BatchState("running on n1"), BatchState("completed", 0), BatchState("finished", lost=True)
 LAST = "mpikv: job {} ends with status {}\n"
 
 
@@ -32,7 +31,7 @@ class Play:
     states: the answers to the questions for a state, the last one for ever; what is callable is called first.
     """
 
-    def __init__(self, folder: Path, states: Sequence[State | Exception | Callable[[], None]]) -> None:
+    def __init__(self, folder: Path, states: Sequence[BatchState | Exception | Callable[[], None]]) -> None:
         self.folder, self.states = folder, list(states)
         self.now_s, self.said, self.out = 0.0, [], io.StringIO()
         self.cancelled: list[str] = []
@@ -44,7 +43,7 @@ class Play:
 
         return do
 
-    def ask(self, _job: str) -> State:
+    def ask(self, _job: str) -> BatchState:
         while callable(first := self.states[0]):
             self.states.pop(0)
             first()
@@ -74,7 +73,7 @@ def play(tmp_path: Path) -> Callable[..., Play]:
 
 
 def test_output_comes_as_it_is_written(play: Callable[..., Play]) -> None:
-    game = play(State("pending (Resources)"), State("pending (Resources)"), RUNNING)
+    game = play(BatchState("pending (Resources)"), BatchState("pending (Resources)"), RUNNING)
     game.states += [game.write("one\n"), RUNNING, game.write("two\n" + LAST.format(17, 0)), RUNNING, DONE]
     assert game.run() == 0
     assert game.out.getvalue() == "one\ntwo\n" + LAST.format(17, 0)
@@ -99,7 +98,7 @@ def test_last_lines_come_after_the_end(play: Callable[..., Play]) -> None:
 def test_the_schedulers_status_counts(play: Callable[..., Play]) -> None:
     """A script may end well and its job not, as one that was cancelled."""
     game = play(RUNNING)
-    game.states += [game.write(LAST.format(17, 0)), State("cancelled", 143)]
+    game.states += [game.write(LAST.format(17, 0)), BatchState("cancelled", 143)]
     assert game.run() == 143
 
 
@@ -111,7 +110,7 @@ def test_status_from_the_last_line(play: Callable[..., Play]) -> None:
 
 
 def test_status_from_the_accounting(play: Callable[..., Play]) -> None:
-    game = play(RUNNING, GONE, GONE, State("finished", 9, lost=True))
+    game = play(RUNNING, GONE, GONE, BatchState("finished", 9, lost=True))
     assert game.run() == 9
     assert "there is no output in" in game.said[-2]
 
@@ -126,7 +125,7 @@ def test_status_that_nobody_knows(play: Callable[..., Play]) -> None:
 def test_a_requeued_job_is_not_over(play: Callable[..., Play]) -> None:
     game = play(RUNNING)
     again = LAST.format(17, 0).replace("\n", " and goes back into the queue\n")
-    game.states += [game.write(again), State("pending (BeginTime)"), RUNNING, game.write(LAST.format(17, 5)), GONE]
+    game.states += [game.write(again), BatchState("pending (BeginTime)"), RUNNING, game.write(LAST.format(17, 5)), GONE]
     assert game.run() == 5
 
 
@@ -140,7 +139,7 @@ def test_killed_after_it_was_requeued(play: Callable[..., Play]) -> None:
 def test_a_job_goes_on_as_another(play: Callable[..., Play]) -> None:
     game = play(RUNNING)
     game.states += [game.write("first\n" + LAST.format(17, 0).replace("\n", " and goes on as job 43\n")), GONE]
-    game.states += [State("pending"), game.write("second\n" + LAST.format(43, 4), "43"), RUNNING, GONE]
+    game.states += [BatchState("pending"), game.write("second\n" + LAST.format(43, 4), "43"), RUNNING, GONE]
     assert game.run() == 4
     assert game.out.getvalue().endswith("second\n" + LAST.format(43, 4))
     assert game.said[-4:] == [
@@ -171,7 +170,7 @@ def test_questions_get_fewer(play: Callable[..., Play]) -> None:
     asked: list[float] = []
     answer = game.ask
 
-    def ask(job: str) -> State:
+    def ask(job: str) -> BatchState:
         asked.append(game.now_s)
         return DONE if game.now_s > 3600 else answer(job)
 
@@ -184,7 +183,7 @@ def test_questions_get_fewer(play: Callable[..., Play]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(play: Callable[..., Play], number: int) -> None:
-    game = play(RUNNING, lambda: os.kill(os.getpid(), number), RUNNING, RUNNING, State("cancelled", 143))
+    game = play(RUNNING, lambda: os.kill(os.getpid(), number), RUNNING, RUNNING, BatchState("cancelled", 143))
     before = signal.getsignal(number)
     assert game.run() == 128 + number
     assert game.cancelled == ["17"]
@@ -210,7 +209,7 @@ def test_a_cancelled_job_that_stays(play: Callable[..., Play]) -> None:
 
 def test_a_file_that_begins_anew(tmp_path: Path) -> None:
     file = tmp_path / "x"
-    tail = Tail(file)
+    tail = GrowingFile(file)
     assert tail.read() == ""
     file.write_text("a long line\n")
     assert tail.read() == "a long line\n"
@@ -221,7 +220,7 @@ def test_a_file_that_begins_anew(tmp_path: Path) -> None:
 
 def test_letters_that_come_in_two_parts(tmp_path: Path) -> None:
     file = tmp_path / "x"
-    tail = Tail(file)
+    tail = GrowingFile(file)
     text = "Zürich €\n".encode()
     shown = ""
     for end in range(len(text) + 1):
@@ -301,11 +300,11 @@ def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) 
 
 
 def test_values_of_variables_are_not_printed(tmp_path: Path) -> None:
-    words = command("slurm", "-n", "2", "--dry-run", "--env", "A=s3cret", "--", "true")
+    words = command("slurm", "-n", "2", "--dry-run", "--output-dir", "logs", "--env", "A=s3cret", "--", "true")
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert "s3cret" not in done.stdout + done.stderr
-    assert f"ENV_FILE={tmp_path}/train.env" in settings(done.stdout)
-    assert f"{tmp_path}/train.env is to have a line export NAME=VALUE for each of A" in done.stderr
+    assert f"ENV_FILE={tmp_path}/logs/train.env" in settings(done.stdout)
+    assert f"{tmp_path}/logs/train.env is to have a line export NAME=VALUE for each of A" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -313,7 +312,7 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "mpikv", "submit", *words]
 
 
-EXAMPLES = [line.partition(" > ")[0] for line in submit.EXAMPLES.splitlines() if line.startswith("  mpikv submit")]
+EXAMPLES = [line.partition(" > ")[0] for line in SUBMIT_EXAMPLES.splitlines() if line.startswith("  mpikv submit")]
 
 
 @pytest.mark.parametrize(
@@ -454,11 +453,3 @@ def test_launch_options_that_a_scheduler_cannot_have(
     said = in_place("launch", "-n", "2", "--launcher", scheduler, *words, "--dry-run", "true")
     assert says in said
     assert f"not with --launcher {scheduler}" in said
-
-
-def test_dry_run_submits_nothing(tmp_path: Path) -> None:
-    out = io.StringIO()
-    job = Job("sge", command=("true",), output_dir=str(tmp_path / "logs"))
-    assert submit.submit_and_follow(job, wait=True, dry_run=True, out=out) == 0
-    assert out.getvalue().startswith("#!/bin/bash\n")
-    assert not (tmp_path / "logs").exists()

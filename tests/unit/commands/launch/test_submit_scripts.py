@@ -479,7 +479,7 @@ def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
     ends, until_stopped = "pass", UNTIL_STOPPED.format(status=0, saves=True)
     seen, status, output, _ = widened(tmp_path / "seen", path, ends)
     assert status == 0, output
-    first = SCRIPTS[path].splitlines().index(batch._read("traps.sh").strip()) + 1
+    first = SCRIPTS[path].splitlines().index((batch.TEMPLATES / "traps.sh").read_text().strip()) + 1
     lines: dict[str, bool] = {}
     for when, line in (entry.split() for entry in seen):
         if line.partition(":")[0] != "script" or int(line.partition(":")[2]) > first:
