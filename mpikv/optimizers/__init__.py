@@ -10,17 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mpikv.common.checks import meant, shown
-from mpikv.optimizers.adadelta import AdaDelta
-from mpikv.optimizers.adagrad import AdaGrad
+from mpikv.optimizers.adagrad import AdaDelta, AdaGrad, RMSProp
 from mpikv.optimizers.adam import Adam, AdamW
-from mpikv.optimizers.base import Array, Optimizer, Scalar
-from mpikv.optimizers.dcasgd import DCASGD
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.fields import field, flag, number, texts
 from mpikv.optimizers.ftrl import Ftrl
 from mpikv.optimizers.function import Function
-from mpikv.optimizers.lamb import LAMB
-from mpikv.optimizers.lars import LARS
-from mpikv.optimizers.rmsprop import RMSProp
+from mpikv.optimizers.norms import LAMB, LARS
 from mpikv.optimizers.schedules import (
     CosineScheduler,
     FactorScheduler,
@@ -28,10 +24,8 @@ from mpikv.optimizers.schedules import (
     PolyScheduler,
     Scheduler,
 )
-from mpikv.optimizers.sgd import NAG, SGD
-from mpikv.optimizers.signum import Signum
-from mpikv.optimizers.step import State, Step
-from mpikv.optimizers.test import Test
+from mpikv.optimizers.sgd import DCASGD, NAG, SGD, Signum, Test
+from mpikv.optimizers.step import Array, Scalar, State, Step
 from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
 from mpikv.runtime.abort import tells
 

@@ -1,20 +1,21 @@
-"""AdaGrad: each element's rate falls with the sum of its squared gradients ("history").
+"""Optimizers whose rates are divided by a root of squared gradients: of their sum, or of a running mean of them.
 
-Cost per update: 3 arrays read, 2 written.
-Source: Duchi, Hazan and Singer, J. Mach. Learn. Res. 12 (2011); in the form of MXNet 1.9,
-python/mxnet/optimizer/optimizer.py (AdaGrad): eps inside the root, weight decay outside the fraction.
+All are in the form of MXNet 1.9: AdaGrad and AdaDelta of python/mxnet/optimizer/optimizer.py, RMSProp of
+src/operator/optimizer_op-inl.h (RMSPropUpdateKernel, RMSPropAlexUpdateKernel).
+
+Cost per update: AdaGrad 3 arrays read, 2 written; AdaDelta 4 and 3; RMSProp 3 and 2, centered 5 and 4. Sources:
+AdaGrad: Duchi, Hazan and Singer, J. Mach. Learn. Res. 12 (2011). AdaDelta: Zeiler, arXiv:1212.5701. RMSProp: Tieleman
+and Hinton, Coursera lecture 6.5 (2012); centered: Graves, arXiv:1308.0850, equations 38 to 45.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.optimizers.base import Array, Optimizer
-from mpikv.optimizers.fields import number
-from mpikv.optimizers.step import Step
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.fields import flag, number
+from mpikv.optimizers.step import Array, Arrays, Step, limit, update_mean
 
 
 class AdaGrad(Optimizer):
@@ -30,17 +31,101 @@ class AdaGrad(Optimizer):
     lazy = True
     states = (Array("history", "h, the sum of squared gradients"),)
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """See the class."""
         real, history = step.real, arrays["history"]
         g = self.prepared(step, w, g, tmp)
         history += np.multiply(g, g, out=tmp[1])
         root = np.add(history, real(self.eps), out=tmp[1])
-        np.sqrt(root, out=root)
-        change = np.divide(g, root, out=tmp[0])
+        change = np.divide(g, np.sqrt(root, out=root), out=tmp[0])
         if step.wd:
             change += np.multiply(w, real(step.wd), out=tmp[1])
         change *= real(step.learning_rate)
         w -= change
+
+
+class AdaDelta(Optimizer):
+    """g = clip(rescale_grad * grad);  acc_grad = rho * acc_grad + (1 - rho) * g^2;
+
+    d = sqrt(acc_delta + epsilon) / sqrt(acc_grad + epsilon) * g;  acc_delta = rho * acc_delta + (1 - rho) * d^2;
+    w = w - (d + wd * w).
+
+    As in MXNet 1.9 the learning rate, its schedule and `lr_mult` have no part in it.
+
+    >>> weight, optimizer = np.ones(1), optimizers.AdaDelta(wd=0.5)
+    >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))
+    >>> weight, sorted(state)
+    (array([0.5]), ['acc_delta', 'acc_grad', 't'])
+    """
+
+    joins = True
+    rho: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
+    epsilon: float = number(default=1e-5, low=0.0, doc="added to both means before their roots are taken")
+    states = (
+        Array("acc_grad", "running mean of squared gradients"),
+        Array("acc_delta", "running mean of squared steps"),
+    )
+
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
+        """See the class."""
+        epsilon, acc_grad, acc_delta = step.real(self.epsilon), arrays["acc_grad"], arrays["acc_delta"]
+        delta, other = tmp
+        g = self.prepared(step, w, g, tmp)
+        update_mean(step, acc_grad, g, self.rho, other, squared=True)
+        np.multiply(g, np.sqrt(np.add(acc_delta, epsilon, out=other), out=other), out=delta)
+        delta /= np.sqrt(np.add(acc_grad, epsilon, out=other), out=other)
+        update_mean(step, acc_delta, delta, self.rho, other, squared=True)
+        if step.wd:
+            delta += np.multiply(w, step.real(step.wd), out=other)
+        w -= delta
+
+
+class RMSProp(Optimizer):
+    """G = clip(rescale_grad * grad + wd * w);  n = gamma1 * n + (1 - gamma1) * G^2, and then
+
+    not centered: w = w - lr * G / sqrt(n + epsilon);
+    centered: g = gamma1 * g + (1 - gamma1) * G;  delta = gamma2 * delta - lr * G / sqrt(n - g^2 + epsilon);
+    w = w + delta.
+
+    Differs from MXNet's: where rounding makes the variance n - g^2 negative it counts as 0, so that no root of a
+    negative number is taken.
+
+    >>> weight, optimizer = np.ones(1), optimizers.RMSProp(learning_rate=0.5, gamma1=0.0, epsilon=0.0)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1, 'n': array([1.])}, array([0.5]))
+    """
+
+    joins = True
+    learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
+    gamma1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
+    gamma2: float = number(default=0.9, low=0.0, below=1.0, doc="centered: how much of the last step is made again")
+    epsilon: float = number(default=1e-8, low=0.0, doc="added before the root is taken")
+    centered: bool = flag(default=False, doc="whether the running mean is taken off")
+    clip_weights: float | None = number(default=None, doc="the new w is limited to +- this; None or <= 0: not")
+    states = (
+        Array("n", "running mean of squared gradients"),
+        Array("g", "running mean of gradients", where="centered"),
+        Array("delta", "the last step", where="centered"),
+    )
+
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
+        """See the class."""
+        real, n, delta = step.real, arrays["n"], arrays.get("delta")
+        g = self.prepared(step, w, g, tmp, decay=True)
+        update_mean(step, n, g, self.gamma1, tmp[1], squared=True)
+        below = n
+        if delta is not None:
+            mean = arrays["g"]
+            update_mean(step, mean, g, self.gamma1, tmp[1])
+            below = np.subtract(n, np.multiply(mean, mean, out=tmp[1]), out=tmp[1])
+            np.maximum(below, real(0.0), out=below)
+        below = np.add(below, real(self.epsilon), out=tmp[1])
+        change = np.divide(g, np.sqrt(below, out=below), out=tmp[0])
+        change *= real(step.learning_rate)
+        if delta is None:
+            w -= change
+        else:
+            delta *= real(self.gamma2)
+            delta -= change
+            w += delta
+        limit(w, self.clip_weights, real)

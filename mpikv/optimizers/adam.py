@@ -12,14 +12,13 @@ src/operator/optimizer_op-inl.h (AdamUpdateKernel), and, for AdamW, of MXNet 2.0
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.optimizers.base import Array, Optimizer
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.fields import flag, number
-from mpikv.optimizers.step import Step
+from mpikv.optimizers.step import Array, Arrays, Step, update_mean
 
 
 class RunningMeans(Optimizer):
@@ -31,18 +30,13 @@ class RunningMeans(Optimizer):
     epsilon: float = number(default=1e-6, low=0.0, doc="added to the root of v")
     states = (Array("mean", "m, the running mean of gradients"), Array("var", "v, the running mean of their squares"))
 
-    def update_means(self, step: Step, g: HostArray, arrays: Mapping[str, HostArray], tmp: HostArray) -> None:
+    def update_means(self, step: Step, g: HostArray, arrays: Arrays, tmp: HostArray) -> None:
         """Update m = beta1 * m + (1 - beta1) * g and v = beta2 * v + (1 - beta2) * g^2. tmp: scratch that is not `g`.
 
         Example: see `corrected`.
         """
-        real, mean, var = step.real, arrays["mean"], arrays["var"]
-        mean *= real(self.beta1)
-        mean += np.multiply(g, real(1.0 - self.beta1), out=tmp)
-        var *= real(self.beta2)
-        square = np.multiply(g, g, out=tmp)
-        square *= real(1.0 - self.beta2)
-        var += square
+        update_mean(step, arrays["mean"], g, self.beta1, tmp)
+        update_mean(step, arrays["var"], g, self.beta2, tmp, squared=True)
 
     def corrected(self, step: Step) -> float:
         """Return the learning rate lr_t.
@@ -72,9 +66,7 @@ class Adam(RunningMeans):
     )
     lazy = True
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """See the class."""
         g = self.prepared(step, w, g, tmp, decay=True)
         self.update_means(step, g, arrays, tmp[1])
@@ -102,9 +94,7 @@ class AdamW(RunningMeans):
     joins = True
     correct_bias: bool = flag(default=True, doc="whether the bias of the means is corrected")
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """See the class."""
         real = step.real
         self.update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1])

@@ -6,7 +6,7 @@ state can be saved, cut, joined and moved to another rank (states.py).
 
 How an update runs. The weight is seen flat. The space that it is in (mpikv/spaces) runs the formula, an elementwise one
 on parts of the weight; no result depends on where these or slices begin. Arithmetic is in float32 or float64
-(numeric.py), and each element is rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16
+(blocks.py), and each element is rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16
 weight has a float32 copy in its state, which the formula changes and the weight is rounded from.
 
 A new optimizer: docs/optimizers.md shows one from the declaration to the store.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -27,46 +27,16 @@ from mpikv.arrays.as_numpy import BFLOAT16, HostArray, is_space_array
 from mpikv.common.checks import shown
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.optimizers import blocks
+from mpikv.optimizers.blocks import Scratch, check_array, work_dtype
 from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
-from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
-from mpikv.optimizers.scratch import Scratch
-from mpikv.optimizers.step import State, Step
+from mpikv.optimizers.step import Array, Arrays, Scalar, State, Step, limit
 from mpikv.placement.keys import Key
 from mpikv.spaces.base import SpaceArray
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True)
-class Array:
-    """A part of a state with one number for each element of the weight, in the arithmetic's dtype.
-
-    where: a field; where it is 0 or False, states have no such array. from_weight: it begins as the weight, not as 0.
-
-    >>> optimizers.Adam.states[0]
-    Array(name='mean', doc='m, the running mean of gradients', where='', from_weight=False)
-    """
-
-    name: str
-    doc: str
-    where: str = ""
-    from_weight: bool = False
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A part of a state that is one number for the whole weight; begin: its first value.
-
-    >>> optimizers.LARS.states[-1].begin
-    0.0
-    """
-
-    name: str
-    doc: str
-    begin: float
 
 
 class Optimizer(Declared):
@@ -321,9 +291,7 @@ class Optimizer(Declared):
             state=state,
         )
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """Change the block `w` and the state's `arrays` in place. g: the gradient, not to be changed. tmp: scratch.
 
         All arrays are flat, of one length and in the arithmetic's dtype. Where the optimizer is elementwise, nothing
@@ -354,9 +322,7 @@ class Optimizer(Declared):
         out: HostArray = np.multiply(g, real(rescale), out=tmp[0])
         if decay:
             out += np.multiply(w, real(step.wd), out=tmp[1])
-        if bound is not None and clip:
-            np.maximum(out, real(-bound), out=out)
-            np.minimum(out, real(bound), out=out)
+        limit(out, bound, real)
         if scale != 1.0 and (clip or decay):
             out *= real(scale)
         return out

@@ -1,4 +1,7 @@
-"""How a formula is run on a whole weight.
+"""How a formula is run on a whole weight: in which dtype, with which memory, and block by block.
+
+float64, int32 and int64 weights are updated in float64, which holds every int32 exactly and int64 up to 2^53; all
+others (float16, bfloat16, float32, int8, uint8) in float32.
 
 In host memory an elementwise formula is applied to blocks of the weight that stay in the cache with their temporaries,
 so that an update reads and writes memory once, however many NumPy calls its formula has; no result depends on where
@@ -14,14 +17,66 @@ from typing import Any
 
 import numpy as np
 
+from mpikv.arrays.as_numpy import SUPPORTED_DTYPES, HostArray, is_space_array
 from mpikv.arrays.compiled import cast_into
-from mpikv.optimizers.scratch import Scratch
 from mpikv.spaces.base import SpaceArray
 
 BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
+SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
+_FLOAT32 = np.dtype(np.float32)
+_FLOAT64 = np.dtype(np.float64)
+_WIDE = (_FLOAT64, np.dtype(np.int32), np.dtype(np.int64))
 
 Formula = Callable[[SpaceArray, SpaceArray, Mapping[str, SpaceArray], "list[SpaceArray]"], None]
 """Changes a weight and the arrays of its state in place: (weight, gradient, arrays, temporaries)."""
+
+
+def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that an update of weights of `dtype` calculates in."""
+    return _FLOAT64 if dtype in _WIDE else _FLOAT32
+
+
+def check_array(owner: str, what: str, array: Any) -> None:
+    """Raise TypeError for anything but an array of a space (NumPy's in host memory) of a supported dtype."""
+    if not is_space_array(array):
+        raise TypeError(f"{owner}: {what} is a NumPy array, not {type(array).__name__}")
+    if array.dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"{owner}: {what} has dtype {array.dtype}; supported are {names}")
+
+
+class Scratch:
+    """An optimizer's memory for temporaries, kept from one update to the next.
+
+    Memory of SMALL_BYTES to KEPT_BYTES that is freed after each update may come as new pages each time
+    (M_MMAP_THRESHOLD in mallopt(3)), whose faults take as long as the arithmetic. Other lengths are not kept.
+
+    Threads may share it: an operation of a list is atomic (also in Python without the GIL), so no two get the same.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[HostArray] = []
+
+    def __reduce__(self) -> Any:
+        """Pickled or copied: a new one, which holds nothing."""
+        return Scratch, ()
+
+    def take(self, n_bytes: int) -> HostArray:
+        """(n_bytes or more,) of uint8 and any content, which nobody else has until it is given back."""
+        if SMALL_BYTES <= n_bytes <= KEPT_BYTES:
+            try:
+                kept = self._kept.pop()
+            except IndexError:
+                pass
+            else:
+                if kept.size >= n_bytes:
+                    return kept
+        return np.empty(n_bytes, np.uint8)
+
+    def give(self, memory: HostArray) -> None:
+        """Keep what `take` returned. As many are kept as updates were under way at once."""
+        if SMALL_BYTES <= memory.size <= KEPT_BYTES:
+            self._kept.append(memory)
 
 
 def run(

@@ -8,15 +8,13 @@ src/operator/optimizer_op-inl.h (FtrlUpdateKernel).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.checks import shown
-from mpikv.optimizers.base import Array, Optimizer
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.fields import number
-from mpikv.optimizers.step import Step
+from mpikv.optimizers.step import Array, Arrays, Step
 
 
 class Ftrl(Optimizer):
@@ -40,9 +38,7 @@ class Ftrl(Optimizer):
     states = (Array("z", "what the weight is computed from"), Array("n", "the sum of squared gradients"))
     scratch = 3
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """See the class."""
         real, rate, z, n = step.real, step.learning_rate, arrays["z"], arrays["n"]
         if rate == 0.0:

@@ -1,26 +1,28 @@
-"""Stochastic gradient descent: with momentum, and with Nesterov's momentum.
+"""Stochastic gradient descent: with momentum, with Nesterov's, for late gradients, and by the gradient's sign alone.
 
-Both use g = clip(rescale_grad * grad); weight decay is added after clipping.
+All are from MXNet 1.9: SGD, NAG and Signum are the kernels of src/operator/optimizer_op-inl.h (SGDKernel, SGDMomKernel,
+NAGMomKernel, SignSGDKernel, SignumKernel), DCASGD and Test the classes of python/mxnet/optimizer/optimizer.py. Weight
+decay is added after clipping.
 
-Cost per update: 2 or 3 arrays read, 1 or 2 written (momentum is one array). Source: MXNet 1.9,
-src/operator/optimizer_op-inl.h (SGDKernel, SGDMomKernel, NAGMomKernel); Nesterov, Soviet Math. Dokl. 27 (1983), in the
-form of Sutskever et al., ICML 2013.
+Cost per update: SGD, NAG and Signum 3 arrays read, 2 written; without momentum 2 and 1. DCASGD one more of each. Test 2
+and 1. Sources: NAG: Nesterov, Soviet Math. Dokl. 27 (1983), in the form of Sutskever et al., ICML 2013. DCASGD: Zheng
+et al., ICML 2017 (arXiv:1609.08326). Signum: Bernstein et al., signSGD, ICML 2018.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.optimizers.base import Array, Optimizer
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.fields import flag, number
-from mpikv.optimizers.step import Step
+from mpikv.optimizers.step import Array, Arrays, Step
 
 
 class SGD(Optimizer):
     """mom = momentum * mom - lr * (g + wd * w);  w = w + mom.  Without momentum: w = w - lr * (g + wd * w).
+
+    g = clip(rescale_grad * grad).
 
     >>> weight, optimizer = np.ones(1), optimizers.SGD(learning_rate=0.5)
     >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
@@ -36,41 +38,30 @@ class SGD(Optimizer):
     states = (Array("momentum", "the last step", where="momentum"),)
     scratch = 1
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """See the class."""
-        momentum_step(self, step, w, g, tmp, mom=arrays.get("momentum"), momentum=self.momentum)
-
-
-def momentum_step(
-    optimizer: Optimizer,
-    step: Step,
-    w: HostArray,
-    g: HostArray,
-    tmp: list[HostArray],
-    *,
-    mom: HostArray | None,
-    momentum: float,
-) -> None:
-    """The update of SGD, without momentum where `mom` is None. Uses tmp[0]."""
-    real, rate = step.real, step.learning_rate
-    if mom is None:
+        real, rate, mom = step.real, step.learning_rate, arrays.get("momentum")
+        if mom is None:
+            descend(self, step, w, g, tmp)
+            return
+        mom *= real(self.momentum)
         if step.wd:
-            w *= real(1.0 - rate * step.wd)
-        w -= optimizer.prepared(step, w, g, tmp, scale=rate)
-        return
-    mom *= real(momentum)
+            mom -= np.multiply(w, real(rate * step.wd), out=tmp[0])
+        mom -= self.prepared(step, w, g, tmp, scale=rate)
+        w += mom
+
+
+def descend(optimizer: Optimizer, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray]) -> None:
+    """Make SGD's update without momentum. Uses tmp[0]."""
     if step.wd:
-        mom -= np.multiply(w, real(rate * step.wd), out=tmp[0])
-    mom -= optimizer.prepared(step, w, g, tmp, scale=rate)
-    w += mom
+        w *= step.real(1.0 - step.learning_rate * step.wd)
+    w -= optimizer.prepared(step, w, g, tmp, scale=step.learning_rate)
 
 
 class NAG(Optimizer):
     """mom = momentum * mom - lr * (g + wd * w);  w = w + momentum * mom - lr * (g + wd * w).
 
-    Without momentum it is SGD.
+    g = clip(rescale_grad * grad). Without momentum it is SGD.
 
     >>> weight, optimizer = np.ones(1), optimizers.NAG(learning_rate=0.5, momentum=0.5)
     >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
@@ -81,19 +72,111 @@ class NAG(Optimizer):
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
     states = (Array("momentum", "the last step", where="momentum"),)
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """See the class."""
-        mom = arrays.get("momentum")
+        real, rate, mom = step.real, step.learning_rate, arrays.get("momentum")
         if mom is None:
-            momentum_step(self, step, w, g, tmp, mom=None, momentum=0.0)
+            descend(self, step, w, g, tmp)
             return
-        real = step.real
-        change = np.multiply(self.prepared(step, w, g, tmp), real(step.learning_rate), out=tmp[0])
+        change = np.multiply(self.prepared(step, w, g, tmp), real(rate), out=tmp[0])
         if step.wd:
-            change += np.multiply(w, real(step.learning_rate * step.wd), out=tmp[1])
+            change += np.multiply(w, real(rate * step.wd), out=tmp[1])
         mom *= real(self.momentum)
         mom -= change
         w -= change
         w += np.multiply(mom, real(self.momentum), out=tmp[0])
+
+
+class DCASGD(Optimizer):
+    """g = clip(rescale_grad * grad);  mom = momentum * mom - lr * (g + wd * w + lamda * g^2 * (w - previous));
+
+    previous = w;  w = w + mom.
+
+    Asynchronous SGD with delay compensation: a gradient that comes late is corrected to first order. The weight moved
+    by w - previous since the last update; lamda * g^2 stands for the diagonal of the Hessian.
+
+    >>> weight, optimizer = np.ones(1), optimizers.DCASGD(learning_rate=0.5)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1, 'previous': array([1.])}, array([0.5]))
+    """
+
+    joins = True
+    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    lamda: float = number(default=0.04, low=0.0, doc="how much of the delay is compensated")
+    states = (
+        Array("previous", "the weight before the last update", from_weight=True),
+        Array("momentum", "the last step", where="momentum"),
+    )
+
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
+        """See the class."""
+        real, previous, mom = step.real, arrays["previous"], arrays.get("momentum")
+        g = self.prepared(step, w, g, tmp)
+        change = np.subtract(w, previous, out=tmp[1])
+        change *= g
+        change *= g
+        change *= real(self.lamda)
+        change += g
+        if step.wd:
+            change += np.multiply(w, real(step.wd), out=tmp[0])
+        change *= real(step.learning_rate)
+        np.copyto(previous, w)
+        if mom is None:
+            w -= change
+        else:
+            mom *= real(self.momentum)
+            mom -= change
+            w += mom
+
+
+class Signum(Optimizer):
+    """g = clip(rescale_grad * grad) + wd * w;  mom = momentum * mom - (1 - momentum) * g;
+
+    w = (1 - lr * wd_lh) * w + lr * sign(mom).
+    Without momentum: w = (1 - lr * (wd + wd_lh)) * w - lr * sign(rescale_grad * grad).
+
+    >>> weight, optimizer = np.ones(1), optimizers.Signum(learning_rate=0.5, momentum=0.0)
+    >>> optimizer.update('w', weight, np.array([7.0]), optimizer.init(weight)), weight
+    ({'t': 1}, array([0.5]))
+    """
+
+    joins = True
+    learning_rate: float = number(default=0.01, low=0.0, kw_only=False, doc="the rate of an update")
+    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old mean stays")
+    wd_lh: float = number(default=0.0, low=0.0, doc="weight decay outside of the sign (Loshchilov and Hutter)")
+    states = (Array("momentum", "running mean of gradients, with the sign of the step", where="momentum"),)
+
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
+        """See the class."""
+        real, rate, mom, decay = step.real, step.learning_rate, arrays.get("momentum"), self.wd_lh
+        if mom is None:
+            direction = np.sign(self.prepared(step, w, g, tmp), out=tmp[0])
+            np.negative(direction, out=direction)
+            decay += step.wd
+        else:
+            mom *= real(self.momentum)
+            if step.wd:
+                mom -= np.multiply(w, real((1.0 - self.momentum) * step.wd), out=tmp[0])
+            mom -= self.prepared(step, w, g, tmp, scale=1.0 - self.momentum)
+            direction = np.sign(mom, out=tmp[0])
+        if decay:
+            w *= real(1.0 - rate * decay)
+        direction *= real(rate)
+        w += direction
+
+
+class Test(Optimizer):
+    """w = w + rescale_grad * grad, for tests. The other common parameters are accepted and not used.
+
+    >>> weight, optimizer = np.ones(1), optimizers.Test(rescale_grad=0.5)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1}, array([1.5]))
+    """
+
+    lazy = True
+    scratch = 1
+    __test__ = False  # pytest would take the name for a test class
+
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
+        """See the class."""
+        w += g if self.rescale_grad == 1.0 else np.multiply(g, step.real(self.rescale_grad), out=tmp[0])

@@ -1,15 +1,51 @@
-"""One update of a key: what a formula knows of it."""
+"""What a formula works on: the state of a key, as an optimizer declares it, and one update of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.placement.keys import Key
 
 State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
 of elements and plain numbers. What a user's own function keeps may be anything (function.py)."""
+
+Arrays = Mapping[str, HostArray]
+"""The arrays of a state by their names."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """A part of a state with one number for each element of the weight, in the arithmetic's dtype.
+
+    where: a field; where it is 0 or False, states have no such array. from_weight: it begins as the weight, not as 0.
+
+    >>> optimizers.Adam.states[0]
+    Array(name='mean', doc='m, the running mean of gradients', where='', from_weight=False)
+    """
+
+    name: str
+    doc: str
+    where: str = ""
+    from_weight: bool = False
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A part of a state that is one number for the whole weight; begin: its first value.
+
+    >>> optimizers.LARS.states[-1].begin
+    0.0
+    """
+
+    name: str
+    doc: str
+    begin: float
 
 
 class Step(NamedTuple):
@@ -31,3 +67,20 @@ class Step(NamedTuple):
     real: Callable[[float], Any]
     shape: tuple[int, ...]
     state: State
+
+
+def update_mean(
+    step: Step, mean: HostArray, values: HostArray, keep: float, tmp: HostArray, *, squared: bool = False
+) -> None:
+    """Set mean = keep * mean + (1 - keep) * values, or with their squares. tmp: scratch that is not `values`."""
+    mean *= step.real(keep)
+    if squared:
+        values = np.multiply(values, values, out=tmp)
+    mean += np.multiply(values, step.real(1.0 - keep), out=tmp)
+
+
+def limit(values: HostArray, bound: float | None, real: Callable[[float], Any]) -> None:
+    """Limit the values to +- bound, in place; None or <= 0: not."""
+    if bound is not None and bound > 0.0:
+        np.maximum(values, real(-bound), out=values)
+        np.minimum(values, real(bound), out=values)

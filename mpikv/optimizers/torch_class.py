@@ -28,7 +28,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.fields import field
 from mpikv.optimizers.function import count_of
 from mpikv.optimizers.schedules import Scheduler
-from mpikv.optimizers.step import State, Step
+from mpikv.optimizers.step import Arrays, State, Step
 
 _COMMON = ("rescale_grad", "clip_gradient", "lr_scheduler", "multi_precision")
 _OURS = {"lr": "learning_rate", "weight_decay": "wd"}
@@ -162,9 +162,7 @@ class TorchOptimizer(Optimizer):
         """See `Optimizer`; arrays of the weight's size are what most of torch's states consist of."""
         count_of(state)
 
-    def formula(
-        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
-    ) -> None:
+    def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """One step of a torch optimizer that sees the weight's memory and the state of the last step."""
         del arrays
         torch = importlib.import_module("torch")
