@@ -27,8 +27,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AttributesId, Owner
-from mpikv.optimizers.row_states import ROWS
-from mpikv.optimizers.states import Part, part_of
+from mpikv.optimizers.states import ROWS, Part, part_of
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo
 

@@ -1,37 +1,33 @@
-"""States of optimizers as values to save, cut, join and send.
+"""States of optimizers as values: which elements of a key they are of, how they are cut and joined.
 
 There is one record, a `Part`: the state of some elements of a key, with the shape and dtype of the key's whole value.
-Ranks send each other the parts that they own. A file holds parts that are whole, one for each key, so that it knows
-nothing of the workers or servers that wrote it. Both are the same archive (archive.py): arrays and numbers are kept
-exactly, and nothing in it is ever executed.
+states_file.py says how parts are written into files and messages.
 
 A state is cut and joined like its weight: arrays along the elements; numbers are copied, and must agree again when
 parts are joined, all but "t", of which the largest counts (parts of an asynchronous store may have seen different
 numbers of updates).
+
+The state of a row-sparse key is that of the rows that were pushed. It has one array more, `ROWS`: the ids of its rows
+in ascending order. The other arrays are flat, one row after another.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import SUPPORTED_DTYPES, HostArray, dtype_of, host_view, is_device
+from mpikv.arrays.as_numpy import host_view, is_device
 from mpikv.common.checks import shown
-from mpikv.common.files import open_regular, replace_file
-from mpikv.errors import StatesFileError, UnsupportedError
-from mpikv.optimizers.archive import damaged, read_archive, write_archive
+from mpikv.errors import UnsupportedError
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.step import State
-from mpikv.placement.keys import Key, KeyInfo, check_key
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.spaces.base import Space
 
-KIND = "mpikv optimizer states"
+ROWS = "rows"
 
 
 class Part(NamedTuple):
@@ -62,170 +58,6 @@ class Part(NamedTuple):
 def part_of(info: KeyInfo, begin: int, end: int, state: State) -> Part:
     """Make the state of some elements of a store's key."""
     return Part(info.key, info.shape, info.dtype, begin, end, state)
-
-
-@dataclass(frozen=True)
-class StatesFile:
-    """What a file holds. entries: the whole state of each key. optimizer: `Optimizer.config()` of the one that made the
-    states, if it was saved. codecs: what the codecs of each worker remember, piece by piece.
-    """
-
-    entries: dict[Key, Part]
-    optimizer: dict[str, Any] | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    codecs: tuple[Part, ...] = ()
-
-
-# --- files
-
-
-def save_states(
-    path: str | os.PathLike[str],
-    parts: Iterable[Part],
-    *,
-    optimizer: Mapping[str, Any] | None = None,
-    meta: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a file of states, whole or not at all: beside its place first, then renamed. Local, blocks.
-
-    parts: whole ones, one for each key; those of codecs may be of any piece. optimizer, meta: JSON. Raises
-    UnsupportedError for a state that cannot be saved, TypeError where optimizer or meta is no JSON, OSError; a file
-    that is there already stays as it was.
-    """
-    replace_file(path, lambda file: _write(file, parts, optimizer, meta))
-
-
-def load_states(path: str | os.PathLike[str]) -> StatesFile:
-    """Read a file of states. Local, blocks.
-
-    Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError where it
-    cannot be opened (FileNotFoundError where there is none).
-    """
-    origin = os.fsdecode(path)
-    with open_regular(path) as file:
-        parts, optimizer, meta = _read(file, origin)
-    entries: dict[Key, Part] = {}
-    for part in parts:
-        if part.worker is not None:
-            continue
-        if part.key in entries:
-            damaged(origin, f"damaged: key {shown(part.key)} is there twice")
-        if not part.whole:
-            damaged(origin, f"it holds elements [{part.begin}, {part.end}) of key {shown(part.key)} alone")
-        entries[part.key] = part
-    return StatesFile(entries, optimizer, meta, tuple(part for part in parts if part.worker is not None))
-
-
-def parts_to_bytes(parts: Iterable[Part]) -> bytes:
-    """Return parts of states as bytes that can be sent. UnsupportedError for a state that cannot be saved."""
-    file = io.BytesIO()
-    _write(file, parts)
-    return file.getvalue()
-
-
-def parts_from_bytes(data: bytes, origin: str = "parts of states") -> list[Part]:
-    """Do the inverse of `parts_to_bytes`. Raises StatesFileError."""
-    return _read(io.BytesIO(data), origin)[0]
-
-
-def _write(
-    file: IO[bytes],
-    parts: Iterable[Part],
-    optimizer: Mapping[str, Any] | None = None,
-    meta: Mapping[str, Any] | None = None,
-) -> None:
-    arrays: list[HostArray] = []
-    records = [
-        {
-            "key": check_key(part.key),
-            "shape": list(part.shape),
-            "dtype": str(part.dtype),
-            **({} if part.whole else {"begin": part.begin, "end": part.end}),
-            **({} if part.worker is None else {"worker": part.worker}),
-            "state": _pack(part.key, part.state, arrays),
-        }
-        for part in parts
-    ]
-    content = {"optimizer": optimizer, "meta": dict(meta or {}), "records": records}
-    write_archive(file, KIND, json.loads(json.dumps(content)), arrays)
-
-
-def _read(file: IO[bytes], origin: str) -> tuple[list[Part], dict[str, Any] | None, dict[str, Any]]:
-    header, arrays = read_archive(file, KIND, origin)
-    optimizer, meta = header.get("optimizer"), header.get("meta")
-    if not (optimizer is None or isinstance(optimizer, dict)) or not isinstance(meta, dict):
-        damaged(origin, "damaged: its header describes neither optimizer nor meta as it should")
-    parts: list[Part] = []
-    ends: dict[tuple[Key, int | None], int] = {}
-    for record in _records(header, origin):
-        key, shape, dtype = _key(record, origin), record.get("shape"), record.get("dtype")
-        if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-            damaged(origin, f"damaged: key {shown(key)} has shape {shown(shape)}")
-        if dtype not in [str(known) for known in SUPPORTED_DTYPES]:  # a list: what is there may have no hash
-            damaged(origin, f"damaged: key {shown(key)} has dtype {shown(dtype)}")
-        n_elems = math.prod(shape)
-        begin, end = record.get("begin", 0), record.get("end", n_elems)
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= n_elems:
-            damaged(origin, f"damaged: a part of elements [{begin!r}, {end!r}) of {n_elems}")
-        worker = record.get("worker")
-        if not (worker is None or (type(worker) is int and worker >= 0)):
-            damaged(origin, f"damaged: a state of key {shown(key)} is said to be that of worker {shown(worker)}")
-        if begin < ends.get((key, worker), 0):
-            damaged(origin, f"damaged: element {begin} of key {shown(key)} is there twice")
-        ends[key, worker] = end
-        state = _unpack(record, arrays, origin)
-        parts.append(Part(key, tuple(shape), dtype_of(str(dtype)), begin, end, state, worker))
-    return parts, optimizer, meta
-
-
-def _records(header: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    records = header.get("records")
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        damaged(origin, "damaged: its header lists no records")
-    return records
-
-
-def _key(record: dict[str, Any], origin: str) -> Key:
-    try:
-        return check_key(record.get("key"))
-    except (TypeError, ValueError) as error:
-        raise StatesFileError(f"{origin}: damaged: {error}") from error
-
-
-def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
-    """A state as JSON in which arrays are numbers into `arrays`, where they are appended."""
-    packed: dict[str, Any] = {}
-    for name, value in state.items():
-        if isinstance(value, (np.ndarray, np.generic)):
-            packed[name] = {"array": len(arrays), "scalar": isinstance(value, np.generic)}
-            arrays.append(np.asarray(value))
-        elif type(value) in (bool, int, float):
-            packed[name] = value
-        else:
-            raise UnsupportedError(
-                f"the state of key {shown(key)} cannot be saved or moved: {shown(name)} is {type(value).__name__}. "
-                "One that can be is None, a number, an array, or a flat dict, list or tuple of numbers and arrays"
-            )
-    return packed
-
-
-def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> State:
-    packed = record.get("state")
-    if not isinstance(packed, dict):
-        damaged(origin, f"damaged: key {record.get('key')!r} has no state")
-    if record.get("worker") is None and (type(packed.get("t")) is not int or packed["t"] < 0):
-        damaged(origin, f"damaged: key {record.get('key')!r} has no state with a count of updates")
-    state: State = {}
-    for name, value in packed.items():
-        if type(value) in (bool, int, float):
-            state[name] = value
-            continue
-        index = value.get("array") if isinstance(value, dict) else None
-        if type(index) is not int or not 0 <= index < len(arrays):
-            damaged(origin, f"damaged: {shown(name)} in the state of key {record.get('key')!r} is {value!r}")
-        array = arrays[index]
-        state[name] = array[()] if value.get("scalar") and array.ndim == 0 else array
-    return state
 
 
 # --- spaces
@@ -304,3 +136,47 @@ def _join(name: str, parts: Sequence[tuple[int, int, State]]) -> Any:
                 f"{shown(name)} in the part [{begin}, {end}) of a state is {what}, not one value per element"
             )
     return np.concatenate(values)
+
+
+# --- rows of row-sparse keys
+
+
+def slice_rows(info: KeyInfo, state: State, begin: int, end: int) -> Part:
+    """The states of the rows [begin, end), as the part of a key."""
+    columns = _columns(info)
+    inside = (state[ROWS] >= begin) & (state[ROWS] < end)
+    cut = {
+        name: value.reshape(inside.size, -1 if name == ROWS else columns)[inside].reshape(-1)
+        if isinstance(value, np.ndarray) and inside.size
+        else value
+        for name, value in state.items()
+    }
+    return part_of(info, begin * columns, end * columns, cut)
+
+
+def join_rows(info: KeyInfo, parts: Sequence[Part]) -> Part:
+    """The state of a whole key from its parts, in any order; numbers are those of the part with the most updates."""
+    ordered = sorted(parts, key=lambda part: part.begin)
+    state = dict(max(ordered, key=lambda part: part.state["t"]).state)
+    for name, value in state.items():
+        if isinstance(value, np.ndarray):
+            # An array may be missing where an owner has had no update since a hyperparameter was changed.
+            if not all(name in part.state for part in ordered):
+                raise ValueError(f"parts of the states of key {info.key!r} hold different things")
+            state[name] = np.concatenate([part.state[name] for part in ordered])
+    return part_of(info, 0, info.n_elems, state)
+
+
+def check_rows(optimizer: Optimizer, info: KeyInfo, state: State) -> None:
+    """Raise ValueError where a state (from a file, say) cannot be that of rows of a key under this optimizer."""
+    ids = state.get(ROWS)
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
+        raise ValueError("its states are those of a dense key, and the key is row-sparse here")
+    if ids.size and (ids[0] < 0 or ids[-1] >= info.shape[0] or not (ids[1:] > ids[:-1]).all()):
+        raise ValueError(f"its states are of rows that no array of shape {info.shape} has")
+    weight = np.zeros(ids.size * _columns(info), info.dtype)
+    optimizer.check_state(weight, {name: value for name, value in state.items() if name != ROWS})
+
+
+def _columns(info: KeyInfo) -> int:
+    return info.n_elems // info.shape[0] if info.shape[0] else 0

@@ -22,7 +22,7 @@ from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.server.events import Batch, Event, Fetch, PendingPull, ServerReply
 from mpikv.server.lifts import Lifts

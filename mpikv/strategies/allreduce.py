@@ -28,7 +28,8 @@ from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part
+from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers

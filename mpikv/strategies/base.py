@@ -18,7 +18,8 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.states import Part, StatesFile
+from mpikv.optimizers.states import Part
+from mpikv.optimizers.states_file import StatesFile
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.spaces.base import SpaceArray

@@ -18,7 +18,8 @@ from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
 from mpikv.errors import StatesFileError
-from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part
+from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers

@@ -28,7 +28,8 @@ from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part, part_of
+from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.on_servers import add_load, as_told, on_server
 from mpikv.placement.place import place

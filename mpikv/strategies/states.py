@@ -13,11 +13,10 @@ import numpy as np
 
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError, StatesFileError
-from mpikv.optimizers import states
+from mpikv.optimizers import states, states_file
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.row_states import check_rows, join_rows, slice_rows
-from mpikv.optimizers.states import Part, part_of
+from mpikv.optimizers.states import Part, check_rows, join_rows, part_of, slice_rows
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import Session
@@ -74,7 +73,7 @@ def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]
     """
     of_codecs: list[Part] = []  # at worker 0
 
-    def read() -> states.StatesFile:
+    def read() -> states_file.StatesFile:
         stateless = not codec_states.compresses(session)
         file = _read_file(path, session.infos, session.optimizers(), stateless=stateless)
         codec_states.check(file.codecs, path)
@@ -116,19 +115,19 @@ def _write_file(
     # Keys that were never updated are named too: loading the file takes a state away from them.
     kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
     configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
-    states.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs})
+    states_file.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs})
 
 
 def _read_file(
     path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer], *, stateless: bool
-) -> states.StatesFile:
+) -> states_file.StatesFile:
     """Read a file and hold it against this store: optimizers, keys, shapes and dtypes. Changes nothing.
 
     stateless: no key has a codec that could remember anything.
     """
     if not optimizers and stateless:
         raise MpikvError("load_optimizer_states: set the optimizer first")
-    file = states.load_states(path)
+    file = states_file.load_states(path)
     try:
         kinds, configs = dict(file.meta["optimizers"]), dict(file.meta["configs"])
     except (KeyError, TypeError, ValueError) as error:
@@ -170,12 +169,12 @@ def _read_file(
     return file
 
 
-def restored(file: states.StatesFile) -> Loaded:
+def restored(file: states_file.StatesFile) -> Loaded:
     """What every worker must know of a loaded file."""
     return [key for key, _ in file.meta["optimizers"]], file.meta["configs"]
 
 
-def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:
+def distribute(file: states_file.StatesFile, owned: Owned) -> list[Part]:
     """What of a file belongs to an owner."""
     return [
         _cut(info, file.entries[info.key].state, begin, end)

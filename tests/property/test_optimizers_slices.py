@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mpikv import optimizers
 from mpikv.optimizers import blocks
-from mpikv.optimizers.states import Part, join_states, parts_from_bytes, parts_to_bytes, slice_state
+from mpikv.optimizers.states import Part, join_states, slice_state
+from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 
 ELEMENTWISE = [name for name in optimizers.names() if optimizers.create(name).elementwise]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32]

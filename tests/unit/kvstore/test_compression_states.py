@@ -15,7 +15,8 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import registry
 from mpikv.codecs.compression import NONE, make
 from mpikv.codecs.residuals import cut_anew
-from mpikv.optimizers.states import Part, load_states
+from mpikv.optimizers.states import Part
+from mpikv.optimizers.states_file import load_states
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.codec_states import shares
 

@@ -15,7 +15,7 @@ from test_store_network import unruly  # noqa: F401 - a fixture
 from mpikv import PeerError, StallError, optimizers
 from mpikv.config import Config
 from mpikv.create import assembly
-from mpikv.optimizers import states
+from mpikv.optimizers import states_file
 from mpikv.placement import on_servers
 from mpikv.strategies import exchange
 from mpikv.testing import ranks, stores
@@ -251,7 +251,7 @@ def _saved(path, partition_bytes, servers, load=None):
         return store.pull("w").tobytes()
 
     Mode("dist_sync", 2, servers).run(body, partition_bytes=partition_bytes, bigarray_bound_elems=20)
-    return states.load_states(path).entries["w"].state
+    return states_file.load_states(path).entries["w"].state
 
 
 def same_states(a, b):

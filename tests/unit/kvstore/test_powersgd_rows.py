@@ -11,7 +11,7 @@ import pytest
 from mpikv import optimizers
 from mpikv.codecs.compression import make, wire_of
 from mpikv.config import Config
-from mpikv.optimizers.states import load_states
+from mpikv.optimizers.states_file import load_states
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import as_told

@@ -10,7 +10,7 @@ import pytest
 from store_modes import BOUND, FEW, FEW_DIST_SYNC, FEW_ON_DEVICE, Mode, mode_id
 
 from mpikv import MpikvError, StatesFileError, optimizers
-from mpikv.optimizers import states
+from mpikv.optimizers import states_file
 
 SHAPES = {"s": (), "a": (BOUND - 1,), "b": (7, 9), "empty": (0, 3)}
 MAKERS = {
@@ -99,7 +99,7 @@ def test_asynchronous_store(saver, tmp_path):
         store.save_optimizer_states(path)
 
     saver.run(save)
-    file = states.load_states(path)
+    file = states_file.load_states(path)
     assert set(file.entries) == {"s", "a", "b"}
     assert {key: entry.state["t"] for key, entry in file.entries.items()} == dict.fromkeys("sab", 1)
 
@@ -189,7 +189,7 @@ def test_optimizers_of_different_kinds_on_one_store(mode, tmp_path):
         store.barrier()
         store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
         store.load_optimizer_states(tmp_path / "states")
-        return sorted(states.load_states(tmp_path / "states").entries)
+        return sorted(states_file.load_states(tmp_path / "states").entries)
 
     assert mode.run(body) == [["a", "b"]] * mode.workers
 
@@ -218,7 +218,7 @@ def damaged_file(directory, damage):
 
     Mode("local", 1).run(body)
     good = (directory / "good").read_bytes()
-    file = states.load_states(directory / "good")
+    file = states_file.load_states(directory / "good")
     bad = directory / "bad"
     if damage in ("length", "kind", "shape", "unknown"):
         entry = file.entries["w"]
@@ -232,7 +232,7 @@ def damaged_file(directory, damage):
         else:
             entry = entry._replace(key="v")
             meta = {"optimizers": [["v", "sgd"]]}
-        states.save_states(bad, [entry], meta=meta)
+        states_file.save_states(bad, [entry], meta=meta)
         return bad
     middle = len(good) // 2
     contents = {

@@ -17,7 +17,8 @@ from mpikv import optimizers
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers import function
 from mpikv.optimizers.identity import identity
-from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part
+from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 
 # --- callables
 

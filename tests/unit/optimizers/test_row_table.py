@@ -7,8 +7,8 @@ import pytest
 
 from mpikv import optimizers
 from mpikv.optimizers.owner import AS_SET, Owner
-from mpikv.optimizers.row_states import ROWS, check_rows, join_rows, slice_rows
 from mpikv.optimizers.row_table import RowTable
+from mpikv.optimizers.states import ROWS, check_rows, join_rows, slice_rows
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.named import Spaces
 

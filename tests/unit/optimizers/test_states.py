@@ -16,17 +16,9 @@ import pytest
 
 from mpikv import optimizers
 from mpikv.errors import StatesFileError, UnsupportedError
-from mpikv.optimizers import states
-from mpikv.optimizers.states import (
-    Part,
-    StatesFile,
-    join_states,
-    load_states,
-    parts_from_bytes,
-    parts_to_bytes,
-    save_states,
-    slice_state,
-)
+from mpikv.optimizers import states_file
+from mpikv.optimizers.states import Part, join_states, slice_state
+from mpikv.optimizers.states_file import StatesFile, load_states, parts_from_bytes, parts_to_bytes, save_states
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -50,7 +42,7 @@ def equal_parts(a: Part, b: Part) -> bool:
 
 def equal_files(a: StatesFile, b: StatesFile) -> bool:
     return (
-        (a.optimizer, a.meta, list(a.entries)) == (b.optimizer, b.meta, list(b.entries))
+        (a.meta, list(a.entries)) == (b.meta, list(b.entries))
         and [type(key) for key in a.entries] == [type(key) for key in b.entries]
         and all(equal_parts(entry, b.entries[key]) for key, entry in a.entries.items())
     )
@@ -70,13 +62,11 @@ def example(small: bool = False) -> StatesFile:
         odd = [np.arange(6).reshape(2, 3)[:, ::-1], np.array(3.5), np.zeros((0, 2)), np.float32(0.1), np.array([True])]
         odd += [np.ones(3, ml_dtypes.bfloat16), np.array(2, np.uint64)]
         parts.append(whole("odd", (0,), np.uint8, {"t": 1, **{str(i): value for i, value in enumerate(odd)}}))
-    return StatesFile(
-        {part.key: part for part in parts}, {"name": "adam", "attributes": {"wd": 0.5}}, {"epoch": 3, "note": "ä"}
-    )
+    return StatesFile({part.key: part for part in parts}, {"epoch": 3, "note": "ä"})
 
 
 def save(path, file: StatesFile) -> None:
-    save_states(path, file.entries.values(), optimizer=file.optimizer, meta=file.meta)
+    save_states(path, file.entries.values(), meta=file.meta)
 
 
 def saved(path: pathlib.Path, file: StatesFile) -> bytes:
@@ -155,7 +145,7 @@ def test_every_truncation(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("flip", [0x01, 0x20, 0x80, 0xFF])
 def test_every_flipped_byte(flip: int, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "states"
-    file = StatesFile(example(small=True).entries, None, {"epoch": 3, "note": "ä"})
+    file = StatesFile(example(small=True).entries, {"epoch": 3, "note": "ä"})
     content = saved(path, file)
     noticed = 0
     with warnings.catch_warnings():
@@ -293,7 +283,6 @@ FOREIGN = {
     "array that is not there": rewritten(header=set_in("records", 0, "state", "momentum", {"array": 1})),
     "array numbered below": rewritten(header=set_in("records", 0, "state", "momentum", {"array": -1})),
     "meta": rewritten(header=set_in("meta", 3)),
-    "optimizer": rewritten(header=set_in("optimizer", "sgd")),
 }
 
 
@@ -358,7 +347,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(states.os, "fsync", full)
+    monkeypatch.setattr(states_file.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save(path, example(small=True))
     assert path.read_bytes() == before
