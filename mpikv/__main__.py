@@ -17,7 +17,7 @@ from mpikv.commands.bench.options import add_parser as add_bench
 from mpikv.commands.bench.start import Parser
 from mpikv.commands.launch.options import add_launch, add_submit
 from mpikv.commands.plan.options import add_parser as add_plan
-from mpikv.commands.records_options import add_parser as add_records
+from mpikv.commands.records_command import add_parser as add_records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

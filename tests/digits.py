@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mpikv.data import images
+from mpikv.data import mnist
 
 
 def write(directory: Path) -> Path:
     """1500 training and 297 test images into the directory, the same wherever the tests run; the directory."""
-    data = images._digits()
+    data = mnist._digits()
     for name, array in (
         ("train-images-idx3-ubyte", data.train_x[:, 0]),
         ("train-labels-idx1-ubyte", data.train_y),

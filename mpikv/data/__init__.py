@@ -1,13 +1,11 @@
 """Data for the workers: reading files of it, splitting an epoch or a batch, and loading batches."""
 
 from mpikv.data.cifar import Cifar10, Cifar100
-from mpikv.data.datasets import ArrayDataset, Mnist
-from mpikv.data.idx import open_idx, read_idx
+from mpikv.data.datasets import ArrayDataset
 from mpikv.data.image_records import ImageHeader, ImageRecords, decode_image, pack, unpack
-from mpikv.data.images import Images, load_images
 from mpikv.data.loader import DataLoader
-from mpikv.data.record_file import RecordFile
-from mpikv.data.record_writer import RecordWriter, write_records
+from mpikv.data.mnist import Images, Mnist, load_images, open_idx, read_idx
+from mpikv.data.record_file import RecordFile, RecordWriter, write_records
 from mpikv.data.recordio import DamagedRecord
 from mpikv.data.split import SplitSampler, split_and_load, split_data
 

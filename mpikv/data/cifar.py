@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from mpikv.common import checks
 from mpikv.common.files import check_regular
-from mpikv.data.datasets import ArrayDataset
-from mpikv.data.rows import Rows
+from mpikv.data.datasets import ArrayDataset, Rows
 from mpikv.runtime.abort import tells
 
 _IMAGE = (3, 32, 32)

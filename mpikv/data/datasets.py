@@ -1,23 +1,70 @@
-"""`ArrayDataset`: arrays whose first axes belong together, or one part of them; and MNIST's files as one.
+"""`ArrayDataset`: arrays whose first axes belong together, or one part of them.
 
 The arrays stay where they are: of memory-mapped ones only the rows of a batch are copied, so a worker's own memory does
 not grow with the data set. (What Linux shows as resident counts mapped pages too, as long as nobody needs the memory.)
+
+Part p of P of n examples is one piece of them in their order, and the first n % P parts are longer by one: the rule of
+`numpy.array_split`, and of `SplitSampler` with 'uneven'. The parts are disjoint and together all; with fewer examples
+than parts the last ones are empty.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from mpikv.common import checks
-from mpikv.data.idx import open_idx
-from mpikv.data.parts import bounds, check_part
-from mpikv.data.rows import Rows
 from mpikv.runtime.abort import tells
+
+
+def check_part(num_parts: int, part_index: int) -> tuple[int, int]:
+    """Return both as ints. TypeError for what is no whole number, ValueError unless 0 <= part_index < num_parts."""
+    num_parts = checks.whole("num_parts", num_parts, 1)
+    part_index = checks.whole("part_index", part_index)
+    if part_index >= num_parts:
+        raise ValueError(f"part_index must be in 0..{num_parts - 1}, as num_parts is {num_parts}; got {part_index}")
+    return num_parts, part_index
+
+
+def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
+    """Return the number of the part's first example, and of the one behind its last."""
+    whole, rest = divmod(n, num_parts)
+    begin = whole * part_index + min(part_index, rest)
+    return begin, begin + whole + (part_index < rest)
+
+
+class Rows:
+    """Several arrays, one after another along their first axis, used as one without copying them together.
+
+    So the five files of CIFAR-10's training images are one memory-mapped array.
+
+    arrays: of the same shape but for the first axis, and of the same dtype. dtype: what the rows become when they are
+    taken; None leaves theirs.
+    """
+
+    def __init__(self, arrays: Sequence[NDArray[Any]], dtype: DTypeLike | None = None) -> None:
+        # Without the class `memmap`, which every slice of it would have, too.
+        self._arrays = [np.asarray(array) for array in arrays]
+        self._starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        self._dtype = self._arrays[0].dtype if dtype is None else np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def take(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the rows of these numbers: numbers (n,), 0 to length - 1; result (n, ...), in memory of its own."""
+        if len(self._arrays) == 1:
+            return self._arrays[0][numbers].astype(self._dtype, copy=False)
+        found = np.empty((len(numbers), *self._arrays[0].shape[1:]), self._dtype)
+        source = np.searchsorted(self._starts, numbers, side="right") - 1
+        for number in np.unique(source):
+            mine = source == number
+            found[mine] = self._arrays[number][numbers[mine] - self._starts[number]]
+        return found
 
 
 class ArrayDataset:
@@ -74,46 +121,6 @@ class ArrayDataset:
             raise IndexError(f"example {indices[outside][0]} of {n}{where}")
         places = np.where(indices < 0, indices + n, indices) + self._begin
         return tuple(rows.take(places) for rows in self._rows)
-
-
-class Mnist(ArrayDataset):
-    """MNIST's or Fashion-MNIST's images and labels from IDX files: uint8 (1, height, width), and int64.
-
-    directory: with `train-images-idx3-ubyte` and so on (`t10k-...` for train=False). The files are memory-mapped; those
-    packed with gzip (NAME.gz) are unpacked into memory, 47 MB for the training images. Local. Raises FileNotFoundError
-    that names what is missing, ValueError for a damaged file or where images and labels differ in number.
-
-    >>> head = bytes([0, 0, 8, 3]) + np.array([1, 2, 2], '>i4').tobytes()  # one image of 2x2
-    >>> n_bytes = open('train-images-idx3-ubyte', 'wb').write(head + bytes(4))
-    >>> n_bytes = open('train-labels-idx1-ubyte', 'wb').write(bytes([0, 0, 8, 1, 0, 0, 0, 1, 5]))
-    >>> image, label = data.Mnist('.')[0]
-    >>> image.shape, int(label)
-    ((1, 2, 2), 5)
-    """
-
-    @tells
-    def __init__(self, directory: Any, train: bool = True, *, num_parts: int = 1, part_index: int = 0) -> None:
-        folder = Path(checks.path("directory", directory))
-        start = "train" if checks.flag("train", train) else "t10k"
-        images_path, labels_path = (
-            _find(folder, f"{start}-{name}") for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
-        )
-        images, labels = open_idx(images_path, ndim=3), open_idx(labels_path, ndim=1)
-        for path, array in ((images_path, images), (labels_path, labels)):
-            if array.dtype != np.uint8:
-                raise ValueError(f"{path}: elements of {array.dtype}, expected uint8")
-        if len(images) != len(labels):
-            raise ValueError(f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels")
-        rows = Rows([images[:, None]]), Rows([labels], np.int64)
-        super().__init__(*rows, num_parts=num_parts, part_index=part_index)
-
-
-def _find(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    what = "" if folder.is_dir() else ": there is no such directory"
-    raise FileNotFoundError(f"{folder}{what}; missing: {name}, or {name}.gz")
 
 
 def _rows(array: Any, number: int) -> Rows:

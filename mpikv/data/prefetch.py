@@ -21,7 +21,7 @@ END_S = 60.0  # a value that takes longer hangs, on a disk that is gone, say, an
 _LOOK_AGAIN_S = 1.0  # a wait looks after the thread so often: it might have been killed with the process's fork
 
 
-class _Shared(Generic[T]):
+class _Queue(Generic[T]):
     """What the thread and the iterator both hold.
 
     The thread does not hold the iterator, so that nobody else need hold it.
@@ -39,7 +39,7 @@ class Prefetch(Iterator[T]):
     """Iterates over the values of `make()`, which a thread calls. ahead >= 1. Only one thread may take values."""
 
     def __init__(self, make: Callable[[], Iterator[T]], ahead: int) -> None:
-        self._shared: _Shared[T] = _Shared()
+        self._shared: _Queue[T] = _Queue()
         self._pid = os.getpid()
         # A daemon, as the interpreter would wait for any other before it lets anybody end it; `finalize` does, at exit
         # too.
@@ -74,7 +74,7 @@ class Prefetch(Iterator[T]):
         self._close()
 
 
-def _run(shared: _Shared[T], make: Callable[[], Iterator[T]], ahead: int) -> None:
+def _run(shared: _Queue[T], make: Callable[[], Iterator[T]], ahead: int) -> None:
     error: BaseException | None = None
     try:
         for value in make():
@@ -94,7 +94,7 @@ def _run(shared: _Shared[T], make: Callable[[], Iterator[T]], ahead: int) -> Non
             shared.changed.notify_all()
 
 
-def _end(shared: _Shared[T], thread: threading.Thread, pid: int) -> None:
+def _end(shared: _Queue[T], thread: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked process has no such thread, and the lock may be held for ever
     with shared.changed:

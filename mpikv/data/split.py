@@ -16,7 +16,6 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -28,6 +27,7 @@ from mpikv.arrays.as_numpy import as_host
 from mpikv.arrays.devices import Device, put, several
 from mpikv.common import checks
 from mpikv.common.checks import shown
+from mpikv.data.datasets import bounds, check_part
 from mpikv.runtime.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]
@@ -79,12 +79,8 @@ class SplitSampler:
         seed: int = 0,
     ) -> None:
         self.length = checks.whole("length", length)
-        self.num_parts = checks.whole("num_parts", num_parts, 1)
-        self.part_index = checks.whole("part_index", part_index)
+        self.num_parts, self.part_index = check_part(num_parts, part_index)
         self.seed = checks.whole("seed", seed, most=None)
-        if self.part_index >= self.num_parts:
-            parts = f"0..{self.num_parts - 1}, as num_parts is {self.num_parts}"
-            raise ValueError(f"part_index must be in {parts}; got {self.part_index}")
         self.shuffle = checks.flag("shuffle", shuffle)
         if last is not None:
             checks.one_of("last", last, _LAST)
@@ -202,10 +198,9 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
             f"{size} examples along axis {batch_axis} (data of shape {tuple(array.shape)}) do not divide into "
             f"{num_slice} equal slices; choose a batch size that is a multiple of {num_slice}, or pass even_split=False"
         )
-    whole, rest = divmod(size, num_slice)
     before = (slice(None),) * (axis % num_axes)
-    ends = [i * whole + min(i, rest) for i in range(num_slice + 1)]
-    return [array[before + (slice(*pair),)] for pair in itertools.pairwise(ends)]  # noqa: RUF005 - not in Python 3.10
+    places = [slice(*bounds(size, num_slice, i)) for i in range(num_slice)]
+    return [array[before + (place,)] for place in places]  # noqa: RUF005 - not in Python 3.10
 
 
 def split_and_load(

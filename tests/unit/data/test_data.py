@@ -1,12 +1,8 @@
-"""Splitting, devices, IDX files and the choice of images: exact values, and the words of each error."""
+"""Splitting data over workers and devices: exact values, and the words of each error."""
 
 from __future__ import annotations
 
-import gzip
-import itertools
-import struct
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +12,7 @@ import pytest
 
 from mpikv.arrays import devices
 from mpikv.arrays.devices import gpu_number
-from mpikv.data import SplitSampler, images, load_images, read_idx, split_and_load, split_data
+from mpikv.data import SplitSampler, split_and_load, split_data
 from mpikv.errors import UnsupportedError
 
 # ---- SplitSampler
@@ -222,162 +218,3 @@ def test_contexts(number: int, active: bool) -> None:
 
     assert devices.has_context(number, lambda _: Driver()) == active
     assert not devices.has_context(number, lambda _: object())
-
-
-# ---- IDX files
-
-CODES = {"u1": 8, "i1": 9, ">i2": 11, ">i4": 12, ">f4": 13, ">f8": 14}
-
-
-def idx_bytes(array: np.ndarray, code: str = "u1") -> bytes:
-    header = struct.pack(f">HBB{array.ndim}I", 0, CODES[code], array.ndim, *array.shape)
-    return header + array.astype(code).tobytes()
-
-
-@pytest.mark.parametrize("code", list(CODES))
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_idx_round_trip(tmp_path: Path, code: str, pack: Any) -> None:
-    array = np.arange(24).reshape(2, 3, 4) - (0 if code == "u1" else 5)
-    (tmp_path / "file").write_bytes(pack(idx_bytes(array, code)))
-    got = read_idx(tmp_path / "file", ndim=3)
-    assert np.array_equal(got, array)
-    assert got.dtype == np.dtype(code).newbyteorder("=")
-    got[0] = 0  # the caller's own memory
-
-
-def test_idx_of_no_elements(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(idx_bytes(np.zeros((0, 28, 28))))
-    assert read_idx(tmp_path / "file").shape == (0, 28, 28)
-
-
-GOOD = idx_bytes(np.arange(6).reshape(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "truncated IDX file: 0 bytes"),
-        (b"\0\0\x08", "truncated IDX file: 3 bytes"),
-        (GOOD[:9], "truncated IDX file: 9 bytes, the header of 2 axes has 12"),
-        (GOOD[:-1], r"truncated IDX file: shape \(2, 3\).*makes 18 bytes; the file has 17"),
-        (GOOD + b"\0", "too long IDX file"),
-        (b"PNG, or so", "not an IDX file: it starts with 50 4e 47 2c"),
-        (b"\0\0\x07\x01" + GOOD[4:], "not an IDX file"),
-        (struct.pack(">HBB3I", 0, 8, 3, *(2**32 - 1,) * 3), "the array has 3 axes, expected 2"),
-        (struct.pack(">HBB2I", 0, 8, 2, *(2**32 - 1,) * 2), "truncated IDX file"),
-        (gzip.compress(GOOD)[:-4], "damaged or truncated gzip file"),
-        (gzip.compress(GOOD)[:12] + b"\xff" * 20, "damaged or truncated gzip file"),
-        (b"\x1f\x8b not gzip", "damaged or truncated gzip file"),
-        (gzip.compress(GOOD[:-1]), "truncated IDX file.*the file has 17"),
-        (gzip.compress(GOOD + b"\0"), "too long IDX file.*the file has more"),
-        (gzip.compress(struct.pack(">HBB2I", 0, 8, 2, *(2**32 - 1,) * 2)), "truncated IDX file"),
-        (gzip.compress(b"PNG, or so"), "not an IDX file: it starts with 50 4e 47 2c"),
-    ],
-    ids=itertools.count(),  # a gzip file holds the time, and a test's name must be the same in each process
-)
-def test_damaged_idx(tmp_path: Path, content: bytes, words: str) -> None:
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"file: .*{words}"):
-        read_idx(tmp_path / "file", ndim=2)
-
-
-def test_gzip_is_unpacked_no_further_than_the_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB of zeros are 64 KiB here."""
-    (tmp_path / "file").write_bytes(gzip.compress(GOOD + bytes(1 << 26)))
-    read = []
-
-    class Counting(gzip.GzipFile):
-        def read(self, size: int | None = -1) -> bytes:
-            data = super().read(size)
-            read.append(len(data))
-            return data
-
-    monkeypatch.setattr(gzip, "GzipFile", Counting)
-    with pytest.raises(ValueError, match="too long IDX file"):
-        read_idx(tmp_path / "file", ndim=2)
-    assert sum(read) < 4096
-
-
-# ---- images
-
-NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-
-
-def write_images(directory: Path, **changed: np.ndarray) -> None:
-    arrays = {
-        "train_x": np.full((5, 28, 28), 3),
-        "train_y": np.arange(5),
-        "test_x": np.full((2, 28, 28), 4),
-        "test_y": np.arange(2),
-    }
-    for i, (name, array) in enumerate(zip(NAMES, (arrays | changed).values(), strict=True)):
-        raw = idx_bytes(array)
-        (directory / (name + (".gz" if i % 2 else ""))).write_bytes(gzip.compress(raw) if i % 2 else raw)
-
-
-def test_images_from_files(tmp_path: Path) -> None:
-    write_images(tmp_path)
-    got = load_images(tmp_path)
-    assert got.train_x.shape == (5, 1, 28, 28)
-    assert got.test_x.shape == (2, 1, 28, 28)
-    assert got.train_x.dtype == np.uint8
-    assert (got.train_x == 3).all()
-    assert (got.test_x == 4).all()
-    assert got.train_y.tolist() == [0, 1, 2, 3, 4]
-    assert got.test_y.tolist() == [0, 1]
-    assert got.source == f"5 training and 2 test images from {tmp_path}"
-
-
-def test_debian_directory_comes_before_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "DEBIAN_DIR", tmp_path)
-    write_images(tmp_path)
-    assert str(tmp_path) in load_images().source
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    write_images(tmp_path)
-    (tmp_path / NAMES[0]).unlink()
-    (tmp_path / (NAMES[3] + ".gz")).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"missing: {NAMES[0]}\[.gz\], {NAMES[3]}\[.gz\]$"):
-        load_images(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no such directory"):
-        load_images(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"train_y": np.arange(4)}, "has 5 images, but .* has 4 labels"),
-        ({"train_x": np.zeros((5, 8, 8))}, r"images of uint8, \(8, 8\) pixels"),
-        ({"test_y": np.array([1, 10])}, "labels from 1 to 10; expected 0 to 9"),
-        ({"test_x": np.zeros((2, 784))}, "2 axes, expected 3"),
-        ({"test_x": np.zeros((0, 28, 28)), "test_y": np.zeros(0)}, "has no images"),
-    ],
-)
-def test_files_that_do_not_fit(tmp_path: Path, changed: dict[str, np.ndarray], words: str) -> None:
-    write_images(tmp_path, **changed)
-    with pytest.raises(ValueError, match=words):
-        load_images(tmp_path)
-
-
-def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("sklearn.datasets")
-    monkeypatch.setattr(images, "DEBIAN_DIR", tmp_path)
-    got = load_images()
-    assert got.train_x.shape == (1500, 1, 28, 28)
-    assert got.test_x.shape == (297, 1, 28, 28)
-    assert got.train_x.dtype == np.uint8
-    small = datasets.load_digits().images
-    assert np.array_equal(got.train_x[7, 0, 3:26:3, 3:26:3], np.rint(small[7] * 15.9375))
-    assert got.train_x[:, 0, [0, 1, 26, 27]].max() == 0
-    assert got.train_x.max() == 255
-    assert np.bincount(got.test_y, minlength=10).min() > 20
-    assert "scikit-learn's handwritten digits" in got.source
-
-
-def test_nothing_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "DEBIAN_DIR", tmp_path)
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UnsupportedError, match=r"dataset-fashion-mnist.*pip install scikit-learn"):
-        load_images()

@@ -1,47 +1,25 @@
-"""Arrays, MNIST's and CIFAR's files as data sets: the values, the parts, the memory, and files that are wrong."""
+"""Arrays, MNIST's and CIFAR's files as data sets: the values, the parts, the memory. Wrong files: test_readers.py."""
 
 from __future__ import annotations
 
 import gzip
 import struct
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpikv.data import ArrayDataset, Cifar10, Cifar100, Mnist, RecordFile, open_idx, read_idx
+from mpikv.data import ArrayDataset, Cifar10, Cifar100, Mnist, RecordFile, load_images, mnist, open_idx, read_idx
 from mpikv.data.recordio import MAGIC
-from mpikv.data.rows import Rows
+from mpikv.errors import UnsupportedError
 
 
 def own_memory_kib() -> int:
     """This process's memory that is no page of a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
-
-
-# ---- Rows
-
-
-@pytest.mark.parametrize("cuts", [[], [3], [1, 1, 6]])
-def test_rows_are_the_joined_array(cuts: list[int]) -> None:
-    whole = np.arange(24).reshape(8, 3)
-    rows = Rows(np.split(whole, cuts), np.float32)
-    assert (len(rows), rows.shape, rows.dtype) == (8, (8, 3), np.float32)
-    for which in (0, -1, np.int64(5), slice(None), slice(6, 1, -2), [7, 0, 0, -8], np.array([], dtype=int)):
-        assert rows[which].tolist() == whole[which].tolist()
-        assert rows[which].dtype == np.float32
-    assert np.array_equal(np.asarray(rows), whole)
-    for bad in (8, -9, [0, 8]):
-        with pytest.raises(IndexError, match=r"row -?\d of 8"):
-            rows[bad]
-    with pytest.raises(TypeError, match="a row is a whole number"):
-        rows[1.5]
-
-
-def test_rows_of_one_kind() -> None:
-    with pytest.raises(ValueError, match="of one shape and dtype"):
-        Rows([np.zeros((2, 3)), np.zeros((2, 4))])
 
 
 # ---- ArrayDataset
@@ -84,34 +62,56 @@ def test_array_dataset_refuses() -> None:
 
 # ---- IDX
 
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+CODES = {"u1": 8, "i1": 9, ">i2": 11, ">i4": 12, ">f4": 13, ">f8": 14}
 
 
-def test_open_idx_maps(tmp_path: Path) -> None:
-    values = np.arange(-4, 20).reshape(2, 3, 4)
-    (tmp_path / "f").write_bytes(struct.pack(">HBB3I", 0, 0x0C, 3, 2, 3, 4) + values.astype(">i4").tobytes())
-    found = open_idx(tmp_path / "f", ndim=3)
-    assert isinstance(found, np.memmap)
-    assert not found.flags.writeable
-    assert np.array_equal(found, values)
-    parts = [open_idx(tmp_path / "f", num_parts=3, part_index=i).tolist() for i in range(3)]
-    assert parts == [[values[0].tolist()], [values[1].tolist()], []]
+def idx_bytes(array: np.ndarray, code: str = "u1") -> bytes:
+    header = struct.pack(f">HBB{array.ndim}I", 0, CODES[code], array.ndim, *array.shape)
+    return header + array.astype(code).tobytes()
+
+
+@pytest.mark.parametrize("code", list(CODES))
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_idx_round_trip(tmp_path: Path, code: str, pack: Any) -> None:
+    array = np.arange(24).reshape(2, 3, 4) - (0 if code == "u1" else 5)
+    (tmp_path / "file").write_bytes(pack(idx_bytes(array, code)))
+    got, mapped = (read(tmp_path / "file", ndim=3) for read in (read_idx, open_idx))
+    assert np.array_equal(got, array)
+    assert np.array_equal(mapped, array)
+    assert got.dtype == np.dtype(code).newbyteorder("=")
+    got[0] = 0  # the caller's own memory
+    if pack is bytes:
+        assert isinstance(mapped, np.memmap)
+        assert not mapped.flags.writeable
+    parts = [open_idx(tmp_path / "file", num_parts=3, part_index=i).tolist() for i in range(3)]
+    assert parts == [[array[0].tolist()], [array[1].tolist()], []]
+
+
+def test_idx_of_no_elements_and_of_no_such_part(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(idx_bytes(np.zeros((0, 28, 28))))
+    assert read_idx(tmp_path / "file").shape == open_idx(tmp_path / "file").shape == (0, 28, 28)
     with pytest.raises(ValueError, match="part_index must be in"):
-        open_idx(tmp_path / "f", num_parts=3, part_index=3)
-    (tmp_path / "f").write_bytes(idx_bytes(np.zeros((0, 28, 28))))
-    assert open_idx(tmp_path / "f").shape == (0, 28, 28)
-    (tmp_path / "f").write_bytes(gzip.compress(idx_bytes(np.arange(3))))
-    assert open_idx(tmp_path / "f").tolist() == [0, 1, 2]
-    for content in (b"", b"\0\0\x08\x01\0\0\0\x04abc", idx_bytes(np.arange(3)) + b"d", b"\0\0\x08\x02abcd"):
-        (tmp_path / "f").write_bytes(content)
-        messages = []
-        for read in (open_idx, read_idx):
-            with pytest.raises(ValueError, match=str(tmp_path / "f")) as caught:
-                read(tmp_path / "f")
-            messages.append(str(caught.value))
-        assert messages[0] == messages[1]
+        open_idx(tmp_path / "file", num_parts=3, part_index=3)
+
+
+def test_gzip_is_unpacked_no_further_than_the_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of zeros are 64 KiB here."""
+    (tmp_path / "file").write_bytes(gzip.compress(idx_bytes(np.zeros((2, 3))) + bytes(1 << 26)))
+    read = []
+
+    class Counting(gzip.GzipFile):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            read.append(len(data))
+            return data
+
+    monkeypatch.setattr(gzip, "GzipFile", Counting)
+    with pytest.raises(ValueError, match="too long IDX file"):
+        read_idx(tmp_path / "file", ndim=2)
+    assert sum(read) < 4096
+
+
+# ---- MNIST
 
 
 def test_mnist(tmp_path: Path) -> None:
@@ -122,13 +122,6 @@ def test_mnist(tmp_path: Path) -> None:
     assert len(found) == 2
     image, label = found[0]
     assert (image.tolist(), int(label), label.dtype) == ([images[3].tolist()], 3, np.int64)
-    with pytest.raises(FileNotFoundError, match=r"missing: t10k-images-idx3-ubyte, or t10k-images-idx3-ubyte\.gz"):
-        Mnist(tmp_path, train=False)
-    with pytest.raises(FileNotFoundError, match="there is no such directory"):
-        Mnist(tmp_path / "elsewhere")
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx_bytes(np.arange(4)))
-    with pytest.raises(ValueError, match=r"ubyte has 5 images, but .*ubyte has 4 labels"):
-        Mnist(tmp_path)
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
@@ -204,44 +197,55 @@ def test_cifar100(tmp_path: Path, below: bool) -> None:
     assert Cifar100(tmp_path, coarse=True).take([0, 1, 2])[1].tolist() == [1, 19, 0]
 
 
-def test_cifar_files_that_are_missing(tmp_path: Path) -> None:
-    for i in range(1, 5):
-        (tmp_path / f"data_batch_{i}.bin").touch()
-    with pytest.raises(
-        FileNotFoundError, match=r"expected there, or in cifar-10-batches-bin there: .*data_batch_5\.bin"
-    ):
-        Cifar10(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no such directory"):
-        Cifar100(tmp_path / "elsewhere")
+# ---- load_images
+
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-@pytest.mark.parametrize("below", [True, False])
-def test_pickled_files_are_not_read(tmp_path: Path, below: bool) -> None:
-    """One line says what to put there instead."""
-    for dataset, folder, name in (
-        (Cifar10, "cifar-10-batches-py", "test_batch"),
-        (Cifar100, "cifar-100-python", "test"),
-    ):
-        place = tmp_path / folder if below else tmp_path
-        place.mkdir(exist_ok=True)
-        (place / name).touch()
-        archive = "cifar-10-binary" if dataset is Cifar10 else "cifar-100-binary"
-        words = rf"^{place} has .*pickled files, which are not read, .*{archive}\.tar\.gz there instead: {name}\.bin$"
-        with pytest.raises(FileNotFoundError, match=words):
-            dataset(tmp_path, train=False)
+def write_images(directory: Path) -> None:
+    arrays = np.full((5, 28, 28), 3), np.arange(5), np.full((2, 28, 28), 4), np.arange(2)
+    for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
+        raw = idx_bytes(array)
+        (directory / (name + (".gz" if i % 2 else ""))).write_bytes(gzip.compress(raw) if i % 2 else raw)
 
 
-@pytest.mark.parametrize("size", [0, 1, 3072, 3074, 2 * 3073 + 3072])
-def test_binary_files_of_a_wrong_size(tmp_path: Path, size: int) -> None:
-    (tmp_path / "test_batch.bin").write_bytes(bytes(size))
-    words = rf"{size} bytes, which is no whole number of records of 3073 bytes .*offset {size // 3073 * 3073}"
-    with pytest.raises(ValueError, match=rf"test_batch\.bin: {words}"):
-        Cifar10(tmp_path, train=False)
+def test_images_from_files(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    got = load_images(tmp_path)
+    assert got.train_x.shape == (5, 1, 28, 28)
+    assert got.test_x.shape == (2, 1, 28, 28)
+    assert got.train_x.dtype == np.uint8
+    assert (got.train_x == 3).all()
+    assert (got.test_x == 4).all()
+    assert got.train_y.tolist() == [0, 1, 2, 3, 4]
+    assert got.test_y.tolist() == [0, 1]
+    assert got.source == f"5 training and 2 test images from {tmp_path}"
 
 
-def test_binary_labels_out_of_range(tmp_path: Path) -> None:
-    (tmp_path / "test_batch.bin").write_bytes(binary_batch(IMAGES[:3], {"labels": [1, 10, 2]}))
-    data = Cifar10(tmp_path, train=False)
-    assert data[0][1] == 1
-    with pytest.raises(ValueError, match=r"test_batch\.bin: labels from 10 to 10; expected 0 to 9"):
-        data[1]
+def test_debian_directory_comes_before_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "DEBIAN_DIR", tmp_path)
+    write_images(tmp_path)
+    assert str(tmp_path) in load_images().source
+
+
+def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    monkeypatch.setattr(mnist, "DEBIAN_DIR", tmp_path)
+    got = load_images()
+    assert got.train_x.shape == (1500, 1, 28, 28)
+    assert got.test_x.shape == (297, 1, 28, 28)
+    assert got.train_x.dtype == np.uint8
+    small = datasets.load_digits().images
+    assert np.array_equal(got.train_x[7, 0, 3:26:3, 3:26:3], np.rint(small[7] * 15.9375))
+    assert got.train_x[:, 0, [0, 1, 26, 27]].max() == 0
+    assert got.train_x.max() == 255
+    assert np.bincount(got.test_y, minlength=10).min() > 20
+    assert "scikit-learn's handwritten digits" in got.source
+
+
+def test_nothing_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist, "DEBIAN_DIR", tmp_path)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UnsupportedError, match=r"dataset-fashion-mnist.*pip install scikit-learn"):
+        load_images()

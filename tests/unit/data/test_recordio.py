@@ -96,39 +96,9 @@ def test_index_of_any_order_is_sorted_by_offset(tmp_path: Path) -> None:
     assert records.offsets().tolist() == [0, 12, 24]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("a\t0", r"line 2: .*expected a key and an offset, two whole numbers"),
-        ("5", "expected a key and an offset"),
-        ("5\t99999999999999999999999", "two whole numbers"),
-        ("5\t6", "key 5 has offset 6; expected a multiple of 4"),
-        ("5\t-4", "key 5 has offset -4"),
-        ("5\t20", "key 5 has offset 20; .* in a file of 24 bytes"),
-        ("0\t12", "key 0 comes twice"),
-        ("5\t0", "offset 0 comes twice"),
-    ],
-)
-def test_bad_index(tmp_path: Path, line: str, words: str) -> None:
-    write_records(tmp_path / "a.rec", [b"a", b"b"])
-    (tmp_path / "a.idx").write_text(f"0\t0\n{line}\n")
-    with pytest.raises(ValueError, match=rf"a\.idx.*{words}"):
-        RecordFile(tmp_path / "a.rec", index=True)
-
-
-def test_an_empty_index_of_a_file_that_is_not(tmp_path: Path) -> None:
-    write_records(tmp_path / "a.rec", [b"a"])
-    (tmp_path / "a.idx").write_text("")
-    with pytest.raises(ValueError, match=r"a\.idx: an empty index, of a file of 12 bytes"):
-        RecordFile(tmp_path / "a.rec", index=True)
-
-
-def test_index_that_points_into_a_record(tmp_path: Path) -> None:
+def test_an_index_that_points_into_a_record_is_skipped_there(tmp_path: Path) -> None:
     write_records(tmp_path / "a.rec", [b"abcdefgh", b"b"])
     (tmp_path / "a.idx").write_text("0\t0\n1\t8\n")
-    records = RecordFile(tmp_path / "a.rec", index=True)
-    with pytest.raises(DamagedRecord, match=r"a\.rec: damaged record at offset 8: no RecordIO head.*index is of anoth"):
-        records[1]
     skipping = RecordFile(tmp_path / "a.rec", index=True, damaged="skip")
     assert list(skipping) == [b"abcdefgh"]
     assert len(skipping) == 1
@@ -358,7 +328,7 @@ def test_there_is_never_an_index_of_another_file(tmp_path: Path, monkeypatch: py
         raise OSError("no space left")
 
     write_records(tmp_path / "a.rec", [b"old"])
-    monkeypatch.setattr("mpikv.data.record_writer.write_index", fail)
+    monkeypatch.setattr("mpikv.data.record_file.write_index", fail)
     with pytest.raises(OSError, match="no space left"):
         write_records(tmp_path / "a.rec", [b"new"])
     assert [file.name for file in tmp_path.iterdir()] == ["a.rec"]
