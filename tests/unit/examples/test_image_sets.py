@@ -7,17 +7,16 @@ import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tarfile
-import zlib
 from pathlib import Path
 
 import cifar_files
 import numpy as np
 import pytest
 from jobs import ROOT
+from PIL import Image
 
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -34,44 +33,19 @@ NAMES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 # ---- scripts/get_cifar10
 
 
-def png(pixels: np.ndarray, filters: list[int]) -> bytes:
-    """An RGB image (rows, columns, 3), each row's bytes as differences by one of PNG's filters."""
-    rows = b""
-    above = np.zeros((pixels.shape[1] + 1, 3), int)
-    for row, kind in zip(pixels, filters, strict=True):
-        here = np.concatenate([np.zeros((1, 3), int), row])
-        left, up, corner = here[:-1], above[1:], above[:-1]
-        estimate = left + up - corner
-        distances = np.stack([abs(estimate - one) for one in (left, up, corner)])
-        paeth = np.choose(distances.argmin(axis=0), [left, up, corner])  # the first where equal
-        predicted = [0, left, up, (left + up) // 2, paeth][kind]
-        rows += bytes([kind]) + ((here[1:] - predicted) % 256).astype(np.uint8).tobytes()
-        above = here
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    packed = zlib.compress(rows)
-    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 2, 0, 0, 0)
-    data = [chunk(b"IDAT", packed[:1000]), chunk(b"IDAT", packed[1000:])]
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(data) + chunk(b"IEND", b"")
-
-
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """Two images in each file, rows by all five filters; tmp_path/expected/NAME.bin: what is to come of them."""
+    """Two images in each file; tmp_path/expected/NAME.bin: what is to come of them."""
     random = np.random.default_rng(1)
     folder, expected = tmp_path / "package", tmp_path / "expected"
     folder.mkdir()
     expected.mkdir()
     labels = {"train": list(range(10)), "test": [7, 3]}
     for i, name in enumerate(NAMES):
-        pixels = random.integers(0, 256, (2, 1024, 3))
-        (folder / f"{name}.png").write_bytes(png(pixels, [[1, 4], [0, 2], [3, 1], [2, 3], [4, 0], [1, 4]][i]))
+        pixels = random.integers(0, 256, (2, 1024, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
         of_file = labels["train"][2 * i : 2 * i + 2] if i < 5 else labels["test"]
-        records = [
-            bytes([label]) + row.T.astype(np.uint8).tobytes() for label, row in zip(of_file, pixels, strict=True)
-        ]
+        records = [bytes([label]) + row.T.tobytes() for label, row in zip(of_file, pixels, strict=True)]
         (expected / f"{name}.bin").write_bytes(b"".join(records))
     for kind, values in labels.items():
         (folder / f"{kind}_lables.json").write_text(json.dumps(values))
@@ -146,11 +120,13 @@ def test_a_package_that_is_none(package: Path, tmp_path: Path) -> None:
     wrong("train_lables.json has 1 more labels")
     (package / "train_lables.json").write_text(json.dumps(list(range(10))))
     whole = (package / "data_batch_4.png").read_bytes()
-    for damaged, words in ((whole[:-100], "not fetched to its end"), (whole[8:], "is no PNG file")):
+    changed = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]
+    for damaged in (whole[:-100], whole[8:], changed, b""):
         (package / "data_batch_4.png").write_bytes(damaged)
-        wrong("data_batch_4.png", words)
-    (package / "data_batch_4.png").write_bytes(png(np.zeros((2, 32, 3), int), [0, 0]))
-    wrong("expected 1024 RGB pixels", "found 32")
+        wrong("data_batch_4.png is no PNG file, is damaged, or was not fetched to its end")
+    for mode, size in (("RGB", (32, 2)), ("L", (1024, 2))):
+        Image.new(mode, size).save(package / "data_batch_4.png")
+        wrong("expected 1024 RGB pixels", f"found {size[0]} of the kind {mode}")
     (package / "data_batch_4.png").unlink()
     wrong("data_batch_4.png", "No such file")
 
