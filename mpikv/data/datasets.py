@@ -3,9 +3,9 @@
 The arrays stay where they are: of memory-mapped ones only the rows of a batch are copied, so a worker's own memory does
 not grow with the data set. (What Linux shows as resident counts mapped pages too, as long as nobody needs the memory.)
 
-Part p of P of n examples is one piece of them in their order, and the first n % P parts are longer by one: the rule of
-`numpy.array_split`, and of `SplitSampler` with 'uneven'. The parts are disjoint and together all; with fewer examples
-than parts the last ones are empty.
+Part p of P of n examples is consecutive ones, and the first n % P parts are longer by one: the rule of
+`numpy.array_split`, and of `SplitSampler` with 'uneven'. Each example is in one part; with fewer examples than parts
+the last parts are empty.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class ArrayDataset:
     Of a single array it is the row itself.
 
     arrays: one or more of equal length, (n, ...): NumPy arrays, memory maps, anything else that `numpy.asarray` takes.
-    num_parts >= 1, 0 <= part_index < num_parts: take that part only, one piece of the n rows; the first n % num_parts
-    parts have one row more. Local. Raises ValueError where the lengths differ.
+    num_parts >= 1, 0 <= part_index < num_parts: take that part only, consecutive ones of the n rows; the first
+    n % num_parts parts have one row more. Local. Raises ValueError where the lengths differ.
 
     >>> dataset = data.ArrayDataset(np.arange(6).reshape(3, 2), np.array([7, 8, 9]))
     >>> len(dataset), dataset.take([0, 2])

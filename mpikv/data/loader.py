@@ -1,8 +1,8 @@
 """`DataLoader`: batches of a data set as NumPy arrays, in a sampler's order, made ahead by a thread.
 
 An epoch's order is the sampler's; its batches are taken from it one after another. So which examples a batch has is
-known without loading any, and an epoch can be taken up in its middle: `state` says how many batches were handed out,
-and `load_state` goes on behind them without reading them again.
+known without loading any, and an epoch can be taken up in its middle: `state` says how many batches the loop has
+had, and `load_state` goes on behind them without reading them again.
 
 Words and the meaning of `last` are those of gluon's DataLoader (`last_batch` there). Memory: `prefetch` + 1 batches,
 one more in the caller's hands, and 8 bytes for each example of the epoch.
@@ -84,7 +84,7 @@ class DataLoader:
         self._batchify = batchify_fn
         self.epoch = 0
         self._start = 0
-        self._batches = 0  # handed out of this epoch
+        self._batches = 0  # of this epoch that the loop has had
         self._resumed = False  # whether the next iteration goes on behind them
         self._before: list[int] = []  # what this epoch begins with, left over by an earlier one
         self._after: list[int] | None = None  # what this epoch left over, once it has come to its end
@@ -135,7 +135,7 @@ class DataLoader:
         """Return where the loader is, as plain numbers, strings and lists, so that JSON or a checkpoint can keep it.
         Local.
 
-        Batches count when they are handed out, not when they are loaded. The state belongs to this worker; where all
+        Batches count when the loop gets them, not when they are loaded. The state belongs to this worker; where all
         workers take their examples by SplitSampler and `last` is not 'rollover', the state of one is good for all.
 
         >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2)

@@ -74,7 +74,7 @@ def open_idx(
 ) -> NDArray[Any]:
     """Return the array in the file, memory-mapped and read-only: what is used is read from the file then.
 
-    num_parts >= 1, 0 <= part_index < num_parts: take one piece of it along the first axis, as `ArrayDataset` does.
+    num_parts >= 1, 0 <= part_index < num_parts: take that part along the first axis, as `ArrayDataset` does.
     ndim and errors: as of `read_idx`. Local.
 
     Elements of several bytes are big-endian, as they are in the file. A file packed with gzip cannot be mapped and is

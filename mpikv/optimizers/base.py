@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Declared):
-    """Base of all optimizers. Its attributes are plain and may be changed at any time; each new value is checked.
+    """Base of all optimizers. Its attributes may be changed at any time; each new value is checked.
 
     `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, where t counts the updates of the key;
     `learning_rate` is not used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands

@@ -1,7 +1,7 @@
 """A text that tells whether two ranks hold the same function of the user's.
 
 Functions cannot be compared, and ranks run the same program, so the text is the function's name with a digest of what
-it does: its bytecode, the names and constants in it, its default values, and the plain values it has closed over. Two
+it does: its bytecode, the names and constants in it, its default values, and the simple values it has closed over. Two
 lambdas on one line differ, a learning rate captured from another command line shows, memory addresses and file paths do
 not count. What a function reads from global variables, and arrays it has closed over, are not looked at.
 """
@@ -13,45 +13,45 @@ import hashlib
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def identity(function: object) -> str:
     """module:name#digest of any callable; without the digest where there is no Python code to look at. Local."""
     if isinstance(function, functools.partial):
-        arguments = [_plain(value) for value in (*function.args, *sorted(function.keywords.items()))]
+        arguments = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
         return f"partial({identity(function.func)}, {', '.join(arguments)})"
     if isinstance(function, MethodType):
-        return f"{identity(function.__func__)} of {_plain(function.__self__)}"
+        return f"{identity(function.__func__)} of {_text(function.__self__)}"
     if isinstance(function, FunctionType):
-        parts = [*_code(function.__code__), *(_plain(value) for value in function.__defaults__ or ())]
-        parts += [_plain(item) for item in sorted((function.__kwdefaults__ or {}).items())]
+        parts = [*_code(function.__code__), *(_text(value) for value in function.__defaults__ or ())]
+        parts += [_text(item) for item in sorted((function.__kwdefaults__ or {}).items())]
         parts += [_cell(cell) for cell in function.__closure__ or ()]
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         return f"{function.__module__}:{function.__qualname__}#{digest}"
-    return _plain(function)
+    return _text(function)
 
 
 def _code(code: CodeType) -> list[str]:
     parts = [code.co_code.hex(), *code.co_names]
     for constant in code.co_consts:
-        parts += _code(constant) if isinstance(constant, CodeType) else [_plain(constant)]
+        parts += _code(constant) if isinstance(constant, CodeType) else [_text(constant)]
     return parts
 
 
 def _cell(cell: Any) -> str:
     try:
-        return _plain(cell.cell_contents)
+        return _text(cell.cell_contents)
     except ValueError:  # a variable that is not assigned yet
         return "empty"
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, _PLAIN):
+def _text(value: Any) -> str:
+    if isinstance(value, _SIMPLE):
         return repr(value)
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(_plain(item) for item in value)})"
+        return f"({', '.join(_text(item) for item in value)})"
     if isinstance(value, frozenset):
-        return f"{{{', '.join(sorted(_plain(item) for item in value))}}}"
+        return f"{{{', '.join(sorted(_text(item) for item in value))}}}"
     named = value if isinstance(value, (type, FunctionType)) or hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"

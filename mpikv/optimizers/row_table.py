@@ -6,12 +6,12 @@ optimizer's formula on them as it would on a whole value, and puts them back (*l
 that were not pushed keep their values and their states, and nothing decays them. "t" counts the updates of the key, not
 those of a row. Only optimizers whose `updates_rows` is True can do that.
 
-Where a row lies: the ids are sorted in an array, their places beside them; new rows come at the end. Where all rows of
-the part exist, that is left out.
+Where a row lies: the ids are sorted in an array, their positions beside them; new rows come at the end. Where all rows
+of the part exist, that is left out.
 
 Cost: memory for the rows that exist and up to half as much again; 16 bytes for each id, twice with an optimizer that
 has states. An update copies the pushed rows and their states out and in, and looks each id up among all by halving;
-where ids are new, all ids are copied. Known to nobody else: no message, no lock.
+where ids are new, all ids are copied. It sends no message and takes no lock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo
 
 
-class Places:
-    """Where in some arrays each of a set of rows lies: the rows' ids, sorted, and the place of each."""
+class Positions:
+    """The positions of rows in arrays: the rows' ids, sorted, and the position of each."""
 
     def __init__(self, ids: Ids) -> None:
         self._ids, self._at = ids, np.arange(ids.size)
@@ -49,11 +49,11 @@ class Places:
         return self._ids.nbytes + self._at.nbytes
 
     def in_order(self) -> tuple[Ids, HostArray]:
-        """All ids, sorted, and their places."""
+        """All ids, sorted, and their positions."""
         return self._ids, self._at
 
     def find(self, ids: Ids) -> HostArray:
-        """The places of these, -1 for those that are not there."""
+        """The positions of these, -1 for those that are not there."""
         if not self.count:
             return np.full(ids.size, -1)
         near = np.minimum(np.searchsorted(self._ids, ids), self.count - 1)
@@ -61,18 +61,18 @@ class Places:
         return found
 
     def add(self, ids: Ids) -> tuple[HostArray, HostArray]:
-        """The places of these, which are sorted, and which of them are new; those come behind all others."""
-        places = self.find(ids)
-        new = np.flatnonzero(places < 0)
+        """The positions of these, which are sorted, and which of them are new; those come behind all others."""
+        positions = self.find(ids)
+        new = np.flatnonzero(positions < 0)
         if new.size:
-            places[new] = np.arange(self.count, self.count + new.size)
+            positions[new] = np.arange(self.count, self.count + new.size)
             before = np.searchsorted(self._ids, ids[new])
-            self._at = np.insert(self._at, before, places[new])
+            self._at = np.insert(self._at, before, positions[new])
             self._ids = np.insert(self._ids, before, ids[new])
-        return places, new
+        return positions, new
 
 
-def _with_room(array: HostArray, n_rows: int) -> HostArray:
+def _grown(array: HostArray, n_rows: int) -> HostArray:
     """The array, or a longer one that begins with its rows."""
     if len(array) >= n_rows:
         return array
@@ -98,31 +98,31 @@ class RowTable:
 
     def replace(self, ids: Ids, rows: HostArray) -> None:
         """The value becomes these rows, whose arrays become the table's; ids sorted and once each."""
-        self._places = None if ids.size == self.end - self.begin else Places(ids)
+        self._positions = None if ids.size == self.end - self.begin else Positions(ids)
         self._values = rows
 
     def rows(self, ids: Ids) -> HostArray:
         """A copy of these rows, in any order."""
-        if self._places is None:
+        if self._positions is None:
             return self._values[ids - self.begin]
-        places = self._places.find(ids)
+        positions = self._positions.find(ids)
         found = np.zeros((ids.size, self.columns), self.info.dtype)
-        there = places >= 0
-        found[there] = self._values[places[there]]
+        there = positions >= 0
+        found[there] = self._values[positions[there]]
         return found
 
     def _put(self, ids: Ids, rows: HostArray) -> None:
-        if self._places is None:
+        if self._positions is None:
             self._values[ids - self.begin] = rows
             return
-        places, _ = self._places.add(ids)
-        self._values = _with_room(self._values, self._places.count)
-        self._values[places] = rows
+        positions, _ = self._positions.add(ids)
+        self._values = _grown(self._values, self._positions.count)
+        self._values[positions] = rows
 
     @property
     def n_rows(self) -> int:
         """How many rows exist."""
-        return self.end - self.begin if self._places is None else self._places.count
+        return self.end - self.begin if self._positions is None else self._positions.count
 
     @property
     def n_state_rows(self) -> int:
@@ -133,8 +133,8 @@ class RowTable:
     def held_bytes(self) -> int:
         """The memory of all of it."""
         arrays = [self._values, *self._states.values()]
-        places = [one for one in (self._places, self._touched) if one is not None]
-        return sum(array.nbytes for array in arrays) + sum(one.nbytes for one in places)
+        positions = [one for one in (self._positions, self._touched) if one is not None]
+        return sum(array.nbytes for array in arrays) + sum(one.nbytes for one in positions)
 
     # --- updates
 
@@ -153,17 +153,17 @@ class RowTable:
             return
         weight = self.rows(ids)
         flat = weight.reshape(-1)
-        places, new = self._touched.add(ids)
+        positions, new = self._touched.add(ids)
         state = owner.update(
             self.info,
             flat,
             (total.reshape(-1),),
             attributes,
-            self._taken(optimizer, weight, places, new),
+            self._taken(optimizer, weight, positions, new),
             factor=factor,
         )
         assert state is not None
-        self._keep(optimizer, state, places)
+        self._keep(optimizer, state, positions)
         self._put(ids, weight)
 
     def _note(self, ids: Ids) -> None:
@@ -175,7 +175,7 @@ class RowTable:
             self._changed.append((self._updates, ids))
 
     def _existing(self) -> Ids:
-        return np.arange(self.begin, self.end) if self._places is None else self._places.in_order()[0]
+        return np.arange(self.begin, self.end) if self._positions is None else self._positions.in_order()[0]
 
     def changed(self, watcher: int) -> Ids:
         """The rows that were changed since this watcher, a number, has asked last; none when it asks first.
@@ -197,23 +197,23 @@ class RowTable:
             self._forget_states()
 
     def _forget_states(self) -> None:
-        self._touched = Places(np.empty(0, np.int64))
+        self._touched = Positions(np.empty(0, np.int64))
         self._numbers: State | None = None  # what of the state is no array; None before the first update
-        self._states: dict[str, HostArray] = {}  # by the places of the rows
+        self._states: dict[str, HostArray] = {}  # by the positions of the rows
 
-    def _taken(self, optimizer: Optimizer, weight: HostArray, places: HostArray, new: HostArray) -> State | None:
+    def _taken(self, optimizer: Optimizer, weight: HostArray, positions: HostArray, new: HostArray) -> State | None:
         """The state of these rows, as of one value; those that were never pushed have their first state."""
         if self._numbers is None:
             return None
         first = optimizer.init(weight[new].reshape(-1))
         state = dict(self._numbers)
         for name, array in self._states.items():
-            array = self._states[name] = _with_room(array, self._touched.count)  # noqa: PLW2901
-            array[places[new]] = first[name].reshape(new.size, self.columns) if name in first else 0
-            state[name] = array[places].reshape(-1)
+            array = self._states[name] = _grown(array, self._touched.count)  # noqa: PLW2901
+            array[positions[new]] = first[name].reshape(new.size, self.columns) if name in first else 0
+            state[name] = array[positions].reshape(-1)
         return state
 
-    def _keep(self, optimizer: Optimizer, state: State, places: HostArray) -> None:
+    def _keep(self, optimizer: Optimizer, state: State, positions: HostArray) -> None:
         """Put the new state of these rows back. A change of hyperparameters adds arrays and takes them away."""
         arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
         self._numbers = {name: value for name, value in state.items() if name not in arrays}
@@ -221,13 +221,13 @@ class RowTable:
         for name, value in arrays.items():
             if name not in self._states:
                 self._states[name] = self._first_states(optimizer, name, value.dtype)
-            self._states[name][places] = value.reshape(places.size, self.columns)
+            self._states[name][positions] = value.reshape(positions.size, self.columns)
 
     def _first_states(self, optimizer: Optimizer, name: str, dtype: np.dtype[Any]) -> HostArray:
         """The array of this name for all rows that were pushed before it was wanted."""
-        ids, places = self._touched.in_order()
+        ids, positions = self._touched.in_order()
         made: HostArray = np.empty((ids.size, self.columns), dtype)
-        made[places] = optimizer.init(self.rows(ids).reshape(-1))[name].reshape(ids.size, self.columns)
+        made[positions] = optimizer.init(self.rows(ids).reshape(-1))[name].reshape(ids.size, self.columns)
         return made
 
     # --- states
@@ -237,9 +237,9 @@ class RowTable:
         self._follow(owner)
         if self._numbers is None:
             return None
-        ids, places = self._touched.in_order()
+        ids, positions = self._touched.in_order()
         state = {**self._numbers, ROWS: ids}
-        state |= {name: array[places].reshape(-1) for name, array in self._states.items()}
+        state |= {name: array[positions].reshape(-1) for name, array in self._states.items()}
         return part_of(self.info, self.begin * self.columns, self.end * self.columns, state)
 
     def take_states(self, owner: Owner, state: State | None) -> None:
@@ -248,7 +248,7 @@ class RowTable:
         self._forget_states()
         if state is None:
             return
-        self._touched = Places(state[ROWS])
+        self._touched = Positions(state[ROWS])
         self._states = {
             name: value.reshape(state[ROWS].size, self.columns).copy()
             for name, value in state.items()

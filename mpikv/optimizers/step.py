@@ -13,7 +13,7 @@ from mpikv.placement.keys import Key
 
 State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
-of elements and plain numbers. What a user's own function keeps may be anything (function.py)."""
+of elements, and numbers. What a user's own function keeps may be anything (function.py)."""
 
 Arrays = Mapping[str, HostArray]
 """The arrays of a state by their names."""

@@ -62,43 +62,26 @@ def test_factor(step: int, factor: float, stop: float) -> None:
     assert [schedule(t) for t in range(1, 41)] == pytest.approx(expected, rel=1e-14)
 
 
-def test_factor_changes_after_a_multiple_of_step() -> None:
-    schedule = FactorScheduler(10, 0.5, base_lr=1.0)
-    assert [schedule(t) for t in (0, 1, 10, 11, 20, 21)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
-
-
-def test_factor_may_start_below_its_floor() -> None:
+# Of each schedule the rates of some updates.
+RATES = [
+    (FactorScheduler(10, 0.5, base_lr=1.0), {0: 1.0, 1: 1.0, 10: 1.0, 11: 0.5, 20: 0.5, 21: 0.25}),
     # As in MXNet the floor holds from the first reduction on.
-    schedule = FactorScheduler(2, 0.5, stop_factor_lr=0.1, base_lr=0.01)
-    assert [schedule(t) for t in (1, 2, 3, 9)] == [0.01, 0.01, 0.1, 0.1]
+    (FactorScheduler(2, 0.5, stop_factor_lr=0.1, base_lr=0.01), {1: 0.01, 2: 0.01, 3: 0.1, 9: 0.1}),
+    (MultiFactorScheduler([5, 8], 0.1, base_lr=1.0), {1: 1.0, 5: 1.0, 6: 0.1, 8: 0.1, 9: 0.01, 10**9: 0.01}),
+    (PolyScheduler(10, 0.3, 2, 0.1), {t: 0.1 + 0.2 * (1 - min(t, 10) / 10) ** 2 for t in (*range(12), 10**6)}),
+    (
+        CosineScheduler(10, 0.3, 0.1),
+        {t: 0.1 + 0.2 * (1 + math.cos(math.pi * min(t, 10) / 10)) / 2 for t in (*range(12), 10**6)},
+    ),
+    # The fall begins at the end of the warm-up.
+    (PolyScheduler(12, 0.3, pwr=1, warmup_steps=4), {4: 0.3, 8: 0.15, 12: 0.0}),
+    (CosineScheduler(12, 0.3, warmup_steps=4), {4: 0.3, 8: 0.15, 12: 0.0}),
+]
 
 
-def test_multi_factor_changes_after_each_step() -> None:
-    schedule = MultiFactorScheduler([5, 8], 0.1, base_lr=1.0)
-    assert [schedule(t) for t in (1, 5)] == [1.0, 1.0]
-    assert [schedule(t) for t in (6, 8)] == [0.1, 0.1]
-    assert schedule(9) == pytest.approx(0.01, rel=1e-15)
-    assert schedule(10**9) == schedule(9)
-
-
-def test_poly_and_cosine_ends() -> None:
-    poly = PolyScheduler(10, 0.3, 2, 0.1)
-    cosine = CosineScheduler(10, 0.3, 0.1)
-    for schedule in (poly, cosine):
-        assert schedule(0) == 0.3
-        assert schedule(10) == pytest.approx(0.1, rel=1e-15)
-        assert schedule(11) == schedule(10) == schedule(10**6)
-    for t in range(11):
-        assert poly(t) == pytest.approx(0.1 + 0.2 * (1 - t / 10) ** 2, rel=1e-15)
-        assert cosine(t) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi * t / 10)) / 2, rel=1e-15)
-
-
-def test_poly_and_cosine_count_from_the_end_of_the_warm_up() -> None:
-    poly = PolyScheduler(12, 0.3, pwr=1, warmup_steps=4)
-    cosine = CosineScheduler(12, 0.3, warmup_steps=4)
-    assert poly(4) == cosine(4) == 0.3
-    assert poly(8) == cosine(8) == pytest.approx(0.15, rel=1e-15)
-    assert poly(12) == 0.0
+@pytest.mark.parametrize(("schedule", "rates"), RATES, ids=repr)
+def test_rates(schedule: Scheduler, rates: dict[int, float]) -> None:
+    assert {t: schedule(t) for t in rates} == pytest.approx(rates, rel=1e-14)
 
 
 @pytest.mark.parametrize(
