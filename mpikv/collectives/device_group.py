@@ -7,7 +7,7 @@ of the group starts all whose time has come. Events of one stream are done in th
 order in which they were asked for, as MPI has to see them. What has been received is in memory before the stream is
 given any work on it.
 
-Only sends and receives reach MPI; values are combined, and brought into this rank's units, in the store's stream.
+Only sends and receives reach MPI; values are combined in the store's stream.
 
 Cost: an event for each message, and the transport's own. While a message waits to be started its generator is asked in
 each step of the engine. Restrictions: the transport takes device memory. It is called in whatever thread steps the
@@ -18,7 +18,7 @@ done, another GPU of the process may be.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,7 @@ from mpikv.transports.base import Group, Transport
 class DeviceGroup(Group):
     """Some ranks of a transport that takes device memory. It moves arrays of one space.
 
-    ratios: what values from a rank of the transport are multiplied by when they have come; those of other ranks are
-    left as they are. waiting: the messages that are not started yet, of this group and those that share it.
+    waiting: the messages that are not started yet, of this group and those that share it.
     """
 
     on_device = True
@@ -43,12 +42,10 @@ class DeviceGroup(Group):
         transport: Transport,
         ranks: Sequence[int],
         space: DeviceSpace,
-        ratios: Mapping[int, float] | None = None,
         waiting: deque[Message] | None = None,
     ) -> None:
         super().__init__(transport, ranks)
         self._space = space
-        self._ratios = ratios or {}
         self._waiting: deque[Message] = deque() if waiting is None else waiting
 
     def isend(self, buf: Any, dest: int, tag: int) -> Request:
@@ -58,19 +55,14 @@ class DeviceGroup(Group):
 
     def irecv(self, buf: Any, source: int, tag: int) -> Request:
         """As `Group.irecv`, behind what the store's stream has been given by now."""
-        rank = self.ranks[source]
-        ratio = self._ratios.get(rank, 1.0)
-        take = None if ratio == 1.0 else lambda: self._space.scale(buf, ratio, buf)
-        return self._begin(self.transport.irecv, buf, rank, tag, take)
+        return self._begin(self.transport.irecv, buf, self.ranks[source], tag)
 
-    def _begin(
-        self, call: Callable[..., Request], buf: Any, rank: int, tag: int, take: Callable[[], None] | None = None
-    ) -> Message:
+    def _begin(self, call: Callable[..., Request], buf: Any, rank: int, tag: int) -> Message:
         def start() -> Request:
             with self._space.here():
                 return call(buf, rank, tag)
 
-        message = Message(self._waiting, self._space.begun(), start, take)
+        message = Message(self._waiting, self._space.begun(), start)
         self._waiting.append(message)
         start_due(self._waiting)
         return message
@@ -83,21 +75,19 @@ class DeviceGroup(Group):
     def part(self, ranks: Sequence[int]) -> DeviceGroup:
         """Some of them. Their messages wait with those of this group."""
         chosen = [self.ranks[rank] for rank in ranks]
-        return DeviceGroup(self.transport, chosen, self._space, self._ratios, self._waiting)
+        return DeviceGroup(self.transport, chosen, self._space, self._waiting)
 
 
 class Message(Waking):
     """A message: a request that is done when the transport's is, which is started when the stream has come so far.
 
-    waiting: those that are not started yet, in their order. take: to be called once it has come.
+    waiting: those that are not started yet, in their order.
     """
 
-    __slots__ = ("_done", "_due", "_request", "_start", "_take", "_waiting")
+    __slots__ = ("_done", "_due", "_request", "_start", "_waiting")
 
-    def __init__(
-        self, waiting: deque[Message], due: Request, start: Callable[[], Request], take: Callable[[], None] | None
-    ) -> None:
-        self._waiting, self._due, self._take = waiting, due, take
+    def __init__(self, waiting: deque[Message], due: Request, start: Callable[[], Request]) -> None:
+        self._waiting, self._due = waiting, due
         self._start: Callable[[], Request] | None = start
         self._request: Request | None = None
         self._done = False
@@ -118,8 +108,6 @@ class Message(Waking):
             start_due(self._waiting)
             if self._request is not None and self._request.test():
                 self._done, self._request = True, None
-                if self._take is not None:
-                    self._take()
         return self._done
 
     def wakes(self, waiter: Waiter) -> bool:

@@ -29,7 +29,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
-from mpikv.collectives.labelled import Comparison
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
@@ -68,9 +68,7 @@ def reduce_scatter(
     terms = []
     for place in range(size):
         term = (values if place == rank else key.array_of(place, VALUES, values.dtype))[own]
-        ratio = 1.0 if place == rank or comparison is None else comparison.ratio(key.said_by(place))
-        term = term.astype(wide, copy=False)
-        terms.append(term if ratio == 1.0 else term * wide.type(ratio))
+        terms.append(term.astype(wide, copy=False))
     if size > 1:
         first, second, *rest = terms
         combine(first, second, out=total)

@@ -9,37 +9,32 @@ the result, and names it and its values to the others (spaces/peers).
 
 Nothing has to be given back between rounds. Ranks read each other's values before the result is complete, nobody ends
 a round before it is complete, and none of its elements changes until all ranks have begun the next round. The same
-holds for what a rank says of its values. What it knows of the labels, its flags, others read until they end the round,
-when it may be in the next one. So flags have two words, for rounds by turns. Who writes to one of them again, two
-rounds later, has ended the round between, which was complete only after all had begun it, and so ended the one before.
+holds for where a rank's values are. The digest of its labels (labels.py), or that it knows of different ones, others
+read until they end the round, when it may be in the next one. So it has two words, for rounds by turns. Who writes to
+one of them again, two rounds later, has ended the round between, which was complete only after all had begun it, and so
+ended the one before.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.labelled import Comparison, Said
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Waiter
 from mpikv.hostmemory.counters import Counters, Reached, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory
 
-# Words of each rank. Where its values are, and where it adds up, and DIGEST and FACTOR, what it says of its values
-# (labelled.py). Then counters: segments of the further ranks' chunks that are added up; that a further rank has updated
-# its chunk; segments of its ring that are in the result; FLAGS, what it knows of the labels, for even and for odd
-# rounds; and from FILLED on, for each ring, segments that its carrier may read.
-VALUES, TOTALS, DIGEST, FACTOR, REDUCED, UPDATED, GATHERED, FLAGS, _, FILLED = range(10)
+# Words of each rank. Where its values are, and where it adds up, and DIGEST, what it says of the labels, for even and
+# for odd rounds. Then counters: segments of the further ranks' chunks that are added up; that a further rank has
+# updated its chunk; segments of its ring that are in the result; and from FILLED on, for each ring, segments that its
+# carrier may read.
+VALUES, TOTALS, DIGEST, _, REDUCED, UPDATED, GATHERED, FILLED = range(8)
 ROUND_BITS = 32  # a round's count stays below
 MOST = (1 << ROUND_BITS) - 1
-FLAGS_BITS = 2
-FLAGS_MASK = (1 << FLAGS_BITS) - 1
-
-
-_AS_FLOAT, _AS_WORD = struct.Struct("=d"), struct.Struct("=Q")
 
 
 def counters_bytes(n_ranks: int) -> int:
@@ -112,7 +107,7 @@ class HostKey:
         self._own: HostArray | None = None
         self._round = 0
         self._comparison: Comparison | None = None
-        self._flags = 0  # as the others may read them
+        self._digest = 0  # as the others may read it
         self._on_count, self._on_wait = on_count, on_wait
 
     @property
@@ -134,11 +129,8 @@ class HostKey:
         """The next round begins: where this rank's values are, and where it adds up, as far as others read there."""
         self._round += 1
         self._comparison = comparison
-        say = self._counters.say
         if comparison is not None:
-            say(DIGEST, comparison.own.digest)
-            say(FACTOR, *_AS_WORD.unpack(_AS_FLOAT.pack(comparison.own.factor)))
-        self._tell_flags(0)
+            self._say_digest(comparison.now)
         self.name(VALUES, values)
         self.name(TOTALS, totals)
 
@@ -146,9 +138,9 @@ class HostKey:
         """Say where an array of this rank's is, as far as others read there."""
         self._counters.say(word, self._arrays.word_of(array) or 0)
 
-    def _tell_flags(self, flags: int) -> None:
-        self._flags = flags
-        self._counters.say(FLAGS + self._round % 2, (self._round << FLAGS_BITS) + flags)
+    def _say_digest(self, digest: int) -> None:
+        self._digest = digest
+        self._counters.say(DIGEST + self._round % 2, digest)
 
     def is_shared(self, array: HostArray) -> bool:
         """Whether the other ranks of the host can read this array."""
@@ -159,24 +151,19 @@ class HostKey:
         dtype = self._wire_dtype if dtype is None else dtype
         return self._arrays.array_of(place, self._counters.said(place, word), self._n_elems, dtype)
 
-    def said_by(self, place: int) -> Said:
-        """What a rank says of its values, where labels are compared; after it has counted something in this round."""
-        (factor,) = _AS_FLOAT.unpack(_AS_WORD.pack(self._counters.said(place, FACTOR)))
-        return Said(self._counters.said(place, DIGEST), factor)
-
     def count(self, word: int, done: int) -> None:
         """Say how much this rank has done in this round, and what it knows of the labels by now."""
         comparison = self._comparison
-        if comparison is not None and comparison.flags != self._flags:
-            self._tell_flags(comparison.flags)
+        if comparison is not None and comparison.now != self._digest:
+            self._say_digest(comparison.now)
         self._counters.count(word, (self._round << ROUND_BITS) + done)
         self._on_count(self.place.counters_bytes)
 
     def counted(self, place: int, word: int) -> int:
-        """How much another rank has done in this round. What it knew of the labels is known here then."""
+        """How much another rank has done in this round. What it says of the labels is compared then."""
         done = self._counters.of(place, word) - (self._round << ROUND_BITS)
         if done > 0 and self._comparison is not None:
-            self._comparison.flags |= self._counters.said(place, FLAGS + self._round % 2) & FLAGS_MASK
+            self._comparison.compare(self._counters.said(place, DIGEST + self._round % 2))
         return min(max(done, 0), MOST)  # the most: it is in a later round
 
     def reached(self, place: int, word: int, done: int) -> bool:

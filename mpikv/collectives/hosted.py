@@ -25,12 +25,12 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
-from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.parts import HERE, Coming, Landing, Parts
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Span, Stage, cut, drive
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Steps, Waiter
-from mpikv.hostmemory.sums import in_order, newest_first, scaled
+from mpikv.hostmemory.sums import in_order, newest_first
 from mpikv.placement.topology import topology
 from mpikv.transports.base import Group
 
@@ -109,15 +109,13 @@ class _Collect(_OnCount):
         segments: Sequence[Span],
         *,
         combine: np.ufunc,
-        comparison: Comparison | None,
         arrive: _Arrive | None,
     ) -> None:
         # What comes first, what is there second, as for messages.
         self._combine = newest_first(combine)
-        self._key, self._segments, self._comparison = key, segments, comparison
+        self._key, self._segments = key, segments
         self._values, self._totals, self._place, self._arrive = values, totals, rings.place, arrive
         self._others = [(rings.place + i) % rings.n_here for i in range(1, rings.n_here)]
-        self._ratios = [1.0] * len(self._others)
         self._word = FILLED + rings.place
         self._ready = 0  # as far as known
         self.count = 0
@@ -131,15 +129,10 @@ class _Collect(_OnCount):
             self._ready = min(counts, default=len(self._segments))
             if self.count >= self._ready:
                 return False
-        if self._comparison is not None and not self.count:
-            self._ratios = [self._comparison.ratio(self._key.said_by(place)) for place in self._others]
         begin, end = self._segments[self.count]
         own = self._values[begin:end]
         total = own if self._values is self._totals else self._totals[begin:end]
-        others = [
-            scaled(self._key.array_of(place, VALUES)[begin:end], ratio)
-            for place, ratio in zip(self._others, self._ratios, strict=True)
-        ]
+        others = [self._key.array_of(place, VALUES)[begin:end] for place in self._others]
         in_order(total, [own, *others], self._combine)
         self.count += 1
         self.done = self.count == len(self._segments)
@@ -283,12 +276,10 @@ def reduce_scatter(
 
         stages.append(_Follow(key, REDUCED, {carrier: through}, None if landed is None else take))
         yield from drive(*stages)
-        if owned and comparison is not None:
-            comparison.units = key.said_by(carrier).factor
         return key.array_of(carrier, TOTALS) if owned else values
     steps = rings.steps(rings.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collect = _Collect(key, rings, values, totals, segments, combine=combine, comparison=comparison, arrive=arrive)
+    collect = _Collect(key, rings, values, totals, segments, combine=combine, arrive=arrive)
     stages.append(collect)
     hosted = [span for _, span in rings.hosted()]
     if rings.short:

@@ -2,7 +2,7 @@
 
 MPI matches its collectives by their order on a communicator, and ranks may push keys in any order. So each key has a
 duplicated communicator of its own, made when the key is initialised; that is what this algorithm costs beyond MPI's
-own price, and MPICH has about 2000 of them. Before each round an MPI_Iallgather of 32 bytes compares the workers'
+own price, and MPICH has about 2000 of them. Before each round an MPI_Iallgather of 8 bytes compares the workers'
 labels. The order of addition is MPI's.
 """
 
@@ -15,7 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.labelled import NOTE_BYTES, Comparison, said_in
+from mpikv.collectives.labelled import NOTE
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.errors import UnsupportedError
 from mpikv.transports.mpi import MpiRequest
@@ -45,15 +46,12 @@ def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
     return own
 
 
-def ratio(comm: MPI.Intracomm, comparison: Comparison) -> Steps[float]:
-    """Tell all ranks what this one says of its values: what they are to be multiplied by before they are added.
-
-    MPI's reductions cannot tell anybody, so this takes an MPI_Iallgather of its own. Collective.
-    """
-    own = np.frombuffer(comparison.own.as_bytes(), np.uint8)
-    notes = np.empty((comm.Get_size(), NOTE_BYTES), np.uint8)
-    yield MpiRequest(comm.Iallgather([own, MPI.BYTE], [notes, MPI.BYTE]), (own, notes))
-    return comparison.ratio_of_all([said_in(note) for note in notes])
+def compare(comm: MPI.Intracomm, comparison: Comparison) -> Steps[None]:
+    """Compare the labels of all ranks. MPI's reductions can tell nobody, so this is an MPI_Iallgather. Collective."""
+    own, digests = np.array([comparison.own], NOTE), np.empty(comm.Get_size(), NOTE)
+    yield MpiRequest(comm.Iallgather([own, MPI.BYTE], [digests, MPI.BYTE]), (own, digests))
+    for digest in digests.tolist():
+        comparison.compare(digest)
 
 
 def reduce_scatter(

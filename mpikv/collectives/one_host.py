@@ -22,11 +22,11 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
-from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.parts import HERE, Coming, Parts
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, Span, cut, drive
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Done, Steps, Waiter, Waking
-from mpikv.hostmemory.sums import in_order, scaled
+from mpikv.hostmemory.sums import in_order
 
 
 def _rows(bounds: Sequence[int], itemsize: int, rank: int) -> Iterator[list[Span]]:
@@ -114,7 +114,7 @@ def reduce_scatter(
             key.count(FILLED, done)
             if values.nbytes > HOST_SEGMENT_BYTES:
                 yield Done()  # let other keys move on, too
-    sources: list[tuple[HostArray, float]] = []
+    sources: list[HostArray] = []
     for done, at in enumerate(range(begin, end, step), 1):
         filled: Waking = key.awaited(others, FILLED, done)
         if telling is not None:
@@ -122,14 +122,9 @@ def reduce_scatter(
         if not filled.test():
             yield filled
         if not sources:
-            for place in range(size):
-                theirs = values if place == rank else key.array_of(place, VALUES)
-                ratio = 1.0
-                if place != rank and comparison is not None:
-                    ratio = comparison.ratio(key.said_by(place))
-                sources.append((theirs, ratio))
+            sources = [values if place == rank else key.array_of(place, VALUES) for place in range(size)]
         part = slice(at, min(at + step, end))
-        in_order(own[part], [scaled(theirs[part], ratio) for theirs, ratio in sources], combine)
+        in_order(own[part], [theirs[part] for theirs in sources], combine)
         if landed is not None:
             landed(own, (part.start, part.stop))
     if telling is not None:

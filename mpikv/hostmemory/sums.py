@@ -37,11 +37,6 @@ def newest_first(combine: Combine) -> Combine:
     return lambda total, source, out: combine(source, total, out=out)
 
 
-def scaled(values: HostArray, ratio: float) -> HostArray:
-    """Values in other units: a copy, or the array itself where they are the same."""
-    return values if ratio == 1.0 else values * values.dtype.type(ratio)
-
-
 def way_of(
     dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
 ) -> Way:

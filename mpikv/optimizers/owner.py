@@ -10,7 +10,6 @@ the attributes of its own round, whatever arrives first.
 from __future__ import annotations
 
 import functools
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,10 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpikv.arrays.reductions import Reduction
 from mpikv.common.checks import shown
 from mpikv.common.labels import PLAIN, Label, label_of
 from mpikv.errors import MpikvError
-from mpikv.optimizers.base import FACTOR, Optimizer
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import in_space
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo
@@ -63,86 +63,7 @@ class Kept:
     @functools.cached_property
     def label(self) -> Label:
         """Made only where somebody compares it: at servers."""
-        return label_of(self.attributes, FACTOR)
-
-
-class AttributeLog:
-    """The worker's side: notices that attributes of its optimizers have changed, and numbers what they changed to.
-
-    Number 0 means: as the optimizer was when it was set.
-    """
-
-    def __init__(self) -> None:
-        self._optimizers: dict[int, Optimizer] = {}
-        self._last: dict[int, tuple[str, int]] = {}
-        self._plain: dict[int, list[Any] | None] = {}
-        self._as_set: dict[int, Label] = {}
-        self._labels: dict[int, Label] = {}
-        self._digests: dict[int, int] = {}
-        self._count = 0
-
-    def watch(self, slot: int, optimizer: Optimizer | None) -> None:
-        """Compare `optimizer` with what it is now, from now on."""
-        self._optimizers.pop(slot, None)
-        if optimizer is not None:
-            self._optimizers[slot] = optimizer
-            self._last[slot] = (self._text(optimizer), 0)
-            self._plain[slot] = _plain(optimizer)
-            self._as_set[slot] = label_of(optimizer.attributes(), FACTOR)
-            self._relabel(slot, self._as_set[slot])
-
-    @staticmethod
-    def _text(optimizer: Optimizer) -> str:
-        return json.dumps(optimizer.attributes(), sort_keys=True)
-
-    def number(self, slot: int) -> tuple[int, dict[str, Any] | None]:
-        """The number to push under, and the attributes where they are new under that number."""
-        optimizer = self._optimizers.get(slot)
-        if optimizer is None:
-            return 0, None
-        text, number = self._last[slot]
-        plain = _plain(optimizer)
-        if plain is not None and plain == self._plain[slot]:
-            return number, None
-        now = self._text(optimizer)
-        self._plain[slot] = plain  # only now: a value that cannot be sent must not pass for what was sent
-        if now == text:
-            return number, None
-        self._count += 1
-        self._last[slot] = (now, self._count)
-        attributes = optimizer.attributes()
-        self._relabel(slot, label_of(attributes, FACTOR))
-        return self._count, attributes
-
-    def _relabel(self, slot: int, label: Label) -> None:
-        self._labels[slot] = label
-        self._digests[slot] = label.digest
-
-    def label(self, slot: int) -> Label:
-        """What the last `number` of a slot stands for."""
-        return self._labels.get(slot, PLAIN)
-
-    def digest(self, slot: int) -> int:
-        """64 bits of that label; 0 where no optimizer is applied."""
-        return self._digests.get(slot, 0)
-
-    def as_set(self, slot: int) -> Label:
-        """The label of a slot whose attributes nobody has changed, which is the same on all workers."""
-        return self._as_set.get(slot, PLAIN)
-
-
-_PLAIN = (type(None), bool, int, float, str)
-
-
-def _plain(optimizer: Optimizer) -> list[Any] | None:
-    """Its attributes as they are now, where they are such that equal ones do the same: no functions, no objects."""
-    values = [getattr(optimizer, name) for name in optimizer.fields]
-    for i, value in enumerate(values):
-        if type(value) is dict:
-            values[i] = dict(value)  # it may be changed in place
-        elif type(value) not in _PLAIN:
-            return None
-    return values
+        return label_of(self.attributes)
 
 
 class Owner:
@@ -155,11 +76,11 @@ class Owner:
     def __init__(self, spaces: Spaces, *, own: bool = True) -> None:
         self._spaces, self._own = spaces, own
         self.states: dict[int, State] = {}  # key id -> state of the part owned here
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: dict[int, Optimizer | None] = {}
         self._slots: dict[int, int] = {}
         self._as_set: dict[int, Kept] = {}
         self._attributes: dict[tuple[int, int], OrderedDict[int, Kept]] = {}
-        self._in_force: dict[int, tuple[AttributesId, float | None]] = {}
+        self._in_force: dict[int, AttributesId] = {}
         # Of keys that were updated as one: by the first one's number their state, and what each key has of it.
         self._joined: dict[int, tuple[State, list[State]]] = {}
 
@@ -175,11 +96,14 @@ class Owner:
         """The optimizer that serves this key, None where the stored value becomes the sum."""
         return self._optimizers.get(self._slots.get(key_id, DEFAULT_SLOT))
 
-    def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
-        """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
-        self._optimizers[slot] = optimizer
-        self._as_set[slot] = Kept(optimizer.attributes())
-        self._in_force[slot] = AS_SET, None
+    def set_optimizer(self, slot: int, optimizer: Optimizer | dict[str, Any], key_ids: list[int]) -> None:
+        """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew.
+
+        A dict: the attributes of one that the workers apply by themselves. Sums become the values of its keys.
+        """
+        self._optimizers[slot] = None if isinstance(optimizer, dict) else optimizer
+        self._as_set[slot] = Kept(optimizer if isinstance(optimizer, dict) else optimizer.attributes())
+        self._in_force[slot] = AS_SET
         self._joined.clear()
         for key_id in key_ids:
             self._slots[key_id] = slot
@@ -208,6 +132,13 @@ class Owner:
         known = not attributes[1] or attributes[1] in self._attributes.get((slot, attributes[0]), {})
         return self._kept(slot, attributes if known else AS_SET).label
 
+    def different(self, key_id: int, pushed: Sequence[tuple[AttributesId, Reduction]]) -> Sequence[Label]:
+        """The labels of what all workers have pushed of this key to a round, where they differ; else none."""
+        if all(one == pushed[0] for one in pushed):
+            return ()
+        labels = [self.label(key_id, attributes)._replace(op=op.name) for attributes, op in pushed]
+        return labels if any(label != labels[0] for label in labels) else ()
+
     def _kept(self, slot: int, attributes: AttributesId) -> Kept:
         worker, number = attributes
         return self._attributes[slot, worker][number] if number else self._as_set[slot]
@@ -218,21 +149,17 @@ class Owner:
         weight: SpaceArray,
         total: SpaceArray,
         attributes: AttributesId,
-        *,
-        factor: float | None = None,
     ) -> None:
         """One round: update `weight`, the owned part of the value (1-D, in place), with the pushed sum.
 
-        total: same length, in the dtype that the key is added in. attributes: those to apply it with. factor: the
-        units of the sum, in place of their `rescale_grad`. Raises what the optimizer raises, with the key noted.
+        total: same length, in the dtype that the key is added in. attributes: those to apply it with. Raises what the
+        optimizer raises, with the key noted.
         """
-        state = self.update(info, weight, (total,), attributes, self.states.get(info.id), factor=factor)
+        state = self.update(info, weight, (total,), attributes, self.states.get(info.id))
         if state is not None:
             self.states[info.id] = state
 
-    def apply_together(
-        self, parts: Sequence[Joined], weight: SpaceArray, total: SpaceArray, *, factor: float | None = None
-    ) -> None:
+    def apply_together(self, parts: Sequence[Joined], weight: SpaceArray, total: SpaceArray) -> None:
         """`apply` for keys whose values lie in one array: those side by side are updated as one where they are alike.
 
         That is: one optimizer, by an elementwise formula that looks at no key, with the same numbers. So many small
@@ -249,10 +176,10 @@ class Owner:
             span = slice(some[0].begin, some[-1].end)
             attributes = (0, some[0].number)
             if len(some) == 1:
-                self.apply(some[0].info, weight[span], total[span], attributes, factor=factor)
+                self.apply(some[0].info, weight[span], total[span], attributes)
             else:
                 joined = self._joined_state(some)
-                state = self.update(some[0].info, weight[span], (total[span],), attributes, joined, factor=factor)
+                state = self.update(some[0].info, weight[span], (total[span],), attributes, joined)
                 if state is not None:
                     self._keep(some, state)
             at = end
@@ -311,8 +238,6 @@ class Owner:
         terms: Sequence[SpaceArray],
         attributes: AttributesId,
         state: State | None,
-        *,
-        factor: float | None = None,
     ) -> State | None:
         """`apply` for an owner that keeps states elsewhere: takes a state (None at first) and returns the new one.
 
@@ -324,11 +249,9 @@ class Owner:
             self._spaces.of(info).copy(weight, total)
             return state
         slot = self.slot_of(info.id)
-        if self._own and self._in_force[slot] != (attributes, factor):
+        if self._own and self._in_force[slot] != attributes:
             optimizer.set_attributes(self._kept(slot, attributes).attributes)
-            if factor is not None:
-                setattr(optimizer, FACTOR, factor)
-            self._in_force[slot] = attributes, factor
+            self._in_force[slot] = attributes
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
                 raise MpikvError(f"{optimizer.name} needs the whole of key {shown(info.key)}, which is cut into shards")

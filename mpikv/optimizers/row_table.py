@@ -138,12 +138,10 @@ class RowTable:
 
     # --- updates
 
-    def update(
-        self, owner: Owner, ids: Ids, total: HostArray, attributes: AttributesId, factor: float | None = None
-    ) -> None:
+    def update(self, owner: Owner, ids: Ids, total: HostArray, attributes: AttributesId) -> None:
         """One round: apply the sum of the pushed rows, in the dtype that the key is added in.
 
-        attributes, factor: see `Owner.apply`. The arrays are given up. Raises what the optimizer raises.
+        attributes: see `Owner.apply`. The arrays are given up. Raises what the optimizer raises.
         """
         self._follow(owner)
         self._note(ids)
@@ -160,7 +158,6 @@ class RowTable:
             (total.reshape(-1),),
             attributes,
             self._taken(optimizer, weight, positions, new),
-            factor=factor,
         )
         assert state is not None
         self._keep(optimizer, state, positions)

@@ -226,7 +226,6 @@ class ServerCore:
             if self.owner.slot_of(shard.info.id) == slot:
                 shard.forget_states()
                 shard.regroup()
-        self.rows.relabel(slot)
         return self._acknowledge(worker, header)
 
     def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> ServerReply:

@@ -72,13 +72,6 @@ class Pool:
         else:
             self._free.setdefault(array.nbytes, []).append(array.view(np.uint8))
 
-    def scaled(self, array: HostArray, ratio: float) -> HostArray:
-        """The array, of floating point numbers, times `ratio`, in new memory; it is given up."""
-        result = self.take(array.size, array.dtype)
-        self._space.scale(array, ratio, result)
-        self.give(array)
-        return result
-
     def refer(self, array: HostArray, give_back: Callable[[], None]) -> None:
         """Note that `array`, this very object, is in somebody else's memory, who gets it back by `give`."""
         self._referred[id(array)] = (array, give_back)

@@ -13,7 +13,6 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.common.labels import Label
 from mpikv.optimizers.owner import AttributesId
 
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
@@ -23,25 +22,24 @@ class PendingUpdate(NamedTuple):
     """What to apply: one array, or two whose sum it is, and the number of the attributes to apply it with.
 
     terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
-    adds block by block, and uses the sum while it is in the cache. labels: those of all workers, where they differ; the
-    terms are then in the units of worker 0's factor, if they can be scaled. op: what they become in place of the sum.
+    adds block by block, and uses the sum while it is in the cache. op: what they become in place of the sum. pushed:
+    what each worker has pushed them under, attributes and reduction, where that must be alike.
     """
 
     terms: Sequence[HostArray]
     attributes: AttributesId
-    labels: Sequence[Label] = ()
     op: Reduction = SUM
+    pushed: Sequence[tuple[AttributesId, Reduction]] = ()
 
 
 class Contribution(NamedTuple):
-    """One worker's gradient (1-D, in the dtype of the sum), the attributes it is pushed under, and their label.
+    """One worker's gradient (1-D, in the dtype of the sum), and the attributes it is pushed under.
 
-    op: what the gradients of a round become; the label names it, too.
+    op: what the gradients of a round become.
     """
 
     gradient: HostArray
     attributes: AttributesId
-    label: Label
     op: Reduction = SUM
 
 
@@ -52,10 +50,6 @@ class Memory(Protocol):
         """Combine two arrays as `how` does, and return the result; both arrays are given up."""
         ...
 
-    def scaled(self, array: HostArray, ratio: float) -> HostArray:
-        """Return the array times `ratio`; the array is given up."""
-        ...
-
 
 class Policy(Protocol):
     """Decides, for one unit, what is applied when."""
@@ -64,10 +58,6 @@ class Policy(Protocol):
 
     def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
         """Take one worker's contribution, which becomes the policy's own."""
-        ...
-
-    def relabel(self, label: Callable[[AttributesId], Label]) -> None:
-        """Another optimizer serves the key now: what is here of a round is taken under its attributes."""
         ...
 
     def regrouped(self, others: Sequence[Any], cut: Cut, count: int) -> Sequence[Policy]:
@@ -82,7 +72,7 @@ class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
 
     Only gradients of the round under way come here, one per worker. They are added as soon as all workers before have
-    come: at most W-1 wait, usually few. Those with another factor than worker 0's are brought to its units first.
+    come: at most W-1 wait, usually few.
     """
 
     counts = True
@@ -92,10 +82,7 @@ class Synchronous:
         self._next_worker = 0
         self._total: HostArray | None = None
         self._early: dict[int, Contribution] = {}
-        self._attributes: list[AttributesId] = []  # of those that are added
-        self._labels: list[Label] = []
-        self._alike = True  # whether the labels are equal
-        self._op = SUM  # worker 0's
+        self._pushed: list[tuple[AttributesId, Reduction]] = []  # what those that are added were pushed under
 
     def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
         """Add to the round; the last worker's gradient completes it."""
@@ -104,41 +91,18 @@ class Synchronous:
             return None
         found: Contribution | None = part
         while found is not None:
-            gradient = self._in_units(found, memory)
+            gradient = found.gradient
+            self._pushed.append((found.attributes, found.op))
+            attributes, op = self._pushed[0]
             self._next_worker += 1
             if self._next_worker == self._num_workers:
                 terms = (gradient,) if self._total is None else (self._total, gradient)
-                update = PendingUpdate(terms, self._attributes[0], () if self._alike else tuple(self._labels), self._op)
-                self._next_worker, self._total, self._alike = 0, None, True
-                self._attributes, self._labels = [], []
+                update = PendingUpdate(terms, attributes, op, self._pushed)
+                self._next_worker, self._total, self._pushed = 0, None, []
                 return update
-            self._total = gradient if self._total is None else memory.combine(self._total, gradient, self._op.combine)
+            self._total = gradient if self._total is None else memory.combine(self._total, gradient, op.combine)
             found = self._early.pop(self._next_worker, None)
         return None
-
-    def _in_units(self, part: Contribution, memory: Memory) -> HostArray:
-        self._attributes.append(part.attributes)
-        self._labels.append(part.label)
-        first = self._labels[0]
-        if len(self._labels) == 1:
-            self._op = part.op
-        if part.label is first or part.label == first:
-            return part.gradient
-        self._alike = False
-        units, factor = first.factor, part.label.factor
-        if units in (factor, 0.0) or part.gradient.dtype.kind != "f":
-            return part.gradient
-        return memory.scaled(part.gradient, factor / units)
-
-    def relabel(self, label: Callable[[AttributesId], Label]) -> None:
-        """Attributes that were set with the optimizer are now those of the new one."""
-        old = zip(self._attributes, self._labels, strict=True)
-        self._labels = [label(attributes)._replace(op=one.op) for attributes, one in old]
-        self._alike = all(one == self._labels[0] for one in self._labels)
-        self._early = {
-            worker: part._replace(label=label(part.attributes)._replace(op=part.label.op))
-            for worker, part in self._early.items()
-        }
 
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """The same sums, cut anew."""
@@ -154,8 +118,8 @@ class Synchronous:
         }
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
-            unit._next_worker, unit._total, unit._alike = self._next_worker, new_totals[i], self._alike  # noqa: SLF001 - of the same class
-            unit._attributes, unit._labels, unit._op = list(self._attributes), list(self._labels), self._op  # noqa: SLF001 - of the same class
+            unit._next_worker, unit._total = self._next_worker, new_totals[i]  # noqa: SLF001 - of the same class
+            unit._pushed = list(self._pushed)  # noqa: SLF001 - of the same class
             unit._early = {worker: parts[i] for worker, parts in early.items()}  # noqa: SLF001 - of the same class
         return result
 
@@ -171,9 +135,6 @@ class Asynchronous:
     def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
         """The gradient itself, with its own attributes."""
         return PendingUpdate((part.gradient,), part.attributes)
-
-    def relabel(self, label: Callable[[AttributesId], Label]) -> None:
-        """Nothing waits here."""
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """Nothing waits here."""

@@ -29,7 +29,7 @@ from mpikv.optimizers.states import Part
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.server.events import Event, Refusal, ServerReply
 from mpikv.server.policy import Contribution, Policy
-from mpikv.session.contests import refusal, refused
+from mpikv.session.rules import refusal
 from mpikv.transports import wire
 from mpikv.transports.wire import Header
 
@@ -40,11 +40,6 @@ class PushedRows(NamedTuple):
     ids: Ids
     rows: HostArray
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the rows."""
-        return self.rows.dtype
-
 
 class _Adding:
     """What a policy does with rows: see `policy.Memory`."""
@@ -54,11 +49,6 @@ class _Adding:
         """Rows are always added."""
         del how
         return PushedRows(*row_ids.add(*total, *other))
-
-    @staticmethod
-    def scaled(array: PushedRows, ratio: float) -> PushedRows:
-        """In new memory."""
-        return PushedRows(array.ids, np.multiply(array.rows, array.rows.dtype.type(ratio)))
 
 
 _ADDING: Any = _Adding()
@@ -116,15 +106,12 @@ class RowShard:
         return events
 
     def _contribute(self, worker: int, attributes: AttributesId, pushed: Any) -> list[Event]:
-        label = self._owner.label(self.info.id, attributes)
-        update = self._policy.push(worker, Contribution(pushed, attributes, label), _ADDING)
+        update = self._policy.push(worker, Contribution(pushed, attributes), _ADDING)
         if update is None:
             return []
-        if update.labels and (
-            why := refused(update.labels, self._labels, scales=sum_dtype(self.info.dtype).kind == "f")
-        ):
+        if labels := self._owner.different(self.info.id, update.pushed):
             # The version stays, so that no pull is answered and nothing more is taken.
-            return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", self._version + 1, why))]
+            return [Refusal(self.info.id, refusal(self.info.key, self._version + 1, labels, self._labels))]
         terms: Any = update.terms
         total: PushedRows = functools.reduce(lambda one, other: PushedRows(*row_ids.add(*one, *other)), terms)
         self.table.update(self._owner, total.ids, total.rows, update.attributes)
@@ -135,10 +122,6 @@ class RowShard:
                 if other != worker:  # whose own turn comes in `_advance`
                     events += self._advance(other)
         return events
-
-    def relabel(self) -> None:
-        """Another optimizer serves the key now."""
-        self._policy.relabel(lambda attributes: self._owner.label(self.info.id, attributes))
 
     # --- pulls
 
@@ -198,12 +181,6 @@ class RowCore:
         for early in self._early.pop(info.id, []):
             events += self.handle(*early)
         return events
-
-    def relabel(self, slot: int) -> None:
-        """Another optimizer serves this slot now."""
-        for shard in self._shards.values():
-            if self.owner.slot_of(shard.info.id) == slot:
-                shard.relabel()
 
     def states(self) -> list[Part]:
         """The states of all rows that have some."""

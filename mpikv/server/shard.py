@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.arrays.reductions import BY_CODE, SUM
+from mpikv.arrays.reductions import BY_CODE
 from mpikv.codecs.base import Codec
 from mpikv.codecs.base import State as CodecState
 from mpikv.codecs.compression import Compression
@@ -36,7 +36,7 @@ from mpikv.server.events import Event, Fetch, PendingPull, Refusal, ServerReply
 from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, ReadableMemory
 from mpikv.server.policy import Contribution, PendingUpdate, Policy
-from mpikv.session.contests import refusal, refused
+from mpikv.session.rules import refusal
 from mpikv.transports.wire import HANDED_PUSH, PLAIN_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
@@ -174,8 +174,6 @@ class ServerShard:
     def regroup(self) -> None:
         """Cut the units as the optimizer that is now in force wants them. Nothing may be on its way here."""
         bounds, old = self._bounds(), self.units
-        for unit in old:
-            unit.policy.relabel(lambda attributes: self._owner.label(self.info.id, attributes))
         if len(bounds) == len(old):
             return
 
@@ -338,18 +336,14 @@ class ServerShard:
         if self._lifts is not None and not push.handed:
             gradient = self._lifts.up(gradient)
         unit.seen[push.worker] += 1
-        label = self._owner.label(self.info.id, push.attributes)
-        if push.op is not SUM:
-            label = label._replace(op=push.op.name)
-        part = Contribution(gradient, push.attributes, label, push.op)
-        update = unit.policy.push(push.worker, part, self._values)
+        update = unit.policy.push(push.worker, Contribution(gradient, push.attributes, push.op), self._values)
         if update is None:
             return []
-        if update.labels and (why := refused(update.labels, self._labels, scales=self._sum_dtype.kind == "f")):
+        if labels := self._owner.different(self.info.id, update.pushed):
             # The version stays, so that no pull is answered and nothing more is taken.
             for term in update.terms:
                 self._values.give(term)
-            return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", unit.version + 1, why))]
+            return [Refusal(self.info.id, refusal(self.info.key, unit.version + 1, labels, self._labels))]
         self._apply(unit, update)
         unit.version += 1
         unit.encoded = {}

@@ -25,6 +25,7 @@ from mpikv.placement.keys import Key
 
 Name = Key
 Item = tuple[str, Name]
+ROUND = "round"  # the topic that no call proposes, but a round whose labels differ: no worker waits in it
 
 ERRORS: dict[str, type[MpikvError]] = {
     error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch, UnsupportedError)
@@ -103,7 +104,8 @@ class Agreement:
                 verdicts.append(self._error(worker, item, MpikvError, f"{call_text(*item)} twice"))
                 continue
             proposal.payloads[worker] = payload
-            self._waiting[worker].add(item)
+            if topic != ROUND:
+                self._waiting[worker].add(item)
             if topic == "close":
                 self._closed.add(worker)
             if topic == "init" and proposal.reserved is None and proposal.error is None:
@@ -174,7 +176,7 @@ class Agreement:
         gone = ", ".join(self._labels[worker] for worker in sorted(self._closed))
         verdicts = []
         for item, proposal in list(self._open.items()):
-            if item[0] == "close" or self._closed <= proposal.payloads.keys():
+            if item[0] in {"close", ROUND} or self._closed <= proposal.payloads.keys():
                 continue
             text = (
                 f"{call_text(*item)} needs every worker, and {gone} closed the store already (its program ended early?)"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
+from mpikv.common.labels import AttributeLog
 from mpikv.engine.request import Request
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
@@ -42,26 +43,6 @@ class NewKey(NamedTuple):
     value: SpaceArray | RowSparse
     space: str
     sparse: bool = False
-
-
-class OwnUpdates(Protocol):
-    """The steps of a trainer that updates by itself; see own_updates.py."""
-
-    def may_leave(self) -> bool:
-        """Whether gradients may be contributed before the next step begins."""
-        ...
-
-    def begin(self, *, separate: bool = False, contributed: bool = False) -> float:
-        """Begin the next step. Returns what to multiply this worker's gradients by."""
-        ...
-
-    def end(self) -> float | None:
-        """End the step. Returns the factor to update with."""
-        ...
-
-    def settle(self) -> None:
-        """Raise what is wrong with the last step."""
-        ...
 
 
 class Session:
@@ -97,6 +78,7 @@ class Session:
         self._optimizers: dict[int, Optimizer] = {}  # slot -> the user's
         self._slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
         self._n_slots = 0
+        self.attributes = AttributeLog()  # of several workers: what each push is made under
         self.before_barrier: list[Callable[[], None]] = []
         self.before_close: list[Callable[[], None]] = []
         self.after_close: list[Callable[[], None]] = []
@@ -146,13 +128,19 @@ class Session:
         """Let `optimizer` serve `keys` from now on (None: all that have no other). Returns its slot, and the keys'
         numbers. Local.
         """
-        slot, key_ids = DEFAULT_SLOT, [self.infos[key].id for key in keys or ()]
+        slot, key_ids = DEFAULT_SLOT, list[int]()
         if keys is not None:
-            slot = self._n_slots = self._n_slots + 1
-        self._slots.update(dict.fromkeys(key_ids, slot))
+            slot, key_ids = self.new_slot([self.infos[key] for key in keys])
         self._optimizers[slot] = optimizer
         self.updater = None
         return slot, key_ids
+
+    def new_slot(self, infos: Sequence[KeyInfo]) -> tuple[int, list[int]]:
+        """A slot for these keys, and their numbers. Local."""
+        self._n_slots += 1
+        key_ids = [info.id for info in infos]
+        self._slots.update(dict.fromkeys(key_ids, self._n_slots))
+        return self._n_slots, key_ids
 
     def set_updater(self, updater: Updater) -> None:
         """Let a function of the user's change stored values. UnsupportedError where owners are other processes."""
@@ -174,6 +162,9 @@ class Session:
         """Return the optimizers of all keys that have one. Local."""
         found = {key: self.optimizer_of(info) for key, info in self.infos.items()}
         return {key: optimizer for key, optimizer in found.items() if optimizer is not None}
+
+    def agree_on_factor(self, key: Key) -> None:
+        """Where several workers add: let owners apply the factor of now to this key from now on. Collective, blocks."""
 
     # --- waiting and agreeing
 
@@ -203,13 +194,6 @@ class Session:
     def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
         """This worker's part of those that worker 0 brings, one for each worker. Collective, blocks."""
         return parts[0] if parts else b""
-
-    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
-        """Let workers compare what they update these keys with by themselves; None: there is one worker.
-
-        Collective, blocks. Raises ConfigError on every worker for different optimizers.
-        """
-        return None
 
     # --- stopping together
 

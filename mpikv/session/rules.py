@@ -12,8 +12,10 @@ from typing import Any
 
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
+from mpikv.common.labels import FACTOR, Label
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
-from mpikv.session.agreement import Disagreement, Name, Rule, first, grouped
+from mpikv.placement.keys import Key
+from mpikv.session.agreement import ROUND, Disagreement, Name, Rule, first, grouped
 from mpikv.spaces.named import HOST
 
 
@@ -84,16 +86,53 @@ def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
     return payloads[0][1]
 
 
+def refusal(key: Key, round_: int, labels: Sequence[Label], names: Sequence[str]) -> str:
+    """The text of the error for a round of a key that workers have pushed under different labels (labels.py)."""
+    facts: list[dict[str, Any]] = [{"op": label.op, **json.loads(label.text)} for label in labels]
+    name = _first_difference(facts)
+    kind = "another op of pushpull" if name == "op" else "different attributes of the optimizer"
+    why = ", which integers cannot be scaled by" if name == FACTOR else ""
+    brought = grouped([f"{name}={fact.get(name)!r}" for fact in facts], names)
+    return f"key {key!r}, round {round_}: {kind} on different workers{why}: {brought}; nothing was updated"
+
+
+def _first_difference(facts: Sequence[Mapping[str, Any]]) -> str:
+    for name in {name: None for fact in facts for name in fact}:
+        if any(fact.get(name) != facts[0].get(name) for fact in facts):
+            return name
+    return "attributes"  # one is there on some workers alone
+
+
+def _round_rule(_name: Name, payloads: Sequence[Any], names: Sequence[str]) -> Any:
+    """A round of a queue of keys, whose labels are known to differ: what differs, in which key."""
+    key, round_, _ = payloads[0]
+    for of_key in zip(*(labels for *_, labels in payloads), strict=True):
+        labels = [Label(*label) for label in of_key if label is not None]
+        if len(labels) == len(names) and len(set(labels)) > 1:
+            raise Disagreement(ConfigError, refusal(key, round_, labels, names))
+    raise Disagreement(
+        ConfigError, f"key {key!r}, round {round_}: other keys on different workers; nothing was updated"
+    )
+
+
 def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    """Every worker has pushed every key equally often, where rounds need all of them."""
-    counts = [dict(payload) for payload in payloads]
+    """Every worker has pushed every key equally often, where rounds need all of them; and what differs in the last
+    updates that workers made by themselves.
+    """
+    counts = [dict(pushes) for pushes, _ in payloads]
     unmatched = []
     for key_id in sorted({key_id for count in counts for key_id in count}):
         pushes = [count.get(key_id, 0) for count in counts]
         if min(pushes) != max(pushes):
             short = [label for label, n in zip(labels, pushes, strict=True) if n == min(pushes)]
             unmatched.append((key_id, max(pushes), min(pushes), ", ".join(short)))
-    return unmatched
+    updates = [{name: value for _, update in own for name, value in update.items()} for _, own in payloads]
+    text = ""
+    if any(own != updates[0] for own in updates):
+        name = _first_difference(updates)
+        brought = grouped([f"{name}={own.get(name)!r}" for own in updates], labels)
+        text = f"close: different attributes of the optimizer on different workers: {brought}"
+    return unmatched, text
 
 
 def _regroup_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
@@ -112,6 +151,8 @@ RULES: Mapping[str, Rule] = {
     "bucket": _bucket_rule,
     "skip": _skip_rule,
     "regroup": _regroup_rule,
+    ROUND: _round_rule,
+    "factor": first,
     "set_optimizer in place": first,
     "save_optimizer_states": first,
     "load_optimizer_states": first,

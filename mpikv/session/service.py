@@ -7,8 +7,7 @@ Kinds of messages: `propose` (to worker 0), `verdicts` (from worker 0), `left` (
 its number of pushes per key) and `gone` (from worker 0 to those still at work: how few pushes others left with; see
 leaving.py), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard nothing
 for long; answered by `pong`). To stop together (stop.py): `wish` (to worker 0, also from a server), `stop` (worker 0's
-orders), `reads` (the answers). Where workers push a round under different labels: those of label_messages.py; `refused`
-(from a server: nothing was updated).
+orders), `reads` (the answers). `refused`: from a server, which has updated nothing in a round.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from mpikv.observe.stall import Waiting, stall_text
 from mpikv.placement.keys import Key
 from mpikv.session import cross_waits
 from mpikv.session.agreement import Agreement, Item, Name, Verdict
-from mpikv.session.contests import Judge
 from mpikv.session.epochs import Epochs
-from mpikv.session.label_messages import KINDS, LabelMessages
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.proposals import Proposal, Reply
 from mpikv.session.stop import Answer, Leader, Order, Reader
@@ -113,7 +110,6 @@ class Control:
         self._asked: Callable[[], str | None] = lambda: None
         self._wished = False
         self._ended = False  # all workers have closed the store
-        self.comparing = LabelMessages(self._send, engine.clock)
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
         self._regrouped = -1
         self.regroup(workers, agreement)
@@ -134,7 +130,6 @@ class Control:
         self._departures = Departures(workers.size) if leads else None
         self._epochs = Epochs(self.labels) if leads else None
         self._leader = Leader(workers.size, common=self._common_steps) if leads else None
-        self.comparing.regroup(workers, Judge(self.labels) if leads else None)
 
     # --- sending
 
@@ -294,8 +289,7 @@ class Control:
                 self._send(self._workers.ranks[0], message)
 
     def _pass_on(self) -> None:
-        """Send labels; at worker 0 tell who has left."""
-        self.comparing.pass_on()
+        """At worker 0 tell who has left."""
         if self._departures is not None:
             for worker, fewest in self._departures.due(self.engine.clock.now_s()):
                 self._send(self._workers.ranks[worker], {"kind": "gone", "fewest": fewest})
@@ -352,8 +346,6 @@ class Control:
         elif kind == "reads":
             if self._leader is not None:
                 self._order(self._leader.answer(message["worker"], Answer(*message["answer"])))
-        elif kind in KINDS:
-            self.comparing.act(message)
         elif kind == "refused":
             self.refused[message["key_id"]] = ConfigError(message["text"])
         elif kind == "ping":
@@ -397,12 +389,7 @@ class Control:
             self._waits = None
 
     def check(self, waiting: Waiting) -> None:
-        """Raise PeerError, or what became of the key, when this wait can never end; and what was found late.
-
-        In `close` nothing is raised late before its end: the others wait there for this worker.
-        """
-        if waiting.call != "close":
-            self.comparing.raise_late()
+        """Raise PeerError, or what became of the key, when this wait can never end."""
         if waiting.key is not None:
             self._check_key(waiting.key)
         if waiting.round is None or waiting.key_id is None:

@@ -23,18 +23,18 @@ from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives import blobs
 from mpikv.common.checks import shown
+from mpikv.common.labels import Labels, Under
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate, Request
+from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
+from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement import device_paths
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.members import Members
-from mpikv.session.agreement import Agreement, Disagreement, Item, Name
+from mpikv.session.agreement import ROUND, Agreement, Disagreement, Item, Name
 from mpikv.session.base import NewKey, Pending, Session, Updater
-from mpikv.session.own_updates import OwnUpdates
 from mpikv.session.proposals import Reply
 from mpikv.session.rules import RULES
 from mpikv.session.service import Control
@@ -108,12 +108,12 @@ class Workers(Session):
         if others and members.path != "servers" and members.config.bucket_bytes:
             self.ordered = OrderedTransport(transport, others, members.config.bucket_bytes, self.priorities)
         self._go_with(members)
-        self.attributes = AttributeLog()
         self._events: KeyEvents
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
         self.told: set[int | None] = set()  # numbers of keys with an error that a caller has had: `close` adds no other
+        self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
         self._threaded = threaded
@@ -397,17 +397,34 @@ class Workers(Session):
         config = json.dumps(optimizer.config(), sort_keys=True)
         self.agree("set_optimizer", [config, None if keys is None else list(keys)], "set_optimizer")
 
-    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
-        """Agree on the optimizer, and on the number of the series of its steps."""
-        if self.num_workers == 1:
-            return None
-        exact = any(self.infos[key].dtype.kind in "iu" for key in keys)
-        return OwnUpdates(self, optimizer, keys, exact=exact)
-
-    def agree_on_own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
-        """All workers bring equal optimizers, to update with by themselves. The number of the series of their steps."""
+    def agree_on_own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> tuple[int, list[int]]:
+        """All workers bring equal optimizers, to update these keys with by themselves. The slot, the keys' numbers."""
         self._compare(optimizer, keys)
-        return -self._count("own updates")  # those of keys have the keys' numbers
+        slot, key_ids = self.new_slot([self.infos[key] for key in keys])
+        exact = any(self.infos[key].dtype.kind in "iu" for key in keys)
+        self.attributes.watch(slot, optimizer, exact=exact, scales=False)
+        return slot, key_ids
+
+    # --- labels
+
+    def under(self, info: KeyInfo) -> tuple[Under, dict[str, Any] | None]:
+        """What a push of this key is made under now, and its attributes where they are new under that number. Local."""
+        exact = not self.synchronous or self.num_workers == 1 or info.dtype.kind in "iu"
+        return self.attributes.under(self.slot_of(info), exact=exact)
+
+    def different(self, info: KeyInfo, round_: int, labels: Labels) -> Steps[ConfigError]:
+        """The error of a round that workers have pushed under different labels, as all of them know. Worker 0 says what
+        differs. For the engine.
+        """
+        proposal = self.control.propose([(ROUND, info.id, [info.key, round_, labels])])
+        yield proposal
+        return proposal.replies[ROUND, info.id].exception()  # type: ignore[return-value]
+
+    def agree_on_factor(self, key: Key) -> None:
+        """Owners apply worker 0's factor of now to this key, and those beside it, from now on. Collective, blocks."""
+        slot, optimizer = self.slot_of(self.infos[key]), self.attributes
+        waiting = Waiting("the first step")
+        optimizer.agree(slot, self.control.agree("factor", slot, optimizer.own_factor(slot), waiting))
 
     def set_updater(self, updater: Updater) -> None:
         """Not here: the owner is another process."""
@@ -449,7 +466,10 @@ class Workers(Session):
             with self.engine.lock:
                 self.control.leave(pushes)
         # Workers may well have different amounts of work left, and a last evaluation takes its time.
-        unmatched = self.agree("close", sorted(pushes.items()) if matched else [], "close", patient=True)
+        payload = [sorted(pushes.items()) if matched else [], self.attributes.updates()]
+        unmatched, different = self.agree("close", payload, "close", patient=True)
+        if different:
+            self._different = ConfigError(different)
         self.wait_for(Predicate(self.control.sent), "close")
         error = None
         names = {info.id: info.key for info in self.infos.values()}
@@ -464,14 +484,14 @@ class Workers(Session):
 
     def refused(self) -> MpikvError | None:
         """Return the error of a key of which a server has refused to update a round, unless a caller has had it."""
-        return next((error for key_id, error in self.control.refused.items() if key_id not in self.told), None)
+        refused = (error for key_id, error in self.control.refused.items() if key_id not in self.told)
+        return next(refused, self._different)
 
     def end(self) -> None:
-        """End the engine and the transports; nothing is under way any more. Raises what was found late."""
+        """End the engine and the transports; nothing is under way any more."""
         self.abandon()
         self.transport.close()
         self.spaces.close()
-        self.control.comparing.raise_late()
 
     def abandon(self) -> None:
         """Stop the engine, and close what wakes it."""

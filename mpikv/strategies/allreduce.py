@@ -22,6 +22,7 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
 from mpikv.common.checks import shown
+from mpikv.common.labels import Under, scaled
 from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
@@ -39,7 +40,7 @@ from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strat
 from mpikv.strategies.blocking import Rounds, in_place_round
 from mpikv.strategies.bucketed import Bucketed, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
-from mpikv.strategies.queues import Delivery, Reached, Round, RoundQueue, Under
+from mpikv.strategies.queues import Delivery, Reached, Round, RoundQueue
 from mpikv.strategies.sparse_owners import RowServer, WorkersRows
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 
@@ -89,12 +90,13 @@ class AllreduceStrategy(Strategy):
         with self._session.gathering():
             for info, total, sink in entries:
                 if total is not None:
-                    queue = self._queues[info.id]
-                    values = total
-                    if total.dtype != queue.way.dtype and info.space == HOST:
-                        values = spaces.of(info).cast(total, queue.way.dtype)
+                    queue, under = self._queues[info.id], self._under(info)
+                    dtype = queue.way.dtype if info.space == HOST else total.dtype
+                    values = scaled(spaces.of(info), total, under.ratio, dtype)
+                    if values.dtype != dtype:
+                        values = spaces.of(info).cast(values, dtype)
                     with self._session.engine.lock:
-                        running = self._push(queue, info, Round(values, op=op, priority=priority))
+                        running = self._push(queue, info, Round(values, under, op=op, priority=priority))
                         if running is not None:
                             queue.running = self._session.engine.take(running)
                 if sink is not None:
@@ -103,30 +105,28 @@ class AllreduceStrategy(Strategy):
 
     def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
         """Put a round into its queue; what does its rounds, if that is to be started now. Under the engine's lock."""
-        session, slot = self._session, self._session.slot_of(info)
+        session, under = self._session, round_.under
         queue.reached(0)
-        number = self._number(slot)
-        label = session.attributes.label(slot)
         if round_.op is not SUM:
-            label = label._replace(op=round_.op.name)
+            under = under._replace(label=under.label._replace(op=round_.op.name))
         plain = session.compressions.suspended or not round_.op.adds  # sums alone are compressed
-        complete = queue.add(info, round_._replace(under=Under(number, label), plain=plain))
+        complete = queue.add(info, round_._replace(under=under, plain=plain))
         if self.keys.direct is not None:
             self.keys.direct.pushed(queue)
         session.control.activity.note(f"push of key {shown(info.key)}")
         return self.keys.due(queue) if complete else None
 
-    def _number(self, slot: int) -> int:
-        """The number of the attributes that a push of a key of this slot is made under, which the owner knows."""
-        number, attributes = self._session.attributes.number(slot)
+    def _under(self, info: KeyInfo) -> Under:
+        """What a push of this key is made under now; the owner of what this worker owns knows it."""
+        under, attributes = self._session.under(info)
         if attributes is not None:
-            self.keys.owner.add_attributes(slot, 0, number, attributes)
-        return number
+            self.keys.owner.add_attributes(self._session.slot_of(info), 0, under.number, attributes)
+        return under
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
         """One message to each worker that owns rows of the key."""
         with self._session.engine.lock:
-            self._rows.push(info, total, self._number(self._session.slot_of(info)), priority)
+            self._rows.push(info, total, self._under(info), priority)
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """One message to each worker that owns some of the rows, and its answer."""
@@ -168,10 +168,11 @@ class AllreduceStrategy(Strategy):
     def _exchange_in_place(
         self, priority: int, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
     ) -> Pending:
-        queue = self._queues[info.id]
+        queue, under = self._queues[info.id], self._under(info)
+        value = scaled(queue.space, value, under.ratio)
         round_, sink = in_place_round(queue, info, value, outs, self._session.spaces)
         with self._session.engine.lock:
-            running = self._push(queue, info, round_._replace(op=op, priority=priority))
+            running = self._push(queue, info, round_._replace(under=under, op=op, priority=priority))
             if running is not None:
                 queue.running = self._session.engine.take(running)
             return self._deliver(info, sink, "pushpull")  # the lock, once given back, may be busy for milliseconds
@@ -223,6 +224,12 @@ class AllreduceStrategy(Strategy):
         self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
         if self._rows.any:  # no rows may come to an owner that has not set it yet
             self._session.agree("set_optimizer in place", None, "set_optimizer")
+
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+        """Owners are told that they apply nothing."""
+        self._drain("set_optimizer")
+        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
+        self.keys.set_optimizer(slot, optimizer.attributes(), key_ids)
 
     def _drain(self, call: str) -> None:
         """Wait until all rounds that this worker has pushed are done."""

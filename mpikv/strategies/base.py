@@ -172,6 +172,12 @@ class Strategy(ABC):
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Let `optimizer` serve `keys` (None: all that have no other). Collective, blocks."""
 
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:  # noqa: B027 - one worker has none
+        """Compare what workers update these keys with by themselves, now and with each push; the store sums.
+
+        Collective, blocks. Raises ConfigError on every worker for different optimizers.
+        """
+
     @abstractmethod
     def save_states(self, write: Write) -> None:
         """Give `write`, at worker 0, the states of all owners after what all workers have pushed. Collective, blocks.

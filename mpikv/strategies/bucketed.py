@@ -16,6 +16,7 @@ import numpy as np
 from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
+from mpikv.common.labels import Labels
 from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
@@ -23,7 +24,6 @@ from mpikv.optimizers.owner import Joined, Owner
 from mpikv.placement import buckets
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import Pending
-from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders, bytes_of
@@ -124,7 +124,7 @@ class Bucket(RoundQueue):
         """Of a round, key by key."""
         return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
 
-    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span, factor: float | None) -> None:
+    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
         """Update the parts of the keys that lie in [begin, end)."""
         parts = []
         for info in self._infos:
@@ -132,7 +132,7 @@ class Bucket(RoundQueue):
             first, last = max(span[0], place.start), min(span[1], place.stop)
             if first < last and one is not None:
                 parts.append(Joined(info, first, last, one.number))
-        owner.apply_together(parts, self.own, buf, factor=factor)
+        owner.apply_together(parts, self.own, buf)
 
     def finish(self, buf: SpaceArray) -> None:
         """A round is done."""

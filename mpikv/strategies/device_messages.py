@@ -23,8 +23,8 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.device_group import DeviceGroup
-from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.placement import Placement
@@ -54,10 +54,7 @@ class DeviceMessages(DeviceWay):
         group = self._device_group
         if comparison is not None:
             # Under the tag of the messages that follow: those between two ranks stay in their order.
-            said = yield from notes.exchange(self._group, comparison.own, self._tag(1))
-            ratios = {self._group.ranks[rank]: comparison.ratio(one) for rank, one in enumerate(said)}
-            if comparison.mixed:
-                group = DeviceGroup(self._group.transport, self._group.ranks, self._space, ratios)
+            yield from notes.compare(self._group, comparison, self._tag(1))
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
         return None

@@ -25,6 +25,7 @@ from mpikv.collectives.shared import WORDS, Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
+from mpikv.common.labels import digest_of
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.patience import Patience
@@ -143,7 +144,7 @@ class Direct:
         offset_of = self._places.memory.offset_of
         places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, queues, plan, digest(kind, [info.id for info in infos], places, op.name))
-        call.slots = sorted({self._session.slot_of(info) for info in infos})
+        call.slots = {self._session.slot_of(info): info for info in infos}
         call.hash = history_hash(queue.calls.digest for queue in queues)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
@@ -212,9 +213,10 @@ class Direct:
             if self._session.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
-            label = 0
-            if call.kind == "update":
-                label = self._number_attributes(call)  # may raise, so before the others count on this worker
+            label = self._number_attributes(call)  # may raise, so before the others count on this worker
+            if label is None:
+                self.declined += 1
+                return False
             self._executor.begin(plan)
             try:
                 together = self._together.begin(call.digest + label)
@@ -247,20 +249,22 @@ class Direct:
             self._current = None  # it holds the arrays
             self._lock.release()
 
-    def _number_attributes(self, call: DirectCall) -> int:
+    def _number_attributes(self, call: DirectCall) -> int | None:
         """Changed attributes of the optimizers get a number. If the call goes the ordinary way, they have it there.
 
-        Returns a digest of all of them. Where workers' attributes differ, they do not meet: then the call goes the
-        ordinary way, where they are compared.
+        Returns a digest of the labels. Where those of workers differ, they do not meet: then the call goes the ordinary
+        way, where they are compared. None: it has to, since this worker's values are to be scaled, in a copy.
         """
         self._numbers = {}
         label = 0
-        for slot in call.slots:
-            number, attributes = self._session.attributes.number(slot)
+        for slot, info in call.slots.items():
+            under, attributes = self._session.under(info)
             if attributes is not None:
-                self._owner.add_attributes(slot, 0, number, attributes)
-            self._numbers[slot] = number
-            label = label * 31 + self._session.attributes.digest(slot)
+                self._owner.add_attributes(slot, 0, under.number, attributes)
+            if under.ratio != 1.0:
+                return None
+            self._numbers[slot] = under.number
+            label = label * 31 + digest_of(under.label)
         return label
 
     def _wait(self, request: Reached) -> None:
@@ -288,7 +292,7 @@ class DirectCall(KeyCall):
         self.plan = plan
         self.digest = digest_
         self.hash = 0
-        self.slots: list[int] = []  # of the optimizers of its keys
+        self.slots: dict[int, KeyInfo] = {}  # of the optimizers of its keys, with one of the keys
         self.n_keys = len(queues)
         self._checked = -1
         self._epoch = direct.epoch

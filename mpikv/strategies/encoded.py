@@ -16,7 +16,7 @@ the placement names one (`Placement.plain`).
 Keys of half precision go this way without a codec: two bytes for each element, added in float32, rounded once.
 
 Sending, receiving and adding run side by side, with a limited number of messages under way; a piece is encoded when it
-is its turn to be sent, and added when those of all workers before have been. Messages are compared and scaled as those
+is its turn to be sent, and added when those of all workers before have been. Labels are compared as those
 of other ways are (collectives/labelled).
 
 Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
@@ -38,9 +38,9 @@ from mpikv.codecs.base import Codec, State
 from mpikv.codecs.choice import CodecChoice
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.labelled import Comparison, DecodingGroup
 from mpikv.collectives.parts import whole
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Done, Request, Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.placement import Placement
@@ -68,7 +68,6 @@ class Encoded(Alone):
     """See `Way`. pushed, returned: what travels to the owners and back."""
 
     _ways = WAYS  # those of rounds as they are
-    _adding = DecodingGroup
     _receives_in_place = True  # what comes as it is, in the value
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
@@ -216,17 +215,12 @@ class Encoded(Alone):
         totals = pieces.empty(self.value.size, self._sum_dtype)
 
         def add(source: int, piece: Span, data: HostArray) -> None:
-            ratio = 1.0
-            if comparison is not None and source != group.rank:
-                ratio = comparison.ratio_from(group.ranks[source])
             total = totals[slice(*piece)]
-            if source and combine is np.add and ratio == 1.0:
+            if source and combine is np.add:
                 pieces.add(data, total)
                 return
             term = pieces.empty(total.size, total.dtype) if source else total
             pieces.decode(data, term)
-            if ratio != 1.0:
-                self._space.scale(term, ratio, term)
             if source:
                 combine(total, term, out=total)
 

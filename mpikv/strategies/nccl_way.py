@@ -30,10 +30,10 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.labelled import Comparison, Said
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import MpikvError, StallError
 from mpikv.placement.keys import KeyInfo
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from mpikv.strategies.ways import Means
 
 LONGEST_TURN = 0.05  # of the limit: a process that was stopped for a while has not waited meanwhile
-NOTHING = Said(0, 1.0)  # of a round whose labels are not compared
 
 
 class NcclWay(DeviceWay):
@@ -95,12 +94,9 @@ class NcclWay(DeviceWay):
         comm, space = self._comm, self._space
         if comm is None:
             return None
-        said = yield from notes.exchange(self._group, NOTHING if comparison is None else comparison.own, self._tag(1))
-        ratio = 1.0 if comparison is None else comparison.ratio_of_all(said)
+        yield from notes.compare(self._group, comparison, self._tag(1))  # nobody goes on before all are there
         number = yield from self._number(comm)
         yield Predicate(lambda: comm.failure is not None or comm.begun == number)
-        if ratio != 1.0:
-            space.scale(values, ratio, values)
         if self._all_have_all:
             self._call(comm.all_reduce, values, combine, space.stream)
             return None

@@ -13,8 +13,8 @@ from typing import Any, cast
 from mpikv.codecs.choice import Choices
 from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
-from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.nccl import NcclComm
+from mpikv.common.labels import Comparison
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
@@ -103,7 +103,7 @@ class PlacedKeys:
             session.num_workers,
             self.owner,
             self._comparison,
-            session.control.comparing.dispute,
+            session.different,
             priorities=session.priorities,
         )
 
@@ -239,8 +239,7 @@ class PlacedKeys:
         session = self._session
         if session.num_workers == 1 or not queue.info.n_elems:
             return None
-        labels = [session.attributes.as_set(session.slot_of(info)) for info in queue.keys]  # as all workers have them
-        return Comparison(tuple(labels), exact=queue.info.dtype.kind in "iu")
+        return Comparison(tuple(session.attributes.as_set(session.slot_of(info)) for info in queue.keys))
 
     # --- rounds
 
@@ -336,8 +335,8 @@ class PlacedKeys:
 
     # --- what changes owners
 
-    def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
-        """An optimizer that all workers agreed on, this worker's own copy. Not while rounds are under way."""
+    def set_optimizer(self, slot: int, optimizer: Optimizer | dict[str, Any], key_ids: list[int]) -> None:
+        """What all workers agreed on, this worker's own copy, as for `Owner`. Not while rounds are under way."""
         with self._session.engine.lock:
             self.owner.set_optimizer(slot, optimizer, key_ids)
             if self.direct is not None:

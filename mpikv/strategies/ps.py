@@ -23,6 +23,7 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
+from mpikv.common.labels import NOTHING, Under, scaled
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
@@ -222,30 +223,30 @@ class PsStrategy(Strategy):
 
     # --- data
 
-    def _count_push(self, info: KeyInfo) -> int:
-        """Count a push, and send changed attributes ahead of it; their number."""
-        number = self._number(info)
+    def _count_push(self, info: KeyInfo) -> Under:
+        """Count a push, and send changed attributes ahead of it; what it is made under."""
+        under = self._under(info)
         self._keys[info.id].pushed += 1
         self._session.control.activity.note(f"push of key {shown(info.key)}")
-        return number
+        return under
 
-    def _number(self, info: KeyInfo) -> int:
-        """The number of the attributes that a push is made under; changed ones are sent."""
+    def _under(self, info: KeyInfo) -> Under:
+        """What a push is made under; changed attributes are sent."""
         slot = self._session.slot_of(info)
         if not self.synchronous and self._session.optimizer_of(info) is None:
             raise MpikvError(
                 f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
             )
-        number, attributes = self._session.attributes.number(slot)
+        under, attributes = self._session.under(info)
         if attributes is not None:
             text = json.dumps([slot, attributes]).encode()
             for server in range(len(self._servers)):
-                self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
-        return number
+                self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=under.number), text)
+        return under
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
         """One message to each server that has rows of the key."""
-        self._rows.push(info, total, self._number(info), priority)
+        self._rows.push(info, total, self._under(info), priority)
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """One message to each server that has some of the rows, and its answer."""
@@ -259,8 +260,9 @@ class PsStrategy(Strategy):
         """The keys of a call, each push counted; room for all of it is waited for."""
         items = []
         for info, total, sink in entries:
-            key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
-            item = Item(key, total, sink, key.routes, key.pushed, number, op, self._plain(key, op))
+            key, under = self._keys[info.id], NOTHING if total is None else self._count_push(info)
+            pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
+            item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
             items.append(item if key.choice is None or item.pushes_plain else self._chosen(item, key.choice))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
@@ -341,8 +343,9 @@ class PsStrategy(Strategy):
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
-        key, number = self._keys[info.id], self._count_push(info)
-        item = Item(key, total, sink, key.routes, key.pushed, number, op, self._plain(key, op))
+        key, under = self._keys[info.id], self._count_push(info)
+        total = scaled(self._session.spaces.host, total, under.ratio)
+        item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -384,6 +387,16 @@ class PsStrategy(Strategy):
             self._whole = not optimizer.elementwise
         if not optimizer.elementwise:
             self._gather_cut_keys(slot)
+        self._tell_servers(slot, pickled, key_ids)
+
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+        """Worker 0 tells the servers that they apply nothing."""
+        self._flush("set_optimizer")
+        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
+        self._tell_servers(slot, cloudpickle.dumps(optimizer.attributes()), key_ids)
+
+    def _tell_servers(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
+        """Worker 0 sends them an optimizer, or its attributes; all workers wait until they have it. Collective."""
 
         def send() -> None:
             payload = cloudpickle.dumps((slot, cloudpickle.loads(pickled), key_ids))

@@ -14,30 +14,20 @@ from typing import Any, NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.common.labels import Label
+from mpikv.common.labels import Comparison, Labels
 from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
-from mpikv.session.contests import Labels
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
 from mpikv.strategies.ways import Way
 
-
-class Under(NamedTuple):
-    """What a push was made under: the number of the optimizer's attributes, and its label."""
-
-    number: int
-    label: Label
-
-
-Unders = Any  # of a round: what it was pushed under, or by its number for each key of a bucket (None: not pushed)
+Unders = Any  # of a round: its `Under` (labels.py), or by its number for each key of a bucket (None: not pushed)
 
 
 class Round(NamedTuple):
@@ -156,10 +146,10 @@ class RoundQueue:
         """Return the labels of a round, key by key."""
         return (under.label,)
 
-    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span, factor: float | None) -> None:
-        """Update elements [begin, end) of the value with a round's sum. factor: its units; None: this worker's own."""
+    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
+        """Update elements [begin, end) of the value with a round's sum."""
         begin, end = span
-        owner.apply(self.info, self.own[begin:end], buf[begin:end], (0, under.number), factor=factor)
+        owner.apply(self.info, self.own[begin:end], buf[begin:end], (0, under.number))
 
     def finish(self, buf: SpaceArray) -> None:
         """Note that a round is done, and its buffer free."""

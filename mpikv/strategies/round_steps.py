@@ -1,7 +1,7 @@
 """The rounds of a queue, one after another: reduce-scatter, the optimizer on what this worker owns, allgather.
 
 How values travel, the key's way says (ways.py). In a round whose labels differ in what must be equal nobody updates
-anything, and all workers ask who has brought what (session/contests). A generator for the progress engine; it ends when
+anything, and worker 0 tells all of them who has brought what. A generator for the progress engine; it ends when
 the queue is empty, and the next push starts another.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.labelled import Comparison
+from mpikv.common.labels import Comparison, Labels
 from mpikv.engine.request import Steps
+from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
-from mpikv.session.contests import Dispute, Labels
+from mpikv.placement.keys import KeyInfo
 from mpikv.strategies.queues import Round, RoundQueue
 
 
@@ -21,8 +22,8 @@ class RoundSteps:
     """What the rounds of all queues of a worker need.
 
     size: how many workers there are. comparison: makes that of a queue's labels; None: there is nothing to compare.
-    dispute: brings the labels of a round to worker 0. priorities: where the priority of a queue's round is written, by
-    the queue's number, before the round sends anything.
+    different: what is raised for a round of a queue whose labels differ (`Workers.different`). priorities: where the
+    priority of a queue's round is written, by the queue's number, before the round sends anything.
     """
 
     def __init__(
@@ -30,12 +31,12 @@ class RoundSteps:
         size: int,
         owner: Owner,
         comparison: Callable[[RoundQueue], Comparison | None],
-        dispute: Callable[[int, int, Labels], Dispute],
+        different: Callable[[KeyInfo, int, Labels], Steps[ConfigError]],
         *,
         priorities: dict[int, int],
     ) -> None:
         self._size, self._owner = size, owner
-        self._comparison, self._dispute, self._priorities = comparison, dispute, priorities
+        self._comparison, self._different, self._priorities = comparison, different, priorities
 
     def run(self, queue: RoundQueue) -> Steps[None]:
         """Do what is in the queue; ends when it is empty."""
@@ -59,10 +60,8 @@ class RoundSteps:
             totals = yield from way.reduce_scatter(values, round_.op.combine, comparison, changeable=round_.changeable)
             self._apply(queue, values if totals is None else totals, round_)
             yield from way.allgather(round_.outs, comparison)
-            if comparison is not None and comparison.wrong:
-                dispute = self._dispute(queue.info.id, queue.done, queue.labels(round_.under))  # as all workers do
-                yield dispute
-                error = dispute.error(f"key {queue.info.key!r}", queue.round, exact=queue.info.dtype.kind in "iu")
+            if comparison is not None and comparison.differ:
+                error = yield from self._different(queue.info, queue.round, queue.labels(round_.under))
                 queue.refuse(error)
                 raise error
             queue.waiting.popleft()
@@ -72,8 +71,7 @@ class RoundSteps:
     def _apply(self, queue: RoundQueue, totals: HostArray, round_: Round) -> None:
         begin, end = queue.way.updates
         comparison = queue.comparison
-        if begin == end or (comparison is not None and comparison.wrong):
+        if begin == end or (comparison is not None and comparison.differ):
             return  # what is handed round then is the old value
-        factor = comparison.units if comparison is not None and comparison.mixed else None
         round_.op.finish(totals[begin:end], self._size)
-        queue.apply(self._owner, totals, round_.under, (begin, end), factor)
+        queue.apply(self._owner, totals, round_.under, (begin, end))

@@ -25,6 +25,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
+from mpikv.common.labels import Under, scaled
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import Key, KeyInfo
@@ -101,14 +102,15 @@ class RowClient:
 
     # --- messages
 
-    def push(self, info: KeyInfo, total: RowSparse, number: int, priority: int) -> None:
-        """Send each owner its rows, or that there are none. number: of the optimizer's attributes."""
-        key = self._keys[info.id]
+    def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
+        """Send each owner its rows, or that there are none."""
+        key, shape = self._keys[info.id], total.values.shape
+        values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)
         with self._session.engine.lock:
             key.pushed += 1
-            header = wire.Header(wire.ROWS_PUSH, info.id, 0, number, key.pushed, priority=wire.clamped(priority))
+            header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
             for piece in self._pieces(key, total.indices, key.owners):
-                payload = np.concatenate([piece.written, _bytes_of(total.values[piece.span])])
+                payload = np.concatenate([piece.written, _bytes_of(values[piece.span])])
                 self._client.send(piece.owner, [(header, payload)])
         self._session.control.activity.note(f"push of key {shown(info.key)}")
 

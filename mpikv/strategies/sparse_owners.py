@@ -16,6 +16,7 @@ import cloudpickle
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
+from mpikv.common.labels import Under
 from mpikv.engine.request import Predicate, Steps
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
@@ -31,10 +32,6 @@ class OwnedRows(Protocol):
     """The rows that this worker owns."""
 
     owner: Owner
-
-    def relabel(self, slot: int) -> None:
-        """Another optimizer serves this slot now."""
-        ...
 
     def states(self) -> list[Part]:
         """The states of all rows that have some."""
@@ -99,14 +96,14 @@ class WorkersRows:
 
     # --- push and pull
 
-    def push(self, info: KeyInfo, total: RowSparse, number: int, priority: int) -> None:
+    def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
         """See `RowClient.push`; changed attributes go ahead of it."""
-        slot, optimizer = self._session.slot_of(info), self._session.optimizer_of(info)
-        if optimizer is not None and number != self._told.get(slot, 0):
+        slot, number = self._session.slot_of(info), under.number
+        if number != self._told.get(slot, 0):
             self._told[slot] = number
-            text = json.dumps([slot, optimizer.attributes()]).encode()
+            text = json.dumps([slot, json.loads(under.label.text)]).encode()
             self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
-        self.client.push(info, total, number, priority)
+        self.client.push(info, total, under, priority)
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """See `Strategy.pull_rows`."""
@@ -126,7 +123,6 @@ class WorkersRows:
         if self._server is not None:
             with self._session.engine.lock:
                 self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
-                self._server.relabel(slot)
 
     def states(self) -> list[Part]:
         """The states of what this worker owns."""

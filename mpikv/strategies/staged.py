@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Path

@@ -18,11 +18,12 @@ from mpikv.codecs.choice import Choices
 from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import TOTALS, HostKey
-from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
+from mpikv.collectives.labelled import AddingGroup, SharingGroup
 from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.parts import HERE, Parts, whole
 from mpikv.collectives.select import ALGORITHMS, IN_PARTS
 from mpikv.collectives.stages import Span
+from mpikv.common.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Path
@@ -131,8 +132,6 @@ class Way(Protocol):
 class OfKey(KeyWay):
     """What the ways here have in common."""
 
-    _adding: type[AddingGroup] = AddingGroup
-
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement)
         self._parts = means.parts
@@ -160,7 +159,7 @@ class OfKey(KeyWay):
             if comparison is not None:
                 owners = frozenset(rank for i, rank in enumerate(group.ranks) if bounds[i] < bounds[i + 1])
                 self._labelled = (
-                    self._adding(group.transport, group.ranks, comparison),
+                    AddingGroup(group.transport, group.ranks, comparison),
                     SharingGroup(group.transport, group.ranks, comparison, owners),
                 )
         return self._labelled
@@ -260,7 +259,7 @@ class Native(Alone):
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray | None]:
-        """In place, with the workers' labels gathered before."""
+        """In place, with the workers' labels compared before."""
         steps = self._reduce_scatter(values, combine, comparison)
         return whole(self._parts, steps, values, needed=(0, values.size), completed=[self._own()])
 
@@ -269,9 +268,7 @@ class Native(Alone):
     ) -> Steps[HostArray | None]:
         native = self._communicators.native
         if comparison is not None:
-            ratio = yield from native.ratio(self._comm, comparison)
-            if ratio != 1.0:
-                self._space.scale(values, ratio, values)
+            yield from native.compare(self._comm, comparison)
         yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
         return None
 

@@ -35,7 +35,8 @@ KIND = "mpikv checkpoint"
 class Checkpoint(NamedTuple):
     """What a file holds. examples: how many the steps were made of. states: the bytes of a file of states.
 
-    of_workers: the bytes of what each worker keeps, or nothing.
+    of_workers: the bytes of what each worker keeps, or nothing. agreed: the factor that workers agreed on, and how many
+    there were; nothing where they have not.
     """
 
     steps: int
@@ -43,6 +44,7 @@ class Checkpoint(NamedTuple):
     weights: dict[str, HostArray]
     states: HostArray
     of_workers: Sequence[HostArray] = ()
+    agreed: Sequence[float] = ()
 
 
 def write(path: str, checkpoint: Checkpoint) -> None:
@@ -52,6 +54,7 @@ def write(path: str, checkpoint: Checkpoint) -> None:
         "examples": checkpoint.examples,
         "names": list(checkpoint.weights),
         "workers": len(checkpoint.of_workers),
+        "agreed": list(checkpoint.agreed),
     }
     values = [*checkpoint.weights.values(), checkpoint.states, *checkpoint.of_workers]
     replace_file(path, lambda file: write_archive(file, KIND, content, values))
@@ -67,6 +70,9 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
     names: Any = header.get("names")
     counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
     counted = counted and type(workers) is int and workers >= 0
+    agreed: Any = header.get("agreed", [])
+    counted = counted and type(agreed) is list and all(type(one) in (int, float) for one in agreed)
+    counted = counted and len(agreed) in (0, 2)
     if not counted or not are_names(names) or len(values) != len(names) + 1 + workers:
         what = f"{shown(names)} after {shown(steps)} steps of {shown(workers)} workers with {shown(examples)} examples"
         raise StatesFileError(f"{path}: damaged: {what} for {len(values)} arrays")
@@ -81,7 +87,7 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
         if here != there:
             text = f"{there[1]} {there[0]} there and {here[1]} {here[0]} here"
             raise StatesFileError(f"{path}: parameter {shown(name)} is {text}")
-    return Checkpoint(steps, examples, weights, values[len(names)], values[len(names) + 1 :])
+    return Checkpoint(steps, examples, weights, values[len(names)], values[len(names) + 1 :], agreed)
 
 
 def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:

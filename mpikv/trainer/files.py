@@ -66,6 +66,14 @@ class TrainerFiles:
         """See `Trainer`."""
         raise NotImplementedError
 
+    def _agreed_factor(self) -> Sequence[float]:
+        """See `Trainer`."""
+        raise NotImplementedError
+
+    def _resume_factor(self, agreed: Sequence[float]) -> None:
+        """See `Trainer`."""
+        raise NotImplementedError
+
     # --- states
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
@@ -196,7 +204,12 @@ class TrainerFiles:
                 checkpoint.write(
                     path,
                     checkpoint.Checkpoint(
-                        self._steps, self._examples, weights, checkpoint.states_of(states), of_workers
+                        self._steps,
+                        self._examples,
+                        weights,
+                        checkpoint.states_of(states),
+                        of_workers,
+                        self._agreed_factor(),
                     ),
                 )
 
@@ -232,7 +245,7 @@ class TrainerFiles:
             if not checkpoint.exists(path):
                 return None
             found.append(checkpoint.read(path, self._data()))
-            return [found[0].steps, found[0].examples]
+            return [found[0].steps, found[0].examples, *found[0].agreed]
 
         progress = self._decide("resume", look)
         if progress is None:
@@ -246,7 +259,8 @@ class TrainerFiles:
         except StatesFileError as error:
             raise StatesFileError(STATES_PLACE.sub(path, str(error))) from None
         self._give_back(found[0].of_workers if found else (), path)
-        self._steps, self._examples = progress
+        self._steps, self._examples, *agreed = progress
+        self._resume_factor(agreed)
         return self._steps
 
     def _restore(self, found: checkpoint.Checkpoint | None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from mpikv import optimizers
@@ -31,7 +31,6 @@ from mpikv.create.worker_device import spaces_for
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
-from mpikv.session.base import OwnUpdates
 from mpikv.strategies.base import Travelling
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows, worker_states
@@ -161,7 +160,9 @@ class Trainer(TrainerFiles):
         ] = {}  # weights of the last step that nobody has waited for yet
         self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
         self._travelling: Travelling | None = None
-        self._own: OwnUpdates | None = None  # where all workers update by themselves
+        self._own = False  # whether several workers update by themselves
+        # Until the first step, in which several workers agree on the factor that owners apply.
+        self._factor_open = self._store is not None and self._store.session.synchronous and self._store.num_workers > 1
         self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
         self._start()
         devices = len(list_data(self._params[self._trained[0]]))
@@ -189,8 +190,9 @@ class Trainer(TrainerFiles):
         else:
             for name in trained:
                 self._local.add(self._keys[name], data[name][0])
-            if self._store is not None:
-                self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
+            if self._store is not None and self._store.num_workers > 1:
+                self._own = True
+                self._store.strategy.compare_updates(self._optimizer, [self._keys[name] for name in trained])
         dense = [name for name in trained if name not in self._sparse]
         if self._store is not None:
             warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
@@ -211,7 +213,8 @@ class Trainer(TrainerFiles):
 
         parameter: one of this trainer's, or its name. batch_size: as `step` will be called with; by default that of the
         last step. The gradient is not needed any more when this returns. Only with `update_on_kvstore=False` it is:
-        then the sum over the workers will be written into it, before `step` returns. Does not wait for other workers.
+        then the sum over the workers will be written into it, before `step` returns. Does not wait for other workers,
+        but once in the first step, in which they agree on what the store divides by.
 
         `step` sends every gradient that was not handed over. It also sends those of the first step, if no batch_size
         was given here, and all gradients in host memory where the workers are on one host and share it: there no link
@@ -244,13 +247,15 @@ class Trainer(TrainerFiles):
             raise ValueError(f"push_grad: grad is None in {shown(name)}; call it after the gradient has been written")
         self._finish_waiting()
         self._rescale(batch_size)
+        self._agree_on_factor()
         if not self._handed:
             self._handed_with = self._optimizer.attributes()
         if self._on_store:
             self._store.push(self._keys[name], replicas, self._priority(name))
             self._handed[name] = Handed(None, [])
-        elif self._own is None or self._own.may_leave():  # else workers have to agree first, which `step` does
-            request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
+        elif not self._own or self._factor() == self._optimizer.rescale_grad:  # else `step` scales it, in a copy
+            with self._scaling():
+                request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
             self._handed[name] = Handed(request, replicas)
 
     def _gradient_ready(self, name: str) -> None:
@@ -360,12 +365,12 @@ class Trainer(TrainerFiles):
         grads = self._grads(ignore_stale_grad)
         if share.factor != 1.0:
             self._weigh(grads, share.factor)
+        self._agree_on_factor()
         if self._on_store and self._store is not None:
             self._step_on_store(self._store, grads, wait=wait)
         else:
-            ratio = 1.0 if self._own is None else self._own.begin(contributed=bool(self._handed))
-            self._allreduce(grads, ratio)
-            self._update(grads, None if self._own is None else self._own.end())
+            self._allreduce(grads)
+            self._update(grads, self._factor() if self._own else None)
         self._all_sent()
         self._count_step(share.examples)
 
@@ -533,38 +538,69 @@ class Trainer(TrainerFiles):
         array([0.5, 0.5])
         """
         self._need_own_updates("allreduce_grads")
-        if self._own is not None:
-            self._own.settle()
         self._overlap.check()
-        self._allreduce(self._grads(ignore_stale_grad))
+        self._allreduce(self._grads(ignore_stale_grad), scales=False)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights from the sums that `allreduce_grads` left. Only with `update_on_kvstore=False`.
 
         batch_size: as for `step`, but the same on every worker, since the gradients have been added already.
 
-        Local. But where batch_size or another attribute has changed since the last update, the call blocks until it is
-        known that it has changed on all workers alike. If it has not, that is a ConfigError: on the workers that have
-        changed it before anything is updated there, on the others then or in the next call. Example: see
-        `allreduce_grads`.
+        Local. If batch_size or another attribute of the optimizer was not the same on every worker, their weights
+        differ from then on, and the next `allreduce_grads` or `step`, or `close` of the store, raises ConfigError on
+        all of them. Example: see `allreduce_grads`.
         """
         self._need_own_updates("update")
         share = self._shares.of_step(batch_size, None)
         self._rescale(share.divisor)
         grads = self._grads(ignore_stale_grad)
-        if self._own is not None:
-            self._own.begin(separate=True)
-            self._own.end()
         self._update(grads)
+        if self._own and self._store is not None:
+            self._store.session.attributes.updated(self._slot())
         self._count_step(share.examples)
 
-    def _allreduce(self, grads: dict[str, list[Any]], ratio: float = 1.0) -> None:
+    def _slot(self) -> int:
+        """That of its optimizer."""
+        assert self._store is not None
+        session = self._store.session
+        return session.slot_of(session.infos[self._keys[self._trained[0]]])
+
+    def _factor(self) -> float:
+        """What all workers multiply the sum of their gradients by."""
+        assert self._store is not None
+        return self._store.session.attributes.factor(self._slot())
+
+    def _scaling(self) -> AbstractContextManager[None]:
+        """A block in which gradients are contributed to a step that this worker updates with by itself."""
+        if self._store is None or not self._own:
+            return nullcontext()
+        return self._store.session.attributes.scaling(self._slot())
+
+    def _agree_on_factor(self) -> None:
+        """In the first step. Gradients are relative to what workers agree on here, which is nearly always their own."""
+        if self._factor_open and self._store is not None:
+            self._store.session.agree_on_factor(self._keys[self._trained[0]])
+            self._factor_open = False
+
+    def _agreed_factor(self) -> Sequence[float]:
+        """What workers agreed on in the first step, and how many they were; nothing where they did not."""
+        if self._store is None or self._factor_open or not self._store.session.synchronous:
+            return ()
+        return (self._factor(), self._store.num_workers) if self._store.num_workers > 1 else ()
+
+    def _resume_factor(self, agreed: Sequence[float]) -> None:
+        """Go on with the same factor, so that the bits are the same: as many workers then need no other one."""
+        if self._factor_open and self._store is not None and agreed and agreed[1] == self._store.num_workers:
+            self._store.session.attributes.agree(self._slot(), agreed[0])
+            self._factor_open = False
+
+    def _allreduce(self, grads: dict[str, list[Any]], *, scales: bool = True) -> None:
+        """scales: where this worker's factor is not the agreed one, its gradients are scaled before they are added."""
         if self._store is not None:
             self._skip_frozen()
-            if ratio != 1.0:
-                self._scale_grads(grads, ratio)
             rest = [name for name in grads if name not in self._handed]
-            self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
+            with self._scaling() if scales else nullcontext():
+                self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
             for handed in self._handed.values():
                 if handed.request is not None:
                     handed.request.wait()
@@ -597,7 +633,7 @@ class Trainer(TrainerFiles):
                 self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
 
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
-        """factor: the units that the gradients are in, where workers' own factors differ."""
+        """factor: what the sums are multiplied by, where it is not this worker's own factor."""
         own = self._optimizer.rescale_grad
         self._optimizer.rescale_grad = own if factor is None else factor
         try:

@@ -12,8 +12,8 @@ does not stand behind its header: it waits at the client, cut into partitions, u
 the server fetches it, straight from the array that it is in. A reply is the payload alone, in the same partitions: the
 client named its tag and knows its size. The answers to several pulls of one message under one tag are one message.
 
-A control message is JSON in UTF-8; control messages are sent at `init`, barriers, errors and the end, and in a training
-step only where workers that update by themselves change attributes (session/contests.py).
+A control message is JSON in UTF-8; control messages are sent at `init`, barriers, errors and the end, not in a training
+step, but for a trainer's first one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Labels that travel with the messages: what every rank knows after a round, its units, and what the round has sent."""
+"""Labels that travel with the messages: what every rank knows after a round, and what the round has sent."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import pytest
 from test_hosted import host_key, memories_of
 
 from mpikv.collectives import hierarchical, hosted, select
-from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, Comparison, SharingGroup
-from mpikv.common.labels import Label
+from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, SharingGroup
+from mpikv.common.labels import Comparison, Label
 from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import whole_bounds
 from mpikv.placement.topology import topology
 from mpikv.testing.ranks import run_collective
 
 F32 = np.dtype(np.float32)
-FIRST = Label("{}", 1.0)
-LONG_ROUNDS = 10  # of long chunks: up to one in which worker 0 alone has another rate, factor or op, and all but it
+FIRST = Label("{}")
+LONG_ROUNDS = 10  # of long chunks: up to one in which worker 0 alone has another rate or op, and all but it
 Round = tuple[Label, ...]
 
 
 def rounds_of(p: int) -> list[Round]:
-    """All alike; then one worker, or all but one, with another rate or factor, all different, and alike again."""
-    found: list[Round] = [(FIRST,) * p, (FIRST,) * p, (Label('{"lr": 2}', 0.5),) * p, (Label('{"lr": 2}', 0.5),) * p]
+    """All alike; then one worker, or all but one, with another rate or op, all different, and alike again."""
+    found: list[Round] = [(FIRST,) * p, (FIRST,) * p, (Label('{"lr": 2}'),) * p, (Label('{"lr": 2}'),) * p]
     for odd in range(p):
-        for other in (FIRST._replace(text='{"lr": 3}'), FIRST._replace(factor=4.0), FIRST._replace(op="max")):
+        for other in (FIRST._replace(text='{"lr": 3}'), FIRST._replace(op="max")):
             found.append(tuple(other if rank == odd else FIRST for rank in range(p)))
             found.append(tuple(FIRST if rank == odd else other for rank in range(p)))
-    found.append(tuple(FIRST._replace(factor=0.0 if rank == 0 else 1.0) for rank in range(p)))
-    different = tuple(Label("{}", 2.0 ** (rank - 2)) for rank in range(p))
+    different = tuple(Label(f'{{"lr": {rank}}}') for rank in range(p))
     return [*found, different, different, (FIRST,) * p, (FIRST,) * p]
 
 
@@ -40,14 +39,14 @@ def values(rank: int, n: int, round_: int) -> np.ndarray:
 
 
 def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Round]) -> list[list[tuple]]:
-    """Of each rank and round: flags, what its chunk is in, its chunk, the messages and bytes it has sent.
+    """Of each rank and round: whether it knows that labels differ, its chunk, the messages and bytes it has sent.
 
     halves(group, comparison): the reduce-scatter, which returns the sums, and the allgather of one round.
     """
     owners = frozenset(rank for rank in range(len(hosts)) if bounds[rank] < bounds[rank + 1])
 
     def steps(group):
-        comparison = Comparison((FIRST,), exact=False)
+        comparison = Comparison((FIRST,))
         adding = AddingGroup(group.transport, group.ranks, comparison)
         sharing = SharingGroup(group.transport, group.ranks, comparison, owners)
         reduce_scatter, allgather = halves(group)
@@ -56,16 +55,16 @@ def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Roun
             before = group.transport.sent_messages, group.transport.sent_bytes
             comparison.begin((labels[group.rank],))
             totals = yield from reduce_scatter(adding, values(group.rank, n, i), comparison)
-            known = comparison.flags
+            known = comparison.differ
             result = np.zeros(n, np.float32)
             own = slice(bounds[group.rank], bounds[group.rank + 1])
             result[own] = 7
             result = yield from allgather(sharing, result)
             assert (result == 7).all()
             if group.rank in owners:
-                assert comparison.flags == known  # an owner knows before it updates
+                assert comparison.differ == known  # an owner knows before it updates
             sent = group.transport.sent_messages - before[0], group.transport.sent_bytes - before[1]
-            found.append((comparison.flags, comparison.units, totals[own].tolist(), *sent))
+            found.append((comparison.differ, totals[own].tolist(), *sent))
         return found
 
     return run_collective(len(hosts), steps, hosts=list(hosts))
@@ -113,21 +112,17 @@ def check(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: int | Non
     rounds = rounds_of(p)[:n_rounds]
     results = run(hosts, n, bounds, halves, rounds)
     for i, labels in enumerate(rounds):
-        wrong = len({(label.rest, label.factor == 0) for label in labels}) > 1
-        mixed = len({label.factor for label in labels}) > 1
-        total = sum(label.factor * values(rank, n, i) for rank, label in enumerate(labels))
+        total = sum(values(rank, n, i) for rank in range(p))
         for rank, found in enumerate(results):
-            flags, units, chunk, messages, n_bytes = found[i]
-            assert bool(flags & 2) == wrong, (i, rank, labels)
-            if not wrong:
-                assert bool(flags & 1) == mixed, (i, rank, labels)
-                assert [units * x for x in chunk] == total[bounds[rank] : bounds[rank + 1]].tolist(), (i, rank)
-            assert messages == found[0][3], (i, rank)
+            differ, chunk, messages, n_bytes = found[i]
+            assert differ == (len(set(labels)) > 1), (i, rank, labels)
+            assert chunk == total[bounds[rank] : bounds[rank + 1]].tolist(), (i, rank)
+            assert messages == found[0][2], (i, rank)
             # Where all are as they were, also the bytes; where all change alike, a note to each receiver of values.
             if i in {1, 3} or labels == rounds[i - 1] == (FIRST,) * p:
-                assert n_bytes == found[0][4], (i, rank)
+                assert n_bytes == found[0][3], (i, rank)
             elif i == 2:
-                notes, rest = divmod(n_bytes - found[0][4], NOTE_BYTES)
+                notes, rest = divmod(n_bytes - found[0][3], NOTE_BYTES)
                 assert rest == 0
                 assert notes <= min(messages, p - 1)
 
@@ -180,19 +175,19 @@ def test_hosts_with_long_chunks(hosts: str) -> None:
     check(hosts, n, bounds, through_memory(hosts, n, bounds), LONG_ROUNDS)
 
 
-def test_what_cannot_be_scaled_must_be_equal() -> None:
-    two = Label("{}", 2.0)
-    integers, reals = (Comparison((FIRST,), exact=exact) for exact in (True, False))
-    other_integers, other_reals = (Comparison((two,), exact=exact) for exact in (True, False))
-    assert (integers.ratio(other_integers.own), integers.wrong) == (1.0, True)
-    assert (reals.ratio(other_reals.own), reals.wrong, reals.mixed) == (2.0, False, True)
-
-
 def test_keys_of_a_bucket_under_different_labels() -> None:
-    """Then the factors must be equal too; keys that take no part do not count."""
-    two = Label("{}", 2.0)
-    mine = Comparison((FIRST, two, None), exact=False)
-    for labels, wrong in {(FIRST, two, None): False, (two, FIRST, None): True, (FIRST, FIRST, None): True}.items():
+    """Keys that take no part count only where the others' labels differ."""
+    two = Label('{"lr": 2}')
+    mine = Comparison((FIRST, two, None))
+    for labels, differ in {
+        (FIRST, two, None): False,
+        (two, FIRST, None): True,
+        (FIRST, FIRST, None): True,
+        (FIRST, two, two): True,
+    }.items():
         mine.begin((FIRST, two, None))
-        assert mine.ratio(Comparison(labels, exact=False).own) == 1.0
-        assert mine.wrong == wrong
+        mine.compare(Comparison(labels).own)
+        assert mine.differ == differ
+    one = Comparison((FIRST, None))
+    one.compare(Comparison((FIRST, FIRST)).own)
+    assert not one.differ

@@ -14,7 +14,7 @@ from interleaving import Interleaving, Words
 
 from mpikv.collectives import host_key
 from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
-from mpikv.collectives.labelled import MIXED, WRONG
+from mpikv.common.labels import PLAIN, Comparison, Label
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
 from mpikv.hostmemory.patience import CROWDED_POLLS, POLLS, Patience
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
@@ -119,12 +119,7 @@ def test_steps_of_threads():
 # --- what ranks know of the labels of a round, with a key's counters, on interleaved words
 
 
-class Heard:
-    """In place of a comparison: flags only."""
-
-    def __init__(self) -> None:
-        self.own = SimpleNamespace(digest=0, factor=1.0)
-        self.flags = 0
+ALIKE, MESSAGE, OTHER = range(3)  # its label is everybody's; a message says that labels differ; its label is another
 
 
 def key_on(world: Interleaving, rank: int) -> HostKey:
@@ -135,18 +130,15 @@ def key_on(world: Interleaving, rank: int) -> HostKey:
 
 
 def rounds(world: Interleaving, found: list[list[int]], known: list[list[int]]) -> None:
-    """Ranks find out in each round what they say of it, the first one only from the others; all know all at its end.
-
-    found: by round and rank. known: what each rank has known at the end, likewise.
-    """
+    """found: what a rank has or learns, by round and rank. known: whether labels differ, at the end, likewise."""
 
     def body(rank: int) -> None:
-        key, heard = key_on(world, rank), Heard()
+        key, comparison = key_on(world, rank), Comparison((PLAIN,))
         others = [other for other in range(world.size) if other != rank]
-        for number, flags in enumerate(found):
-            heard.flags = 0
-            key.begin(np.zeros(1, F32), np.zeros(1, F32), heard)  # type: ignore[arg-type]
-            heard.flags |= flags[rank]
+        for number, one in enumerate(found):
+            comparison.begin((Label(f"of {rank}") if one[rank] == OTHER else PLAIN,))
+            key.begin(np.zeros(1, F32), np.zeros(1, F32), comparison)
+            comparison.differ |= one[rank] == MESSAGE
             key.count(FILLED, 1)
             for word in (FILLED, GATHERED):  # values are there; every part is complete
                 if word == GATHERED:
@@ -154,39 +146,39 @@ def rounds(world: Interleaving, found: list[list[int]], known: list[list[int]]) 
                 waiting = key.awaited(others, word, 1)
                 while not waiting.test():
                     world.point(rank)
-            known[number][rank] = heard.flags
+            known[number][rank] = comparison.differ
 
     world.run(body)
 
 
-FLAGS = st.sampled_from([0, 0, MIXED, WRONG, MIXED | WRONG])
+FOUND = st.sampled_from([ALIKE, ALIKE, ALIKE, MESSAGE, OTHER])
 
 
 @settings(max_examples=150)
 @given(data=st.data(), seed=st.integers(0, 2**32), size=st.integers(2, 4), n_rounds=st.integers(1, 5))
 def test_all_know_what_one_rank_has_found_in_this_round_and_nothing_of_another(data, seed, size, n_rounds):
-    found = [[data.draw(FLAGS) for _ in range(size)] for _ in range(n_rounds)]
+    found = [[data.draw(FOUND) for _ in range(size)] for _ in range(n_rounds)]
     known = [[-1] * size for _ in found]
     world = Interleaving(size, size * row_words(FILLED + 1), seed)
     with pytest.MonkeyPatch.context() as patch:
         world.flushing(patch)
         rounds(world, found, known)
-    assert known == [[int(np.bitwise_or.reduce(flags))] * size for flags in found]
+    assert known == [[any(one)] * size for one in found]
 
 
-def test_one_word_for_the_flags_of_all_rounds_would_be_found_wrong(monkeypatch):
+def test_one_word_for_the_digests_of_all_rounds_would_be_found_wrong(monkeypatch):
     """A rank that is slow would read those of the next round."""
 
     class OneWord(int):
         def __add__(self, parity: int) -> int:
             return int(self)
 
-    monkeypatch.setattr(host_key, "FLAGS", OneWord(host_key.FLAGS))
+    monkeypatch.setattr(host_key, "DIGEST", OneWord(host_key.DIGEST))
 
     def right(seed: int) -> bool:
-        found, known = [[MIXED, 0], [0, 0], [WRONG, 0]], [[-1] * 2 for _ in range(3)]
+        found, known = [[OTHER, ALIKE], [ALIKE, ALIKE], [MESSAGE, ALIKE]], [[-1] * 2 for _ in range(3)]
         rounds(Interleaving(2, 2 * row_words(FILLED + 1), seed), found, known)
-        return known == [[MIXED] * 2, [0] * 2, [WRONG] * 2]
+        return known == [[True] * 2, [False] * 2, [True] * 2]
 
     assert not all(right(seed) for seed in range(200))
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpikv.arrays.reductions import REDUCTIONS
 from mpikv.groups.operators import OPERATORS
-from mpikv.hostmemory.sums import in_order, newest_first, scaled, way_of
+from mpikv.hostmemory.sums import in_order, newest_first, way_of
 
 NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 SIZES = (1, 2, 3, 8)
@@ -96,12 +96,3 @@ def test_what_a_reduction_and_an_operator_make(kind, dtype):
     way = one.way(found) if of_group else way_of(found, one.combine, one.finish if mean else None)
     way(out, sources)
     assert out.tobytes() == expected.tobytes()
-
-
-def test_values_in_other_units():
-    values = terms(9, 1)[0]
-    assert scaled(values, 1.0) is values
-    assert scaled(values, 0.3).dtype == np.float32
-    assert scaled(values, 0.3).tobytes() == (values * np.float32(0.3)).tobytes()
-    half = values.astype(np.float16)
-    assert scaled(half, 0.3).tobytes() == (half * np.float16(0.3)).tobytes()

@@ -79,4 +79,4 @@ def test_calls_of_functions_for_each_key(shared_memory: str, most: tuple[int, in
         for one, limit in zip(found, most, strict=True):
             assert sum(one.values()) <= limit, one.most_common()
             if shared_memory == "auto":  # what only rounds of single keys need is not made before one comes
-                assert not one.keys() & {"collectives/labelled.py: _facts", "collectives/labelled.py: begin"}
+                assert not one.keys() & {"labels.py: _of_all", "labels.py: begin"}

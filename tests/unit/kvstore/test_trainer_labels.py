@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from test_store_labels import Way, way_id
 
-from mpikv import ConfigError, Parameter, PeerError, Trainer
-from mpikv.config import Config
+from mpikv import ConfigError, Parameter, Trainer
 from mpikv.testing.stores import spawn_stores
 
 SHAPES = {"a": (3, 5), "b": (1,), "c": (40,), "d": ()}
@@ -89,6 +86,46 @@ def test_each_gradient_is_divided_by_its_own_batch_size(way: Way, how: str, on_s
 @pytest.mark.grid
 @ON_STORE
 @EVERY_WAY
+def test_sizes_that_differ_in_the_first_step(way: Way, on_store: bool) -> None:
+    def body(store):
+        parameters, trainer = made(store, on_store)
+        for sizes in (LAST, LAST, BATCHES[0]):
+            write(parameters, store.rank, 0)
+            trainer.push_grad("c", sizes[store.rank])
+            trainer.step(sizes[store.rank])
+        return [parameter.data.tolist() for parameter in parameters.values()]
+
+    wanted = [
+        sum(gradient(name, w, 0) / sizes[w] for sizes in (LAST, LAST, BATCHES[0]) for w in range(way.workers)).tolist()
+        for name in SHAPES
+    ]
+    assert way.run(body) == [wanted] * way.workers
+
+
+@ON_STORE
+def test_steps_of_the_size_of_the_first_one_are_made_together(on_store: bool) -> None:
+    """On one host, in one call for all keys, without a message; also after a step with other sizes."""
+
+    def body(store):
+        parameters, trainer = made(store, on_store)
+        counts = []
+        for size in (4, 4, 4, 3 + store.rank, 4):
+            write(parameters, store.rank, 0)
+            store.barrier()
+            before = store.stats()
+            trainer.step(size)
+            after = store.stats()
+            counts.append([after[name] - before[name] for name in ("direct_calls", "messages_sent")])
+        store.barrier()
+        return counts[1:]
+
+    for counts in Way(2).run(body):
+        assert counts == [[1, 0], [1, 0], [0, 0], [1, 0]]
+
+
+@pytest.mark.grid
+@ON_STORE
+@EVERY_WAY
 def test_all_workers_hold_the_same_bits(way: Way, on_store: bool) -> None:
     """With factors that are no powers of two, momentum and two trainers on one store."""
 
@@ -143,7 +180,9 @@ BY_MESSAGES = [
 @pytest.mark.parametrize("how", ["step", "push_grad"])
 @pytest.mark.parametrize("way", BY_MESSAGES, ids=way_id)
 def test_a_step_that_changes_attributes_sends_no_message_more(way: Way, how: str) -> None:
-    """A rate set by hand in every step, sizes that change together, and sizes that differ."""
+    """A rate set by hand in every step, sizes that change together, and sizes that differ. In the first step workers
+    agree on the factor that is applied.
+    """
 
     def body(store):
         parameters, trainer = made(store, True, optimizer="sgd", learning_rate=0.5)
@@ -165,7 +204,8 @@ def test_a_step_that_changes_attributes_sends_no_message_more(way: Way, how: str
 
     found = way.run(body)
     assert any(counts[0][0] for counts in found)
-    for counts in found:
+    for rank, ((_, agreeing), *counts) in enumerate(found):
+        assert agreeing == (way.workers - 1 if rank == 0 else 1)
         assert counts == [[counts[0][0], 0]] * len(counts)
 
 
@@ -217,7 +257,7 @@ def test_allreduce_and_update_with_equal_attributes(way: Way) -> None:
 @pytest.mark.parametrize("attribute", ["batch_size", "learning_rate"])
 @pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
 def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str) -> None:
-    """Who has changed finds out before it updates, the others in their next call at the latest."""
+    """Who differs from the start finds out before anybody updates, else in the next call; all do."""
 
     def body(store):
         parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
@@ -229,18 +269,15 @@ def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str
         if odd and attribute == "learning_rate":
             trainer.set_learning_rate(1.5)
         write(parameters, store.rank, 2)
-        trainer.allreduce_grads()
+        if attribute == "batch_size":
+            trainer.allreduce_grads()
+            trainer.update(4 if odd else 2)
+            trainer.optimizer.rescale_grad = 0.5  # on all
         before = bits(parameters)
-        try:
-            trainer.update(4 if odd and attribute == "batch_size" else 2)
-        except ConfigError as error:
-            return before == bits(parameters), str(error)
-        assert not odd
         with pytest.raises(ConfigError) as caught:
             trainer.allreduce_grads()
-        with contextlib.suppress(PeerError):  # this worker may have pushed once more
-            store.close()
-        return True, str(caught.value)
+        store.close()  # which says nothing that was said
+        return before == bits(parameters), str(caught.value)
 
     for unchanged, text in way.run(body):
         assert unchanged
@@ -248,33 +285,20 @@ def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str
         assert "worker 2" in text
 
 
-def test_what_is_found_late_does_not_keep_a_worker_from_closing_with_the_others() -> None:
-    closed = threading.Event()
-
+@pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
+def test_what_the_last_update_was_made_with_is_compared_by_close(way: Way) -> None:
     def body(store):
         parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
         for step in range(2):
-            if store.rank == 2 and step == 1:
-                trainer.set_learning_rate(1.5)
             write(parameters, store.rank, step)
             trainer.allreduce_grads()
-            if step == 0:
-                trainer.update(2)
-        found = pytest.raises(ConfigError, match=r"learning_rate=1\.5")
-        if store.rank == 2:
-            with found:
-                trainer.update(2)
-            closed.wait(0.3)  # worker 0 is alone in its `close` for so long
+            if store.rank == 2 and step == 1:
+                trainer.set_learning_rate(1.5)
+            trainer.update(2)
+        with pytest.raises(ConfigError, match=r"close: .*worker 2 on \S+: the last update's learning_rate=1\.5"):
             store.close()
-            return
-        with found:
-            trainer.update(2)  # which tells it where the verdict has come by now
-            store.close()
-        with contextlib.suppress(ConfigError):
-            store.close()
-        closed.set()
 
-    spawn_stores("dist_sync", 3, body, config=Config(timeout_s=5.0))
+    way.run(body)
 
 
 def test_trainers_that_update_by_themselves_compare_their_optimizers() -> None:

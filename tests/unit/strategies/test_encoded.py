@@ -296,7 +296,7 @@ def test_workers_with_different_reductions() -> None:
         store.init("w", np.zeros(67, F32))
         store.pushpull("w", np.ones(67, F32), op="max" if store.rank else "sum")
 
-    with pytest.raises(RankError, match=r"rank 1: ShapeMismatch: message from rank 0.*: 9 bytes, 164 expected"):
+    with pytest.raises(RankError, match=r"rank 1: ShapeMismatch: message from rank 0.*: 9 bytes, 140 expected"):
         run(2, body, SIGN, timeout_s=3.0)
 
 

@@ -199,6 +199,8 @@ def test_gradients_lie_in_shared_memory_and_need_no_copy_in(monkeypatch: pytest.
         params = [Parameter(np.zeros(1000, np.float32), f"p{i}") for i in range(4)]
         trainer = Trainer(params, "test", kvstore=store, update_on_kvstore=False)
         write_gradients(params, store, 0)
+        trainer.step(1)  # the first one, in which workers agree
+        write_gradients(params, store, 0)
         before = store.stats()
         trainer.step(1)
         after = store.stats()
