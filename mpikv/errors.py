@@ -117,6 +117,3 @@ class PeerError(MpikvError):
 
     behind: tuple[str, int] | None = None
     """A worker that has left before a round, and how many rounds it lacks to the one that was waited for."""
-
-    told = False
-    """Whether a call has said the same before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
 
@@ -23,7 +23,7 @@ from mpikv.calls.rows import RowCalls
 from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.errors import KeyExists, MpikvError, PeerError, UnsupportedError
+from mpikv.errors import KeyExists, MpikvError, StallError, UnsupportedError
 from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import NewKey, Session, Updater
 from mpikv.strategies.base import Entry, Sink, Strategy
@@ -627,9 +627,9 @@ class KVStore:
     def close(self) -> None:
         """End the store, and wait until all workers do the same. Collective, blocks. A second call does nothing.
 
-        Raises PeerError when workers of a synchronous store have pushed a key unequally often, and ConfigError when a
-        push was refused, unless a call has raised it for that key before. Does nothing in a process that was forked
-        from the worker.
+        Raises PeerError when workers of a synchronous store have pushed a key unequally often, ConfigError when a push
+        was refused, and the error of a push or an `_async` call that nobody waited for; but none that a call has raised
+        before. Does nothing in a process that was forked from the worker.
 
         >>> store = kv.create('local')
         >>> store.close()
@@ -639,18 +639,33 @@ class KVStore:
             return
         for wait in session.before_close:
             wait()
-        session.closed = True
+        session.closed = session.given.closing = True
         for prepared in (self._prepared, *self._prepared_by.values()):
             prepared.clear()
         try:
             self.strategy.close()
         except BaseException as error:
             session.abandon()
-            if not (isinstance(error, PeerError) and error.told):
+            earlier = next(self._not_given(), None)
+            if isinstance(error, StallError) and earlier is not None:
+                raise earlier from error  # it may well be why the others did not come
+            if not session.given.has(error):
                 raise
         finally:
             for call in session.after_close:
                 call()
+        for error in self._not_given():
+            raise error
+
+    def _not_given(self) -> Iterator[BaseException]:
+        """Errors of calls made before `close`, of which no caller knows."""
+        yield from self.session.not_given()
+        for pending in [one for request in self._outstanding for one in request._pending]:  # noqa: SLF001 - of this file
+            try:
+                pending.request.test()
+            except Exception as error:  # noqa: BLE001 - `close` raises it
+                if not self.session.given.has(error, (pending.waiting.key_id,)):
+                    yield error
 
     def __enter__(self) -> KVStore:
         self._check_open("with")

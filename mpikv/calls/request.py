@@ -40,7 +40,11 @@ class Request:
         self._session.check_process("test")
         if self._pending:
             self._session.progress()
-            self._pending = [entry for entry in self._pending if not entry.request.test()]
+            try:
+                self._pending = [entry for entry in self._pending if not entry.request.test()]
+            except Exception as error:
+                self._session.given.note(error, (entry.waiting.key_id for entry in self._pending))
+                raise
         if self._pending:
             return False
         self.held = {}

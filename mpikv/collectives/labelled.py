@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.common.labels import Comparison
+from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Request, Waiter, Waking, wakes
 from mpikv.transports.base import Group, Transport
 

@@ -35,6 +35,7 @@ BUSY_SWITCH_S = 0.5e-3
 BUSY_NAP_S = 2e-3  # beside a program that computes: a link has much longer to do, and each wake-up takes 30 us from it
 PARKED_S = 50e-3  # while a caller does the work
 STOP_S = 60.0  # the thread ends after its step, in which MPI, a codec or an optimizer may never return
+MOST_FAILED = 16  # transfers whose errors are kept for `close`, with all that their tracebacks refer to
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
@@ -105,6 +106,7 @@ class Engine:
         self.waker: Any = None  # where others of this host can wake this rank (waker.py)
         self.serves = False  # they expect answers while no caller waits
         self.failure: BaseException | None = None  # what ended a service, or was interrupted; later waits raise it
+        self.failed: list[Running[Any]] = []  # the first that `start` has begun and that ended by an error
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._loop, name="mpikv-progress", daemon=True)
@@ -117,7 +119,9 @@ class Engine:
 
     def start(self, steps: Steps[T], name: str) -> Running[T]:
         """Start a generator, and run it until it has to wait for the first time."""
-        return self.take(Running(steps, name))
+        running = Running(steps, name)
+        running.started = True
+        return self.take(running)
 
     def take(self, running: Running[T]) -> Running[T]:
         """Move a generator on that was begun without an engine, as `start` does."""
@@ -178,6 +182,8 @@ class Engine:
         """Note, after a generator was resumed, whether it has to be asked in every step. Not for services."""
         if running.done:
             self._running.pop(running, None)
+            if running.started and running.error is not None and len(self.failed) < MOST_FAILED:
+                self.failed.append(running)
         if running.asked and not running.done:
             self._asked[running] = None
         else:

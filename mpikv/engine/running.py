@@ -26,6 +26,8 @@ class Running(Waking, Generic[T]):
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
+        self.started = False  # by `Engine.start`: nobody but who tests it learns of its error
+        self.raised = False  # whether `test` has raised it
         self.woken = True  # something has happened since it was last moved on
         self.asked = True
         self.queue = queue
@@ -90,6 +92,7 @@ class Running(Waking, Generic[T]):
     def test(self) -> bool:
         """Return whether the generator has ended. Raises the exception that ended it."""
         if self.done and self.error is not None:
+            self.raised = True
             raise self.error
         return self.done
 

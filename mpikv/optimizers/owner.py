@@ -19,7 +19,7 @@ import numpy as np
 
 from mpikv.arrays.reductions import Reduction
 from mpikv.common.checks import shown
-from mpikv.common.labels import PLAIN, Label, label_of
+from mpikv.placement.labels import PLAIN, Label, label_of
 from mpikv.errors import MpikvError
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import in_space

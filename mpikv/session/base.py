@@ -8,12 +8,12 @@ moves values. `Session` itself is that of one process, which agrees with itself 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
-from mpikv.common.labels import AttributeLog
+from mpikv.placement.labels import AttributeLog
 from mpikv.engine.request import Request
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
@@ -21,6 +21,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.session.given import GivenErrors
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST, Spaces
 
@@ -55,7 +56,7 @@ class Session:
     is; 0: a child that is forked has a copy that is as good. stop_file: where a trainer saves when the workers
     stop. stopped: whether they have. updater: a function of the user's that changes stored values in place of
     optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
-    store, before anything else and at its end, whatever happened.
+    store, before anything else and at its end, whatever happened. given: which errors callers have been given.
     """
 
     rank = 0
@@ -72,6 +73,7 @@ class Session:
         self.infos: dict[Key, KeyInfo] = {}
         self.any_sparse = False
         self.stopped = self.closed = False
+        self.given = GivenErrors()
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves
         self.namespaces = 0
         self.updater: Updater | None = None
@@ -214,6 +216,10 @@ class Session:
         """Let workers whose last epoch had another number of batches be told. Local."""
 
     # --- the end
+
+    def not_given(self) -> Iterator[BaseException]:
+        """Errors that last and that no caller has been given. Local."""
+        return iter(())
 
     def abandon(self) -> None:
         """Stop threads without talking to anybody, when the process is going down."""

@@ -30,6 +30,7 @@ from mpikv.placement.keys import Key
 from mpikv.session import cross_waits
 from mpikv.session.agreement import Agreement, Item, Name, Verdict
 from mpikv.session.epochs import Epochs
+from mpikv.session.given import GivenErrors
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.proposals import Proposal, Reply
 from mpikv.session.stop import Answer, Leader, Order, Reader
@@ -75,6 +76,7 @@ class Control:
     workers make the same steps (synchronous stores). pushes: key id -> how often
     this worker has pushed that key. on_verdict(item, reply): called for every verdict when it comes; final ones come in
     the same order on every worker. check_key(key): raises what became of a key that workers did not agree on after all.
+    given: notes the errors that waits raise.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Control:
         pushes: Callable[[], dict[int, int]],
         on_verdict: Callable[[Item, Reply], None],
         check_key: Callable[[Key], None],
+        given: GivenErrors,
     ) -> None:
         self.activity = Activity(engine.clock)
         # Ranks may be threads.
@@ -98,7 +101,7 @@ class Control:
         self._transport = transport
         self._pushes = pushes
         self._on_verdict = on_verdict
-        self._check_key = check_key
+        self._check_key, self._given = check_key, given
         self._proposals: list[Proposal] = []
         self._waits: Waiting | None = None  # what this worker waits for now
         self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
@@ -361,6 +364,13 @@ class Control:
         Raises its error; PeerError as soon as what is waited for cannot come any more; StallError after `timeout_s`
         (default: the store's).
         """
+        try:
+            self._wait(request, waiting, timeout_s)
+        except Exception as error:
+            self._given.note(error)
+            raise
+
+    def _wait(self, request: Request, waiting: Waiting, timeout_s: float | None) -> None:
         with self.engine.lock:
             if self.engine.failure is None and request.test():
                 self.activity.note(waiting)

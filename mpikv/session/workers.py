@@ -23,7 +23,7 @@ from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives import blobs
 from mpikv.common.checks import shown
-from mpikv.common.labels import Labels, Under
+from mpikv.placement.labels import Labels, Under
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -112,7 +112,6 @@ class Workers(Session):
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
-        self.told: set[int | None] = set()  # numbers of keys with an error that a caller has had: `close` adds no other
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
@@ -135,6 +134,7 @@ class Workers(Session):
             pushes=self._pushes,
             on_verdict=self._verdict,
             check_key=self._check_key,
+            given=self.given,
         )
         self.activity = self.control.activity
 
@@ -257,8 +257,8 @@ class Workers(Session):
         info = self.infos.get(key)
         try:
             self._check_key(key)
-        except ConfigError:
-            self.told |= set() if info is None else {info.id}
+        except MpikvError as error:
+            self.given.note(error, () if info is None else (info.id,))
             raise
         return info
 
@@ -283,10 +283,9 @@ class Workers(Session):
         except StallError as error:
             self._explain(error, pending.others, self.control.timeout_s if timeout_s is None else timeout_s)
             raise
-        except (ConfigError, PeerError):
-            if pending.waiting.call != "close":
-                waitings = pending.waiting, *pending.others, *(other.waiting for other in further)
-                self.told.update(waiting.key_id for waiting in waitings)
+        except (ConfigError, PeerError) as error:
+            waitings = pending.waiting, *pending.others, *(other.waiting for other in further)
+            self.given.note(error, (waiting.key_id for waiting in waitings))
             raise
 
     def _explain(self, error: StallError, others: Sequence[Waiting], limit_s: float) -> None:
@@ -474,18 +473,29 @@ class Workers(Session):
         error = None
         names = {info.id: info.key for info in self.infos.values()}
         for key_id, _, least, short in unmatched:
-            if (error is None or error.told) and pushes.get(key_id, 0) > least:
+            if (error is None or self.given.has(error)) and pushes.get(key_id, 0) > least:
                 error = PeerError(
                     f"{self.control.me}, close: key {shown(names[key_id])} was pushed {pushes[key_id]} times here and "
                     f"{least} times by {short}; round {least + 1} was never complete"
                 )
-                error.told = key_id in self.told
+                if self.given.has(error, (key_id,)):
+                    self.given.mark(error)
         return {key_id: least for key_id, _, least, _ in unmatched}, error
 
-    def refused(self) -> MpikvError | None:
-        """Return the error of a key of which a server has refused to update a round, unless a caller has had it."""
-        refused = (error for key_id, error in self.control.refused.items() if key_id not in self.told)
-        return next(refused, self._different)
+    def not_given(self) -> Iterator[BaseException]:
+        """Of transfers that nobody waited for, keys of which a server has refused to update a round, keys that workers
+        did not agree on after `init` had returned, and last updates that differ.
+        """
+        for running in self.engine.failed:
+            if running.error is not None and not (running.raised or self.given.has(running.error)):
+                yield running.error
+        for key_id, error in self.control.refused.items():
+            if not self.given.has(error, (key_id,)):
+                yield error
+        # A key that others have closed without does no harm to who has not used it, and when it is known depends on time.
+        broken = [error for error in self._broken.values() if not isinstance(error, PeerError)]
+        lasting = [*broken, *([] if self._different is None else [self._different])]
+        yield from (error for error in lasting if not self.given.has(error))
 
     def end(self) -> None:
         """End the engine and the transports; nothing is under way any more."""

@@ -22,10 +22,10 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
 from mpikv.common.checks import shown
-from mpikv.common.labels import Under, scaled
+from mpikv.placement.labels import Under, scaled
 from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, MpikvError
+from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -106,7 +106,11 @@ class AllreduceStrategy(Strategy):
     def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
         """Put a round into its queue; what does its rounds, if that is to be started now. Under the engine's lock."""
         session, under = self._session, round_.under
-        queue.reached(0)
+        try:
+            queue.reached(0)
+        except Exception as error:
+            session.given.note(error, (one.id for one in queue.keys))
+            raise
         if round_.op is not SUM:
             under = under._replace(label=under.label._replace(op=round_.op.name))
         plain = session.compressions.suspended or not round_.op.adds  # sums alone are compressed
@@ -308,13 +312,12 @@ class AllreduceStrategy(Strategy):
     def close(self) -> None:
         """Wait until all workers close; what they pushed in common is done first."""
         common, error = self._session.leave(matched=True)
-        refused: MpikvError | None = None
+        refused: ConfigError | None = None
         try:
             self.keys.drain("close", common)
         except ConfigError as found:
             refused = found
         self._rows.close()
-        refused = refused or self._session.refused()
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
         if error is not None:  # told first: where a worker is gone, what MPI still makes is waited for in vain

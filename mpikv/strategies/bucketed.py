@@ -16,7 +16,7 @@ import numpy as np
 from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.common.labels import Labels
+from mpikv.placement.labels import Labels
 from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting

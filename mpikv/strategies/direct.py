@@ -25,7 +25,7 @@ from mpikv.collectives.shared import WORDS, Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
-from mpikv.common.labels import digest_of
+from mpikv.placement.labels import digest_of
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.patience import Patience

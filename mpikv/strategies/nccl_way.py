@@ -33,7 +33,7 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.common.labels import Comparison
+from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import MpikvError, StallError
 from mpikv.placement.keys import KeyInfo

@@ -14,7 +14,7 @@ from mpikv.codecs.choice import Choices
 from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.nccl import NcclComm
-from mpikv.common.labels import Comparison
+from mpikv.placement.labels import Comparison
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
@@ -284,7 +284,7 @@ class PlacedKeys:
                     Pending(Reached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
                 )
             except ConfigError as error:
-                if call != "close" or self._session.told.isdisjoint(info.id for info in queue.keys):
+                if call != "close" or not self._session.given.has(error, [info.id for info in queue.keys]):
                     refused = refused or error
         if refused is not None:
             raise refused

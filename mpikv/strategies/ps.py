@@ -23,7 +23,7 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
-from mpikv.common.labels import NOTHING, Under, scaled
+from mpikv.placement.labels import NOTHING, Under, scaled
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
@@ -511,10 +511,7 @@ class PsStrategy(Strategy):
             self._session.wait_for(self._service, "close")
         if error is not None:
             raise error
-        refused = self._session.refused()
         self._session.end()
-        if refused is not None:
-            raise refused
 
     # --- memory of the host
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.common.labels import Comparison, Labels
+from mpikv.placement.labels import Comparison, Labels
 from mpikv.engine.request import Steps
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner

@@ -25,7 +25,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.common.labels import Under, scaled
+from mpikv.placement.labels import Under, scaled
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import Key, KeyInfo

@@ -28,7 +28,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.stages import Span
-from mpikv.common.labels import Comparison
+from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Path

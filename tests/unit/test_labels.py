@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpikv import optimizers
-from mpikv.common import labels
-from mpikv.common.labels import NOTHING, AttributeLog, scaled
+from mpikv.placement import labels
+from mpikv.placement.labels import NOTHING, AttributeLog, scaled
 from mpikv.optimizers import base
 from mpikv.spaces.host import HostSpace
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
-from mpikv import MpikvError, PeerError, StallError, optimizers
+from mpikv import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError, optimizers
 from mpikv.arrays.as_numpy import host_view
+from mpikv.strategies.base import Sink
+from mpikv.strategies.client_key import ClientKey
 
 SYNC_KINDS = pytest.mark.parametrize("mode", FEW_DIST_SYNC, ids=mode_id)
 DIST = pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
@@ -212,6 +214,117 @@ def test_close_with_unequal_pushes(mode, n):
     for part in ("worker 1 on localhost", "'w'", "3 times", "2 times by", "worker 0 on localhost", "round 3"):
         assert part in results[1]
     assert "'v'" not in results[1]
+
+
+# --- an error that a caller has been given, and one that nobody has been given
+
+
+def close(store):
+    """What `close` raises, by name."""
+    try:
+        store.close()
+    except Exception as error:
+        return type(error).__name__
+    return "closed"
+
+
+GIVEN = pytest.mark.parametrize("given", [True, False], ids=["given", "given to nobody"])
+
+
+@SYNC_KINDS
+@GIVEN
+@pytest.mark.parametrize("waits", [True, False], ids=["request", "pull"])
+def test_a_refused_round(mode, given, waits):
+    def body(store):
+        store.init(["v", "w"], [full(0), full(0)])
+        optimizer = optimizers.create("sgd")
+        store.set_optimizer(optimizer)
+        optimizer.learning_rate = 1.0 + store.rank
+        request = store.pushpull_async(["v", "w"], [full(1), full(1)])
+        if given:
+            with pytest.raises(ConfigError, match="learning_rate"):  # of one key or the other
+                request.wait() if waits else store.pull(["v", "w"])
+        return close(store)
+
+    assert mode.run(body, timeout_s=5) == ["closed" if given else "ConfigError"] * mode.workers
+
+
+@SYNC_KINDS
+@GIVEN
+def test_a_result_that_cannot_be_written(mode, given, monkeypatch):
+    """What goes wrong between the store and the caller's arrays: the others know nothing of it."""
+    written = Sink.deliver
+
+    def fails(sink, *arguments):
+        written(sink, *arguments)
+        raise OSError("no room")
+
+    monkeypatch.setattr(Sink, "deliver", fails)
+
+    def body(store):
+        store.init("w", full(0, 5000))
+        request = store.pushpull_async("w", full(1, 5000), out=full(0, 5000))
+        if given:
+            with pytest.raises(OSError, match="no room"):
+                request.wait()
+        return close(store)
+
+    assert mode.run(body, timeout_s=5) == ["closed" if given else "OSError"] * mode.workers
+
+
+@pytest.mark.parametrize("mode", [Mode("dist_sync", 2, 1), Mode("dist_async", 2, 1)], ids=mode_id)
+@GIVEN
+def test_what_goes_wrong_in_a_push_that_nobody_waits_for(mode, given, monkeypatch):
+    """In the codec, for instance, when the engine encodes."""
+    encode = ClientKey.encode
+
+    def fails(key, total, begin, end, *, plain=False):
+        if key.info.key == "w" and threading.current_thread() in odd:
+            raise OverflowError("the codec is broken")
+        return encode(key, total, begin, end, plain=plain)
+
+    odd = []
+    monkeypatch.setattr(ClientKey, "encode", fails)
+
+    def body(store):
+        store.init("w", full(0))
+        store.set_optimizer(optimizers.create("test"))
+        if store.rank == 1:
+            odd.append(threading.current_thread())
+            if given:
+                with pytest.raises(OverflowError, match="the codec is broken"):
+                    store.pushpull_async("w", full(1)).wait()
+            else:
+                store.push("w", full(1))
+            odd.clear()
+        elif not given or not store.session.synchronous:
+            store.push("w", full(1))
+        return close(store)
+
+    results = mode.run(body, timeout_s=LIMIT_S)
+    assert results[1] == ("closed" if given else "OverflowError") or (given and results[1] == "PeerError")
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "given to nobody"])
+def test_a_key_that_workers_turn_out_not_to_agree_on(given):
+    """`init` has returned on worker 0, since the others were in the `init` of another key."""
+
+    def body(store):
+        if store.rank == 0:
+            store.init("a", full(0, 2))
+            store.init("b", full(0))
+            store.barrier()
+            if given:
+                with pytest.raises(ShapeMismatch, match="'a'"):
+                    store.pull("a")
+        else:
+            store.init("b", full(0))
+            with pytest.raises(ShapeMismatch, match="'a'"):
+                store.init("a", full(0, 3))
+            store.barrier()
+        return close(store)
+
+    assert Mode("dist_sync", 2).run(body, timeout_s=5) == ["closed" if given else "ShapeMismatch", "closed"]
 
 
 @SYNC_KINDS
