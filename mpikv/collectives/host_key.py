@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Waiter
 from mpikv.hostmemory.counters import Counters, Reached, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory
+from mpikv.placement.labels import Comparison
 
 # Words of each rank. Where its values are, and where it adds up, and DIGEST, what it says of the labels, for even and
 # for odd rounds. Then counters: segments of the further ranks' chunks that are added up; that a further rank has

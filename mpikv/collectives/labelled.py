@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Request, Waiter, Waking, wakes
+from mpikv.placement.labels import Comparison
 from mpikv.transports.base import Group, Transport
 
 NOTE = np.dtype(np.uint64)  # 0: there is none

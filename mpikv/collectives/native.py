@@ -16,9 +16,9 @@ from mpi4py import MPI
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.labelled import NOTE
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.errors import UnsupportedError
+from mpikv.placement.labels import Comparison
 from mpikv.transports.mpi import MpiRequest
 
 # Dtypes that every MPI reduces; float16 and bfloat16 arrive here widened to float32.

@@ -19,12 +19,12 @@ import numpy as np
 
 from mpikv.arrays.reductions import Reduction
 from mpikv.common.checks import shown
-from mpikv.placement.labels import PLAIN, Label, label_of
 from mpikv.errors import MpikvError
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import in_space
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import PLAIN, Label, label_of
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 

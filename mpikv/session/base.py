@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
-from mpikv.placement.labels import AttributeLog
 from mpikv.engine.request import Request
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
@@ -21,6 +20,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import AttributeLog
 from mpikv.session.given import GivenErrors
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST, Spaces

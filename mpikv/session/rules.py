@@ -12,9 +12,9 @@ from typing import Any
 
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
-from mpikv.placement.labels import FACTOR, Label
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
 from mpikv.placement.keys import Key
+from mpikv.placement.labels import FACTOR, Label
 from mpikv.session.agreement import ROUND, Disagreement, Name, Rule, first, grouped
 from mpikv.spaces.named import HOST
 

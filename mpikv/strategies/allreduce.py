@@ -22,7 +22,6 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
 from mpikv.common.checks import shown
-from mpikv.placement.labels import Under, scaled
 from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
@@ -32,6 +31,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part
 from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import Under, scaled
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE, HOST
@@ -117,7 +117,7 @@ class AllreduceStrategy(Strategy):
         complete = queue.add(info, round_._replace(under=under, plain=plain))
         if self.keys.direct is not None:
             self.keys.direct.pushed(queue)
-        session.control.activity.note(f"push of key {shown(info.key)}")
+        session.activity.note(f"push of key {shown(info.key)}")
         return self.keys.due(queue) if complete else None
 
     def _under(self, info: KeyInfo) -> Under:

@@ -16,13 +16,13 @@ import numpy as np
 from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.placement.labels import Labels
 from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Joined, Owner
 from mpikv.placement import buckets
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import Labels
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray

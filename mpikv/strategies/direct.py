@@ -25,7 +25,6 @@ from mpikv.collectives.shared import WORDS, Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
-from mpikv.placement.labels import digest_of
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.patience import Patience
@@ -34,6 +33,7 @@ from mpikv.hostmemory.together import Together
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import digest_of
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import flattened
@@ -240,7 +240,7 @@ class Direct:
                     call.last = self._clock
                     call.rounds += 1
                     self._together.end(call.hash, call.n_keys)
-            self._session.control.activity.note(call.name)
+            self._session.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
             self.added_bytes += plan.added_bytes

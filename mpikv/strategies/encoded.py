@@ -40,9 +40,9 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.parts import whole
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Done, Request, Steps
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.strategies.pieces import Encoding, Pieces
 from mpikv.strategies.ways import WAYS, Alone, Means, Way

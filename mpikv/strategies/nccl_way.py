@@ -33,10 +33,10 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import MpikvError, StallError
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_way import DeviceWay

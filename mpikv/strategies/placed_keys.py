@@ -14,7 +14,6 @@ from mpikv.codecs.choice import Choices
 from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.nccl import NcclComm
-from mpikv.placement.labels import Comparison
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
@@ -23,11 +22,13 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import Comparison
 from mpikv.placement.members import Members, Path
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
+from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import Pending
-from mpikv.session.workers import KeyEvents, Workers
+from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST

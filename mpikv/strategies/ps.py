@@ -23,7 +23,6 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
-from mpikv.placement.labels import NOTHING, Under, scaled
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
@@ -32,10 +31,12 @@ from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import Part, part_of
 from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import NOTHING, Under, scaled
 from mpikv.placement.on_servers import add_load, as_told, on_server
 from mpikv.placement.place import place
+from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey, Pending
-from mpikv.session.workers import KeyEvents, Workers
+from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import HOST
 from mpikv.strategies.arguments import Flat, flattened
@@ -227,7 +228,7 @@ class PsStrategy(Strategy):
         """Count a push, and send changed attributes ahead of it; what it is made under."""
         under = self._under(info)
         self._keys[info.id].pushed += 1
-        self._session.control.activity.note(f"push of key {shown(info.key)}")
+        self._session.activity.note(f"push of key {shown(info.key)}")
         return under
 
     def _under(self, info: KeyInfo) -> Under:
@@ -366,7 +367,7 @@ class PsStrategy(Strategy):
         """One transfer for each key of a call, all of which end together."""
         if len(waitings) == 1:
             return [Pending(request, waitings[0])]
-        together = Together(request, waitings, self._session.control.check)
+        together = Together(request, waitings, self._session.waits.check)
         return [Pending(together, waiting, waitings) for waiting in waitings]
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:

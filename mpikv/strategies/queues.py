@@ -16,12 +16,12 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.placement.labels import Comparison, Labels
 from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison, Labels
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls

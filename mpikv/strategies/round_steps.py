@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.placement.labels import Comparison, Labels
 from mpikv.engine.request import Steps
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison, Labels
 from mpikv.strategies.queues import Round, RoundQueue
 
 

@@ -25,10 +25,10 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.placement.labels import Under, scaled
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import Under, scaled
 from mpikv.placement.place import place_rows
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
@@ -112,7 +112,7 @@ class RowClient:
             for piece in self._pieces(key, total.indices, key.owners):
                 payload = np.concatenate([piece.written, _bytes_of(values[piece.span])])
                 self._client.send(piece.owner, [(header, payload)])
-        self._session.control.activity.note(f"push of key {shown(info.key)}")
+        self._session.activity.note(f"push of key {shown(info.key)}")
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """See `Strategy.pull_rows`."""

@@ -16,11 +16,11 @@ import cloudpickle
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
-from mpikv.placement.labels import Under
 from mpikv.engine.request import Predicate, Steps
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Under
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.exchange import Client

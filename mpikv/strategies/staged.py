@@ -28,9 +28,9 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.stages import Span
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison
 from mpikv.placement.members import Path
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray

@@ -23,9 +23,9 @@ from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.parts import HERE, Parts, whole
 from mpikv.collectives.select import ALGORITHMS, IN_PARTS
 from mpikv.collectives.stages import Span
-from mpikv.placement.labels import Comparison
 from mpikv.engine.request import Steps
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison
 from mpikv.placement.members import Path
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray

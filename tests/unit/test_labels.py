@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mpikv import optimizers
+from mpikv.optimizers import base
 from mpikv.placement import labels
 from mpikv.placement.labels import NOTHING, AttributeLog, scaled
-from mpikv.optimizers import base
 from mpikv.spaces.host import HostSpace
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -11,9 +11,9 @@ from test_hosted import host_key, memories_of
 
 from mpikv.collectives import hierarchical, hosted, select
 from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, SharingGroup
-from mpikv.placement.labels import Comparison, Label
 from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import whole_bounds
+from mpikv.placement.labels import Comparison, Label
 from mpikv.placement.topology import topology
 from mpikv.testing.ranks import run_collective
 

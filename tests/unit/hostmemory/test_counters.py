@@ -14,10 +14,10 @@ from interleaving import Interleaving, Words
 
 from mpikv.collectives import host_key
 from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
-from mpikv.placement.labels import PLAIN, Comparison, Label
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
 from mpikv.hostmemory.patience import CROWDED_POLLS, POLLS, Patience
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
+from mpikv.placement.labels import PLAIN, Comparison, Label
 from mpikv.testing.ranks import spawn
 
 F32 = np.dtype(np.float32)

@@ -1,0 +1,166 @@
+"""Keys as the workers of a store agree on them: by name, in whatever order each of them initialises its own.
+
+Every worker proposes its new keys. The first verdict on a key begins it here: its number, and what the strategy has
+reserved for it, are the same everywhere. An `init` may return before all workers have come to that key (agreement.py);
+if they turn out to disagree, the next use of the key says so.
+
+Cost: two messages per worker and `init`, however many keys it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpikv.arrays import compiled
+from mpikv.arrays.as_numpy import dtype_of
+from mpikv.codecs.compression import Compression
+from mpikv.codecs.error_feedback import ErrorFeedback
+from mpikv.codecs.identity import IDENTITY
+from mpikv.common.checks import shown
+from mpikv.errors import ConfigError, MpikvError
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.members import Members
+from mpikv.session.agreement import Disagreement, Item, Name
+from mpikv.session.base import NewKey
+from mpikv.session.collective import CollectiveSession
+from mpikv.session.proposals import Reply
+from mpikv.spaces.named import Spaces
+
+
+class KeyEvents(NamedTuple):
+    """What a strategy does with keys as they are agreed on, as functions. Called under the engine's lock.
+
+    reserve: at worker 0: what all ranks must know of a new key beyond what they brought, as JSON. begin: the key exists
+    from now on, with what was reserved for it: its first verdict has come, maybe a provisional one. broken: workers did
+    not agree on a key that has begun. pushes: how often this worker has pushed each key, by number. agreed: all workers
+    agreed on it; called in the same order on every worker.
+    """
+
+    reserve: Callable[[KeyInfo], Any]
+    begin: Callable[[KeyInfo, Any], None]
+    broken: Callable[[KeyInfo], None]
+    pushes: Callable[[], dict[int, int]]
+    agreed: Callable[[KeyInfo], None] | None = None
+
+
+def check_pull(call: str, key: Key, travels: Compression) -> None:
+    """ConfigError where owners would send back an updated value by a codec that is for sums of gradients."""
+    if isinstance(travels.pull, ErrorFeedback) and travels.pull.codec.rounds:
+        raise ConfigError(
+            f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} "
+            "with 'error_feedback' is for sums of gradients: leave 'error_feedback' away"
+        )
+    if not travels.pull.rounds:
+        raise ConfigError(
+            f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} is "
+            "for sums of gradients: leave 'pull' away, or take 'fp16', 'bf16' or another codec that rounds each value"
+        )
+
+
+class KeySession(CollectiveSession):
+    """A session of several workers that agree on keys; `Workers` is all of it.
+
+    most_keys: for how many the transport has tags.
+    """
+
+    members: Members
+
+    def __init__(self, name: str, stop_file: str, spaces: Spaces | None, most_keys: int) -> None:
+        super().__init__(name, stop_file, spaces)
+        self._events: KeyEvents
+        self._broken: dict[Key, MpikvError] = {}
+        self._released: set[Key] = set()
+        self._next_id, self._most_keys = 0, most_keys
+
+    # --- keys
+
+    def _pushes(self) -> dict[int, int]:
+        return self._events.pushes()
+
+    def _reserve(self, name: Name, payload: Any) -> Any:
+        key_id = self._next_id
+        if key_id >= self._most_keys:
+            raise Disagreement(
+                MpikvError, f"init of key {shown(name)}: this MPI library has tags for {self._most_keys} keys only"
+            )
+        self._next_id += 1
+        result = [key_id, *payload]
+        return [*result, self._events.reserve(self._info(name, result))]
+
+    @staticmethod
+    def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), *result[3:6])
+
+    def _verdict(self, item: Item, reply: Reply) -> None:
+        topic, name = item
+        if topic != "init":
+            return
+        if reply.error is None:
+            info = self._info(name, reply.result)
+            if name not in self.infos:
+                self.infos[name] = info
+                self.any_sparse |= info.sparse
+                self._events.begin(info, reply.result[6])
+            if reply.final:
+                self._released.discard(name)
+                if self._events.agreed is not None:
+                    self._events.agreed(info)
+            else:
+                self._released.add(name)
+        elif name in self._released:
+            # `init` has returned already, so the next use of the key tells.
+            self._released.discard(name)
+            self._broken[name] = reply.exception()
+            self._events.broken(self.infos.pop(name))
+
+    def agree_on_keys(self, values: Sequence[NewKey]) -> tuple[list[KeyInfo], MpikvError | None]:
+        """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
+
+        Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
+        different values.
+        """
+        names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
+        items, links, compresses = [], self.members.links, self.compressions.any
+        for new in values:
+            dtype, codec = new.value.dtype, IDENTITY.name
+            if dtype.itemsize == 2:  # half precision
+                compiled.prepare_key(dtype, new.value.nbytes)
+            if compresses and not new.sparse:  # rows travel as they are
+                travels = self.compressions.of(new.key, dtype, links=links).for_shape(new.shape)
+                codec = travels.text
+                if DEFAULT_SLOT in self._optimizers:
+                    check_pull("init", new.key, travels)
+            items.append(("init", new.key, [list(new.shape), names_of[dtype], codec, new.space, new.sparse]))
+        proposal = self.agreeing.propose(items)
+        names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
+        self.waits.wait(proposal, Waiting(f"init({names})"))
+        replies = [(item[1], proposal.replies[item]) for item in proposal.items]
+        agreed = [
+            self.infos.get(name) or self._info(name, reply.result) for name, reply in replies if reply.error is None
+        ]
+        errors = [reply.exception() for _, reply in replies if reply.error is not None]
+        return agreed, errors[0] if errors else None
+
+    def _check_key(self, key: Key) -> None:
+        if key in self._broken:
+            raise self._broken[key]
+        info = self.infos.get(key)
+        if info is not None and info.id in self.waits.refused:
+            raise self.waits.refused[info.id]
+
+    def is_released(self, info: KeyInfo) -> bool:
+        """Whether `init` of this key has to return before all workers have come to it."""
+        return info.key in self._released or info.key in self._broken
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What was agreed on `key`. Raises what became of an `init` that returned before all workers had come."""
+        info = self.infos.get(key)
+        try:
+            self._check_key(key)
+        except MpikvError as error:
+            self.given.note(error, () if info is None else (info.id,))
+            raise
+        return info

@@ -1,0 +1,118 @@
+"""Agreeing: how this worker's proposals and worker 0's verdicts travel (agreement.py decides).
+
+Kinds of messages: `propose` (to worker 0) and `verdicts` (from worker 0). Final verdicts come in the same order on
+every worker.
+
+Cost: two messages per worker and proposal; verdicts that follow from one proposal share messages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpikv.errors import MpikvError, StallError
+from mpikv.observe.stall import Waiting
+from mpikv.session.agreement import Agreement, Item, Name, Verdict
+from mpikv.session.messages import ControlMessages, Message
+from mpikv.session.proposals import Proposal, Reply
+from mpikv.session.stopping import Stopping
+from mpikv.session.waits import Waits
+
+SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
+BLOCK = 100  # verdicts in one message: a worker acts on as many in some milliseconds
+
+
+class Agreeing:
+    """One worker's end. agreement: makes the state machine, at worker 0. on_verdict: called for every verdict."""
+
+    def __init__(
+        self,
+        messages: ControlMessages,
+        waits: Waits,
+        stopping: Stopping,
+        *,
+        agreement: Callable[[Sequence[str]], Agreement],
+        on_verdict: Callable[[Item, Reply], None],
+    ) -> None:
+        self._messages, self._waits, self._stopping = messages, waits, stopping
+        self._new_agreement, self._on_verdict = agreement, on_verdict
+        self._proposals: list[Proposal] = []
+        messages.acts |= {"propose": self._proposal_came, "verdicts": self._verdicts_came}
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Go on among the workers that the messages go to now."""
+        self._agreement = self._new_agreement(self._messages.names) if self._messages.leads else None
+
+    def propose(self, items: Sequence[tuple[str, Name, Any]]) -> Proposal:
+        """Propose to worker 0. Local; wait for the result with `agree`, or for the proposal, which is a request."""
+        proposal = Proposal([(topic, name) for topic, name, _ in items])
+        with self._messages.engine.lock:
+            self._proposals.append(proposal)
+            if self._agreement is not None:
+                self._deliver(self._agreement.propose(self._messages.workers.rank, items))
+            else:
+                self._messages.send_to(0, {"kind": "propose", "items": [list(item) for item in items]})
+        return proposal
+
+    def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting, *, patient: bool = False) -> Any:
+        """Propose and wait. Collective over the workers. Raises what they agreed to raise.
+
+        patient: past the time limit go on waiting as long as every other worker answers that it is alive, and does not
+        wait for this one in another store.
+        """
+        proposal, waits = self.propose([(topic, name, payload)]), self._waits
+        while True:
+            try:
+                waits.wait(proposal, waiting)
+                break
+            except StallError as stall:
+                if not patient or not waits.all_answered:
+                    raise
+                waits.activity.waits_for = waits.held_by
+                if waits.waits_for_itself:
+                    raise StallError(f"{stall} They wait for this worker in another store: {SAME_ORDER}.") from None
+                print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
+        waits.activity.waits_for = frozenset()
+        return proposal.replies[topic, name].unwrap()
+
+    def _proposal_came(self, source: int, message: Message) -> None:
+        if self._agreement is None:
+            raise MpikvError(f"{self._messages.me}: a proposal from rank {source} came here instead of to worker 0")
+        items = [(topic, name, payload) for topic, name, payload in message["items"]]
+        self._deliver(self._agreement.propose(message["worker"], items))
+
+    def _deliver(self, verdicts: Sequence[Verdict]) -> None:
+        """At worker 0."""
+        if self._agreement is not None:
+            self._stopping.blocked(self._agreement.blocked())
+        by_worker: dict[int, list[Verdict]] = {}
+        for verdict in verdicts:
+            by_worker.setdefault(verdict.worker, []).append(verdict)
+        me = self._messages.workers.rank
+        # In blocks, on which all act side by side. This worker first: then the first value of a key is there.
+        for begin in range(0, max(map(len, by_worker.values()), default=0), BLOCK):
+            for verdict in by_worker.get(me, ())[begin : begin + BLOCK]:
+                self._decided(verdict)
+            for worker, some in by_worker.items():
+                block = some[begin : begin + BLOCK]
+                if block and worker != me:
+                    self._messages.send_to(worker, {"kind": "verdicts", "verdicts": block})
+
+    def _verdicts_came(self, _source: int, message: Message) -> None:
+        for fields in message["verdicts"]:
+            self._decided(Verdict(*fields))
+
+    def _decided(self, verdict: Verdict) -> None:
+        item, error = (verdict.topic, verdict.name), verdict.error
+        reply = Reply(verdict.result, None if error is None else (error[0], error[1]), verdict.final)
+        self._on_verdict(item, reply)
+        for proposal in self._proposals:
+            if proposal.take(item, reply):
+                if proposal.test():
+                    self._proposals.remove(proposal)
+                break
+        if verdict.topic == "close" and error is None:
+            self._stopping.end()

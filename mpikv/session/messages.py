@@ -1,0 +1,97 @@
+"""Control messages between the ranks of one store: how they are sent, received and acted on.
+
+A message is a dict, which travels as JSON. Its `kind` says which part of the session acts on it. A listener, one
+generator in the progress engine, receives every message and acts on it at once, also while this rank's program
+computes. So a rank that waits too long can ask the others what they are doing.
+
+Cost: a message is one send of some hundred bytes; an idle listener asks for messages once in each step of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Request, Steps
+from mpikv.errors import MpikvError
+from mpikv.transports import wire
+from mpikv.transports.base import Arrival, Group, Transport
+
+Message = dict[str, Any]
+Act = Callable[[int, Message], None]  # with the rank that has sent the message
+
+
+class _Listening:
+    """A request that is done when a message has come; besides it does what is due at a time."""
+
+    def __init__(self, arrival: Arrival, due: list[Callable[[], None]]) -> None:
+        self._arrival, self._due = arrival, due
+
+    def test(self) -> bool:
+        """Whether it has."""
+        for call in self._due:
+            call()
+        return self._arrival.test()
+
+
+class ControlMessages:
+    """One worker's end. workers: the workers' ranks.
+
+    acts: what is done with a message of each kind, under the engine's lock. due: called in each step of the engine.
+    names: how workers are named in errors; me: how this one is.
+    """
+
+    def __init__(self, transport: Transport, workers: Group, engine: Engine) -> None:
+        self._transport, self.engine = transport, engine
+        # A server asks whether this worker is alive when it has heard nothing for long.
+        self.acts: dict[str, Act] = {"ping": lambda source, _: self.send(source, {"kind": "pong"})}
+        self.due: list[Callable[[], None]] = []
+        self._sending: list[Request] = []
+        self.sent_messages = 0  # counted since the start
+        self._regrouped = -1
+        self.regroup(workers)
+
+    def regroup(self, workers: Group) -> None:
+        """Go on among these workers, some of those before, by what `listen` receives from its next call on."""
+        self.workers = workers
+        self._regrouped += 1
+        self._tag = wire.control_tag(self._regrouped)
+        self.names = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
+        self.me = f"{self.names[workers.rank]} (rank {self._transport.rank} of {self._transport.size})"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is worker 0, which decides what workers agree on."""
+        return self.workers.rank == 0
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to a rank of the transport. Under the engine's lock."""
+        self.sent_messages += 1
+        data = wire.control(message)
+        self._sending = [request for request in self._sending if not request.test()]
+        self._sending.append(self._transport.isend(data, rank, self._tag))
+
+    def send_to(self, worker: int, message: Message) -> None:
+        """Send to a worker; the message says who this one is."""
+        self.send(self.workers.ranks[worker], {"worker": self.workers.rank, **message})
+
+    def sent(self) -> bool:
+        """Whether every message has left. Under the engine's lock."""
+        self._sending = [request for request in self._sending if not request.test()]
+        return not self._sending
+
+    def listen(self) -> Steps[None]:
+        """The listener: receives and acts for ever."""
+        while True:
+            arrival = Arrival(self._transport, self._tag)
+            yield _Listening(arrival, self.due)
+            data = np.empty(arrival.incoming.n_bytes, np.uint8)
+            yield arrival.incoming.receive(data)
+            source, message = arrival.incoming.source, wire.parse_control(data)
+            act = self.acts.get(message["kind"])
+            if act is None:
+                raise MpikvError(f"{self.me}: a control message of unknown kind {message['kind']!r} from rank {source}")
+            act(source, message)

@@ -1,0 +1,126 @@
+"""Stopping together: how this worker's reads of `stop_requested` and the leader's orders travel (stop.py decides).
+
+Kinds of messages: `wish` (to worker 0, also from a server: somebody asks for a stop), `stop` (worker 0's orders),
+`reads` (the answers: how far a worker is).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+from mpikv.engine.request import Predicate, Steps
+from mpikv.observe.stall import Waiting
+from mpikv.session.messages import ControlMessages, Message
+from mpikv.session.stop import Answer, Leader, Order, Reader
+from mpikv.session.waits import Waits
+
+
+class HeldRead:
+    """A request: the read of `stop_requested` that waits for the workers' decision."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.says: bool | None = None
+
+    def test(self) -> bool:
+        """Whether it may return."""
+        if self.says is None:
+            self.says, _ = self._reader.read()
+        return self.says is not None
+
+
+class Stopping:
+    """One worker's end. common_steps: whether all workers make the same steps (synchronous stores)."""
+
+    def __init__(self, messages: ControlMessages, waits: Waits, *, common_steps: bool) -> None:
+        self._messages, self._waits = messages, waits
+        self._common_steps = common_steps
+        self._reader = Reader(common=common_steps)
+        self._asked: Callable[[], str | None] = lambda: None
+        self._wished = False
+        self._ended = False  # all workers have closed the store
+        messages.acts |= {"wish": self._wish_came, "stop": self._order_came, "reads": self._answer_came}
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Go on among the workers that the messages go to now."""
+        messages = self._messages
+        self._leader = Leader(messages.workers.size, common=self._common_steps) if messages.leads else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more comes in answer to what this worker has sent."""
+        return self._leader is None or self._leader.settled
+
+    def wish(self, why: str) -> None:
+        """Ask all workers to stop. Local. why: who or what asked, for the one line that worker 0 prints."""
+        with self._messages.engine.lock:
+            if not self._wished and not self._ended:
+                self._wished = True
+                self._wish(f"{why} at {self._messages.names[self._messages.workers.rank]}")
+
+    def _wish(self, text: str) -> None:
+        if self._leader is None:
+            self._messages.send_to(0, {"kind": "wish", "text": text})
+        elif orders := self._leader.wish():
+            print(f"mpikv: {text}: all workers stop after their step", file=sys.stderr, flush=True)
+            self._order(orders)
+
+    def _wish_came(self, _source: int, message: Message) -> None:
+        self._wish(message["text"])
+
+    def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
+        """A service that wishes to stop as soon as `asked()` says why."""
+        self._asked = asked
+        yield Predicate(lambda: asked() is not None)
+        self.wish(asked() or "")
+
+    def _order(self, orders: Sequence[Order]) -> None:
+        for worker, kind, value in orders:
+            if worker == self._messages.workers.rank:
+                self._answer(self._reader.obey(kind, value))
+            else:
+                self._messages.send_to(worker, {"kind": "stop", "order": kind, "value": value})
+
+    def _order_came(self, _source: int, message: Message) -> None:
+        self._answer(self._reader.obey(message["order"], message["value"]))
+
+    def _answer(self, answer: Answer | None) -> None:
+        if answer is None:
+            return
+        if self._leader is None:
+            self._messages.send_to(0, {"kind": "reads", "answer": list(answer)})
+        else:
+            self._order(self._leader.answer(self._messages.workers.rank, answer))
+
+    def _answer_came(self, _source: int, message: Message) -> None:
+        if self._leader is not None:
+            self._order(self._leader.answer(message["worker"], Answer(*message["answer"])))
+
+    def blocked(self, workers: Iterable[int]) -> None:
+        """These workers, and no others, wait in calls that all must make; at worker 0."""
+        if self._leader is not None:
+            self._order(self._leader.blocked(workers))
+
+    def end(self) -> None:
+        """All workers have closed the store."""
+        self._ended = True
+        if self._leader is not None:
+            self._leader.end()
+
+    def stop_requested(self) -> bool:
+        """One read, see stop.py. Blocks while workers agree. Raises StallError where they do not come to it."""
+        why = self._asked()
+        if why is not None:
+            self.wish(why)
+        with self._messages.engine.lock:
+            says, answer = self._reader.read()
+            self._answer(answer)
+            if says is None:
+                says, _ = self._reader.read()  # the answer may have been the last one that was missing
+        if says is None:
+            held = HeldRead(self._reader)
+            self._waits.wait(held, Waiting("stop_requested"))
+            says = held.says
+        return bool(says)
