@@ -15,13 +15,13 @@ from typing import Any
 import cloudpickle
 
 from mpikv.codecs import compression
-from mpikv.placement.labels import Labels, Under
 from mpikv.engine.request import Steps
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import Labels, Under
 from mpikv.session.agreed_keys import KeySession, check_pull
 from mpikv.session.agreement import ROUND
 from mpikv.session.base import Updater
