@@ -654,18 +654,14 @@ class KVStore:
         finally:
             for call in session.after_close:
                 call()
-        for error in self._not_given():
-            raise error
+        for earlier in self._not_given():
+            raise earlier
 
     def _not_given(self) -> Iterator[BaseException]:
         """Errors of calls made before `close`, of which no caller knows."""
         yield from self.session.not_given()
-        for pending in [one for request in self._outstanding for one in request._pending]:  # noqa: SLF001 - of this file
-            try:
-                pending.request.test()
-            except Exception as error:  # noqa: BLE001 - `close` raises it
-                if not self.session.given.has(error, (pending.waiting.key_id,)):
-                    yield error
+        for request in self._outstanding:
+            yield from request.not_given()
 
     def __enter__(self) -> KVStore:
         self._check_open("with")

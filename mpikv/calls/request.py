@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,15 @@ class Request:
         if self._form is not None:
             self._result, self._form = finished(self._form), None
         return self._result
+
+    def not_given(self) -> Iterator[BaseException]:
+        """The errors that have ended the call, and of which no caller knows. Never blocks."""
+        for pending in self._pending:
+            try:
+                pending.request.test()
+            except Exception as error:  # noqa: BLE001 - `close` of the store raises it
+                if not self._session.given.has(error, (pending.waiting.key_id,)):
+                    yield error
 
 
 def writable(arrays: Values) -> dict[int, Any]:

@@ -17,6 +17,7 @@ from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate
 from mpikv.errors import ConfigError, PeerError, StallError
+from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.placement import device_paths
 from mpikv.placement.members import Members
@@ -46,6 +47,8 @@ class Workers(OptimizerSession):
     compressions: default none. messages: those that are no values. waits, stopping, agreeing, epochs: what is done by
     these messages.
     """
+
+    activity: Activity
 
     def __init__(
         self,
