@@ -5,7 +5,7 @@ and each of them waits on the GPU for those of the others. Parts have equal leng
 
 NCCL asks that the calls of two communicators on a GPU never wait for each other in a circle. So a process has one
 communicator for a set of GPUs, whichever of its stores asks (nccl_introduction.py), and all put their calls in one
-order (strategies/nccl_way.py).
+order (strategies/nccl_path.py).
 
 Cost per rank of n bytes over p ranks: about n(p-1)/p for a reduce-scatter or an allgather, twice that for an allreduce.
 The order of addition is NCCL's, so bits differ from those of other algorithms, and may differ with NCCL's version, the

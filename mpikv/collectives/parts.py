@@ -3,7 +3,7 @@
 A collective that works on one segment after another says in which order it reads the values (`Parts.coming`), reads no
 segment before it is counted as there, and tells which part of the result is complete (`Parts.landed`). So values of a
 GPU can be copied to the host while the first of them are on their way to other ranks already, and sums be copied back
-while the last are still to come (strategies/segments.py). Values of host memory are all there: `HERE`.
+while the last are still to come (segments.py). Values of host memory are all there: `HERE`.
 
 Cost: where all is there, nothing for each segment.
 """

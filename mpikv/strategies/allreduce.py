@@ -91,7 +91,7 @@ class AllreduceStrategy(Strategy):
             for info, total, sink in entries:
                 if total is not None:
                     queue, under = self._queues[info.id], self._under(info)
-                    dtype = queue.way.dtype if info.space == HOST else total.dtype
+                    dtype = queue.paths.dtype if info.space == HOST else total.dtype
                     values = scaled(spaces.of(info), total, under.ratio, dtype)
                     if values.dtype != dtype:
                         values = spaces.of(info).cast(values, dtype)
@@ -143,7 +143,7 @@ class AllreduceStrategy(Strategy):
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
-        """The direct way, where all keys go it; else rounds in the caller's arrays.
+        """The direct path, where all keys go it; else rounds in the caller's arrays.
 
         None where other arrays than these are to be added.
         """
@@ -159,7 +159,7 @@ class AllreduceStrategy(Strategy):
         return None if rounds is None else rounds.start(priority)
 
     def _paths(self, infos: Sequence[KeyInfo]) -> set[str]:
-        return {self._queues[info.id].way.placement.path for info in infos}
+        return {self._queues[info.id].placement.path for info in infos}
 
     def _in_place(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -189,7 +189,7 @@ class AllreduceStrategy(Strategy):
         return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """What went the direct way, the memory held, and what was encoded.
+        """What went the direct path, the memory held, and what was encoded.
 
         encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed. compressed_keys:
         how each key travels that may travel encoded or as it is; missing where there is none.

@@ -93,7 +93,7 @@ class PreparedCall(Protocol):
         ...
 
     def run(self, priority: int = 0) -> bool:
-        """Make it, blocking. False: nothing was done, push and pull in the ordinary way."""
+        """Make it, blocking. False: nothing was done, push and pull instead."""
         ...
 
     def release(self) -> None:

@@ -75,13 +75,13 @@ def in_place_round(
     queue: RoundQueue, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], spaces: Spaces
 ) -> tuple[Round, Sink]:
     """The round of a key whose caller waits for its end, and where the result is still to be written to then."""
-    dtype = queue.way.dtype
+    dtype = queue.paths.dtype
     if isinstance(queue, Bucket) or value.dtype != dtype:
         return Round(queue.space.cast(value, dtype)), Sink(info, outs, spaces)  # copied on its way, there or here
     in_place = any(address_of(value) == address_of(out) for out in outs)
-    if queue.way.shared:
+    if queue.paths.writes_outs:
         return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
-    if in_place or not queue.way.changes:
+    if in_place or not queue.paths.changes:
         return Round(value, callers=True, changeable=in_place), Sink(info, outs, spaces)
     queue.space.copy(outs[0], value)
     return Round(outs[0], callers=True), Sink(info, outs, spaces)

@@ -26,8 +26,8 @@ from mpikv.placement.labels import Labels
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
+from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders, bytes_of
-from mpikv.strategies.ways import Way
 
 
 class Bucket(RoundQueue):
@@ -45,13 +45,13 @@ class Bucket(RoundQueue):
         self._open: deque[Round] = deque()  # those that lack keys
         self._spare: SpaceArray | None = None
 
-    def go(self, way: Way) -> None:
-        """With what was pushed of rounds that are not complete, in the dtype of the new way."""
-        super().go(way)
+    def go(self, paths: KeyPaths) -> None:
+        """With what was pushed of rounds that are not complete, in the dtype of the new paths."""
+        super().go(paths)
         self._spare = None
         if self.space.device is None:
             for i, round_ in enumerate(self._open):
-                self._open[i] = round_._replace(values=self.space.cast(round_.values, way.dtype))
+                self._open[i] = round_._replace(values=self.space.cast(round_.values, paths.dtype))
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
@@ -105,7 +105,7 @@ class Bucket(RoundQueue):
 
     def _buffer(self) -> SpaceArray:
         spare, self._spare = self._spare, None
-        return self.space.empty(self.info.n_elems, self.way.dtype) if spare is None else spare
+        return self.space.empty(self.info.n_elems, self.paths.dtype) if spare is None else spare
 
     def brought(self, round_: Round) -> Steps[SpaceArray]:
         """All keys' values, which a round on a GPU has by their numbers until it begins, in one array."""

@@ -1,7 +1,7 @@
 """A worker's calls with keys whose arrays are on its GPU, and whose values live with servers.
 
 Servers receive into host memory, also those that keep the key on a GPU; but not from the worker that they are in. Each
-shard of such a key goes one of three ways (`DeviceCalls.direct`, `DeviceCalls.handed`):
+shard of such a key goes one of three paths (`DeviceCalls.direct`, `DeviceCalls.handed`):
 
 - *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
   there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.

@@ -1,9 +1,9 @@
-"""The direct way of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
+"""The direct path of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
 
-Where a call can go this way it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
+Where a call can go this path it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
 The workers find out whether all of them make the same call (hostmemory/together). If so, they do it together, without a
-message; if not, the call goes the ordinary way, through the keys' queues. Both ways add in the order of the ranks, so
-the bits do not tell which one it was.
+message; if not, the call goes through the keys' queues. Both paths add in the order of the ranks, so the bits do not
+tell which one it was.
 
 The newest value of a key is in its place in the host's memory, once for all workers; or, after a call that added in
 place, in the arrays of that call, until a push of another kind brings it home.
@@ -44,7 +44,7 @@ from mpikv.strategies.queues import RoundQueue
 
 
 class Direct:
-    """The direct way of one worker."""
+    """The direct path of one worker."""
 
     def __init__(self, session: Workers, places: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
         self._session = session
@@ -119,7 +119,7 @@ class Direct:
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> DirectCall | None:
-        """A call with one array per key, of keys whose path it is; None where it cannot go the direct way."""
+        """A call with one array per key, of keys whose path it is; None where it cannot go the direct path."""
         queues = [self._queues[info.id] for info in infos]
         flat = flattened(infos, values, outs)
         if flat is None:
@@ -201,7 +201,7 @@ class Direct:
         return apply
 
     def run(self, call: DirectCall) -> bool:
-        """Make the call together with the others; False: nothing was done, it must go the ordinary way."""
+        """Make the call together with the others; False: nothing was done, it must go through the keys' queues."""
         if not self._lock.acquire(blocking=False):
             return False  # another thread of this worker is in one
         try:
@@ -250,10 +250,10 @@ class Direct:
             self._lock.release()
 
     def _number_attributes(self, call: DirectCall) -> int | None:
-        """Changed attributes of the optimizers get a number. If the call goes the ordinary way, they have it there.
+        """Changed attributes of the optimizers get a number, which they keep if the call goes through the keys' queues.
 
-        Returns a digest of the labels. Where those of workers differ, they do not meet: then the call goes the ordinary
-        way, where they are compared. None: it has to, since this worker's values are to be scaled, in a copy.
+        Returns a digest of the labels. Where those of workers differ, they do not meet: then the call goes through the
+        keys' queues, where they are compared. None: it has to, since this worker's values are to be scaled, in a copy.
         """
         self._numbers = {}
         label = 0

@@ -1,6 +1,6 @@
 """Keys and arrays in the memory of each host.
 
-It has three parts of the same length. The first begins with the counters and slots of the direct way, and the table of
+It has three parts of the same length. The first begins with the counters and slots of the direct path, and the table of
 the device memory that ranks read of each other (spaces/peers); then come the values of the keys, and blocks for arrays
 of `store.empty`, in which every worker has a part of the same length. The second holds the keys' counters
 (collectives/host_key), behind a word that says that the key's first value is there.

@@ -1,4 +1,4 @@
-"""The prepared calls of a key that go the direct way, and which of them has its newest value in its own arrays."""
+"""The prepared calls of a key that go the direct path, and which of them has its newest value in its own arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeyCalls:
 
     @property
     def rounds(self) -> int:
-        """How many rounds of the key went the direct way."""
+        """How many rounds of the key went the direct path."""
         return self.released_rounds + sum(call.rounds for call in self.kept)
 
     @property

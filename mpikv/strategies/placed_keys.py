@@ -1,6 +1,6 @@
-"""The keys of one worker among workers that own them: their queues, the ways they go, and who the workers are.
+"""The keys of one worker among workers that own them: their queues, the paths they go, and who the workers are.
 
-Workers agree on keys (session/workers); each key then begins here, and its placement says which way it goes and what
+Workers agree on keys (session/workers); each key then begins here, and its placement says which path it goes and what
 each worker owns of it. All of it follows from who the workers are, and is made anew when they become fewer.
 """
 
@@ -23,7 +23,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Comparison
-from mpikv.placement.members import Members, Path
+from mpikv.placement.members import Members
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
 from mpikv.session.agreed_keys import KeyEvents
@@ -35,17 +35,14 @@ from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
-from mpikv.strategies.encoded import Encoded
-from mpikv.strategies.encoded_device import encoded
 from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.key_codec import KeyCodec
+from mpikv.strategies.key_path import Means
+from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.sparse_owners import WorkersRows
-from mpikv.strategies.staged import HOST_WAYS, Staged
-from mpikv.strategies.ways import Make, Means, Way
-
-ALL_WAYS: Mapping[Path, Make] = {**HOST_WAYS, "staged": Staged, "encoded": encoded}
 
 
 class PlacedKeys:
@@ -53,7 +50,7 @@ class PlacedKeys:
 
     queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns. rows: the
     row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: of
-    the ways that need them; None where the store has no such way.
+    the paths that need them; None where the store has no such path.
     """
 
     def __init__(
@@ -150,11 +147,11 @@ class PlacedKeys:
         places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
         with session.engine.lock:
             for queue, reserved in zip(queues, places, strict=True):
-                value, way = queue.own, queue.way
+                value, before = queue.own, queue.paths.codec
                 self._place(queue, reserved)
                 queue.space.copy(queue.own, value)
-                if (new := _encoder(queue.way)) and (old := _encoder(way)):
-                    new.remember(old.pushed.states)
+                if queue.paths.codec is not None and before is not None:
+                    queue.paths.codec.remember(before.pushed.states, queue.placement)
 
     # --- keys as they are agreed on
 
@@ -187,7 +184,7 @@ class PlacedKeys:
         if self._session.rank == 0:
             queue.space.copy(queue.own, self.first_values.pop(info.key))
         self.queues[info.id] = queue
-        queue.has_value = queue.way.share_now()
+        queue.has_value = queue.paths.share_now()
         if not queue.has_value:
             queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
@@ -204,14 +201,14 @@ class PlacedKeys:
             self.communicators.agreed(info)
 
     def _settle(self, queues: Sequence[RoundQueue]) -> None:
-        """Wait for copies that are under way in memory of ways that other ways take the place of."""
+        """Wait for copies that are under way in memory of paths that other paths take the place of."""
         for space in {id(queue.space): queue.space for queue in queues}.values():
             space.settle()
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
-        """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
+        """Which paths its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
         placement = self._placement(queue.info, queue.keys, room=reserved is not None)
-        queue.go(ALL_WAYS[placement.path](self._means, queue.info, placement, reserved))
+        queue.go(KeyPaths(self._means, queue.info, placement, reserved))
 
     def _placement(
         self, info: KeyInfo, keys: Sequence[KeyInfo], *, room: bool, encoded: bool | None = None
@@ -293,18 +290,17 @@ class PlacedKeys:
     @property
     def shared_bytes(self) -> int:
         """Of values in host memory that the ranks of this host share."""
-        return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and _is_in_memory(queue.way))
+        return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and queue.paths.shared)
 
     # --- codecs
 
-    def _encoders(self) -> list[tuple[RoundQueue, Encoded]]:
+    def _encoded(self) -> list[tuple[RoundQueue, KeyCodec]]:
         """The queues whose values travel encoded."""
-        found = ((queue, _encoder(queue.way)) for queue in self.all())
-        return [(queue, encoder) for queue, encoder in found if encoder is not None]
+        return [(queue, codec) for queue in self.all() if (codec := queue.paths.codec) is not None]
 
     def encoded_bytes(self) -> dict[str, int]:
         """What was encoded of pushes, before and after; nothing where no key is compressed."""
-        return encoded_bytes(encoder.pushed for _, encoder in self._encoders())
+        return encoded_bytes(codec.pushed for _, codec in self._encoded())
 
     def compressed_keys(self) -> dict[str, Any]:
         """Of each key that may travel encoded or as it is, how it does now, and how long a round of all keys took that
@@ -312,8 +308,8 @@ class PlacedKeys:
         """
         return {
             str(info.key): choice.told(info.codec)
-            for queue, encoder in self._encoders()
-            if (choice := encoder.choice) is not None
+            for queue, codec in self._encoded()
+            if (choice := codec.choice) is not None
             for info in queue.keys
         }
 
@@ -321,18 +317,19 @@ class PlacedKeys:
         """What is remembered of this worker's pushes. Not while rounds are under way."""
         return [
             part_of(info, begin, end, state)
-            for queue, encoder in self._encoders()
+            for queue, codec in self._encoded()
             for info in queue.keys
-            for begin, end, state in encoder.pushed.states_in(queue.span(info))
+            for begin, end, state in codec.pushed.states_in(queue.span(info))
         ]
 
     def take_codec_states(self, parts: Sequence[Part]) -> None:
         """Remember this instead. Not while rounds are under way."""
         with self._session.engine.lock:
-            for queue, encoder in self._encoders():
+            for queue, codec in self._encoded():
                 begins = {info.key: queue.span(info).start for info in queue.keys}
                 mine = [(begins[part.key], part) for part in parts if part.key in begins]
-                encoder.remember({(at + part.begin, at + part.end): part.state for at, part in mine})
+                states = {(at + part.begin, at + part.end): part.state for at, part in mine}
+                codec.remember(states, queue.placement)
 
     # --- what changes owners
 
@@ -343,9 +340,8 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             for queue in self.all():
-                encoded = _is_encoded(queue.way.placement)
-                room = _is_in_memory(queue.way)
-                queue.way.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
+                encoded, room = _is_encoded(queue.placement), queue.paths.shared
+                queue.paths.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
                 queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
@@ -377,12 +373,6 @@ class PlacedKeys:
         return owned
 
 
-def _encoder(way: Way) -> Encoded | None:
-    """What encodes a key's values on this way; None: nothing does."""
-    on_host = way.on_host if isinstance(way, Staged) else way
-    return on_host if isinstance(on_host, Encoded) else None
-
-
 def _is_encoded(placement: Placement) -> bool:
     return "encoded" in (placement.path, placement.host)
 
@@ -390,8 +380,3 @@ def _is_encoded(placement: Placement) -> bool:
 def _goes_hosted(placement: Placement) -> bool:
     """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
     return placement.plain is not None and "hosted" in (placement.plain[0], placement.host)
-
-
-def _is_in_memory(way: Way) -> bool:
-    """Whether a value, or the one of rounds as they are, is in memory that the ranks of a host share."""
-    return way.shared or _goes_hosted(way.placement)

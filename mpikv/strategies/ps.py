@@ -341,7 +341,7 @@ class PsStrategy(Strategy):
         self._wait_or_leave(Exchange(self._steps(wire.PUSHPULL, items, priority)), waitings)
 
     def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink, op: Reduction) -> None:
-        """The shortest way there is: asks MPI for the answer before it looks after anything else."""
+        """The shortest path there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
         key, under = self._keys[info.id], self._count_push(info)

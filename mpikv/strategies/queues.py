@@ -22,10 +22,11 @@ from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison, Labels
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
-from mpikv.strategies.ways import Way
+from mpikv.strategies.paths import KeyPaths
 
 Unders = Any  # of a round: its `Under` (labels.py), or by its number for each key of a bucket (None: not pushed)
 
@@ -33,7 +34,7 @@ Unders = Any  # of a round: its `Under` (labels.py), or by its number for each k
 class Round(NamedTuple):
     """One push of a queue's values. plain: they travel as they are, whatever the key's codec.
 
-    values: in the dtype of the queue's way, unless they are on a GPU (`RoundQueue.brought`).
+    values: in the dtype of the queue's paths, unless they are on a GPU (`RoundQueue.brought`).
     """
 
     values: SpaceArray
@@ -57,8 +58,8 @@ class RoundQueue:
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
-        self.way: Way  # of its rounds, once it is placed
-        self.own: SpaceArray  # its value's place, where the way has it
+        self.paths: KeyPaths  # which its rounds go, once it is placed
+        self.own: SpaceArray  # its value's home
         self.calls = KeyCalls(info.id)
         self.waiting: deque[Round] = deque()
         self.pushed = 0  # complete rounds
@@ -69,18 +70,23 @@ class RoundQueue:
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
 
-    def go(self, way: Way) -> None:
-        """Its rounds go this way from now on. Not during a round."""
-        self.way, self.own, self.comparison = way, way.value, None
+    def go(self, paths: KeyPaths) -> None:
+        """Its rounds go these paths from now on. Not during a round."""
+        self.paths, self.own, self.comparison = paths, paths.value, None
+
+    @property
+    def placement(self) -> Placement:
+        """Which named its paths."""
+        return self.paths.placement
 
     @property
     def bounds(self) -> tuple[int, ...]:
         """What each worker owns of the value."""
-        return self.way.placement.bounds
+        return self.paths.placement.bounds
 
     @property
     def round(self) -> int:
-        """The round under way, as the user counts: with those that went the direct way."""
+        """The round under way, as the user counts: with those that went the direct path."""
         return self.done + 1 + self.calls.rounds
 
     @property
@@ -111,7 +117,7 @@ class RoundQueue:
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
         under_way: int = sum(bytes_of(round_) for round_ in self.waiting if not round_.callers)
-        return self.way.held_bytes + under_way
+        return self.paths.held_bytes + under_way
 
     # --- rounds
 
@@ -135,12 +141,12 @@ class RoundQueue:
         return True
 
     def brought(self, round_: Round) -> Steps[SpaceArray]:
-        """The values of a round on a GPU as its way adds them, once what the caller was writing is there.
+        """The values of a round on a GPU as its path adds them, once what the caller was writing is there.
 
         Only then is anything done with them in the store's stream, which has other keys' rounds to do meanwhile.
         """
         yield self.space.arrived(round_.values)
-        return self.space.cast(round_.values, self.way.dtype)
+        return self.space.cast(round_.values, self.paths.dtype)
 
     def labels(self, under: Unders) -> Labels:
         """Return the labels of a round, key by key."""

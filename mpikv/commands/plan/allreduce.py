@@ -55,9 +55,9 @@ from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.bucketed import kind_of
-from mpikv.strategies.encoded import Encoded
+from mpikv.strategies.encoded_path import EncodedPath
+from mpikv.strategies.key_path import Means
 from mpikv.strategies.pieces import Pieces, piece_elems
-from mpikv.strategies.ways import Means
 from mpikv.transports.base import Group
 
 EVERY_RANK = 16  # up to so many are all counted; of more, those of the first host
@@ -196,8 +196,8 @@ def counted(bucket: Bucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> 
     bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
     if bucket.encoded:
         adds, shares = (_encoded(bucket, one, speeds) for one in (adding, sharing))
-        adding.run(adds.reduce_scatter(buf, np.add, None, changeable=False))
-        sharing.run(shares.allgather((), None))
+        adding.run(adds.begin(buf, np.add, None, changeable=False))
+        sharing.run(shares.end((), None))
     else:
         module, everybody = ALGORITHMS[bucket.placement.algorithm], range(len(hosts))
         adding.run(module.reduce_scatter(Group(adding, everybody), buf, bounds, 1, adding.combine))
@@ -207,15 +207,15 @@ def counted(bucket: Bucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> 
     return adding, sharing
 
 
-def _encoded(bucket: Bucket, transport: Counting, speeds: Speeds) -> Encoded:
-    """Make the way of a bucket whose values travel encoded, with codecs that encode nothing."""
+def _encoded(bucket: Bucket, transport: Counting, speeds: Speeds) -> EncodedPath:
+    """Make the path of a bucket whose values travel encoded, with codecs that encode nothing."""
     means = Means(Group(transport, range(transport.size)), Spaces())
-    way = Encoded(means, bucket.info, bucket.placement, None)
+    path = EncodedPath(means, bucket.info, bucket.placement, None)
     travels = compressions.of_text(bucket.info.codec)
-    way.pushed, way.returned = (
+    path.codec.pushed, path.codec.returned = (
         Pieces(bucket.info, Priced(codec, speeds[codec], transport.spend)) for codec in (travels.push, travels.pull)
     )
-    return way
+    return path
 
 
 def _busy(bucket: Bucket, counts: Sequence[Halves], link: Link, costs: Costs) -> Busy:

@@ -1,6 +1,6 @@
 """Codecs that encode nothing: they have the lengths of others, and say what these would cost.
 
-The generators of the store run with them as with any codec (`Encoded`, `Client`, `Shard`), so that the messages of
+The generators of the store run with them as with any codec (`EncodedPath`, `Client`, `Shard`), so that the messages of
 compressed keys are counted and simulated without a second description of what travels when. How fast a codec is depends
 on the machine, on its parameters and on whether there is Numba, so that there is no table of it: `plan/calibrate.py`
 measures it.

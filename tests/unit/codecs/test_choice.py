@@ -245,15 +245,15 @@ def test_keys_of_a_store_decide_together() -> None:
     def body(store: Any) -> Any:
         keys = ["a", "b", "c"]
         store.init(keys, [np.zeros(67, np.float32)] * 3)
-        ways = [store.strategy.keys.queues[store.session.infos[key].id].way for key in keys]
+        of_keys = [store.strategy.keys.queues[store.session.infos[key].id].paths.codec for key in keys]
         begun, now, travelled = [0], [0.0], []
-        for i, way in enumerate(ways):
-            way._clock = OfACall(way, begun, now, encoded_s=(0.1, 0.1, 9.0)[i], plain_s=1.0)
+        for i, codec in enumerate(of_keys):
+            codec._clock = OfACall(codec, begun, now, encoded_s=(0.1, 0.1, 9.0)[i], plain_s=1.0)
         for round_ in range(FIRST + 1):
             begun[0] = round_
             values = [pushed(store.rank, round_) for _ in keys]
             store.pushpull(keys, values)
-            travelled.append([way._plain for way in ways])
+            travelled.append([codec.plain for codec in of_keys])
         return travelled, store.stats()["compressed_keys"]
 
     config = Config(timeout_s=20.0)
@@ -270,12 +270,12 @@ class OfACall:
     begun: how many calls there were; now: the time, which never goes back, whichever key ends first.
     """
 
-    def __init__(self, way: Any, begun: list[int], now: list[float], **seconds: float) -> None:
-        self._way, self._begun, self._now, self._seconds, self._under_way = way, begun, now, seconds, False
+    def __init__(self, codec: Any, begun: list[int], now: list[float], **seconds: float) -> None:
+        self._codec, self._begun, self._now, self._seconds, self._under_way = codec, begun, now, seconds, False
 
     def now_s(self) -> float:
         self._under_way = not self._under_way
-        passed_s = 0.0 if self._under_way else self._seconds["plain_s" if self._way._plain else "encoded_s"]
+        passed_s = 0.0 if self._under_way else self._seconds["plain_s" if self._codec.plain else "encoded_s"]
         self._now[0] = max(self._now[0], 100.0 * self._begun[0] + passed_s)
         return self._now[0]
 
@@ -313,16 +313,16 @@ def test_what_half_precision_cannot_say_stays_owed() -> None:
 
 
 class GivenTimes:
-    """A clock that is looked at when a round begins and when it ends. seconds: of the round of a way."""
+    """A clock that is looked at when a round begins and when it ends. seconds: of the round of a key."""
 
-    def __init__(self, way: Any, worker: int, seconds: Times) -> None:
-        self._way, self._seconds, self._round = way, seconds, 0
+    def __init__(self, codec: Any, worker: int, seconds: Times) -> None:
+        self._codec, self._seconds, self._round = codec, seconds, 0
         self._now_s, self._under_way = 1e6 * worker, False
 
     def now_s(self) -> float:
         self._under_way = not self._under_way
         if not self._under_way:
-            self._now_s += self._seconds(self._round, self._way._plain)
+            self._now_s += self._seconds(self._round, self._codec.plain)
             self._round += 1
         return self._now_s
 
@@ -339,10 +339,10 @@ def test_rounds_as_they_are_add_where_those_without_compression_do(call: str) ->
 
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, np.float32))
-        way = store.strategy.keys.queues[store.session.infos["w"].id].way
-        way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 2.0)
-        pushed_at = watched(way)
-        added_at = watched(way._ordinary)
+        paths = store.strategy.keys.queues[store.session.infos["w"].id].paths
+        paths.codec._clock = GivenTimes(paths.codec, store.rank, lambda _, plain: 1.0 if plain else 2.0)
+        pushed_at = watched(paths.codec, "with_owed")
+        added_at = watched(paths.plain, "begin")
         results = []
         for round_ in range(FIRST + 3):
             grad = np.full(67, store.rank + round_, np.float32)
@@ -357,8 +357,8 @@ def test_rounds_as_they_are_add_where_those_without_compression_do(call: str) ->
             assert call == "in place" or (grad == store.rank + round_).all()
             results.append(out[0])
         assert len(added_at) == EACH + 3
-        assert added_at[0] != pushed_at[EACH]
-        assert added_at[1:] == pushed_at[EACH + 1 :]
+        assert added_at[0] != pushed_at[0]
+        assert added_at[1:] == pushed_at[1:]
         return store.stats()["compressed_keys"]["w"]["travels"], results[-2:]
 
     config = Config(timeout_s=20.0)
@@ -366,15 +366,15 @@ def test_rounds_as_they_are_add_where_those_without_compression_do(call: str) ->
     assert found == [("as it is", [2 * round_ + 1 for round_ in (FIRST + 1, FIRST + 2)])] * 2
 
 
-def watched(way: Any) -> list[int]:
-    """Where the values are of each round that goes this way from now on."""
-    addresses, reduce_scatter = [], way.reduce_scatter
+def watched(one: Any, name: str) -> list[int]:
+    """Where the values are of each call of this method from now on."""
+    addresses, method = [], getattr(one, name)
 
     def watching(values: Any, *args: Any, **options: Any) -> Any:
         addresses.append(values.ctypes.data)
-        return reduce_scatter(values, *args, **options)
+        return method(values, *args, **options)
 
-    way.reduce_scatter = watching
+    setattr(one, name, watching)
     return addresses
 
 
@@ -385,8 +385,8 @@ def test_the_callers_values_stay_as_they_were_when_the_form_changes(hosts: str, 
 
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, np.float32))
-        way = store.strategy.keys.queues[store.session.infos["w"].id].way
-        way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 1.5)
+        codec = store.strategy.keys.queues[store.session.infos["w"].id].paths.codec
+        codec._clock = GivenTimes(codec, store.rank, lambda _, plain: 1.0 if plain else 1.5)
         grads = [np.full(67, store.rank + round_, np.float32) for round_ in range(FIRST + 3)]
         outs = [np.zeros(67, np.float32) for _ in grads]
         requests = []
@@ -412,16 +412,17 @@ def train(compression: Any, seconds: Times, rounds: int, *, hosts: str = "abc", 
         store.init("w", np.zeros(67, np.float32))
         if optimizer:
             store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, wd=0.0))
-        way = store.strategy.keys.queues[store.session.infos["w"].id].way
-        way._clock = GivenTimes(way, store.rank, lambda round_, plain: seconds(round_, plain) * (1 + 3 * store.rank))
+        codec = store.strategy.keys.queues[store.session.infos["w"].id].paths.codec
+        slower = 1 + 3 * store.rank
+        codec._clock = GivenTimes(codec, store.rank, lambda round_, plain: seconds(round_, plain) * slower)
         found, plain = [], []
         for round_ in range(rounds):
             value = pushed(store.rank, round_)
             store.pushpull("w", value)
             found.append(value)
-            plain.append(way._plain)
+            plain.append(codec.plain)
         owed = np.zeros(67)
-        for piece, state in way.pushed.states.items():
+        for piece, state in codec.pushed.states.items():
             owed[slice(*piece)] += state.get("residual", np.zeros(1))
         return np.array(found, np.float64), plain, owed, store.stats()
 
@@ -488,7 +489,7 @@ def test_values_that_come_back_encoded() -> None:
     assert travelled[-1]
 
 
-# --- the way of rounds as they are
+# --- the path of rounds as they are
 
 
 @pytest.mark.parametrize(
@@ -533,9 +534,9 @@ def whole_numbers(
 
     def body(store: Any) -> Any:
         store.init("w", np.zeros(n, np.float32))
-        way = store.strategy.keys.queues[store.session.infos["w"].id].way
+        codec = store.strategy.keys.queues[store.session.infos["w"].id].paths.codec
         if compression != "none":
-            way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 2.0)
+            codec._clock = GivenTimes(codec, store.rank, lambda _, plain: 1.0 if plain else 2.0)
         optimizer = optimizers.create("sgd", learning_rate=0.5, momentum=0.5, wd=0.0)
         values, sent = [], []
         for round_ in range(2 * FIRST + 4):
@@ -552,7 +553,7 @@ def whole_numbers(
             values.append(value.tobytes())
             sent.append([after[name] - before[name] for name in ("messages_sent", "bytes_sent")])
         assert store.stats().get("shared_bytes", 0) == (4 * n if len(set(hosts)) < len(hosts) else 0)
-        return values, sent, getattr(way, "_plain", None)
+        return values, sent, getattr(codec, "plain", None)
 
     config = Config(timeout_s=20.0, bucket_bytes=0)
     return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, compression=make(compression))
@@ -561,7 +562,7 @@ def whole_numbers(
 @pytest.mark.parametrize(("hosts", "n"), [("abc", 66), ("abc", 9001), ("aabb", 9000), ("aab", 67)])
 @pytest.mark.parametrize("optimizer_at", [None, FIRST + 2])
 def test_rounds_as_they_are_go_the_way_without_compression(hosts: str, n: int, optimizer_at: int | None) -> None:
-    """The same values after every round, whichever way it went, with an optimizer; at last as many messages."""
+    """The same values after every round, whichever path it went, with an optimizer; at last as many messages."""
     found = whole_numbers(hosts, n, TWO_BITS, optimizer_at=optimizer_at)
     plain = whole_numbers(hosts, n, "none", optimizer_at=optimizer_at)
     assert [values for values, _, _ in found] == [values for values, _, _ in plain]
@@ -572,7 +573,7 @@ def test_rounds_as_they_are_go_the_way_without_compression(hosts: str, n: int, o
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 def test_workers_with_different_factors_in_rounds_as_they_are(hosts: str) -> None:
-    """Labels are compared on this way, too: powers of two change no bit."""
+    """Labels are compared on this path, too: powers of two change no bit."""
     found = whole_numbers(hosts, 64, TWO_BITS, optimizer_at=0, factor_at=FIRST + 1)
     alike = whole_numbers(hosts, 64, "none", optimizer_at=0)
     assert [values for values, _, _ in found] == [values for values, _, _ in alike]

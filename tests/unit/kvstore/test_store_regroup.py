@@ -112,7 +112,7 @@ def test_three_workers_then_two_then_one(
         before = [value.tobytes() for value in store.pull(KEYS)]
         if not regroup(store, me, two, shared):
             return 3, before
-        assert {queue.way.placement.path for queue in store.strategy._queues.values()} == {
+        assert {queue.placement.path for queue in store.strategy._queues.values()} == {
             "messages" if shared[0] is None else "direct"
         }
         assert [value.tobytes() for value in store.pull(KEYS)] == before

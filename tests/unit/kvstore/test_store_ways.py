@@ -27,7 +27,7 @@ def values_of(rank: int, step: int, size: int) -> Any:
 
 
 def paths_of(store: KVStore) -> dict[Any, str]:
-    return {queue.info.key: queue.way.placement.path for queue in store.strategy._queues.values()}
+    return {queue.info.key: queue.placement.path for queue in store.strategy._queues.values()}
 
 
 def every_call(store: KVStore) -> list[bytes]:

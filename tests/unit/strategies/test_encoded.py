@@ -59,7 +59,7 @@ def run(
 
 
 def placement_of(store: Any, key: Any = "w") -> Any:
-    return store.strategy.keys.queues[store.session.infos[key].id].way.placement
+    return store.strategy.keys.queues[store.session.infos[key].id].placement
 
 
 def rounds(n: int, dtype: Any = F32, optimizer: str = "", n_rounds: int = 3, counts: bool = True) -> Any:
@@ -418,7 +418,7 @@ def test_keys_that_travel_together_have_one_codec() -> None:
             of = [queues[store.session.infos[key].id] for key in "abc"]
             assert of[0] is of[2]
             assert of[0] is not of[1]
-            assert [queue.way.placement.path for queue in of] == ["encoded", "messages", "encoded"]
+            assert [queue.placement.path for queue in of] == ["encoded", "messages", "encoded"]
         found = []
         for round_ in range(3):
             values = [numbers(67, store.rank, 10 * round_ + i) for i in range(3)]

@@ -12,10 +12,9 @@ from fake_gpus import gpus_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.collectives import hierarchical, hosted, ring
+from mpikv.collectives import hierarchical, hosted, ring, segments
+from mpikv.collectives.segments import SEGMENT_BYTES, gathered
 from mpikv.config import Config
-from mpikv.strategies import segments
-from mpikv.strategies.segments import SEGMENT_BYTES, gathered
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
 F4 = np.dtype(np.float32)

@@ -53,14 +53,15 @@ class Segments:
     @contextmanager
     def between(
         self, values: SpaceArray, on_host: HostArray, up: SpaceArray, lock: Callable[[HostArray], object]
-    ) -> Iterator[None]:
+    ) -> Iterator[HostArray]:
         """Copy `values` down to `on_host`, and to `up` what is complete: arrays of (n,). For one half of a round.
 
+        Gives `on_host`.
         lock: called with what the result is in before any of it comes up.
         """
         self._half = _Half(values, on_host, up, lock)
         try:
-            yield
+            yield on_host
             self._bring_all()
         finally:
             self._half = self._source = None

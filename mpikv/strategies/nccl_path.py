@@ -1,19 +1,21 @@
-"""The way "nccl": a key's value is on a GPU, and NCCL adds it over all workers, each of which has a GPU of its own.
+"""The path "nccl": a key's value is on a GPU, and NCCL adds it over all workers, each of which has a GPU of its own.
 
-One communicator serves all keys that go this way, of all stores of the process. NCCL wants its calls in the same order
+Home: each worker has the whole value in its device memory. Who adds, in which order, and what is sent: as NCCL likes.
+
+One communicator serves all keys that go this path, of all stores of the process. NCCL wants its calls in the same order
 on all workers, and a call waits on the GPU until all others have made it; workers push keys in any order, and may wait
 for one before they push the next. So a round of a key begins with short messages in host memory. First every worker
 hears from all others (collectives/notes.py), and then all have pushed the key; the same messages say under which
 labels. Then worker 0 gives the round a number, the next one, and tells it to all. Rounds are put into their streams in
 the order of their numbers, each as a whole, while no other generator runs: reduce-scatter, update and allgather, one
 after another, in arrays whose parts are padded to equal lengths; or an allreduce where nothing updates the key; or a
-reduction and a broadcast where one worker updates all of it. Keys that go another way have no number and wait for none:
-docs/adr/0021 says why both can be under way at a time.
+reduction and a broadcast where one worker updates all of it. Keys that go another path have no number and wait for
+none: docs/adr/0021 says why both can be under way at a time.
 
 What cannot end, because a worker has died after it had told that it is there, is aborted after the store's limit, and
 whoever waits for the key gets StallError. The store is of no use then.
 
-The bits are NCCL's: the same on all workers, but not those of the other ways, nor the same with another number of GPUs
+The bits are NCCL's: the same on all workers, but not those of the other paths, nor the same with another number of GPUs
 or another version of NCCL.
 
 Cost for p workers: NCCL's, a copy of the values, and ceil(log2(p)) + 1 short messages one after another in each round,
@@ -23,11 +25,10 @@ p-1 more at worker 0. The first value comes through host memory, once. Memory: t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
@@ -39,26 +40,28 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.key_way import DeviceWay
+from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
-
-if TYPE_CHECKING:
-    from mpikv.strategies.ways import Means
 
 LONGEST_TURN = 0.05  # of the limit: a process that was stopped for a while has not waited meanwhile
 
 
-class NcclWay(DeviceWay):
-    """See `Way`."""
+class NcclPath(KeyPath):
+    """See `KeyPath`."""
 
-    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
-        super().__init__(means, info, placement)
+    def __init__(
+        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+    ) -> None:
+        super().__init__(means, info, placement, place, staging)
+        self._device = cast(DeviceSpace, self._space)
         self._info, self._timeout_s = info, means.timeout_s
         # With nobody to add with, or nothing to add, nothing is asked of NCCL.
         self._comm = means.nccl if means.group.size > 1 and info.n_elems else None
-        self._whole = self._space.zeros(padded(info.n_elems, means.group.size, info.dtype), info.dtype)
+        self._whole = self._device.zeros(padded(info.n_elems, means.group.size, info.dtype), info.dtype)
         self.value = self._whole[: info.n_elems]
-        self._room: SpaceArray = None  # for what is added; from the first round on
+        self._added: SpaceArray = None  # what is added is there, from the first round on
 
     @property
     def _all_have_all(self) -> bool:
@@ -81,17 +84,17 @@ class NcclWay(DeviceWay):
         """By a tree, through host memory."""
         if self._comm is None:
             return
-        space, is_root = self._space, self._group.rank == 0
+        space, is_root = self._device, self._group.rank == 0
         value = space.to_host(self.value) if is_root else np.empty(self._info.n_elems, self._info.dtype)
         yield from broadcast(self._group, value, 0, self._tag(0))
         if not is_root:
             space.copy(self.value, value)
 
-    def reduce_scatter(
+    def begin(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """What follows until the first request of `allgather` belongs to the round's turn."""
-        comm, space = self._comm, self._space
+        """What follows until the first request of `end` belongs to the round's turn."""
+        comm, space = self._comm, self._device
         if comm is None:
             return None
         yield from notes.compare(self._group, comparison, self._tag(1))  # nobody goes on before all are there
@@ -100,14 +103,14 @@ class NcclWay(DeviceWay):
         if self._all_have_all:
             self._call(comm.all_reduce, values, combine, space.stream)
             return None
-        if self._room is None:
-            self._room = space.zeros(self._whole.size, values.dtype)
-        space.copy(self._room[: values.size], values)
+        if self._added is None:
+            self._added = space.zeros(self._whole.size, values.dtype)
+        space.copy(self._added[: values.size], values)
         if (root := self._root) is not None:
-            self._call(comm.reduce, self._room[: values.size], root, combine, space.stream)
+            self._call(comm.reduce, self._added[: values.size], root, combine, space.stream)
         else:
-            self._call(comm.reduce_scatter, self._room, combine, space.stream)
-        return self._room[: values.size]
+            self._call(comm.reduce_scatter, self._added, combine, space.stream)
+        return self._added[: values.size]
 
     def _number(self, comm: NcclComm) -> Steps[int]:
         """Which of all rounds this is: worker 0 gives it the next number once all workers are there."""
@@ -120,17 +123,17 @@ class NcclWay(DeviceWay):
             yield from sends
         return int(number[0])
 
-    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """In place. Ends the round's turn, and waits until the GPU has done it."""
         comm = self._comm
         if comm is None:
             return
         if (root := self._root) is not None and not self._all_have_all:
-            self._call(comm.broadcast, self.value, root, self._space.stream)
+            self._call(comm.broadcast, self.value, root, self._device.stream)
         elif not self._all_have_all:
-            self._call(comm.all_gather, self._whole, self._space.stream)
+            self._call(comm.all_gather, self._whole, self._device.stream)
         comm.begun += 1
-        yield _Ended(self._space.begun(), comm, self._group, self._info, self._timeout_s)
+        yield _Ended(self._device.begun(), comm, self._group, self._info, self._timeout_s)
 
     def _call(self, call: Any, *arguments: Any) -> None:
         assert self._comm is not None

@@ -1,0 +1,64 @@
+"""The path "messages": the workers own the keys, and send messages, also within a host.
+
+Home: each worker has the whole value in memory of its own. Who adds, in which order, and what is sent: what the
+algorithm says that the placement names (collectives/ring, naive, halving_doubling, hierarchical). Messages also say
+under which labels values were pushed (collectives/labelled).
+
+Cost: that of the algorithm. Memory: the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.parts import whole
+from mpikv.collectives.select import ALGORITHMS, IN_PARTS
+from mpikv.engine.request import Steps
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.labels import Comparison
+from mpikv.placement.placement import Placement
+from mpikv.spaces.base import SpaceArray
+from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.staging import Staging
+
+
+class MessagePath(KeyPath):
+    """See `KeyPath`."""
+
+    def __init__(
+        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+    ) -> None:
+        super().__init__(means, info, placement, place, staging)
+        self.value = self._space.empty(info.n_elems, info.dtype)
+
+    def share(self) -> Steps[None]:
+        """By a tree."""
+        return broadcast(self._group, self.value, 0, self._tag(0))
+
+    def begin(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
+        """In place."""
+        algorithm: Any = ALGORITHMS[self.placement.algorithm]
+        arguments = self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
+        if self.placement.algorithm in IN_PARTS:
+            steps: Steps[None] = algorithm.reduce_scatter(*arguments, parts=self._parts)
+            return steps
+        return whole(
+            self._parts, algorithm.reduce_scatter(*arguments), values, needed=(0, values.size), completed=[self.owned]
+        )
+
+    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """In place."""
+        algorithm: Any = ALGORITHMS[self.placement.algorithm]
+        arguments = self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
+        if self.placement.algorithm in IN_PARTS:
+            steps: Steps[None] = algorithm.allgather(*arguments, parts=self._parts)
+            return steps
+        return whole(
+            self._parts, algorithm.allgather(*arguments), self.value, needed=self.owned, completed=self._others()
+        )
