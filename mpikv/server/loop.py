@@ -66,7 +66,7 @@ class _Traffic:
     ) -> None:
         self._transport = transport
         self._handed = Loopback() if handed is None else handed
-        self._local = transport if isinstance(transport, LocalTransport) else None
+        self._local: LocalTransport | None = transport.local
         self._core = core
         self._peers = [_WorkerLink(rank) for rank in workers]
         self._index = {rank: worker for worker, rank in enumerate(workers)}
@@ -278,13 +278,13 @@ def run_server(
     asked_to_stop: who or what asked this rank to end the program after its step, or None; worker 0 is told once.
     """
     running = Running(serve(transport, workers, core), "server")
-    clock = transport.clock
-    backoff = Backoff(sleep=transport.waker.sleep if isinstance(transport, LocalTransport) else None, clock=clock)
+    clock, local = transport.clock, transport.local
+    backoff = Backoff(sleep=None if local is None else local.waker.sleep, clock=clock)
     idle_since_s: float | None = None
     reported = False  # whether worker 0 knows that this rank was asked to stop
-    crowded = isinstance(transport, LocalTransport) and transport.crowded
+    crowded = local is not None and local.crowded
     alone = 0
-    control = transport.inner if isinstance(transport, LocalTransport) else transport  # what workers listen to
+    control: Transport = transport if local is None else local.inner  # what workers listen to
     pings: list[Request] = []  # MPI reads their arrays until they are sent
     received_s = asked_s = clock.now_s()
     while not running.test():

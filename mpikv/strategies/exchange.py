@@ -1,6 +1,6 @@
 """A worker's messages to servers and their answers.
 
-Every shard of a key travels in the way that was fixed when the key was agreed on: a small one behind its header, those
+Every shard of a key travels on the path that was fixed when the key was agreed on: a small one behind its header, those
 of one call for one server in one message; a large one in partitions, straight from the array that it is in or that the
 key's codec has made of it, which the server fetches one after the other. Answers come in the same partitions, straight
 into the array that is asked for; those to the small keys of one message come in one message.
@@ -31,10 +31,9 @@ from mpikv.strategies.client_key import ClientKey, Messages, Route, Value
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.loopback import Loopback
-from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
-GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in the ordinary way begins with as many
+GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting for the engine begins with as many
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
 # Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
@@ -179,7 +178,7 @@ class Client:
         self._sends: deque[Request] = deque()
         self.unsent = 0  # pushes whose payload has not left
         # An answer through memory comes after the partition that it replaces has been read.
-        local = transport if isinstance(transport, LocalTransport) else None
+        local = transport.local
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:

@@ -40,6 +40,11 @@ class Transport(Protocol):
     clock: Clock  # what limits to waiting are measured by
 
     @property
+    def local(self) -> Any:
+        """Return what of it goes through memory that ranks of a host share (`LocalTransport`); None: nothing does."""
+        ...
+
+    @property
     def sent_messages(self) -> int:
         """Return how many messages this rank has sent since the start."""
         ...

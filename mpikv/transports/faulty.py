@@ -153,6 +153,8 @@ class FaultyTransport:
     (False, None, None, False, None)
     """
 
+    local: None = None  # all are messages
+
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults

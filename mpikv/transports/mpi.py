@@ -117,6 +117,8 @@ class MpiIncoming:
 class MpiTransport:
     """The ranks of `comm`, which this transport owns and frees."""
 
+    local: None = None  # all are messages
+
     def __init__(self, comm: MPI.Intracomm, hosts: tuple[str, ...]) -> None:
         self.comm = comm
         self.rank = comm.Get_rank()

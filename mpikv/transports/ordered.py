@@ -158,6 +158,8 @@ class OrderedTransport:
     gathering: how many calls are putting together what they send: meanwhile short messages leave in full bundles only.
     """
 
+    local: None = None  # all are messages
+
     def __init__(
         self, inner: Transport, peers: Iterable[int], bucket_bytes: int, priorities: Mapping[int, int]
     ) -> None:

@@ -137,6 +137,8 @@ class _Incoming:
 class ThreadTransport:
     """One rank of a `Fabric`."""
 
+    local: None = None  # all are messages
+
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric
         self._box = fabric.boxes[rank]

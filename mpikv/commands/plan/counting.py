@@ -24,6 +24,8 @@ class Counting:
     what `combine` was given. coding_s: how long codecs would have worked (plan/priced.py).
     """
 
+    local: None = None  # all are messages
+
     def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",)) -> None:
         self.rank, self.size, self.hosts = rank, len(hosts), tuple(hosts)
         self.max_tag = 2**31 - 1

@@ -73,6 +73,8 @@ class Arrived:
 class Rank:
     """A simulated rank, which is also its own transport."""
 
+    local: None = None  # all are messages
+
     def __init__(self, simulation: Simulation, rank: int, rhythm: Rhythm) -> None:
         self._simulation = simulation
         self._rhythm = rhythm
