@@ -6,10 +6,10 @@ So each call of a rank has a *mark*: a hash of which keys it has pushed so far, 
 it pushes now, how. Equal marks mean: the same history, the same call.
 
 The first rank decides. It waits until every other rank wants its mark, and says go; or it sees that one of them has
-gone past, or wants something else, or does not come for a while, and goes its own way, which its count of pushes
-shows. Who waits for the first rank sees one or the other. A rank that withdraws looks, after a memory barrier, whether
-the first one is just deciding, and the first looks once more, after a barrier, whether all still want it: so
-all decide alike (Dekker's algorithm).
+gone past, or wants something else, or does not come for a while, and goes its own way, which its count of pushes shows.
+A rank that has itself pushed in another thread since it began to wait goes its own way, too. Who waits for the first
+rank sees one or the other. A rank that withdraws looks, after a memory barrier, whether the first one is just deciding,
+and the first looks once more, after a barrier, whether all still want it: so all decide alike (Dekker's algorithm).
 
 A decision costs two cache lines that travel; no message is sent.
 """
@@ -28,9 +28,11 @@ from mpikv.hostmemory.segment import ORDERED, fence
 WANT, COUNT, INTENT, GO, FREE = 0, 1, 2, 3, 8
 FIRST = 0  # the rank that decides
 
-# How long a rank waits for the others before it goes its own way, for which nobody waits. Only ranks that are in
-# different calls need this to end, so it may be long; but each such call costs it.
-PATIENCE_S = 0.25
+# How long a rank waits for the others before it goes its own way, for which nobody waits. Only a rank that does not
+# come at all makes it last so long, and then the call ends in an error; one that comes late, since it has written a
+# checkpoint or has to share its core, is worth the wait: the other way copies every value, into memory that is then
+# kept.
+PATIENCE_S = 2.0
 
 
 class Together:
@@ -56,6 +58,7 @@ class Together:
         self._patience_s = patience_s
         self._history = 0
         self._count = 0
+        self._begun_at = 0
 
     # --- what this rank has pushed
 
@@ -74,6 +77,7 @@ class Together:
 
         call: a digest of the call: its keys in order and how it is made. Blocks until that is decided.
         """
+        self._begun_at = self._count
         mark = (self._history + call) & MASK or 1
         if not ORDERED:
             fence()
@@ -148,7 +152,7 @@ class Together:
 
         def known() -> bool:
             nonlocal found
-            found = decided()
+            found = decided() if self._count == self._begun_at else False  # nobody can want this mark any more
             return found is not None
 
         if not self._patience.yielded(known):

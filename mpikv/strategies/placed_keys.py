@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+
 from mpikv.codecs.choice import Choices
 from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
@@ -182,7 +184,10 @@ class PlacedKeys:
         queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
-            queue.space.copy(queue.own, self.first_values.pop(info.key))
+            value = self.first_values.pop(info.key)
+            # Memory that the ranks of a host share begins as zeros, and takes no pages before it is written to.
+            if reserved is None or info.space == DEVICE or value.view(np.uint8).any():
+                queue.space.copy(queue.own, value)
         self.queues[info.id] = queue
         queue.has_value = queue.paths.share_now()
         if not queue.has_value:

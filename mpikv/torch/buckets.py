@@ -1,12 +1,12 @@
 """Buckets: flat arrays in which gradients of several parameters lie side by side.
 
 A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it where it is:
-in host memory, or on the store's GPU for parameters that are there. Each parameter has a place in one bucket, a tensor
+in host memory, or on the store's GPU for parameters that are there. Each parameter has a view into one bucket, a tensor
 with the parameter's own strides, which becomes its `grad`; on a GPU a copy does. Where buckets are compressed, the tail
 has a key of its own, which is not.
 
-A program may keep a gradient, clear `grad`, and run another backward pass. Before that is written, a place sees whether
-anybody holds its memory; then the bucket goes on in other memory, and what was kept stays as it is.
+A program may keep a gradient, clear `grad`, and run another backward pass. Before that is written, a view finds out
+whether anybody holds its memory; then the bucket goes on in other memory, and what was kept stays as it is.
 
 Gradients of one bucket may be produced in several streams of a GPU. A bucket knows in which ones its memory was written
 to, and a stream that uses all of it waits for these. The host waits for nothing of that.
@@ -55,7 +55,7 @@ def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
     return Form(name, size, stride, dtype_name(parameter), on_store(parameter, store))
 
 
-class Bucket:
+class GradientBucket:
     """One key, its memory, and which parameters lie there. flat: NumPy's, or a tensor on the store's GPU."""
 
     def __init__(self, key: str, flat: Any, members: Sequence[int], tail_elems: int) -> None:
@@ -93,12 +93,15 @@ class Bucket:
             self._streams = {current.cuda_stream: current}
 
 
-class Place:
-    """Where a parameter's gradient lies: the elements of a bucket from `begin` on. view: the tensor there."""
+class GradientView:
+    """Where a parameter's gradient lies: the elements of a bucket from `begin` on. tensor: made of them.
 
-    view: torch.Tensor
+    given: whether the tensor was made a `grad`, so that the program may hold it.
+    """
 
-    def __init__(self, bucket: Bucket, form: Form, begin: int) -> None:
+    tensor: torch.Tensor
+
+    def __init__(self, bucket: GradientBucket, form: Form, begin: int) -> None:
         self.bucket = bucket
         self._form = form
         self.begin = begin
@@ -108,15 +111,15 @@ class Place:
     def make(self) -> None:
         """Make the tensor, where the bucket's memory is now."""
         form, flat, begin = self._form, self.bucket.flat, self.begin
-        self.handed_out = False  # as a `grad`
+        self.given = False
         if not self.bucket.on_gpu:
             flat, self._memory = tensors.in_memory_of(flat[begin : begin + form.n_elems])
             begin = 0
-        self.view = flat.as_strided(form.size, form.stride, begin)
+        self.tensor = flat.as_strided(form.size, form.stride, begin)
 
     def take_back(self) -> bool:
         """Make the tensor anew, if nobody else has the old one or a view of it. Returns whether that is so."""
-        del self.view
+        del self.tensor
         if self._memory is not None and self._memory() is not None:
             return False
         self.make()
@@ -132,12 +135,12 @@ def make_buckets(
     limit_bytes: int,
     tail_elems: int,
     compression: Compression,
-) -> tuple[list[Bucket], dict[int, Place]]:
+) -> tuple[list[GradientBucket], dict[int, GradientView]]:
     """Buckets for parameters in the order in which their gradients appear. Collective, blocks.
 
     name: begin of the keys. members: numbers of the parameters, the same on every worker. tail_elems: float32 values
     behind the last of them; 0 for none. compression: of all but the tail, whatever the store's own is. Returns the
-    buckets and each parameter's place.
+    buckets and each parameter's view.
     """
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
@@ -160,20 +163,20 @@ def make_buckets(
         made = zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
         flats.update(zip(chosen, made, strict=True))
     found = []
-    places: dict[int, Place] = {}
+    views: dict[int, GradientView] = {}
     for g, group in enumerate(groups):
-        bucket = Bucket(f"{name} {g}", flats[g], [numbers[i] for i in group], tail_elems)
+        bucket = GradientBucket(f"{name} {g}", flats[g], [numbers[i] for i in group], tail_elems)
         begins = buckets.offsets([sizes[i] for i in group])
         for i, begin in zip(group, begins, strict=False):
             if numbers[i] != TAIL:
-                places[numbers[i]] = Place(bucket, forms[numbers[i]], begin)
+                views[numbers[i]] = GradientView(bucket, forms[numbers[i]], begin)
         found.append(bucket)
     for bucket, group in zip(found, groups, strict=True):
         store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
-    store.init([bucket.key for bucket in found], [bucket.flat for bucket in found])
     for bucket in found:
+        store.init(bucket.key, bucket.flat)  # one after another: the store makes a copy of what it is given
         bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
-    return found, places
+    return found, views
 
 
 def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:

@@ -1,10 +1,14 @@
 """The exchange of a model's gradients: the sum over the workers, each times its own factor, in place of every `grad`.
 
 In the first round the order in which gradients appear is noted, and worker 0's becomes the order of the buckets for
-all. From then on a gradient is copied into its place in a bucket, times the factor, as soon as it is there. Between
-hosts, and on GPUs, a bucket leaves when it is full, while the backward pass goes on; in host memory that the workers
-share all buckets are added in one call at the end, which sends no message. A parameter's `grad` then is its place in
-the bucket.
+all. From then on a gradient is copied into its bucket, times the factor, as soon as it is there. Between hosts, and on
+GPUs, a bucket leaves when it is full, while the backward pass goes on; in host memory that the workers share all are
+added in one call at the end, which sends no message. A parameter's `grad` then is a view into the bucket.
+
+A `DistributedModel` lets `grad` be that view at once: the memory that autograd has taken for a gradient is free, and in
+the processor's cache, for the next one. Whatever PyTorch adds to such a view later in the same pass would lack the
+factor. That can only be where a pass runs inside another one, so models in which passes.py has seen that keep a
+gradient as it is until the round ends, as a `DistributedOptimizer` does, whose rounds end in `step`.
 
 Gradients on the store's GPU stay there: buckets are in its memory, and all that is done with them is put into streams,
 so that no backward pass waits for the host. The tail then is a key of its own in host memory. So it is where gradients
@@ -22,26 +26,30 @@ Where gradients are compressed, what a codec has sent of parameters that none ha
 Buckets of which all parameters are frozen stay where they are. Names, shapes and dtypes were compared before.
 
 Cost per round and worker: one pass over the gradients, and what `pushpull` costs; memory: the gradients once, and the
-tail. Idea of the buckets: Li et al., PyTorch Distributed, VLDB 2020.
+tail, and until the round ends a second time what is not a view at once. Idea of the buckets: Li et al., PyTorch
+Distributed, VLDB 2020.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_not
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpikv.arrays import tensors
+from mpikv.arrays.reductions import SUM
 from mpikv.codecs.compression import make
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
 from mpikv.groups.keyless import CollectiveCalls, difference
-from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
+from mpikv.strategies.base import PreparedCall
+from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Untaken
-from mpikv.torch.tail import Flags, Outcome, Tail
+from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 
 
 class Gradients:
@@ -50,6 +58,7 @@ class Gradients:
     calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. settings: lines
     about the optimizers (steps.py), for each round; none: there is nothing to compare. compression: as DistributedModel
     takes it. buffers: travel with the gradients; None: they do not. source: the worker whose buffers all workers get.
+    views_at_once: whether a `grad` is a view into its bucket before the round ends.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class Gradients:
         settings: Callable[[], Sequence[str]],
         compression: Any = None,
         buffers: Buffers | None = None,
+        views_at_once: bool = False,
     ) -> None:
         self.calls = calls
         self._store = calls.store
@@ -72,6 +82,7 @@ class Gradients:
         self.forms: list[Form] = [form_of(*one, self._store) for one in named]
         self.scale = scale
         self.source = 0
+        self.views_at_once = views_at_once
         self._bucket_bytes = bucket_bytes
         # That of the store is asked for now: all workers agree on it before they agree on keys.
         self.compression = self._store.session.compressions.of_new_keys if compression is None else make(compression)
@@ -80,13 +91,16 @@ class Gradients:
         self._settings = settings
         # Where all add in host memory that they share, one call for everything is faster.
         self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
-        self._buckets: list[Bucket] = []
-        self._places: dict[int, Place] = {}
-        self._last: Bucket | None = None  # the one with the tail
-        self._tail = Tail(self._store.num_workers, len(named), 0)
+        self._buckets: list[GradientBucket] = []
+        self._views: dict[int, GradientView] = {}
+        self._last: GradientBucket | None = None  # the one with the tail
+        self._call: PreparedCall | None = None  # the last one that added buckets in shared memory, and those
+        self._called: list[Any] = []
+        self._tail = GradientTail(self._store.num_workers, len(named), 0)
         self._trained: Flags = self._requires_grad()  # as agreed
         self._groups = 0
         self.fired: dict[int, None] = {}  # parameters with a gradient in this round, in order
+        self._scaled: set[int] = set()  # those that are in their bucket, times the factor
         self._early = False  # whether buckets leave in this round as soon as they are full
         self._used = np.zeros(len(named), np.bool_)  # since the last exchange
 
@@ -110,39 +124,54 @@ class Gradients:
 
     def ready(self, i: int) -> None:
         """Take the gradient of parameter i, which is complete for this round. Never blocks."""
-        if i in self.fired and i in self._places and self._places[i].bucket.left:
-            raise UnsupportedError(
-                f"parameter {self.names[i]!r} got a gradient twice in one backward pass, and the first one has left "
-                "(checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
-            )
+        place = self._views.get(i)
+        new = i not in self.fired
+        if not new and place is not None:
+            in_its_bucket = i in self._scaled and self.parameters[i].grad is place.tensor
+            if in_its_bucket or place.bucket.left:
+                raise UnsupportedError(
+                    f"parameter {self.names[i]!r} got a gradient twice in one backward pass, and the first has been "
+                    "taken (checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
+                )
         if not self.fired:
             # A parameter that is unfrozen just now may come when its bucket has left.
             self._early = self._overlap and bool((self._requires_grad() == self._trained).all())
         self._used[i] = True
-        new = i not in self.fired
         self.fired[i] = None
-        if i not in self._places:
+        if place is None:
             self._grad(i)  # raises for one that cannot be exchanged
             return
-        self._write(i)
-        bucket = self._places[i].bucket
+        self._take(i, view_at_once=self.views_at_once)
+        bucket = place.bucket
         bucket.written()
         if new:
             bucket.waits_for -= 1
             if self._early and not bucket.waits_for and not bucket.has_tail:
                 self._leave(bucket)
 
-    def _write(self, i: int) -> None:
-        """Copy the gradient of parameter i to its place, multiplied by the factor."""
-        grad = self._grad(i)
-        if grad is self._places[i].view:
-            return  # what PyTorch adds there later must come before the factor
-        self._take_back(i)
-        view = self._places[i].view
-        if tensors.device_of(grad) == tensors.device_of(view):
+    def _take(self, i: int, *, view_at_once: bool = False) -> None:
+        """Bring the gradient of parameter i to its bucket, times the factor.
+
+        One that is there already is multiplied when the round ends, unless it is final now (view_at_once): what PyTorch
+        still adds there must come before the factor.
+        """
+        grad, place = self._grad(i), self._views[i]
+        if grad is place.tensor:
+            if view_at_once:
+                grad.mul_(self.scale)
+                self._scaled.add(i)
+            return
+        self._keep_what_is_held(i)
+        view = place.tensor
+        same_device = tensors.device_of(grad) == tensors.device_of(view)
+        if same_device:
             torch.mul(grad, self.scale, out=view)
         else:
             view.copy_(grad).mul_(self.scale)
+        self._scaled.add(i)
+        if view_at_once and same_device and not place.bucket.on_gpu:
+            self.parameters[i].grad = view
+            place.given = True
 
     def _grad(self, i: int) -> torch.Tensor:
         form, parameter = self.forms[i], self.parameters[i]
@@ -171,49 +200,49 @@ class Gradients:
             )
         return grad
 
-    def _take_back(self, i: int) -> None:
-        """Make sure that what is written to the place of parameter i changes no gradient that the program has kept."""
-        place = self._places[i]
-        if not place.handed_out or place.take_back():
+    def _keep_what_is_held(self, i: int) -> None:
+        """Make sure that what is written to the view of parameter i changes no gradient that the program holds."""
+        place = self._views[i]
+        if not place.given or place.take_back():
             return
         bucket = place.bucket
         bucket.flat = np.array(bucket.flat)
         added_in_place = [
-            one for one in bucket.members if one != i and self.parameters[one].grad is self._places[one].view
+            one for one in bucket.members if one != i and self.parameters[one].grad is self._views[one].tensor
         ]
         for one in bucket.members:
-            self._places[one].make()
+            self._views[one].make()
         for one in added_in_place:
-            if one in self.fired:
-                self._write(one)
+            if one in self.fired and one not in self._scaled:  # the others' new memory has their values
+                self._take(one)
 
-    def _leave(self, bucket: Bucket) -> None:
+    def _leave(self, bucket: GradientBucket) -> None:
         self._fill(bucket)
         bucket.left = True
         bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, bucket: GradientBucket) -> None:
         """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
         bucket.follow()
         for i in bucket.members:
             self._complete(i)
             if bucket.compressed:
-                self._untaken.fill(i, self._places[i].view, used=i in self.fired)
+                self._untaken.fill(i, self._views[i].tensor, used=i in self.fired)
 
     def _complete(self, i: int) -> None:
-        parameter = self.parameters[i]
-        in_place = parameter.grad is self._places[i].view
+        parameter, view = self.parameters[i], self._views[i].tensor
+        in_place = parameter.grad is view
         if i in self.fired:
-            if in_place:
-                self._places[i].view.mul_(self.scale)
+            if in_place and i not in self._scaled:
+                view.mul_(self.scale)
             return
         if in_place:
-            parameter.grad = self._places[i].view.clone()  # it stays as it is if no worker has used it
+            parameter.grad = view.clone()  # it stays as it is if no worker has used it
         if parameter.grad is None or not parameter.requires_grad:
-            self._take_back(i)
-            self._places[i].view.zero_()
+            self._keep_what_is_held(i)
+            self._views[i].tensor.zero_()
         else:
-            self._write(i)
+            self._take(i)
 
     # --- its end
 
@@ -255,17 +284,17 @@ class Gradients:
         finally:
             self._reset()
 
-    def _deliver_all(self, outcome: Outcome, mine: bool) -> None:
+    def _deliver_all(self, outcome: RoundOutcome, mine: bool) -> None:
         assert self._last is not None
         taken = outcome.used & outcome.trained
-        copies: dict[Bucket, torch.Tensor] = {}
+        copies: dict[GradientBucket, torch.Tensor] = {}
         for i in np.flatnonzero(taken):
             self._deliver(int(i), copies)
         for bucket in self._buckets:
             if bucket.left and bucket.compressed:
                 for one in bucket.members:
                     if not taken[one]:
-                        self._untaken.keep(one, self._places[one].view, first=self._store.rank == 0)
+                        self._untaken.keep(one, self._views[one].tensor, first=self._store.rank == 0)
         if self._buffers is not None:
             if not mine:
                 self._buffers.deliver(self._tail.buffers(self._last.tail))
@@ -280,12 +309,12 @@ class Gradients:
         order[: len(mine)] = mine
         order = self.calls.broadcast([order], name="order of gradients")[0]
         n_bytes = 0 if self._buffers is None else self._buffers.choose()
-        self._tail = Tail(self._store.num_workers, len(self.parameters), n_bytes)
+        self._tail = GradientTail(self._store.num_workers, len(self.parameters), n_bytes)
         self._add_group([int(i) for i in order if i >= 0], self._tail.n_elems)
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
         key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
-        found, places = make_buckets(
+        found, views = make_buckets(
             self._store,
             key,
             members,
@@ -296,16 +325,16 @@ class Gradients:
         )
         self._groups += 1
         self._buckets += found
-        self._places |= places
+        self._views |= views
         self._last = next((bucket for bucket in found if bucket.has_tail), self._last)
-        for i in places.keys() & self.fired.keys():
+        for i in views.keys() & self.fired.keys():
             if self.parameters[i].grad is not None:  # else somebody has cleared it since
-                self._write(i)
+                self._take(i, view_at_once=True)  # the pass has ended
 
-    def _is_trained(self, bucket: Bucket) -> bool:
+    def _is_trained(self, bucket: GradientBucket) -> bool:
         return any(self._trained[i] for i in bucket.members)
 
-    def _exchange(self, chosen: list[Bucket]) -> None:
+    def _exchange(self, chosen: list[GradientBucket]) -> None:
         if self._overlap:
             for bucket in chosen:
                 if not bucket.left:
@@ -318,12 +347,29 @@ class Gradients:
         for bucket in chosen:
             self._fill(bucket)
             bucket.left = True
-        for on_gpu in (False, True):  # a call with keys of both goes a longer way
+        for on_gpu in (False, True):  # keys of both cannot be added in one call where they are
             same = [bucket for bucket in chosen if bucket.on_gpu == on_gpu]
             if same:
-                self._store.pushpull([bucket.key for bucket in same], [bucket.flat for bucket in same])
+                self._add_where_it_is([bucket.key for bucket in same], [bucket.flat for bucket in same])
 
-    def _check(self, outcome: Outcome, settings: str) -> None:
+    def _add_where_it_is(self, keys: list[str], flats: list[Any]) -> None:
+        """Make one call for all keys.
+
+        It is kept from the first time on: in one that is made anew, the store copies the sums to the keys' own memory.
+        """
+        session = self._store.session
+        session.check_open("backward")
+        call = self._call
+        if call is None or not call.valid or len(flats) != len(self._called) or any(map(is_not, flats, self._called)):
+            if call is not None:
+                call.release()
+            infos = [session.infos[key] for key in keys]
+            call = self._call = self._store.strategy.prepare(infos, flats, [[flat] for flat in flats], SUM)
+            self._called = flats
+        if call is None or not call.run():
+            self._store.pushpull_async(keys, flats).wait()
+
+    def _check(self, outcome: RoundOutcome, settings: str) -> None:
         if outcome.failed:
             who = ", ".join(f"worker {worker}" for worker in outcome.failed)
             raise PeerError(f"the backward pass of {who} ended early, by an error; there are no gradients of this step")
@@ -350,18 +396,18 @@ class Gradients:
         """
         new = np.flatnonzero(trained & ~self._trained)
         self._trained = trained
-        homeless = [int(i) for i in reversed(new) if int(i) not in self._places]
+        homeless = [int(i) for i in reversed(new) if int(i) not in self._views]
         if homeless:
             self._add_group(homeless, 0)
-        late = dict.fromkeys(self._places[int(i)].bucket for i in new)
+        late = dict.fromkeys(self._views[int(i)].bucket for i in new)
         chosen = [bucket for bucket in late if not bucket.left]
         if chosen:
             self._exchange(chosen)
 
-    def _deliver(self, i: int, copies: dict[Bucket, torch.Tensor]) -> None:
+    def _deliver(self, i: int, copies: dict[GradientBucket, torch.Tensor]) -> None:
         """Let the sum be the parameter's `grad`. copies: of buckets on a GPU, in this round."""
-        parameter, place = self.parameters[i], self._places[i]
-        view, bucket = place.view, place.bucket
+        parameter, place = self.parameters[i], self._views[i]
+        view, bucket = place.tensor, place.bucket
         if parameter.grad is view:
             return
         if tensors.device_of(parameter) != tensors.device_of(view):
@@ -375,10 +421,11 @@ class Gradients:
             parameter.grad = copies[bucket].as_strided(view.size(), view.stride(), place.begin)
         else:
             parameter.grad = view
-            place.handed_out = True
+            place.given = True
 
     def _reset(self) -> None:
         self.fired.clear()
+        self._scaled.clear()
         self._used[:] = False
         self._untaken.end_round()
         for bucket in self._buckets:

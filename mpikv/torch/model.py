@@ -52,7 +52,8 @@ class DistributedModel(torch.nn.Module):
     (else ConfigError on all).
 
     A backward pass raises ConfigError on all workers where the steps since the last one were made by optimizers of
-    `torch.optim` with different settings, such as learning rates.
+    `torch.optim` with different settings, such as learning rates. Gradients of a pass that ended by an error are of no
+    use: clear them.
 
     `module` stays usable; gradients of its own forward passes are exchanged, too, unless these contain checkpointing
     with use_reentrant=True. Raises UnsupportedError for sparse gradients, gradients with a graph (create_graph=True),
@@ -97,6 +98,7 @@ class DistributedModel(torch.nn.Module):
             settings=Steps(one for _, one in named).take if store.num_workers > 1 else list,
             compression=compression,
             buffers=kept if sync_buffers else None,
+            views_at_once=True,
         )
         calls.agree(
             [

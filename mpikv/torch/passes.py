@@ -4,8 +4,9 @@ A pass is one run of PyTorch's autograd engine. It begins, as seen from here, wi
 result, or of a parameter; each parameter reports when PyTorch has added to its `grad`; the engine calls back when
 nothing is left to do. Where the program has added a hook of its own to a parameter, which runs after ours, the gradient
 is taken at the end of the pass. A pass inside another one (checkpointing with use_reentrant=True) is part of the outer
-one, which the result's gradient belongs to. A pass that ends by an error is not reported: it is seen at the next
-forward pass, and its round is then completed, so that the workers stay in step.
+one, which the result's gradient belongs to; a parameter may then get several gradients before the outer one ends. A
+pass that ends by an error is not reported: it is seen at the next forward pass, and its round is then completed, so
+that the workers stay in step.
 
 Hooks run in the thread in which the gradient is computed; on a CPU that is the one that called `backward`.
 """
@@ -61,7 +62,10 @@ class Passes:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _on_gradient(self, i: int, _parameter: torch.Tensor) -> None:
-        self._begin()
+        if self._task is None:
+            self._begin()
+        elif self._task != torch._C._current_graph_task_id():
+            self._gradients.views_at_once = False
         if not self._exchanged:
             self._gradients.note(i)
             return
@@ -80,9 +84,13 @@ class Passes:
         self._task = None
         if self._exchanged and self._begun:
             self._begun = False
-            for i in self._late:
-                self._gradients.ready(i)
-            self._late.clear()
+            late, self._late = self._late, {}
+            try:
+                for i in late:
+                    self._gradients.ready(i)
+            except Exception:
+                self._gradients.finish(failed=True)  # the other workers wait for this one
+                raise
             self._gradients.finish()
 
 

@@ -23,7 +23,7 @@ Flags = npt.NDArray[np.bool_]
 _DIGEST_BYTES = 4
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """What all workers know after an exchange."""
 
     failed: list[int]  # workers whose backward pass ended early
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     other_settings: bool  # workers brought settings that differ
 
 
-class Tail:
+class GradientTail:
     """How the tail of some gradients is laid out."""
 
     def __init__(self, n_workers: int, n_params: int, buffers_bytes: int) -> None:
@@ -72,13 +72,13 @@ class Tail:
             even = buffers if buffers.size % 2 == 0 else np.append(buffers, np.uint8(0))
             tail[self._flags :] = even.view(np.uint16)
 
-    def read(self, tail: HostArray) -> Outcome:
+    def read(self, tail: HostArray) -> RoundOutcome:
         """Return what the sum over the workers says."""
         n = self._n_workers
         trained, frozen, used = tail[n + 1 : self._digest].reshape(3, self._n_params) > 0
         ones, zeros = tail[self._digest : self._flags].reshape(2, -1) > 0
         differ = bool((ones & zeros).any())
-        return Outcome(np.flatnonzero(tail[:n]).tolist(), bool(tail[n] > 0), trained, frozen, used, differ)
+        return RoundOutcome(np.flatnonzero(tail[:n]).tolist(), bool(tail[n] > 0), trained, frozen, used, differ)
 
     def buffers(self, tail: HostArray) -> HostArray:
         """Return the bytes of the buffers, maybe with one more."""

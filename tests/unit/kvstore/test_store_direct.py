@@ -56,6 +56,19 @@ def exchange(store, form, keys, values, outs):
             value[...] = out
 
 
+@pytest.mark.parametrize("first", [0.0, -0.0, 1.0, np.nan])
+def test_first_values_have_their_bits(first):
+    """Zeros are not written to memory that begins as zeros."""
+
+    def body(store):
+        store.init(["a", "b"], [np.full(5, value, F32) for value in (first, 2.0)])
+        found = store.pull(["a", "b"])
+        assert [value.tobytes() for value in found] == [np.full(5, value, F32).tobytes() for value in (first, 2.0)]
+        return found
+
+    both_ways(2, body, direct=False)
+
+
 SHAPES = {"a": (3,), "b": (5, 7), "c": (), "d": (2, 0), "e": (1000,), "f": (90_000,)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from typing import Any
@@ -130,6 +131,155 @@ def test_with_a_distributed_optimizer(mode: Mode) -> None:
         assert [one[0].item() for one in kept] == [1.5, 3.0, 4.5]
 
     mode.run(body)
+
+
+# --- what programs do with gradients: the same as in PyTorch alone
+
+
+def cleared(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    optimizer.zero_grad()
+    net(x).backward()
+    hold(net.a.grad)
+    optimizer.step()
+
+
+def zeroed(net: Any, optimizer: Any, x: float, _hold: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    net(x).backward()
+    optimizer.step()
+
+
+def accumulated(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    net(x).backward()
+    net(2 * x, "ab").backward()
+    hold(net.c.grad.clone())
+    optimizer.step()
+
+
+def retained(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    optimizer.zero_grad()
+    loss = net(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    hold(net.a.grad)
+    optimizer.step()
+
+
+def synchronized_late(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    optimizer.zero_grad()
+    with net.no_sync() if isinstance(net, mt.DistributedModel) else contextlib.nullcontext():
+        net(x).backward()
+        net(x, "a").backward()
+    net(x, "bc").backward()
+    hold(net.b.grad)
+    optimizer.step()
+
+
+def replaced(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    net(x).backward()
+    hold(net.a.grad)
+    for parameter in net.parameters():
+        parameter.grad = parameter.grad * 0.5  # the next pass adds to it
+    optimizer.step()
+
+
+def clipped(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    optimizer.zero_grad()
+    net(x).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    hold(net.b.grad)
+    optimizer.step()
+
+
+def scaled(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer.zero_grad()
+    scaler.scale(net(x)).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    hold(net.b.grad)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def swapped(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    """Two parameters have each other's gradients, of which PyTorch then uses the memory."""
+    net(x, "ab").backward()
+    hold(net.a.grad.clone())
+    net.c.grad = torch.cat([net.a.grad, net.a.grad])
+    net.a.grad = net.b.grad[:2]
+    net.b.grad = None
+    net(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+PROGRAMS = [cleared, zeroed, accumulated, retained, synchronized_late, replaced, clipped, scaled, swapped]
+
+
+def results_of(program: Any, net: Any, factor: float) -> list[list[float]]:
+    """Weights, gradients and what the program held, after some steps; nothing that it held has changed."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
+    held: list[tuple[Any, Any]] = []
+    for step in range(1, 6):
+        program(net, optimizer, step * factor, lambda grad: held.append((grad, grad.clone())))
+    assert all(torch.equal(one, value) for one, value in held)
+    tensors = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None), *(one for one, _ in held)]
+    return [tensor.tolist() for tensor in tensors]
+
+
+@TWO
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_have_the_gradients_of_one_process(mode: Mode, program: Any) -> None:
+    """Bitwise: the mean of the workers' gradients is that of 1.5 times the input."""
+    expected = results_of(program, Parts(), 1.5)
+
+    def body(store: Any) -> None:
+        assert results_of(program, mt.DistributedModel(Parts(), store), store.rank + 1.0) == expected
+
+    mode.run(body)
+
+
+@TWO
+def test_what_hooks_see_of_autograd_stays_as_it_is(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(Parts(), store)
+        seen: list[tuple[Any, float]] = []
+        mine = store.rank + 1.0
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: seen.append((grad, grad[0].item())))
+        for step in range(1, 5):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(step * mine).backward()
+            assert [p.grad[0].item() for p in model.parameters()] == [1.5 * step] * 3
+        assert [one.tolist() for one, _ in seen] == [[value] * len(one) for one, value in seen]
+        assert [value for _, value in seen] == [step * mine for step in range(1, 5) for _ in range(3)]
+
+    mode.run(body)
+
+
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+def test_a_models_gradient_is_in_its_bucket_at_once(way: str) -> None:
+    """So the memory that autograd has used for it is free. With a DistributedOptimizer it is so after `step`."""
+
+    def body(store: Any) -> None:
+        net: Any = nets.seeded(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+        first, last = net[0].weight, net[1].weight
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        if way == "model":
+            net = mt.DistributedModel(net, store)
+        else:
+            optimizer = mt.DistributedOptimizer(optimizer, None, store)
+        meanwhile: list[int] = []
+        first.register_hook(lambda _: meanwhile.append(last.grad.data_ptr()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            in_bucket = last.grad.data_ptr()
+        assert [pointer == in_bucket for pointer in meanwhile[1:]] == [way == "model"] * 2
+
+    nets.HERE.run(body)
 
 
 # --- hooks

@@ -382,6 +382,40 @@ def test_a_gradient_that_comes_twice_in_one_pass(mode: Mode) -> None:
     mode.run(body)
 
 
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_parameter_that_is_used_outside_and_inside_a_checkpoint(since: int) -> None:
+    """On one host. since: the first pass with a checkpoint; where others came before, it is an error on all workers."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3)
+
+        def forward(self, x: Any, how: bool) -> Any:
+            inner = _checkpoint(self.layer, x, True) if how else self.layer(x)
+            return self.layer(self.other(inner).tanh())
+
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(nets.seeded(Tied), store)
+        twins = [nets.seeded(Tied) for _ in range(2)]
+        for step in range(6):
+            for rank, twin in enumerate(twins):
+                twin.zero_grad()
+                twin(torch.full((2, 3), rank + step + 1.0), False).square().sum().backward()
+            nets.mean_gradients(twins)
+            model.zero_grad(set_to_none=step % 2 == 0)
+            loss = model(torch.full((2, 3), store.rank + step + 1.0, requires_grad=True), step >= since).square().sum()
+            if 0 < since == step:
+                with pytest.raises(UnsupportedError, match=r"'layer\.weight' got a gradient twice"):
+                    loss.backward()
+                continue
+            loss.backward()
+            for parameter, wanted in zip(model.parameters(), twins[0].parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, wanted.grad)
+
+    nets.HERE.run(body)
+
+
 @TWO
 def test_gradients_of_inputs_exchange_nothing(mode: Mode) -> None:
     def body(store: Any) -> None:
