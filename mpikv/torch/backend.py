@@ -1,28 +1,48 @@
-"""The backend "mpikv" of `torch.distributed`: its registration, and how a process group of it is made.
+"""The backend "mpikv" of `torch.distributed`: its registration, how ranks find each other, how a process group is made.
 
-Every group of ranks gets a number, unique in the job, which its first rank draws and tells the others.
+Ranks find each other through MPI, without an address or a port. PyTorch wants a store of keys for that: ours sends
+requests to the first rank, by messages (groups/board.py). It is used for `mpikv://`, and where no `init_method` is
+given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. Where a launcher of
+PyTorch has set them, PyTorch's own store is used as ever.
+
+Every group of ranks gets a number, unique in the job, which its first rank draws and writes into PyTorch's store.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from mpikv.errors import ConfigError
 from mpikv.groups.world import World, opened
-from mpikv.torch import rendezvous
+from mpikv.runtime import launcher
 from mpikv.torch.process_group import MpiProcessGroup
 
-NAME = "mpikv"
+NAME = "mpikv"  # of the backend, and of the scheme in `init_method="mpikv://"`
 NUMBERS = "groups"  # the key of the board that counts them
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
 def register() -> None:
-    """Make the backend known. Idempotent, local; MPI is initialised by `init_process_group`."""
+    """Make the backend known, and how its ranks find each other.
+
+    Idempotent, local; MPI is initialised by `init_process_group`.
+    """
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    rendezvous.register()
+    # The package has a function of this name. A scheme that is there cannot be registered again, but replaced.
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    handlers.setdefault(NAME, of_mpi)
+    usual = handlers["env"]
+    if not hasattr(usual, "of_mpi"):
+        handlers["env"] = _or_of_mpi(usual)
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
@@ -48,7 +68,101 @@ def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
 def _check(world: World, ranks: list[int], options: Any) -> None:
     if options.group_rank >= len(ranks) or ranks[options.group_rank] != world.rank or max(ranks) >= world.size:
         raise ConfigError(
-            f"init_process_group('{NAME}'): PyTorch was told rank {options.group_rank} of {options.group_size} (of the "
+            f"init_process_group('{NAME}'): PyTorch has rank {options.group_rank} of {options.group_size} (of the "
             f"ranks {ranks}), MPI says {world.rank} of {world.size}: start the program with mpirun, and give neither "
             "rank nor world_size, nor the variables RANK and WORLD_SIZE"
         )
+
+
+class BoardStore(dist.Store):
+    """The world's board as PyTorch's store. prefix: what all its keys begin with.
+
+    Methods also have the names that PyTorch's C++ code looks for.
+    """
+
+    def __init__(self, world: World, prefix: str) -> None:
+        super().__init__()
+        self._world, self._prefix = world, prefix
+        self._limit_s = world.config.timeout_s
+
+    def _ask(self, verb: str, keys: Sequence[str], *values: Any, timeout_s: float | None = None) -> list[bytes]:
+        packed = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+        limit_s = self._limit_s if timeout_s is None else timeout_s
+        return self._world.ask(verb, [self._prefix + key for key in keys], packed, limit_s)
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._ask("set", [key], value)
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value; waits until it is set."""
+        return self._ask("get", [key])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return the sum."""
+        return int(self._ask("add", [key], b"%d" % amount)[0])
+
+    def append(self, key: str, value: Any) -> None:
+        """Append to a value."""
+        self._ask("append", [key], value)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Set a key if its value is the expected one, and return its value.
+
+        A key that does not exist is set if the expected value is empty.
+        """
+        return self._ask("compare_set", [key], expected, desired)[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these keys are set."""
+        return self._ask("check", keys)[0] == b"1"
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of these keys are set."""
+        self._ask("get", keys, timeout_s=None if timeout is None else timeout.total_seconds())
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key. Returns whether it existed."""
+        return self._ask("delete", [key])[0] == b"1"
+
+    def num_keys(self) -> int:
+        """Return how many keys there are, those with other prefixes included."""
+        return int(self._ask("count", [])[0])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of several keys; waits until all are set."""
+        return self._ask("get", keys)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        """Set several keys."""
+        self._ask("set", keys, *values)
+
+    def has_extended_api(self) -> bool:
+        """Return True: there are `append`, `multi_get` and `multi_set`."""
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of every wait."""
+        self._limit_s = min(timeout.total_seconds(), self._world.config.timeout_s)
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+
+
+def of_mpi(url: str, **_options: Any) -> Rendezvous:
+    """Handle `mpikv://`: rank and size are MPI's. Collective; blocks until all ranks have come."""
+    world = opened()
+    store = BoardStore(world, f"{len(world.sessions)}/")
+    world.sessions.append(store)  # PyTorch holds what is of C++ in it, and calls the Python object through that
+    yield store, world.rank, world.size
+    raise RuntimeError("ranks of MPI meet once: call init_process_group again")
+
+
+def _or_of_mpi(usual: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
+    """Handle `env://`: as PyTorch does where its variables are set, or where no MPI launcher has started us."""
+
+    def handler(url: str, **options: Any) -> Rendezvous:
+        are_set = all(os.environ.get(name) or f"{name.lower()}=" in url for name in VARIABLES)
+        return usual(url, **options) if are_set or launcher.find() is None else of_mpi(url, **options)
+
+    handler.of_mpi = True  # type: ignore[attr-defined]
+    return handler

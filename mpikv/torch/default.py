@@ -1,6 +1,7 @@
 """The store of those who pass none, as in Horovod, where there is one set of processes.
 
-It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it.
+It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it. Horovod's `init`, `rank`,
+`allreduce` and the like name no store, so what they use can only be a state of the process: the one here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mpikv.kvstore import KVStore
 
 @dataclass
 class _Default:
-    """The one value of this module that changes."""
+    """What `init` makes and `shutdown` takes away."""
 
     calls: CollectiveCalls | None = None
     here: tuple[int, int] = (0, 1)  # rank and size among the workers of this host

@@ -2,7 +2,7 @@
 
 As in `CollectiveCalls`, workers first compare what they brought, and values travel through a few keys that are used
 again and again: one for each dtype and size class, whose memory is the store's own, on the GPU. Long values go in
-pieces of 4 MiB, short ones are filled up with zeros. Broadcast and allgather are sums of bytes, to which all workers
+steps of 4 MiB, short ones are filled up with zeros. Broadcast and allgather are sums of bytes, to which all workers
 but one add zero.
 
 Cost of a call: one small exchange in host memory, an exchange for each piece, and a copy in and out on the GPU.

@@ -124,11 +124,11 @@ class Gradients:
 
     def ready(self, i: int) -> None:
         """Take the gradient of parameter i, which is complete for this round. Never blocks."""
-        place = self._views.get(i)
+        view = self._views.get(i)
         new = i not in self.fired
-        if not new and place is not None:
-            in_its_bucket = i in self._scaled and self.parameters[i].grad is place.tensor
-            if in_its_bucket or place.bucket.left:
+        if not new and view is not None:
+            in_its_bucket = i in self._scaled and self.parameters[i].grad is view.tensor
+            if in_its_bucket or view.bucket.left:
                 raise UnsupportedError(
                     f"parameter {self.names[i]!r} got a gradient twice in one backward pass, and the first has been "
                     "taken (checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
@@ -138,11 +138,11 @@ class Gradients:
             self._early = self._overlap and bool((self._requires_grad() == self._trained).all())
         self._used[i] = True
         self.fired[i] = None
-        if place is None:
+        if view is None:
             self._grad(i)  # raises for one that cannot be exchanged
             return
         self._take(i, view_at_once=self.views_at_once)
-        bucket = place.bucket
+        bucket = view.bucket
         bucket.written()
         if new:
             bucket.waits_for -= 1
@@ -155,23 +155,22 @@ class Gradients:
         One that is there already is multiplied when the round ends, unless it is final now (view_at_once): what PyTorch
         still adds there must come before the factor.
         """
-        grad, place = self._grad(i), self._views[i]
-        if grad is place.tensor:
+        grad, view = self._grad(i), self._views[i]
+        if grad is view.tensor:
             if view_at_once:
                 grad.mul_(self.scale)
                 self._scaled.add(i)
             return
         self._keep_what_is_held(i)
-        view = place.tensor
-        same_device = tensors.device_of(grad) == tensors.device_of(view)
+        same_device = tensors.device_of(grad) == tensors.device_of(view.tensor)
         if same_device:
-            torch.mul(grad, self.scale, out=view)
+            torch.mul(grad, self.scale, out=view.tensor)
         else:
-            view.copy_(grad).mul_(self.scale)
+            view.tensor.copy_(grad).mul_(self.scale)
         self._scaled.add(i)
-        if view_at_once and same_device and not place.bucket.on_gpu:
-            self.parameters[i].grad = view
-            place.given = True
+        if view_at_once and same_device and not view.bucket.on_gpu:
+            self.parameters[i].grad = view.tensor
+            view.given = True
 
     def _grad(self, i: int) -> torch.Tensor:
         form, parameter = self.forms[i], self.parameters[i]
@@ -202,10 +201,10 @@ class Gradients:
 
     def _keep_what_is_held(self, i: int) -> None:
         """Make sure that what is written to the view of parameter i changes no gradient that the program holds."""
-        place = self._views[i]
-        if not place.given or place.take_back():
+        view = self._views[i]
+        if not view.given or view.take_back():
             return
-        bucket = place.bucket
+        bucket = view.bucket
         bucket.flat = np.array(bucket.flat)
         added_in_place = [
             one for one in bucket.members if one != i and self.parameters[one].grad is self._views[one].tensor
@@ -396,9 +395,9 @@ class Gradients:
         """
         new = np.flatnonzero(trained & ~self._trained)
         self._trained = trained
-        homeless = [int(i) for i in reversed(new) if int(i) not in self._views]
-        if homeless:
-            self._add_group(homeless, 0)
+        new_here = [int(i) for i in reversed(new) if int(i) not in self._views]
+        if new_here:
+            self._add_group(new_here, 0)
         late = dict.fromkeys(self._views[int(i)].bucket for i in new)
         chosen = [bucket for bucket in late if not bucket.left]
         if chosen:
@@ -406,22 +405,22 @@ class Gradients:
 
     def _deliver(self, i: int, copies: dict[GradientBucket, torch.Tensor]) -> None:
         """Let the sum be the parameter's `grad`. copies: of buckets on a GPU, in this round."""
-        parameter, place = self.parameters[i], self._views[i]
-        view, bucket = place.tensor, place.bucket
-        if parameter.grad is view:
+        parameter, view = self.parameters[i], self._views[i]
+        total, bucket = view.tensor, view.bucket
+        if parameter.grad is total:
             return
-        if tensors.device_of(parameter) != tensors.device_of(view):
+        if tensors.device_of(parameter) != tensors.device_of(total):
             if parameter.grad is None:
-                parameter.grad = view.to(parameter.device)
+                parameter.grad = total.to(parameter.device)
             else:
-                parameter.grad.detach().copy_(view)
+                parameter.grad.detach().copy_(total)
         elif bucket.on_gpu:  # a copy there takes less time than to find out whether anybody holds the memory
             if bucket not in copies:
                 copies[bucket] = bucket.flat.clone()
-            parameter.grad = copies[bucket].as_strided(view.size(), view.stride(), place.begin)
+            parameter.grad = copies[bucket].as_strided(total.size(), total.stride(), view.begin)
         else:
-            parameter.grad = view
-            place.given = True
+            parameter.grad = total
+            view.given = True
 
     def _reset(self) -> None:
         self.fired.clear()

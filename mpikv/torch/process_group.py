@@ -23,7 +23,7 @@ from mpikv.groups.group import Call, Options, RankGroup
 from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.world import World
 from mpikv.torch import sparse
-from mpikv.torch.views import Views, same_kind
+from mpikv.torch.arrays import Views, same_kind
 from mpikv.torch.works import CallWork, completer
 
 CPU = torch.device("cpu")
@@ -70,11 +70,11 @@ def operator_of(op: Any) -> Operator:
     raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OPERATORS)}")
 
 
-def told(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
+def collective(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
     """Let the other ranks know of a collective call whose arguments are wrong here: they wait for this rank in it."""
 
     @functools.wraps(method)
-    def telling(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
+    def refusing(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
         calls = self._group.calls
         try:
             return method(self, *args, **kwargs)
@@ -83,7 +83,7 @@ def told(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
                 self._group.refuse(error)
             raise
 
-    return telling
+    return refusing
 
 
 class MpiProcessGroup(dist.ProcessGroup):
@@ -95,7 +95,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._completer = completer()
         self._names = {"name": "", "description": ""}
         self._held: deque[CallWork] = deque(maxlen=HELD_WORKS)
-        self._together: list[CallWork] | None = None  # the works of a coalescing context
+        self._coalesced: list[CallWork] | None = None  # the works of a coalescing context
         if VERSION >= (2, 14):
             custom = dist.ProcessGroup.BackendType.CUSTOM
             self._register_backend(CPU, custom, NamedBackend(group.rank, group.size))
@@ -151,7 +151,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- reductions
 
-    @told
+    @collective
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> CallWork:
         """Combine each tensor over all ranks, in place. PyTorch gives one alone as it is, too."""
         if isinstance(tensors, torch.Tensor):
@@ -166,7 +166,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    @told
+    @collective
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         """Combine over all ranks into the root's tensor."""
         views, (tensor,) = Views(), tensors
@@ -175,7 +175,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, tensors, opts, lambda o: self._group.reduce(array, array, _operator(opts), opts.rootRank, o)
         )
 
-    @told
+    @collective
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
         """Each rank's output becomes its part of every rank's inputs, combined."""
         views, pairs = Views(), []
@@ -188,7 +188,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Do what `reduce_scatter` does, with one tensor that holds all inputs one behind the other."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
-    @told
+    @collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> CallWork:
         """Do what `reduce_scatter_single` does, with several tensors."""
         views, pairs = Views(), []
@@ -199,14 +199,14 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- what only moves
 
-    @told
+    @collective
     def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
         """Copy the root's tensors to all ranks."""
         views = Views()
         arrays = (views.read if opts.rootRank == self.rank() else views.write)(tensors)
         return self._made(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
 
-    @told
+    @collective
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Copy every rank's input to every rank, one output for each rank."""
         views, pairs = Views(), []
@@ -224,7 +224,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Do what `allgather` does, into one tensor that holds all outputs one behind the other."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    @told
+    @collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Do what `all_gather_single` does, with several tensors."""
         views, pairs = Views(), []
@@ -233,7 +233,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             pairs.append((views.read([tensor])[0], self._parts(views.write([output])[0], tensor.numel())))
         return self._made(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
 
-    @told
+    @collective
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
         """Copy every rank's input to the root, one output for each rank."""
         views, (tensor,), root = Views(), inputs, opts.rootRank
@@ -246,7 +246,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         flat = [out for outs in outputs for out in outs]
         return self._made(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
 
-    @told
+    @collective
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
         """Give each rank one of the root's inputs."""
         views, (tensor,), root = Views(), outputs, opts.rootRank
@@ -258,7 +258,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         same = f"from {root} of {tensor.dtype}"
         return self._made(views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o))
 
-    @told
+    @collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Send input i to rank i, and receive output i from rank i; their lengths may differ."""
         for what in (outputs, inputs):
@@ -272,7 +272,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, outputs, opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
         )
 
-    @told
+    @collective
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> CallWork:
@@ -321,13 +321,13 @@ class MpiProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # --- several calls that are waited for together
+    # --- several calls that are waited for as one
 
     def _start_coalescing(self, _device: Any = None) -> None:
-        self._together = []
+        self._coalesced = []
 
     def _end_coalescing(self, _device: Any = None) -> CallWork:
-        works, self._together = self._together or [], None
+        works, self._coalesced = self._coalesced or [], None
         calls = [call for work in works for call in work.calls]
         return CallWork(calls, [tensor for work in works for tensor in work.result()], self._completer.submit)
 
@@ -354,8 +354,8 @@ class MpiProcessGroup(dist.ProcessGroup):
             views.write_back()
         work = CallWork([call], result, self._completer.submit)
         self._held.append(work)
-        if self._together is not None:
-            self._together.append(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _parts(self, array: HostArray, n_elems: int) -> list[HostArray]:

@@ -13,7 +13,7 @@ import torch
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import Operator
-from mpikv.torch.views import array_of
+from mpikv.torch.arrays import flat_array_of
 
 
 def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
@@ -43,7 +43,7 @@ def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
     indices = [torch.empty((dims, n), dtype=torch.int64) for n in entries]
     values = [torch.empty((n, *mine.values().shape[1:]), dtype=mine.dtype) for n in entries]
     brought = (mine.indices().contiguous(), indices), (mine.values().contiguous(), values)
-    group.allgather([(array_of(one), [array_of(out) for out in outs]) for one, outs in brought]).wait()
+    group.allgather([(flat_array_of(one), [flat_array_of(out) for out in outs]) for one, outs in brought]).wait()
     total = torch.sparse_coo_tensor(
         torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
     ).coalesce()

@@ -30,7 +30,7 @@ def completer() -> ThreadPoolExecutor:
 
 
 class CallWork(Work):
-    """Some calls that were made together. result: the output tensors. submit: lets another thread run a function."""
+    """Some calls that are waited for as one. result: the output tensors. submit: lets another thread run a function."""
 
     def __init__(self, calls: Sequence[Call], result: list[torch.Tensor], submit: Submit) -> None:
         super().__init__()

@@ -16,8 +16,8 @@ torch = frameworks.need("torch")
 import torch.distributed as dist  # noqa: E402 - where PyTorch is
 from torch._C import _distributed_c10d as c10d  # noqa: E402
 
+from mpikv.torch.backend import VARIABLES, BoardStore  # noqa: E402
 from mpikv.torch.process_group import MpiProcessGroup  # noqa: E402
-from mpikv.torch.rendezvous import VARIABLES, BoardStore  # noqa: E402
 
 WAYS = {"memory": {}, "messages": {"shared_memory": "off"}}
 
