@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mpikv.arrays import tensors
@@ -25,6 +26,7 @@ from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.calls.request import Request
 from mpikv.codecs.compression import NONE, Compression
 from mpikv.codecs.identity import IDENTITY
+from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.placement import buckets
 from mpikv.torch.arrays import dtype_name, is_dense, on_store
@@ -55,16 +57,47 @@ def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
     return Form(name, size, stride, dtype_name(parameter), on_store(parameter, store))
 
 
-class GradientBucket:
-    """One key, its memory, and which parameters lie there. flat: NumPy's, or a tensor on the store's GPU."""
+def gradient_of(form: Form, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter's `grad`. UnsupportedError where it cannot be exchanged."""
+    name = repr(form.name)
+    size, dtype = tensors.shape_and_dtype(parameter)
+    if (size, dtype) != (form.size, form.dtype):
+        raise UnsupportedError(
+            f"parameter {name} was {form.dtype} {form.size} when the model was wrapped, and is {dtype} {size} now; "
+            "wrap the model when its shapes and dtypes are what they are to be"
+        )
+    grad: torch.Tensor | None = parameter.grad
+    if grad is None:
+        raise UnsupportedError(
+            f"a hook took away the gradient of parameter {name} before it was exchanged; clear gradients after the "
+            "backward pass"
+        )
+    if grad.is_sparse:
+        raise UnsupportedError(
+            f"parameter {name} has a sparse gradient, which a store cannot add; make the embedding with sparse=False"
+        )
+    if grad.requires_grad:
+        raise UnsupportedError(
+            f"the gradient of parameter {name} has a graph (create_graph=True), which does not travel: take "
+            "torch.autograd.grad for derivatives that are differentiated again, and backward without create_graph for "
+            "what is exchanged"
+        )
+    return grad
 
-    def __init__(self, key: str, flat: Any, members: Sequence[int], tail_elems: int) -> None:
+
+class GradientBucket:
+    """One key, its memory, and which parameters lie there. flat: NumPy's, or a tensor on the store's GPU.
+
+    views: of the parameters, by their numbers.
+    """
+
+    def __init__(self, key: str, flat: Any, tail_elems: int = 0) -> None:
         self.key = key
         self.on_gpu = isinstance(flat, torch.Tensor)
         self._streams: dict[int, Any] = {}
         self.flat = flat
-        self.members = [i for i in members if i != TAIL]
-        self.has_tail = TAIL in members
+        self.views: dict[int, GradientView] = {}
+        self.has_tail = tail_elems > 0
         self._tail_elems = tail_elems
         self.waits_for = 0  # gradients, before it can leave
         self.left = False  # in this round
@@ -92,38 +125,118 @@ class GradientBucket:
                     current.wait_stream(stream)
             self._streams = {current.cuda_stream: current}
 
+    def end_round(self, trained: Sequence[bool]) -> None:
+        """Get ready for the next round. trained: whether a gradient is waited for, by the parameters' numbers."""
+        self.left, self.request = False, None
+        self.waits_for = sum(bool(trained[i]) for i in self.views)
+        for view in self.views.values():
+            view.scaled = view.unscaled = False
+
 
 class GradientView:
     """Where a parameter's gradient lies: the elements of a bucket from `begin` on. tensor: made of them.
 
-    given: whether the tensor was made a `grad`, so that the program may hold it.
+    scaled: it holds the gradient of this round, times the factor. unscaled: PyTorch has added the gradient to it, and
+    may add more before the round ends; the factor comes then.
     """
 
     tensor: torch.Tensor
 
-    def __init__(self, bucket: GradientBucket, form: Form, begin: int) -> None:
+    def __init__(self, bucket: GradientBucket, form: Form, parameter: torch.nn.Parameter, begin: int) -> None:
         self.bucket = bucket
-        self._form = form
-        self.begin = begin
+        self._form, self._parameter, self._begin = form, parameter, begin
         self._memory: weakref.ref[Any] | None = None
-        self.make()
+        self.scaled = self.unscaled = False
+        self._make()
 
-    def make(self) -> None:
+    def _make(self) -> None:
         """Make the tensor, where the bucket's memory is now."""
-        form, flat, begin = self._form, self.bucket.flat, self.begin
-        self.given = False
+        form, flat, begin = self._form, self.bucket.flat, self._begin
+        self._given = False  # as a `grad`, so that the program may hold it
         if not self.bucket.on_gpu:
             flat, self._memory = tensors.in_memory_of(flat[begin : begin + form.n_elems])
             begin = 0
         self.tensor = flat.as_strided(form.size, form.stride, begin)
 
-    def take_back(self) -> bool:
-        """Make the tensor anew, if nobody else has the old one or a view of it. Returns whether that is so."""
+    @property
+    def is_grad(self) -> bool:
+        """Whether the tensor is the parameter's `grad`."""
+        return self._parameter.grad is self.tensor
+
+    def take(self, scale: float, *, at_once: bool = False) -> None:
+        """Bring the parameter's `grad` here, times a factor. at_once: it is final now, and may be this tensor."""
+        grad = gradient_of(self._form, self._parameter)
+        if grad is self.tensor:
+            self.scaled, self.unscaled = at_once, not at_once
+            if at_once:
+                grad.mul_(scale)
+            return
+        self._keep_what_is_held(scale)
+        same_device = tensors.device_of(grad) == tensors.device_of(self.tensor)
+        if same_device:
+            torch.mul(grad, scale, out=self.tensor)
+        else:
+            self.tensor.copy_(grad).mul_(scale)
+        self.scaled = True
+        if at_once and same_device and not self.bucket.on_gpu:
+            self._give()
+
+    def complete(self, scale: float, *, fired: bool) -> None:
+        """Let this be what the worker adds to the sum. fired: whether the parameter got a gradient in this round."""
+        parameter = self._parameter
+        if fired:
+            if self.unscaled:
+                self.tensor.mul_(scale)
+            return
+        if self.is_grad:
+            parameter.grad = self.tensor.clone()  # it stays as it is if no worker has used it
+        if parameter.grad is None or not parameter.requires_grad:
+            self._keep_what_is_held(scale)
+            self.tensor.zero_()
+        else:
+            self.take(scale)
+
+    def deliver(self, copies: dict[GradientBucket, torch.Tensor]) -> None:
+        """Let the sum be the parameter's `grad`. copies: of buckets on a GPU, in this round."""
+        parameter, total, bucket = self._parameter, self.tensor, self.bucket
+        if parameter.grad is total:
+            return
+        if tensors.device_of(parameter) != tensors.device_of(total):
+            if parameter.grad is None:
+                parameter.grad = total.to(parameter.device)
+            else:
+                parameter.grad.detach().copy_(total)
+        elif bucket.on_gpu:  # a copy there takes less time than to find out whether anybody holds the memory
+            if bucket not in copies:
+                copies[bucket] = bucket.flat.clone()
+            parameter.grad = copies[bucket].as_strided(total.size(), total.stride(), self._begin)
+        else:
+            self._give()
+
+    def _give(self) -> None:
+        self._parameter.grad = self.tensor
+        self._given = True
+
+    def _keep_what_is_held(self, scale: float) -> None:
+        """Make sure that what is written here changes no gradient that the program holds.
+
+        Where it holds one, the bucket goes on in memory of this worker's own.
+        """
+        if not self._given:
+            return
         del self.tensor
-        if self._memory is not None and self._memory() is not None:
-            return False
-        self.make()
-        return True
+        if self._memory is None or self._memory() is None:  # nobody has it, nor a view of it
+            self._make()
+            return
+        bucket = self.bucket
+        views = bucket.views.values()
+        added_to = [view for view in views if view is not self and view.unscaled and view.is_grad]
+        bucket.flat = np.array(bucket.flat)
+        for view in views:
+            view._make()
+        for view in added_to:  # PyTorch goes on adding where it was
+            view.unscaled = False
+            view.take(scale)
 
 
 def make_buckets(
@@ -131,16 +244,16 @@ def make_buckets(
     name: str,
     members: Sequence[int],
     forms: Sequence[Form],
+    parameters: Sequence[torch.nn.Parameter],
     *,
     limit_bytes: int,
     tail_elems: int,
     compression: Compression,
-) -> tuple[list[GradientBucket], dict[int, GradientView]]:
+) -> list[GradientBucket]:
     """Buckets for parameters in the order in which their gradients appear. Collective, blocks.
 
     name: begin of the keys. members: numbers of the parameters, the same on every worker. tail_elems: float32 values
-    behind the last of them; 0 for none. compression: of all but the tail, whatever the store's own is. Returns the
-    buckets and each parameter's view.
+    behind the last of them; 0 for none. compression: of all but the tail, whatever the store's own is.
     """
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
@@ -163,20 +276,17 @@ def make_buckets(
         made = zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
         flats.update(zip(chosen, made, strict=True))
     found = []
-    views: dict[int, GradientView] = {}
     for g, group in enumerate(groups):
-        bucket = GradientBucket(f"{name} {g}", flats[g], [numbers[i] for i in group], tail_elems)
-        begins = buckets.offsets([sizes[i] for i in group])
-        for i, begin in zip(group, begins, strict=False):
-            if numbers[i] != TAIL:
-                views[numbers[i]] = GradientView(bucket, forms[numbers[i]], begin)
-        found.append(bucket)
-    for bucket, group in zip(found, groups, strict=True):
+        bucket = GradientBucket(f"{name} {g}", flats[g], tail_elems if TAIL in [numbers[i] for i in group] else 0)
+        for i, begin in zip(group, buckets.offsets([sizes[i] for i in group]), strict=False):
+            if (number := numbers[i]) != TAIL:
+                bucket.views[number] = GradientView(bucket, forms[number], parameters[number], begin)
         store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
+        found.append(bucket)
     for bucket in found:
         store.init(bucket.key, bucket.flat)  # one after another: the store makes a copy of what it is given
         bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
-    return found, views
+    return found
 
 
 def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:

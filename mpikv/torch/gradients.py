@@ -39,14 +39,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpikv.arrays import tensors
 from mpikv.arrays.reductions import SUM
 from mpikv.codecs.compression import make
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
 from mpikv.groups.keyless import CollectiveCalls, difference
 from mpikv.strategies.base import PreparedCall
-from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, make_buckets
+from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Untaken
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
@@ -77,7 +76,6 @@ class Gradients:
         self.calls = calls
         self._store = calls.store
         self.name = name
-        self.names = [one for one, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.forms: list[Form] = [form_of(*one, self._store) for one in named]
         self.scale = scale
@@ -100,7 +98,6 @@ class Gradients:
         self._trained: Flags = self._requires_grad()  # as agreed
         self._groups = 0
         self.fired: dict[int, None] = {}  # parameters with a gradient in this round, in order
-        self._scaled: set[int] = set()  # those that are in their bucket, times the factor
         self._early = False  # whether buckets leave in this round as soon as they are full
         self._used = np.zeros(len(named), np.bool_)  # since the last exchange
 
@@ -126,22 +123,20 @@ class Gradients:
         """Take the gradient of parameter i, which is complete for this round. Never blocks."""
         view = self._views.get(i)
         new = i not in self.fired
-        if not new and view is not None:
-            in_its_bucket = i in self._scaled and self.parameters[i].grad is view.tensor
-            if in_its_bucket or view.bucket.left:
-                raise UnsupportedError(
-                    f"parameter {self.names[i]!r} got a gradient twice in one backward pass, and the first has been "
-                    "taken (checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
-                )
+        if not new and view is not None and (view.bucket.left or (view.scaled and view.is_grad)):
+            raise UnsupportedError(
+                f"parameter {self.forms[i].name!r} got a gradient twice in one backward pass, and the first has been "
+                "taken (checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
+            )
         if not self.fired:
             # A parameter that is unfrozen just now may come when its bucket has left.
             self._early = self._overlap and bool((self._requires_grad() == self._trained).all())
         self._used[i] = True
         self.fired[i] = None
         if view is None:
-            self._grad(i)  # raises for one that cannot be exchanged
+            gradient_of(self.forms[i], self.parameters[i])  # raises for one that cannot be exchanged
             return
-        self._take(i, view_at_once=self.views_at_once)
+        view.take(self.scale, at_once=self.views_at_once)
         bucket = view.bucket
         bucket.written()
         if new:
@@ -149,99 +144,18 @@ class Gradients:
             if self._early and not bucket.waits_for and not bucket.has_tail:
                 self._leave(bucket)
 
-    def _take(self, i: int, *, view_at_once: bool = False) -> None:
-        """Bring the gradient of parameter i to its bucket, times the factor.
-
-        One that is there already is multiplied when the round ends, unless it is final now (view_at_once): what PyTorch
-        still adds there must come before the factor.
-        """
-        grad, view = self._grad(i), self._views[i]
-        if grad is view.tensor:
-            if view_at_once:
-                grad.mul_(self.scale)
-                self._scaled.add(i)
-            return
-        self._keep_what_is_held(i)
-        same_device = tensors.device_of(grad) == tensors.device_of(view.tensor)
-        if same_device:
-            torch.mul(grad, self.scale, out=view.tensor)
-        else:
-            view.tensor.copy_(grad).mul_(self.scale)
-        self._scaled.add(i)
-        if view_at_once and same_device and not view.bucket.on_gpu:
-            self.parameters[i].grad = view.tensor
-            view.given = True
-
-    def _grad(self, i: int) -> torch.Tensor:
-        form, parameter = self.forms[i], self.parameters[i]
-        size, dtype = tensors.shape_and_dtype(parameter)
-        if (size, dtype) != (form.size, form.dtype):
-            raise UnsupportedError(
-                f"parameter {self.names[i]!r} was {form.dtype} {form.size} when the model was wrapped, and is {dtype} "
-                f"{size} now; wrap the model when its shapes and dtypes are what they are to be"
-            )
-        grad = parameter.grad
-        if grad is None:
-            raise UnsupportedError(
-                f"a hook took away the gradient of parameter {self.names[i]!r} before it was exchanged; "
-                "clear gradients after the backward pass"
-            )
-        if grad.is_sparse:
-            raise UnsupportedError(
-                f"parameter {self.names[i]!r} has a sparse gradient, which a store cannot add; "
-                "make the embedding with sparse=False"
-            )
-        if grad.requires_grad:
-            raise UnsupportedError(
-                f"the gradient of parameter {self.names[i]!r} has a graph (create_graph=True), which does not travel: "
-                "take torch.autograd.grad for derivatives that are differentiated again, and backward without "
-                "create_graph for what is exchanged"
-            )
-        return grad
-
-    def _keep_what_is_held(self, i: int) -> None:
-        """Make sure that what is written to the view of parameter i changes no gradient that the program holds."""
-        view = self._views[i]
-        if not view.given or view.take_back():
-            return
-        bucket = view.bucket
-        bucket.flat = np.array(bucket.flat)
-        added_in_place = [
-            one for one in bucket.members if one != i and self.parameters[one].grad is self._views[one].tensor
-        ]
-        for one in bucket.members:
-            self._views[one].make()
-        for one in added_in_place:
-            if one in self.fired and one not in self._scaled:  # the others' new memory has their values
-                self._take(one)
-
     def _leave(self, bucket: GradientBucket) -> None:
         self._fill(bucket)
-        bucket.left = True
         bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
 
     def _fill(self, bucket: GradientBucket) -> None:
         """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
         bucket.follow()
-        for i in bucket.members:
-            self._complete(i)
+        for i, view in bucket.views.items():
+            view.complete(self.scale, fired=i in self.fired)
             if bucket.compressed:
-                self._untaken.fill(i, self._views[i].tensor, used=i in self.fired)
-
-    def _complete(self, i: int) -> None:
-        parameter, view = self.parameters[i], self._views[i].tensor
-        in_place = parameter.grad is view
-        if i in self.fired:
-            if in_place and i not in self._scaled:
-                view.mul_(self.scale)
-            return
-        if in_place:
-            parameter.grad = view.clone()  # it stays as it is if no worker has used it
-        if parameter.grad is None or not parameter.requires_grad:
-            self._keep_what_is_held(i)
-            self._views[i].tensor.zero_()
-        else:
-            self._take(i)
+                self._untaken.fill(i, view.tensor, used=i in self.fired)
+        bucket.left = True
 
     # --- its end
 
@@ -288,12 +202,12 @@ class Gradients:
         taken = outcome.used & outcome.trained
         copies: dict[GradientBucket, torch.Tensor] = {}
         for i in np.flatnonzero(taken):
-            self._deliver(int(i), copies)
+            self._views[int(i)].deliver(copies)
         for bucket in self._buckets:
             if bucket.left and bucket.compressed:
-                for one in bucket.members:
-                    if not taken[one]:
-                        self._untaken.keep(one, self._views[one].tensor, first=self._store.rank == 0)
+                for i, view in bucket.views.items():
+                    if not taken[i]:
+                        self._untaken.keep(i, view.tensor, first=self._store.rank == 0)
         if self._buffers is not None:
             if not mine:
                 self._buffers.deliver(self._tail.buffers(self._last.tail))
@@ -313,25 +227,27 @@ class Gradients:
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
         key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
-        found, views = make_buckets(
+        found = make_buckets(
             self._store,
             key,
             members,
             self.forms,
+            self.parameters,
             limit_bytes=self._bucket_bytes,
             tail_elems=tail_elems,
             compression=self.compression,
         )
         self._groups += 1
         self._buckets += found
-        self._views |= views
         self._last = next((bucket for bucket in found if bucket.has_tail), self._last)
-        for i in views.keys() & self.fired.keys():
-            if self.parameters[i].grad is not None:  # else somebody has cleared it since
-                self._take(i, view_at_once=True)  # the pass has ended
+        for bucket in found:
+            self._views |= bucket.views
+            for i, view in bucket.views.items():
+                if i in self.fired and self.parameters[i].grad is not None:  # else somebody has cleared it since
+                    view.take(self.scale, at_once=True)  # the pass has ended
 
     def _is_trained(self, bucket: GradientBucket) -> bool:
-        return any(self._trained[i] for i in bucket.members)
+        return any(self._trained[i] for i in bucket.views)
 
     def _exchange(self, chosen: list[GradientBucket]) -> None:
         if self._overlap:
@@ -345,16 +261,17 @@ class Gradients:
             return
         for bucket in chosen:
             self._fill(bucket)
-            bucket.left = True
-        for on_gpu in (False, True):  # keys of both cannot be added in one call where they are
-            same = [bucket for bucket in chosen if bucket.on_gpu == on_gpu]
-            if same:
-                self._add_where_it_is([bucket.key for bucket in same], [bucket.flat for bucket in same])
+        on_host = [bucket for bucket in chosen if not bucket.on_gpu]
+        on_gpu = [bucket for bucket in chosen if bucket.on_gpu]  # keys of both cannot be added where they are
+        if on_host:
+            self._add_in_shared_memory([bucket.key for bucket in on_host], [bucket.flat for bucket in on_host])
+        if on_gpu:
+            self._store.pushpull([bucket.key for bucket in on_gpu], [bucket.flat for bucket in on_gpu])
 
-    def _add_where_it_is(self, keys: list[str], flats: list[Any]) -> None:
+    def _add_in_shared_memory(self, keys: list[str], flats: list[Any]) -> None:
         """Make one call for all keys.
 
-        It is kept from the first time on: in one that is made anew, the store copies the sums to the keys' own memory.
+        It is kept from the first time on: what `pushpull` does not keep, it copies to the keys' own memory.
         """
         session = self._store.session
         session.check_open("backward")
@@ -374,11 +291,11 @@ class Gradients:
             raise PeerError(f"the backward pass of {who} ended early, by an error; there are no gradients of this step")
         both = np.flatnonzero(outcome.trained & outcome.frozen)
         if both.size:
-            names = ", ".join(repr(self.names[i]) for i in both[:8]) + (", ..." if both.size > 8 else "")
+            names = ", ".join(repr(self.forms[i].name) for i in both[:8]) + (", ..." if both.size > 8 else "")
             i = int(both[0])
             here = "trained" if self.parameters[i].requires_grad else "frozen"
             raise ConfigError(
-                f"requires_grad of {names} differs between workers; {self.names[i]!r} is {here} on worker "
+                f"requires_grad of {names} differs between workers; {self.forms[i].name!r} is {here} on worker "
                 f"{self._store.rank}. Freeze and unfreeze parameters on all workers at the same step"
             )
         if outcome.other_settings:
@@ -403,31 +320,9 @@ class Gradients:
         if chosen:
             self._exchange(chosen)
 
-    def _deliver(self, i: int, copies: dict[GradientBucket, torch.Tensor]) -> None:
-        """Let the sum be the parameter's `grad`. copies: of buckets on a GPU, in this round."""
-        parameter, view = self.parameters[i], self._views[i]
-        total, bucket = view.tensor, view.bucket
-        if parameter.grad is total:
-            return
-        if tensors.device_of(parameter) != tensors.device_of(total):
-            if parameter.grad is None:
-                parameter.grad = total.to(parameter.device)
-            else:
-                parameter.grad.detach().copy_(total)
-        elif bucket.on_gpu:  # a copy there takes less time than to find out whether anybody holds the memory
-            if bucket not in copies:
-                copies[bucket] = bucket.flat.clone()
-            parameter.grad = copies[bucket].as_strided(total.size(), total.stride(), view.begin)
-        else:
-            parameter.grad = total
-            view.given = True
-
     def _reset(self) -> None:
         self.fired.clear()
-        self._scaled.clear()
         self._used[:] = False
         self._untaken.end_round()
         for bucket in self._buckets:
-            bucket.left = False
-            bucket.request = None
-            bucket.waits_for = sum(bool(self._trained[i]) for i in bucket.members)
+            bucket.end_round(self._trained)

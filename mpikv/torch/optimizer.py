@@ -47,7 +47,7 @@ class _Exchanging:
         gradients = self._mpikv_gradients
         if count > self._mpikv_passes:
             raise RuntimeError(
-                f"parameter {gradients.names[i]!r} got {count} gradients since the last step; with "
+                f"parameter {gradients.forms[i].name!r} got {count} gradients since the last step; with "
                 f"backward_passes_per_step={self._mpikv_passes} call step() or synchronize() in between"
             )
         if count == self._mpikv_passes and is_last(self._mpikv_hooks[i]):

@@ -167,7 +167,7 @@ def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: To
 
 def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
     cuda.use(one_gpu()[1])
-    bucket = GradientBucket("key", torch.zeros(4), [0, 1], 0)
+    bucket = GradientBucket("key", torch.zeros(4))
     with cuda.stream() as first:
         bucket.written()
     with cuda.stream() as second:
