@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
-from store_modes import Mode
+from store_modes import Mode, mode_id
 
 MODES = (
     Mode("dist_sync", 2),
@@ -16,6 +17,7 @@ MODES = (
     Mode("dist_sync", 2, 2),
 )
 HERE, LINKS, SERVERS = MODES[0], Mode("dist_sync", 2, memory="off"), MODES[3]
+TWO = pytest.mark.parametrize("mode", [HERE, LINKS, SERVERS], ids=mode_id)  # of two workers
 _seeding = threading.Lock()  # the generator is the process's
 
 

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 
 from mpikv.arrays.reductions import SUM
+from mpikv.calls.request import Request
 from mpikv.codecs.compression import make
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
@@ -146,7 +147,13 @@ class Gradients:
 
     def _leave(self, bucket: GradientBucket) -> None:
         self._fill(bucket)
-        bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
+        session = self._store.session
+        session.check_open("backward")
+        # What `pushpull_async` would look at is known: the key, and that the array is in no other call.
+        pending = self._store.strategy.begin([session.infos[bucket.key]], [bucket.flat], SUM, 0)
+        bucket.request = (
+            self._store.pushpull_async(bucket.key, bucket.flat) if pending is None else Request(session, pending)
+        )
 
     def _fill(self, bucket: GradientBucket) -> None:
         """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""

@@ -13,13 +13,12 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, mode_id  # noqa: E402
+from store_modes import Mode  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import UnsupportedError  # noqa: E402
 
-TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
 KEEP = {
     "itself": lambda grad: grad,
     "detach": lambda grad: grad.detach(),
@@ -39,7 +38,7 @@ class Parts(torch.nn.Module):
         return sum((getattr(self, name) * x).sum() for name in use)
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize(("keep", "dtype"), [*((way, torch.float32) for way in KEEP), ("itself", torch.bfloat16)])
 def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, keep: str, dtype: Any) -> None:
     def body(store: Any) -> None:
@@ -63,7 +62,7 @@ def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, keep: str, dtype: An
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_a_kept_gradient_beside_some_that_add_up(mode: Mode) -> None:
     """Nothing of what PyTorch adds up in the bucket is lost when the bucket goes to other memory."""
 
@@ -86,7 +85,7 @@ def test_a_kept_gradient_beside_some_that_add_up(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_on_one_worker_alone(mode: Mode) -> None:
     def body(store: Any) -> Any:
         model = mt.DistributedModel(nets.seeded(nets.Net), store)
@@ -117,7 +116,7 @@ def test_without_one_the_memory_stays_the_stores() -> None:
     nets.HERE.run(body)
 
 
-@TWO
+@nets.TWO
 def test_with_a_distributed_optimizer(mode: Mode) -> None:
     def body(store: Any) -> None:
         net = Parts()
@@ -165,13 +164,32 @@ def retained(net: Any, optimizer: Any, x: float, hold: Any) -> None:
     optimizer.step()
 
 
+def twice_forward(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+    optimizer.zero_grad()
+    (net(x, "ab") + net(x, "bc")).backward()
+    hold(net.a.grad)
+    optimizer.step()
+
+
+def unsynchronized(net: Any) -> Any:
+    return net.no_sync() if isinstance(net, mt.DistributedModel) else contextlib.nullcontext()
+
+
 def synchronized_late(net: Any, optimizer: Any, x: float, hold: Any) -> None:
     optimizer.zero_grad()
-    with net.no_sync() if isinstance(net, mt.DistributedModel) else contextlib.nullcontext():
+    with unsynchronized(net):
         net(x).backward()
         net(x, "a").backward()
     net(x, "bc").backward()
     hold(net.b.grad)
+    optimizer.step()
+
+
+def synchronized_late_in_place(net: Any, optimizer: Any, x: float, _hold: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    with unsynchronized(net):
+        net(x, "ab").backward()
+    net(2 * x, "bc").backward()
     optimizer.step()
 
 
@@ -214,7 +232,10 @@ def swapped(net: Any, optimizer: Any, x: float, hold: Any) -> None:
     optimizer.zero_grad()
 
 
-PROGRAMS = [cleared, zeroed, accumulated, retained, synchronized_late, replaced, clipped, scaled, swapped]
+PROGRAMS = [
+    *(cleared, zeroed, accumulated, retained, twice_forward, synchronized_late, synchronized_late_in_place),
+    *(replaced, clipped, scaled, swapped),
+]
 
 
 def results_of(program: Any, net: Any, factor: float) -> list[list[float]]:
@@ -228,7 +249,7 @@ def results_of(program: Any, net: Any, factor: float) -> list[list[float]]:
     return [tensor.tolist() for tensor in tensors]
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_have_the_gradients_of_one_process(mode: Mode, program: Any) -> None:
     """Bitwise: the mean of the workers' gradients is that of 1.5 times the input."""
@@ -240,7 +261,7 @@ def test_programs_have_the_gradients_of_one_process(mode: Mode, program: Any) ->
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_what_hooks_see_of_autograd_stays_as_it_is(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(Parts(), store)
@@ -293,7 +314,7 @@ def limited(parameter: Any) -> None:
     parameter.grad.clamp_(max=1.0)
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize("way", ["model", "optimizer"])
 def test_hooks_that_are_added_after_wrapping_run_before_the_exchange(mode: Mode, way: str) -> None:
     def body(store: Any) -> None:
@@ -346,7 +367,7 @@ def test_a_hook_that_takes_the_gradient_away() -> None:
 # --- gradients that are differentiated again
 
 
-@TWO
+@nets.TWO
 def test_gradients_with_a_graph_are_refused(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1)), store)
@@ -368,7 +389,7 @@ def test_gradients_with_a_graph_are_refused(mode: Mode) -> None:
 # --- modules that change
 
 
-@TWO
+@nets.TWO
 def test_parameters_that_come_later_are_refused(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), store)
@@ -388,7 +409,7 @@ def test_parameters_that_come_later_are_refused(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize(("change", "now"), [("dtype", r"float64 \(2, 3\)"), ("shape", r"float32 \(1, 3\)")])
 def test_parameters_that_have_another_shape_or_dtype_are_refused(mode: Mode, change: str, now: str) -> None:
     def body(store: Any) -> None:

@@ -23,7 +23,6 @@ from mpikv import optimizers  # noqa: E402
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, UnsupportedError  # noqa: E402
 
 EVERY = pytest.mark.parametrize("mode", nets.MODES, ids=mode_id)
-TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
 
 
 def _checkpoint(layer: Any, x: Any, reentrant: bool) -> Any:
@@ -67,7 +66,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode) -> None:
     nets.same_on_all(mode.run(body))
 
 
-@TWO
+@nets.TWO
 def test_gradients_are_the_sum_without_average(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(3, 1)), store, average=False)
@@ -79,7 +78,7 @@ def test_gradients_are_the_sum_without_average(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_unused_parameters(mode: Mode) -> None:
     class Two(torch.nn.Module):
         def __init__(self) -> None:
@@ -113,50 +112,7 @@ def test_unused_parameters(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
-def test_several_backward_passes(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1, bias=False)), store)
-        mine = torch.full((1, 2), store.rank + 1.0)  # the mean of the gradients is 1.5
-        for _ in range(2):
-            loss = model(mine).sum()
-            loss.backward(retain_graph=True)
-            assert model.weight.grad.tolist() == [[1.5, 1.5]]
-            loss.backward()
-            assert model.weight.grad.tolist() == [[3.0, 3.0]]
-            (model(mine) + model(mine)).sum().backward()  # two forward passes, one backward pass
-            assert model.weight.grad.tolist() == [[6.0, 6.0]]
-            model.zero_grad(set_to_none=False)
-
-    mode.run(body)
-
-
-@TWO
-def test_no_sync_adds_up_first(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(nets.Net), store, sync_buffers=False)
-        twin = copy.deepcopy(model.module)
-        twin.load_state_dict(model.state_dict())
-        for step in range(3):
-            with model.no_sync():
-                nets.loss_of(model(nets.batch(step, store.rank), odd=True)).backward()
-            nets.loss_of(model(nets.batch(9 + step, store.rank))).backward()
-            reference = [copy.deepcopy(twin) for _ in range(2)]
-            for rank, replica in enumerate(reference):
-                nets.loss_of(replica(nets.batch(step, rank), odd=True)).backward()
-                nets.loss_of(replica(nets.batch(9 + step, rank))).backward()
-            nets.mean_gradients(reference)
-            for parameter, wanted in zip(model.parameters(), reference[0].parameters(), strict=True):
-                if wanted.grad is None:
-                    assert parameter.grad is None
-                else:
-                    torch.testing.assert_close(parameter.grad, wanted.grad)
-            model.zero_grad(set_to_none=step == 1)
-
-    mode.run(body)
-
-
-@TWO
+@nets.TWO
 def test_freezing_and_unfreezing(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(nets.Net), store, bucket_bytes=300)
@@ -184,7 +140,7 @@ def test_freezing_and_unfreezing(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_freezing_on_one_worker_is_an_error_on_all(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(nets.Net), store)
@@ -200,7 +156,7 @@ def test_freezing_on_one_worker_is_an_error_on_all(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize("sync", [True, False])
 def test_buffers(mode: Mode, sync: bool) -> None:
     class Counting(torch.nn.Module):
@@ -239,7 +195,7 @@ def test_buffers(mode: Mode, sync: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@TWO
+@nets.TWO
 def test_dtypes(mode: Mode, dtype: str) -> None:
     def body(store: Any) -> None:
         net = nets.seeded(lambda: torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)))
@@ -256,7 +212,7 @@ def test_dtypes(mode: Mode, dtype: str) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_sparse_gradients_are_refused(mode: Mode) -> None:
     class Lookup(torch.nn.Module):
         def __init__(self) -> None:
@@ -289,7 +245,7 @@ class _Fails(torch.autograd.Function):
         return grads[0], None
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_a_backward_pass_that_ends_early(mode: Mode, who: tuple[int, ...]) -> None:
     """On the others it is an error, too; afterwards all go on."""
@@ -318,7 +274,7 @@ def test_a_backward_pass_that_ends_early(mode: Mode, who: tuple[int, ...]) -> No
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(mode: Mode, reentrant: bool) -> None:
     class Deep(torch.nn.Module):
@@ -348,7 +304,7 @@ def test_checkpointing(mode: Mode, reentrant: bool) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_a_gradient_that_comes_twice_in_one_pass(mode: Mode) -> None:
     """A shared layer in two reentrant checkpoints: right on one host, an error where its bucket has left."""
 
@@ -416,7 +372,7 @@ def test_a_parameter_that_is_used_outside_and_inside_a_checkpoint(since: int) ->
     nets.HERE.run(body)
 
 
-@TWO
+@nets.TWO
 def test_gradients_of_inputs_exchange_nothing(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(nets.Net), store)
@@ -437,7 +393,7 @@ def test_gradients_of_inputs_exchange_nothing(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_backward_in_other_threads(mode: Mode) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1)), store)
@@ -492,7 +448,7 @@ def test_it_is_the_module() -> None:
     nets.HERE.run(body)
 
 
-@TWO
+@nets.TWO
 def test_what_differs_between_workers_is_an_error_on_all(mode: Mode) -> None:
     def body(store: Any) -> None:
         one = store.rank == 1
@@ -625,8 +581,8 @@ def test_between_hosts_buckets_leave_during_the_backward_pass(mode: Mode) -> Non
         model = mt.DistributedModel(torch.nn.Sequential(*layers), store, bucket_bytes=300)
         sent: list[str] = []
         before: list[int] = []
-        original = store.pushpull_async
-        store.pushpull_async = lambda key, value: (sent.append(key), original(key, value))[1]
+        begin = store.strategy.begin
+        store.strategy.begin = lambda infos, *rest: (sent.append(infos[0].key), begin(infos, *rest))[1]
         layers[0].register_full_backward_pre_hook(lambda *_: before.append(len(sent)))
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()

@@ -16,8 +16,6 @@ import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError  # noqa: E402
 
-TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
-
 
 def _adam(model: Any) -> Any:
     return torch.optim.Adam(model.parameters(), lr=0.01)
@@ -70,7 +68,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -
     nets.same_on_all(mode.run(body))
 
 
-@TWO
+@nets.TWO
 def test_step_synchronizes_and_schedules(mode: Mode) -> None:
     twin = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(twin.weight)
@@ -105,7 +103,7 @@ def test_step_synchronizes_and_schedules(mode: Mode) -> None:
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 def test_too_many_passes_and_several_losses(mode: Mode) -> None:
     def body(store: Any) -> None:
         net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])

@@ -12,7 +12,6 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import mode_id  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
@@ -20,8 +19,6 @@ from mpikv import Trainer  # noqa: E402
 from mpikv.create import notices  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
 from mpikv.torch.steps import lines_of  # noqa: E402
-
-TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
 
 
 def linear() -> Any:
@@ -34,7 +31,7 @@ def step(model: Any, optimizer: Any, n: int = 1) -> None:
     optimizer.step()
 
 
-@TWO
+@nets.TWO
 def test_learning_rates_that_differ_are_an_error_on_all_workers(mode: Any) -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(linear(), store)
@@ -53,7 +50,7 @@ def test_learning_rates_that_differ_are_an_error_on_all_workers(mode: Any) -> No
     mode.run(body)
 
 
-@TWO
+@nets.TWO
 @pytest.mark.parametrize(
     ("mine", "said"),
     [
@@ -119,7 +116,7 @@ def test_two_optimizers_one_of_which_steps_now_and_then() -> None:
     nets.HERE.run(body)
 
 
-@TWO
+@nets.TWO
 def test_a_scheduler_inside_join(mode: Any) -> None:
     """Stepped per batch, it has made fewer steps on the worker that leaves early."""
 
@@ -144,7 +141,7 @@ def test_a_scheduler_inside_join(mode: Any) -> None:
     assert [rest for _, *rest in results] == [[pytest.approx(0.1 / 9), 8]] * 2
 
 
-@TWO
+@nets.TWO
 def test_a_distributed_optimizer_is_compared_before_its_first_step(mode: Any) -> None:
     def body(store: Any) -> None:
         net = linear()
