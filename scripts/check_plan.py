@@ -185,7 +185,7 @@ def compare(
     link = Link(options.rate * 1e6 / 8, LATENCY_S, options.mtu)
     workers = size - servers
     if servers:
-        plan = with_servers.simulate(
+        plan = with_servers.predict(
             plan_of(workload),
             workers,
             servers,
@@ -196,8 +196,8 @@ def compare(
             speeds=speeds,
         )
     else:
-        step = allreduce.Step(travels, speeds=speeds)
-        plan = allreduce.predict(plan_of(workload), workers, link, Costs(), step=step)
+        how = allreduce.Travels(travels, speeds=speeds)
+        plan = allreduce.predict(plan_of(workload), workers, link, Costs(), travels=how)
     measured_s = statistics.median(found["seconds"])
     off = plan.exchange_s / measured_s - 1
     same = (plan.messages, plan.sent_bytes) == (found["messages"], found["sent_bytes"])

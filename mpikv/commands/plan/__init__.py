@@ -1,1 +1,1 @@
-"""`mpikv plan`: predicts step times, of an allreduce from counted messages, with servers by simulated links."""
+"""`mpikv plan`: predicts step times from counted messages and one cost model (`costs.py`)."""

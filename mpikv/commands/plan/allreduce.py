@@ -3,27 +3,10 @@
 As a `Trainer` does it: keys that share a bucket travel together, and all buckets are under way at the same time. So a
 step takes as long as what has most to do: the busiest host's link, out or in, or the busiest core, of which the sums
 over all buckets are counted (`counting.py`). But it takes no less than one bucket does by itself, whose steps follow
-each other. With the cost model of Hockney, a message of m bytes takes a + m b and m bytes are added in m c; p ranks, h
-hosts, n bytes:
-
-    algorithm           steps, one after another          each of them
-    naive               2                                 a + (p-1) n/p b
-    ring                2 (p-1)                           a + s b + s/2 c      s: n/p, or a segment of it
-    halving_doubling    2 floor(log2 p), 2 more with      a + m b + m/2 c      m: n/2, n/4, ... n/p; n with folded ranks
-                        folded ranks
-    hierarchical        2 (h-1), and 2 within the host    as ring
-    owners, gather      2, or 1                           a + (p-1) w b, or a core's work where that is longer; and one
-                                                          piece encoded and decoded; w: of n/p, or n, encoded
-
-Here a is the latency (three times that of a message which is announced first) and the work of two cores for a message,
-b the link's and two cores' time for a byte; the link's is longer where several hosts send to one at the same time, in
-naive, owners and gather (`costs.py`). To that comes what cannot go on beside anything: copying into the first
-bucket, and out of the last one.
-
-Sources: ring: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3; the other terms: Thakur,
-Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4 (MPICH's choice rests on it, and
-Gloo's halving and doubling has the same); level by level: Cho, Finkler, Kung and Hunter, BlueConnect, SysML (2019);
-what is under way together: the longest of the sums, as in Bailey's and Williams' roofline, CACM 52 (2009).
+each other: `costs.allreduce_s`, or, of values that travel encoded, the time of the busiest link or core, once
+(`gather`) or out and back (`owners`), and of one piece that is encoded and decoded. To that comes what cannot go on
+beside anything: copying into the first bucket, and out of the last one. A link takes longer where several hosts send to
+one at the same time, in `naive`, `owners` and `gather`.
 
 Not in it: naps of waiting ranks, up to half a millisecond for each step of a short exchange; the optimizer's own
 arithmetic beyond one addition for each owned byte.
@@ -32,7 +15,6 @@ arithmetic beyond one addition for each owned byte.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +23,10 @@ from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import Compression, wire_of
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES
-from mpikv.commands.plan.costs import EAGER_BYTES, Costs, Link
+from mpikv.commands.plan.costs import Costs, Link, allreduce_s
 from mpikv.commands.plan.counting import Counting
-from mpikv.commands.plan.outcome import Outcome
-from mpikv.commands.plan.priced import Priced, Speeds, of_shapes
+from mpikv.commands.plan.outcome import PlannedStep
+from mpikv.commands.plan.priced import NO_SPEEDS, Priced, Speeds, of_shapes
 from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, Workload
 from mpikv.config import Config
 from mpikv.errors import ConfigError
@@ -63,7 +45,7 @@ from mpikv.transports.base import Group
 EVERY_RANK = 16  # up to so many are all counted; of more, those of the first host
 
 
-class Bucket(NamedTuple):
+class PlannedBucket(NamedTuple):
     """Keys that travel together: which, what they are together, where that lives. updated: an optimizer serves them."""
 
     keys: tuple[int, ...]
@@ -92,25 +74,13 @@ class Bucket(NamedTuple):
         return self.placement.algorithm in ("naive", "owners", "gather")
 
 
-class Busy(NamedTuple):
-    """For how many seconds the busiest host or rank works."""
-
-    out_s: float = 0.0
-    in_s: float = 0.0
-    core_s: float = 0.0
-
-    def with_more(self, other: Busy) -> Busy:
-        """Return the seconds of both together."""
-        return Busy(*(one + another for one, another in zip(self, other, strict=True)))
-
-
 def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
     """Return the host of each worker, in blocks of neighbours."""
     return tuple(f"h{rank // per_host}" for rank in range(workers))
 
 
-class Step(NamedTuple):
-    """How keys travel in a step. bucketed: several together, as a `Trainer` lets them. updated: by an optimizer.
+class Travels(NamedTuple):
+    """How keys travel in a travels. bucketed: several together, as a `Trainer` lets them. updated: by an optimizer.
 
     speeds: of the codecs.
     """
@@ -118,31 +88,44 @@ class Step(NamedTuple):
     compression: Compression = compressions.NONE
     bucketed: bool = True
     updated: bool = True
-    speeds: Speeds = MappingProxyType({})
+    speeds: Speeds = NO_SPEEDS
 
 
-AS_IT_IS = Step()
+AS_IT_IS = Travels()
 
 
 def buckets_of(
-    workload: Workload, hosts: Sequence[str], algorithm: str = "auto", step: Step = AS_IT_IS
-) -> list[Bucket]:
+    workload: Workload, hosts: Sequence[str], algorithm: str = "auto", travels: Travels = AS_IT_IS
+) -> list[PlannedBucket]:
     """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
     infos = []
     for key in order:
         shape = workload.shapes[key]
-        infos.append(KeyInfo(key, key, shape, np.dtype(DTYPE), step.compression.for_shape(shape).text))
+        infos.append(KeyInfo(key, key, shape, np.dtype(DTYPE), travels.compression.for_shape(shape).text))
     members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
     found = []
     together = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
-    for group in together if step.bucketed else [[i] for i in range(len(infos))]:
+    for group in together if travels.bucketed else [[i] for i in range(len(infos))]:
         keys, n_elems = tuple(order[i] for i in group), sum(infos[i].n_elems for i in group)
         info = infos[group[0]]._replace(shape=(n_elems,))
-        wire = None if step.compression.plain else wire_of(info)
-        placement = place(members, info, wire=wire, updated=step.updated)
-        found.append(Bucket(keys, info, placement, step.updated))
+        wire = None if travels.compression.plain else wire_of(info)
+        placement = place(members, info, wire=wire, updated=travels.updated)
+        found.append(PlannedBucket(keys, info, placement, travels.updated))
     return found
+
+
+class BucketCost(NamedTuple):
+    """What one bucket takes.
+
+    link_s: of the busiest host's link, out and in. core_s: of the busiest core. alone_s: from its first message to its
+    last, when nothing else is under way. sent: messages and bytes of each rank.
+    """
+
+    link_s: tuple[float, float]
+    core_s: float
+    alone_s: float
+    sent: Sequence[tuple[int, int]]
 
 
 def predict(
@@ -154,35 +137,31 @@ def predict(
     per_host: int = 1,
     algorithm: str = "auto",
     compute_s: float = 0.0,
-    step: Step = AS_IT_IS,
-) -> Outcome:
+    travels: Travels = AS_IT_IS,
+) -> PlannedStep:
     """Predict one step. Raises ConfigError where it crosses no link."""
     hosts = hosts_of(workers, per_host)
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
-    step = step._replace(speeds=of_shapes(step.speeds, workload.shapes))
-    found = buckets_of(workload, hosts, algorithm, step)
-    ranks = range(workers if workers <= EVERY_RANK else per_host)
-    counts = [[counted(bucket, rank, hosts, step.speeds) for rank in ranks] for bucket in found]
-    links = [link.to_all() if bucket.to_all and len(set(hosts)) > 2 else link for bucket in found]
-    busy = [_busy(*each, costs) for each in zip(found, counts, links, strict=True)]
-    total = Busy()
-    for one in busy:
-        total = total.with_more(one)
-    alone_s = [
-        alone_encoded(bucket, one, its, costs, step.speeds) if bucket.encoded else alone(bucket, hosts, its, costs)
-        for bucket, one, its in zip(found, counts, links, strict=True)
-    ]
+    travels = travels._replace(speeds=of_shapes(travels.speeds, workload.shapes))
+    found = buckets_of(workload, hosts, algorithm, travels)
+    of_buckets = [cost_of(bucket, hosts, link, costs, travels.speeds) for bucket in found]
+    out_s, in_s = (sum(one.link_s[i] for one in of_buckets) for i in (0, 1))
+    core_s = sum(one.core_s for one in of_buckets)
     # In one call the buckets are filled in the order of the forward pass: the last one of the backward pass first.
     ends_s = costs.copy_byte_s * (found[-1].n_bytes + found[0].n_bytes) if found else 0.0
-    exchange_s = max(max(total[:2]) + ends_s, total.core_s, *(time_s + ends_s for time_s in alone_s), 0.0)
-    return Outcome(
+    alone_s = max((one.alone_s for one in of_buckets), default=0.0)
+    sent = [
+        [sum(column) for column in zip(*rank, strict=True)]
+        for rank in zip(*(one.sent for one in of_buckets), strict=True)
+    ]
+    return PlannedStep(
         _mode(found),
-        exchange_s,
-        _overlapped_s(workload.ready_s(compute_s), found, busy, alone_s, costs) if compute_s else None,
-        max((sum(half.sent_messages for one in counts for half in one[i]) for i in ranks), default=0),
-        max((sum(half.sent_bytes for one in counts for half in one[i]) for i in ranks), default=0),
-        {"link out": total.out_s, "link in": total.in_s, "core": total.core_s},
+        max(max(out_s, in_s, alone_s) + ends_s, core_s),
+        _overlapped_s(workload.ready_s(compute_s), found, of_buckets, costs) if compute_s else None,
+        max((messages for messages, _ in sent), default=0),
+        max((n_bytes for _, n_bytes in sent), default=0),
+        {"link out": out_s, "link in": in_s, "core": core_s},
     )
 
 
@@ -190,7 +169,32 @@ Halves = tuple[Counting, Counting]
 """What one rank does until its part of the sum is there, and what it does to bring the result to all."""
 
 
-def counted(bucket: Bucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> Halves:
+def cost_of(bucket: PlannedBucket, hosts: Sequence[str], link: Link, costs: Costs, speeds: Speeds) -> BucketCost:
+    """Return what one bucket takes. All ranks of a host use one link; values are copied into a bucket and out of it."""
+    p, n_hosts = len(hosts), len(set(hosts))
+    if bucket.to_all and n_hosts > 2:
+        link = link.to_all()
+    counts = [counted(bucket, rank, hosts, speeds) for rank in range(p if p <= EVERY_RANK else hosts.count(hosts[0]))]
+    of_hosts = {host: [0.0, 0.0] for host in hosts[: len(counts)]}
+    for half in (half for one in counts for half in one):
+        for i, seconds in enumerate(half.link_s(link)):
+            of_hosts[half.hosts[half.rank]][i] += seconds
+    core_s = max(sum(half.core_s(costs) for half in one) for one in counts)
+    if bucket.encoded:
+        alone_s = _alone_encoded_s(bucket, counts, link, costs, speeds)
+    else:
+        alone_s = allreduce_s(
+            bucket.placement.algorithm, bucket.n_bytes, p, link, costs, hosts=n_hosts, segment_bytes=LINK_SEGMENT_BYTES
+        )
+    return BucketCost(
+        (max(out_s for out_s, _ in of_hosts.values()), max(in_s for _, in_s in of_hosts.values())),
+        core_s + 2 * bucket.n_bytes * costs.copy_byte_s,
+        alone_s,
+        [(sum(half.sent_messages for half in one), sum(half.sent_bytes for half in one)) for one in counts],
+    )
+
+
+def counted(bucket: PlannedBucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> Halves:
     """Count what one rank sends, receives, encodes, decodes and adds of a bucket in one step."""
     adding, sharing = Counting(rank, hosts), Counting(rank, hosts)
     bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
@@ -207,7 +211,7 @@ def counted(bucket: Bucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> 
     return adding, sharing
 
 
-def _encoded(bucket: Bucket, transport: Counting, speeds: Speeds) -> EncodedPath:
+def _encoded(bucket: PlannedBucket, transport: Counting, speeds: Speeds) -> EncodedPath:
     """Make the path of a bucket whose values travel encoded, with codecs that encode nothing."""
     means = Means(Group(transport, range(transport.size)), Spaces())
     path = EncodedPath(means, bucket.info, bucket.placement, None)
@@ -218,49 +222,14 @@ def _encoded(bucket: Bucket, transport: Counting, speeds: Speeds) -> EncodedPath
     return path
 
 
-def _busy(bucket: Bucket, counts: Sequence[Halves], link: Link, costs: Costs) -> Busy:
-    """Return the work that one bucket makes.
-
-    All ranks of a host use one link; values are copied into a bucket and out of it.
-    """
-    out_s: dict[str, float] = {}
-    in_s: dict[str, float] = {}
-    for half in (half for one in counts for half in one):
-        host, (out, into) = half.hosts[half.rank], half.link_s(link)
-        out_s[host], in_s[host] = out_s.get(host, 0.0) + out, in_s.get(host, 0.0) + into
-    core_s = max(sum(half.core_s(costs) for half in one) for one in counts) + 2 * bucket.n_bytes * costs.copy_byte_s
-    return Busy(max(out_s.values()), max(in_s.values()), core_s)
-
-
-def alone(bucket: Bucket, hosts: Sequence[str], link: Link, costs: Costs) -> float:
-    """Return the time of one bucket when nothing else is under way and no link is full: the table at the top."""
-    p, n_hosts, n_bytes = len(hosts), len(set(hosts)), bucket.n_bytes
-
-    def step_s(message_bytes: float, messages: int = 1) -> float:
-        latency_s = link.latency_s * (3 if message_bytes > EAGER_BYTES else 1)
-        one_s = (
-            link.time_s(int(message_bytes)) + 2 * message_bytes * costs.byte_s + message_bytes / 2 * costs.add_byte_s
-        )
-        return latency_s + messages * one_s + (1 + messages) * costs.message_s
-
-    algorithm, segment = bucket.placement.algorithm, min(n_bytes / p, LINK_SEGMENT_BYTES)
-    if algorithm == "naive":
-        return 2 * step_s(n_bytes / p, p - 1)
-    if algorithm == "ring":
-        return 2 * (p - 1) * step_s(segment)
-    if algorithm == "hierarchical":
-        return 2 * (n_hosts - 1) * step_s(segment) + 2 * costs.message_s * (p // n_hosts)
-    halvings = p.bit_length() - 1
-    folds_s = 2 * step_s(n_bytes) if p != 1 << halvings else 0.0
-    return 2 * sum(step_s(n_bytes / 2**i) for i in range(1, halvings + 1)) + folds_s
-
-
-def alone_encoded(bucket: Bucket, counts: Sequence[Halves], link: Link, costs: Costs, speeds: Speeds) -> float:
-    """Return the same where values travel encoded: a half takes as long as the link or the core of the busiest rank."""
+def _alone_encoded_s(
+    bucket: PlannedBucket, counts: Sequence[Halves], link: Link, costs: Costs, speeds: Speeds
+) -> float:
+    """Return the time of a bucket by itself whose values travel encoded: of each half the busiest link or core."""
     travels, total_s = compressions.of_text(bucket.info.codec), 0.0
     for i, codec in enumerate((travels.push, travels.pull)):
         halves = [one[i] for one in counts]
-        if not any(half.out or half.out_here for half in halves):
+        if not any(half.sent for half in halves):
             continue  # all have added all
         elems, speed = min(piece_elems(codec, bucket.info.dtype), bucket.n_elems), speeds[codec]
         busiest_s = max(max(*half.link_s(link), half.core_s(costs)) for half in halves)
@@ -269,34 +238,22 @@ def alone_encoded(bucket: Bucket, counts: Sequence[Halves], link: Link, costs: C
 
 
 def _overlapped_s(
-    ready_s: Sequence[float],
-    found: Sequence[Bucket],
-    busy: Sequence[Busy],
-    alone_s: Sequence[float],
-    costs: Costs,
+    ready_s: Sequence[float], found: Sequence[PlannedBucket], of_buckets: Sequence[BucketCost], costs: Costs
 ) -> float:
     """Return the time of a step in which each bucket leaves, in order, when its last gradient is there."""
     link_s, core_s, end_s = 0.0, 0.0, max(ready_s)
-    for bucket, one, least_s in zip(found, busy, alone_s, strict=True):
+    for bucket, one in zip(found, of_buckets, strict=True):
         begin_s, copy_s = max(ready_s[key] for key in bucket.keys), bucket.n_bytes * costs.copy_byte_s
-        link_s = max(begin_s + copy_s, link_s) + max(one[:2])
+        link_s = max(begin_s + copy_s, link_s) + max(one.link_s)
         core_s = max(begin_s, core_s) + one.core_s
-        end_s = max(end_s, core_s, link_s + copy_s, begin_s + least_s + 2 * copy_s)
+        end_s = max(end_s, core_s, link_s + copy_s, begin_s + one.alone_s + 2 * copy_s)
     return end_s
 
 
-def mode_of(
-    workload: Workload, workers: int, *, per_host: int = 1, algorithm: str = "auto", step: Step = AS_IT_IS
-) -> str:
-    """Return what `predict` will call it: `allreduce` and its algorithms."""
-    return _mode(buckets_of(workload, hosts_of(workers, per_host), algorithm, step))
-
-
-def _mode(found: Sequence[Bucket]) -> str:
+def _mode(found: Sequence[PlannedBucket]) -> str:
     """Name the algorithms, those that move most bytes first."""
     moved: dict[str, int] = {}
     for bucket in found:
         name = bucket.placement.algorithm
         moved[name] = moved.get(name, 0) + bucket.n_elems
-    names = sorted(moved, key=lambda name: -moved[name])
-    return "allreduce " + "+".join(names)
+    return "allreduce " + "+".join(sorted(moved, key=lambda name: -moved[name]))

@@ -1,4 +1,4 @@
-"""What a message, a byte, an addition and a nap cost on this machine: the `Costs` of a simulation.
+"""What a message, a byte, an addition and a copy cost on this machine: its `Costs`.
 
 A message's way through Python and MPI is measured with the real stages of a collective, whose one rank sends to itself;
 its way through the kernel with a TCP connection over the loopback, in processor time. Each for two lengths, which gives
@@ -23,18 +23,14 @@ from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, 
 from mpikv.commands.plan.costs import Costs
 from mpikv.commands.plan.priced import Speed
 from mpikv.config import Config
-from mpikv.engine.backoff import FIRST_NAP_S
-from mpikv.engine.engine import Engine
-from mpikv.engine.request import Steps
 from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
 from mpikv.runtime import library
 from mpikv.strategies.pieces import piece_elems
-from mpikv.transports.base import Arrival, Group, Transport
+from mpikv.transports.base import Group, Transport
 
 SHORT_BYTES = 1 << 10
 MESSAGES = 1000
-NAPS = 300
 MEMORY_BYTES = MESSAGES * LINK_SEGMENT_BYTES  # 60 MB
 TURNS = 7
 CODED, CODED_ELEMS = np.dtype(np.float32), 1 << 21  # 8 MiB of values
@@ -54,10 +50,6 @@ def measured() -> Costs:
     transport = open_transport(MPI.COMM_SELF, TIMEOUT_S, lambda: StallError("MPI does not start"))
     mpi_message_s, mpi_byte_s = _line(lambda n_bytes: _through_mpi(transport, n_bytes))
     tcp_message_s, tcp_byte_s = _line(_through_kernel)
-    engine = Engine(threaded=False, on_fatal=_raise, poll=transport.poll)
-    engine.serve(_listen(transport), "")
-    poll_s = _each(engine.step, MESSAGES)
-    engine.stop()
     transport.close()
     one, other = np.ones(MEMORY_BYTES // 4, np.float32), np.ones(MEMORY_BYTES // 4, np.float32)
     pieces = [slice(at, at + LINK_SEGMENT_BYTES // 4) for at in range(0, one.size, LINK_SEGMENT_BYTES // 4)]
@@ -73,10 +65,8 @@ def measured() -> Costs:
     return Costs(
         message_s=(mpi_message_s + tcp_message_s) / 2,
         byte_s=(mpi_byte_s + tcp_byte_s) / 2,
-        add_byte_s=_each(add, 1) / MEMORY_BYTES,
-        copy_byte_s=_each(copy, 1) / MEMORY_BYTES,
-        poll_s=poll_s,
-        nap_s=max(0.0, _each(_nap, NAPS, time.perf_counter) - FIRST_NAP_S),
+        add_byte_s=_each(add) / MEMORY_BYTES,
+        copy_byte_s=_each(copy) / MEMORY_BYTES,
     )
 
 
@@ -100,20 +90,7 @@ def speed_of(codec: Codec) -> Speed:
         for one, total in zip(data, sums, strict=True):
             codec.add(one, total)
 
-    return Speed(*(_each(what, 1) / values.size for what in (encode, decode, add)))
-
-
-def _nap() -> None:
-    time.sleep(FIRST_NAP_S)
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-def _listen(transport: Transport) -> Steps[None]:
-    """Do what an engine always does besides."""
-    yield Arrival(transport, TAG + 1)
+    return Speed(*(_each(what) / values.size for what in (encode, decode, add)))
 
 
 def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
@@ -123,17 +100,13 @@ def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
     return max(0.0, short_s - byte_s * SHORT_BYTES), byte_s
 
 
-def _each(what: Callable[[], object], times: int, clock: Callable[[], float] = time.process_time) -> float:
-    """Return the seconds of one call: the median of some turns of many calls.
-
-    It is processor time, which other programs disturb less.
-    """
+def _each(what: Callable[[], object]) -> float:
+    """Return the seconds of one call, the median of some: of processor time, which other programs disturb less."""
     turns = []
     for _ in range(TURNS):
-        begin_s = clock()
-        for _ in range(times):
-            what()
-        turns.append((clock() - begin_s) / times)
+        begin_s = time.process_time()
+        what()
+        turns.append(time.process_time() - begin_s)
     return statistics.median(turns)
 
 
@@ -149,7 +122,7 @@ def _through_mpi(transport: Transport, n_bytes: int) -> float:
         run(drive(receiver, sender), TIMEOUT_S, lambda: StallError("a message to this rank itself does not come"))
 
     exchange()
-    return _each(exchange, 1) / MESSAGES
+    return _each(exchange) / MESSAGES
 
 
 def _through_kernel(n_bytes: int) -> float:
@@ -158,14 +131,11 @@ def _through_kernel(n_bytes: int) -> float:
         out = socket.create_connection(server.getsockname())
         into, _ = server.accept()
     data, buffer = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
-    turns = []
+
+    def send_all() -> None:
+        for at in range(0, MESSAGES * n_bytes, n_bytes):
+            out.sendall(data[at : at + n_bytes])
+            into.recv_into(buffer[at : at + n_bytes], n_bytes, socket.MSG_WAITALL)
+
     with out, into:
-        for _ in range(TURNS):
-            begin_s = time.process_time()
-            for at in range(0, MESSAGES * n_bytes, n_bytes):
-                out.sendall(data[at : at + n_bytes])
-                got = at
-                while got < at + n_bytes:
-                    got += into.recv_into(buffer[got : at + n_bytes])
-            turns.append((time.process_time() - begin_s) / MESSAGES)
-    return statistics.median(turns)
+        return _each(send_all) / MESSAGES

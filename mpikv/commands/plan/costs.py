@@ -1,20 +1,46 @@
-"""What a machine costs: its links, and the work of a core.
+"""What machines and links cost, and how long an exchange takes on them: the one cost model of `mpikv plan`.
 
     link      a message of n bytes takes n + headers bytes of its sender's link out and of its receiver's link in
-    latency   from the start of a message's way out to the start of its way in
+    latency   from the start of a message at its sender to the start of its arrival
     core      each rank has one. It pays for each message that it sends or receives, for each of their bytes (MPI and
-              the kernel copy them), and for each byte added or copied. While it works it sees nothing new.
+              the kernel copy them), and for each byte added or copied
+
+Pure, and without any other module of mpikv: whoever has to choose between ways of exchanging a value may ask. A formula
+takes what a bucket or a step costs each resource, and gives the seconds until the last worker has the last value.
+
+`allreduce_s`: with the cost model of Hockney a message of m bytes takes a + m b, and m bytes are added in m c; p
+workers on h hosts, n bytes:
+
+    algorithm           steps, one after another          each of them
+    naive               2                                 a + (p-1) n/p b
+    ring                2 (p-1)                           a + s b + s/2 c      s: n/p, or a segment of it
+    halving_doubling    2 floor(log2 p), 2 more with      a + m b + m/2 c      m: n/2, n/4, ... n/p; n with folded ranks
+                        folded ranks
+    hierarchical        2 (h-1), and 2 within the host    as ring
+
+a is the latency (three times that of a message which is announced first) and the work of two cores for a message; b is
+the link's and two cores' time for a byte.
+
+`servers_s`: a pipeline. Values come over the links into the servers, their cores add them, and answers leave over their
+links out. The longest of these binds. The other direction of the links goes on beside it, but for a window of
+partitions of each worker, and the cores but for that of one worker. Synchronous servers answer when the last worker's
+values are there; connections do not share a link evenly, so that of the answers to the other workers a part (`UNEVEN`)
+is late.
 
 Headers on Ethernet: of each packet of `mtu` bytes 52 are IP's and TCP's with time stamps; 14 more are Ethernet's; and
 an acknowledgement of 66 bytes goes back for every few packets. One for four gives the bytes that interfaces counted in
 docs/performance.md.
 
-Connections that share a link do not fill it: while every host sends to several others, a link's own turns and those of
-the other ends do not fit together, and it waits. What is left of it then (`Link.to_all`) is the middle of what plain
-sockets reached with 3 and 4 hosts and 1 to 16 MiB: 83.7 to 92.4 % of the bound (`python scripts/bench_links.py --mib
-1,4,16 --mtu 9000 --turns 9`, the rows "to all"). Where a switch drops packets it is less.
+While every host sends to several others a link's own turns and those of the other ends do not fit together, and it
+waits. What is left of it then (`Link.to_all`) is the middle of what plain sockets reached with 3 and 4 hosts and 1 to
+16 MiB: 83.7 to 92.4 % of the bound (`python scripts/bench_links.py --mib 1,4,16 --mtu 9000 --turns 9`, the rows "to
+all"). Where a switch drops packets it is less.
 
-Sources: RFC 9293 (TCP), RFC 7323 (time stamps), IEEE 802.3.
+Sources: ring: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3; the other terms: Thakur,
+Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4 (MPICH's choice rests on it, and
+Gloo's halving and doubling has the same); level by level: Cho, Finkler, Kung and Hunter, BlueConnect, SysML (2019);
+the longest of what is under way together: as in Bailey's and Williams' roofline, CACM 52 (2009). RFC 9293 (TCP), RFC
+7323 (time stamps), IEEE 802.3.
 """
 
 from __future__ import annotations
@@ -28,6 +54,11 @@ ACKNOWLEDGEMENT_BYTES = 66
 PACKETS_PER_ACKNOWLEDGEMENT = 4
 TO_ALL_SHARE = 0.86
 MESSAGE_BYTES = 64  # MPI's own header of a message, about, in both libraries
+EAGER_BYTES = 64 << 10  # Open MPI sends as much over TCP at once, header included; a longer message is announced first
+# How much longer a link takes with both directions busy; and the part of synchronous servers' answers that is late. So
+# chosen that the 40 steps with servers in tests/fixtures/plan_measured.md are met: 3 % in the middle, 11 % at most.
+BOTH_DIRECTIONS = 1.04
+UNEVEN = 0.4
 
 
 @dataclass(frozen=True)
@@ -49,6 +80,10 @@ class Link:
         """Return how long a message of `n_bytes` keeps a link busy."""
         return self.wire_bytes(n_bytes) / self.bytes_per_s
 
+    def first_byte_s(self, n_bytes: float) -> float:
+        """Return when the first byte of a message of `n_bytes` is there: three latencies later if it is announced."""
+        return self.latency_s * (3 if n_bytes > EAGER_BYTES else 1)
+
     def to_all(self) -> Link:
         """Return what this link is where every host sends to several others at the same time."""
         return replace(self, bytes_per_s=TO_ALL_SHARE * self.bytes_per_s)
@@ -59,19 +94,56 @@ class Costs:
     """What work costs a rank's core, in seconds.
 
     message_s: to send a message, and as much to receive it, from Python to the kernel. byte_s: of each byte sent or
-    received. add_byte_s, copy_byte_s: of each byte added or copied. poll_s: one look for messages. nap_s: how much
-    longer than asked the kernel lets a process sleep. The defaults were measured with `mpikv plan --calibrate`.
+    received. add_byte_s, copy_byte_s: of each byte added or copied. The defaults were measured with `mpikv plan
+    --calibrate`.
     """
 
     message_s: float = 10e-6
     byte_s: float = 0.16e-9
     add_byte_s: float = 0.12e-9
     copy_byte_s: float = 0.075e-9
-    poll_s: float = 2e-6
-    nap_s: float = 60e-6
 
 
-# Open MPI sends up to 64 KiB over TCP at once, header included; a longer message is announced first.
-EAGER_BYTES = 64 << 10
-SOCKET_BYTES = 1 << 20  # what the kernel takes before it has been sent: a sender's window, about
-LOCAL_LATENCY_S = 2e-6  # between ranks of one host
+def allreduce_s(
+    algorithm: str, n_bytes: int, workers: int, link: Link, costs: Costs, *, hosts: int, segment_bytes: int
+) -> float:
+    """Return the time of one bucket when nothing else is under way and no link is full: the table at the top."""
+
+    def step_s(message_bytes: float, messages: int = 1) -> float:
+        one_s = (
+            link.time_s(int(message_bytes)) + 2 * message_bytes * costs.byte_s + message_bytes / 2 * costs.add_byte_s
+        )
+        return link.first_byte_s(message_bytes) + messages * one_s + (1 + messages) * costs.message_s
+
+    segment = min(n_bytes / workers, segment_bytes)
+    if algorithm == "naive":
+        return 2 * step_s(n_bytes / workers, workers - 1)
+    if algorithm == "ring":
+        return 2 * (workers - 1) * step_s(segment)
+    if algorithm == "hierarchical":
+        return 2 * (hosts - 1) * step_s(segment) + 2 * costs.message_s * (workers // hosts)
+    halvings = workers.bit_length() - 1
+    folds_s = 2 * step_s(n_bytes) if workers != 1 << halvings else 0.0
+    return 2 * sum(step_s(n_bytes / 2**i) for i in range(1, halvings + 1)) + folds_s
+
+
+def servers_s(
+    into_s: float,
+    out_s: float,
+    core_s: float,
+    *,
+    workers: int,
+    window_share: float,
+    wait_s: float,
+    synchronous: bool,
+) -> float:
+    """Return the time of a push and a pull of all workers through the server with most to do.
+
+    into_s, out_s: for how long its host's link is busy in each direction, with all workers. core_s: of the busiest
+    core. window_share: of what a worker has on the server, the part that is under way at a time, at most 1. wait_s: the
+    latencies of one message there and one back.
+    """
+    short_s, long_s = sorted((BOTH_DIRECTIONS * into_s, BOTH_DIRECTIONS * out_s))
+    late_s = UNEVEN * (workers - 1) / workers * (1 - window_share) * short_s if synchronous else 0.0
+    links_s = long_s + window_share * short_s + late_s
+    return wait_s + max(links_s, core_s) + window_share / workers * min(links_s, core_s)

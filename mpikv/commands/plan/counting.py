@@ -20,37 +20,40 @@ from mpikv.engine.request import Done, Request, Steps
 class Counting:
     """A transport that counts and moves nothing.
 
-    out, into: the bytes of each message to and from other hosts; out_here, into_here: within the host. added_bytes:
-    what `combine` was given. coding_s: how long codecs would have worked (plan/priced.py).
+    sent, received: of each message, the other rank and the bytes. added_bytes: what `combine` was given. coding_s: how
+    long codecs would have worked (plan/priced.py).
     """
 
     local: None = None  # all are messages
 
-    def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",)) -> None:
+    def __init__(self, rank: int, hosts: Sequence[str]) -> None:
         self.rank, self.size, self.hosts = rank, len(hosts), tuple(hosts)
         self.max_tag = 2**31 - 1
         self.clock = MACHINE_CLOCK
-        self.out: list[int] = []
-        self.into: list[int] = []
-        self.out_here: list[int] = []
-        self.into_here: list[int] = []
-        self.sent_messages = self.sent_bytes = self.added_bytes = 0
+        self.sent: list[tuple[int, int]] = []
+        self.received: list[tuple[int, int]] = []
+        self.added_bytes = 0
         self.coding_s = 0.0
+
+    @property
+    def sent_messages(self) -> int:
+        """Return how many messages were sent."""
+        return len(self.sent)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes of all messages that were sent."""
+        return sum(n_bytes for _, n_bytes in self.sent)
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Count a message that is sent."""
-        self.sent_messages += 1
-        self.sent_bytes += buf.nbytes
-        (self.out_here if self._here(dest) else self.out).append(buf.nbytes)
+        self.sent.append((dest, buf.nbytes))
         return Done()
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """Count a message that is received."""
-        (self.into_here if self._here(source) else self.into).append(buf.nbytes)
+        self.received.append((source, buf.nbytes))
         return Done()
-
-    def _here(self, rank: int) -> bool:
-        return rank < self.size and self.hosts[rank] == self.hosts[self.rank] and self.size > 1
 
     def probe(self, tag: int) -> None:
         """Return None: nothing comes."""
@@ -74,13 +77,23 @@ class Counting:
         for request in steps:
             request.test()
 
+    def is_here(self, rank: int) -> bool:
+        """Return whether a rank is on this one's host."""
+        return self.hosts[rank] == self.hosts[self.rank]
+
     def link_s(self, link: Link) -> tuple[float, float]:
         """Return how long its messages keep the link of its host busy: out, and in."""
-        return sum(map(link.time_s, self.out)), sum(map(link.time_s, self.into))
+        out_s, into_s = (
+            sum(link.time_s(n_bytes) for peer, n_bytes in messages if not self.is_here(peer))
+            for messages in (self.sent, self.received)
+        )
+        return out_s, into_s
 
     def core_s(self, costs: Costs) -> float:
         """Return how long its core works to send, to receive, to encode, to decode and to add."""
-        across, here = self.out + self.into, self.out_here + self.into_here
-        bytes_s = sum(across) * costs.byte_s + sum(here) * costs.copy_byte_s
-        adding_s = self.added_bytes * costs.add_byte_s
-        return (len(across) + len(here)) * costs.message_s + bytes_s + adding_s + self.coding_s
+        bytes_s = sum(
+            n_bytes * (costs.copy_byte_s if self.is_here(peer) else costs.byte_s)
+            for peer, n_bytes in self.sent + self.received
+        )
+        messages = len(self.sent) + len(self.received)
+        return messages * costs.message_s + bytes_s + self.added_bytes * costs.add_byte_s + self.coding_s

@@ -9,13 +9,12 @@ BUSY = 0.6  # a resource that works for less than this share of the time is not 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlannedStep:
     """A predicted exchange, and the step around it.
 
     exchange_s: from the end of the computing, in all workers at the same time, to the last worker's last value.
-    overlapped_s: a step whose gradients leave as soon as they are there. messages, sent_bytes: of the worker with most,
-    in one step. busy_s: seconds at work in the exchange, by resource. simulated: says how, where the simulation did not
-    have every rank.
+    overlapped_s: a step whose gradients leave as soon as they are there; None where nothing is computed. messages,
+    sent_bytes: of the worker with most, in one step. busy_s: seconds at work in the exchange, by resource.
     """
 
     mode: str
@@ -24,7 +23,6 @@ class Outcome:
     messages: int
     sent_bytes: int
     busy_s: Mapping[str, float]
-    simulated: str = ""
 
     @property
     def binds(self) -> tuple[str, float]:

@@ -1,14 +1,14 @@
 """Codecs that encode nothing: they have the lengths of others, and say what these would cost.
 
-The generators of the store run with them as with any codec (`EncodedPath`, `Client`, `Shard`), so that the messages of
-compressed keys are counted and simulated without a second description of what travels when. How fast a codec is depends
-on the machine, on its parameters and on whether there is Numba, so that there is no table of it: `plan/calibrate.py`
-measures it.
+The generators of the store run with them as with any codec (`EncodedPath`, `Client`), so that the messages of
+compressed keys are counted without a second description of what travels when. How fast a codec is depends on the machine, on its
+parameters and on whether there is Numba, so that there is no table of it: `plan/calibrate.py` measures it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Speed(NamedTuple):
 
 
 Speeds = Mapping[Codec, Speed]
+NO_SPEEDS: Speeds = MappingProxyType({})
 
 
 def of_shapes(speeds: Speeds, shapes: Iterable[tuple[int, ...]]) -> Speeds:

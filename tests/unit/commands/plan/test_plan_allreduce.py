@@ -8,9 +8,10 @@ import pytest
 
 from mpikv.codecs import compression
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES
 from mpikv.commands.plan import allreduce
-from mpikv.commands.plan.allreduce import alone, buckets_of, hosts_of
-from mpikv.commands.plan.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link
+from mpikv.commands.plan.allreduce import buckets_of, hosts_of
+from mpikv.commands.plan.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, allreduce_s
 from mpikv.commands.plan.priced import Speed
 from mpikv.commands.plan.workload import Workload, of_bytes, of_model
 from mpikv.errors import ConfigError
@@ -24,6 +25,10 @@ def wire_s(n_bytes: float, link: Link = LINK) -> float:
     """As costs.py says: MPI's 64 bytes, and 66 + 66 / 4 for each packet."""
     n_bytes += MESSAGE_BYTES
     return (n_bytes + math.ceil(n_bytes / (link.mtu_bytes - 52)) * 82.5) / link.bytes_per_s
+
+
+def alone_s(algorithm: str, n_bytes: int, workers: int) -> float:
+    return allreduce_s(algorithm, n_bytes, workers, LINK, FREE, hosts=workers, segment_bytes=LINK_SEGMENT_BYTES)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 8, 64])
@@ -50,16 +55,13 @@ def test_a_short_exchange_takes_its_published_steps(
     algorithm: str, workers: int, steps: list[tuple[float, int]]
 ) -> None:
     """steps: the part of the bytes, and the messages of one rank, in each of the steps that follow each other."""
-    n_bytes, hosts = 40_000, hosts_of(workers, 1)
-    (bucket,) = buckets_of(of_bytes(n_bytes), hosts, algorithm)
+    n_bytes = 40_000
     expected_s = sum(LINK.latency_s + messages * wire_s(int(part * n_bytes)) for part, messages in steps)
-    assert alone(bucket, hosts, LINK, FREE) == pytest.approx(expected_s)
+    assert alone_s(algorithm, n_bytes, workers) == pytest.approx(expected_s)
 
 
 def test_a_long_message_is_announced_and_agreed_to_first() -> None:
-    hosts = hosts_of(2, 1)
-    (bucket,) = buckets_of(of_bytes(1 << 20), hosts, "naive")
-    assert alone(bucket, hosts, LINK, FREE) == pytest.approx(2 * (3 * LINK.latency_s + wire_s(1 << 19)))
+    assert alone_s("naive", 1 << 20, 2) == pytest.approx(2 * (3 * LINK.latency_s + wire_s(1 << 19)))
 
 
 def test_a_core_that_has_more_to_do_than_the_link_binds() -> None:
@@ -138,8 +140,8 @@ def test_a_link_is_not_filled_where_all_send_to_all(algorithm: str, workers: int
 def test_neither_is_it_by_encoded_keys(workers: int, share: float) -> None:
     """Nothing but the link costs time here: exactly its bytes, and the latencies of one way out and back."""
     travels = compression.make("2bit")
-    step = allreduce.Step(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
-    found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, step=step)
+    step = allreduce.Travels(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
+    found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, travels=step)
     assert found.mode == "allreduce owners"
     assert found.exchange_s == pytest.approx(found.busy_s["link out"] + 2 * LINK.latency_s)
     assert found.busy_s["link out"] == pytest.approx(found.sent_bytes / LINK.bytes_per_s / share, rel=0.1)

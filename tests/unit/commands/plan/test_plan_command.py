@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +15,11 @@ import mpikv
 from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
 from mpikv.codecs.compression import Compression
-from mpikv.commands.plan import allreduce, calibrate, command, servers, units
-from mpikv.commands.plan.allreduce import Step
+from mpikv.commands.plan import allreduce, calibrate, servers, units
+from mpikv.commands.plan.allreduce import Travels
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.priced import Speed
 from mpikv.commands.plan.workload import Workload, of_bytes, of_model
-from mpikv.common import progress
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.testing.stores import spawn_stores
@@ -77,7 +78,7 @@ def test_numbers_of_servers() -> None:
     ],
 )
 def test_what_cannot_be_read(read: object, text: str) -> None:
-    with pytest.raises(ValueError, match=r"none of the form|carries|whole number|downwards|no number"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"none of the form|carries|whole number|downwards|no number"):
         read(text)  # type: ignore[operator]
 
 
@@ -97,41 +98,13 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "servers, sync" in lines[3]
 
 
-def test_rows_come_as_they_are_ready(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was printed before each row was predicted: the header at once, then each number of workers."""
-    before, predict = [], command.predict
-
-    def predicted(*arguments: object) -> object:
-        told = capsys.readouterr()
-        before.append((len(told.out.splitlines()), told.err))
-        return predict(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(command, "predict", predicted)
-    monkeypatch.setattr(progress, "MOST_S", -1.0)  # a line for each row
-    assert plan("--bytes", "64K", "--workers", "2,4", "--servers", "0,1") == 0
-    assert [lines for lines, _ in before] == [3, 0, 0, 0, 4, 0, 0, 0]
-    assert "mpikv plan: 7 of 8 rows, 4 workers, 1 servers, async, " in before[-1][1]
-    assert len([line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]) == 4
-
-
-@pytest.mark.parametrize("workers", [2, 8])
-@pytest.mark.parametrize("algorithm", ["auto", "naive"])
-def test_modes_are_known_before(workers: int, algorithm: str) -> None:
-    workload = of_bytes(1 << 12)
-    for n_servers, synchronous in ((0, False), (1, True)):
-        found = servers.simulate(workload, workers, n_servers, LINK, Costs(), synchronous=synchronous)
-        assert found.mode == servers.mode_of(n_servers, synchronous=synchronous)
-    found = allreduce.predict(workload, workers, LINK, Costs(), algorithm=algorithm)
-    assert found.mode == allreduce.mode_of(workload, workers, algorithm=algorithm)
-
-
 def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--bytes", "1M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compute-ms", "50")
     assert plan(*words, "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)
     (row,) = found["rows"]
     assert row["step_s"] == pytest.approx(0.05 + row["exchange_s"])
-    assert 0.05 <= row["overlapped_step_s"] <= row["step_s"] + 2.2e-3  # a look beside a computing program is rare
+    assert 0.05 <= row["overlapped_step_s"] <= row["step_s"]
     assert found["settings"]["workload"] == f"{1 << 20} bytes"
     assert plan(*words) == 0
     assert "overlapped" in capsys.readouterr().out
@@ -233,7 +206,7 @@ def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
 @pytest.mark.parametrize("n_servers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
-    found = servers.simulate(Workload("mixed", SHAPES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
+    found = servers.predict(Workload("mixed", SHAPES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
     assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
 
 
@@ -257,8 +230,8 @@ def speeds_of(travels: Compression) -> dict[Codec, Speed]:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object], workers: int) -> None:
     travels = compression.make(kind)
-    step = Step(travels, speeds=speeds_of(travels))
-    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), step=step)
+    step = Travels(travels, speeds=speeds_of(travels))
+    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), travels=step)
     assert found.mode == "allreduce owners"
     assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, kind)
 
@@ -267,7 +240,7 @@ def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object],
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
     travels = compression.make(kind)
-    found = servers.simulate(
+    found = servers.predict(
         Workload("few", FEW),
         2,
         2,
@@ -298,8 +271,8 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
         return min(steps)
 
     travels = compression.make(kind)
-    step = Step(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
-    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), step=step)
+    step = Travels(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
+    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), travels=step)
     config = Config(timeout_s=60, progress="calls", bucket_bytes=0)
     stored = spawn_stores("dist_sync", 3, body, config=config, hosts=["h0", "h1", "h2"])
     assert (found.messages, found.sent_bytes) == max(stored)
@@ -308,20 +281,10 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
 def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
     travels = compression.make({"type": "2bit", "pull": "fp16"})
     speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
-    step = Step(travels, bucketed=False, speeds=speeds)
-    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step=step)
+    step = Travels(travels, bucketed=False, speeds=speeds)
+    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), travels=step)
     assert found.binds[0] == "core"
     assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
-
-
-def test_servers_decode_what_workers_encode() -> None:
-    """One worker and one server, which has nothing else to do."""
-    travels = compression.make("2bit")
-    speeds = {travels.push: Speed(2e-6, 3e-6, 0.0), travels.pull: FAST}
-    n_elems = 1 << 16
-    found = servers.simulate(of_bytes(4 * n_elems), 1, 1, LINK, Costs(0, 0, 0, 0), compression=travels, speeds=speeds)
-    assert found.busy_s["worker core"] == pytest.approx(n_elems * 2e-6)
-    assert found.busy_s["server core"] == pytest.approx(n_elems * 3e-6)
 
 
 def test_what_a_codec_costs_is_measured() -> None:
@@ -369,11 +332,9 @@ def test_workloads() -> None:
     assert ready[-1] > 0.1
 
 
-# --- calibration
-
-
-def test_a_message_and_a_byte_from_two_lengths() -> None:
-    message_s, byte_s = calibrate._line(lambda n_bytes: 5e-6 + 2e-9 * n_bytes)
-    assert message_s == pytest.approx(5e-6)
-    assert byte_s == pytest.approx(2e-9)
-    assert calibrate._line(lambda n_bytes: 1e-6)[1] == 0
+def test_costs_are_measured_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    assert plan("--bytes", "64K", "--workers", "2", "--servers", "0", "--calibrate", "--json", "-") == 0
+    costs = json.loads(capsys.readouterr().out)["settings"]["costs"]
+    assert costs != dataclasses.asdict(Costs())
+    assert all(0 <= seconds < 1e-3 for seconds in costs.values())

@@ -11,7 +11,7 @@ from jobs import ROOT
 from mpikv.commands import models
 from mpikv.commands.plan import allreduce, servers
 from mpikv.commands.plan.costs import Costs, Link
-from mpikv.commands.plan.outcome import Outcome
+from mpikv.commands.plan.outcome import PlannedStep
 from mpikv.commands.plan.workload import of_bytes, of_model
 
 LINK = Link(25e6, 100e-6, 9000)  # of all those measurements
@@ -41,13 +41,13 @@ def rows() -> list[Row]:
     return found
 
 
-def predicted(row: Row) -> Outcome:
+def predicted(row: Row) -> PlannedStep:
     known = row.what in models.NAMES
     workload = of_model(row.what) if known else of_bytes(int(row.what.rstrip("M")) << 20)
     if not row.servers:
         return allreduce.predict(workload, row.workers, LINK, Costs())
     synchronous = row.mode == "servers, sync"
-    return servers.simulate(workload, row.workers, row.servers, LINK, Costs(), synchronous=synchronous)
+    return servers.predict(workload, row.workers, row.servers, LINK, Costs(), synchronous=synchronous)
 
 
 def test_all_rows_are_found() -> None:
