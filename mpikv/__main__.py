@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from mpikv._version import __version__
 from mpikv.commands import models
 from mpikv.commands.bench.options import add_parser as add_bench
-from mpikv.commands.bench.start import Parser
+from mpikv.commands.bench.start import RankedParser
 from mpikv.commands.launch.options import add_launch, add_submit
 from mpikv.commands.plan.options import add_parser as add_plan
 from mpikv.commands.records_command import add_parser as add_records
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = RankedParser(
         prog="mpikv", description="A key-value store for data-parallel training on MPI.", epilog="mpikv COMMAND --help"
     )
     parser.add_argument("--version", action="version", version=f"mpikv {__version__}")

@@ -25,7 +25,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import socket
 import sys
 import threading
@@ -37,10 +36,9 @@ from typing import Any
 
 import _hosts  # lies beside this file
 
-from mpikv.commands.bench.tcp import TOKEN_BYTES, accept, connect
-
 TCP_BYTES = 16 << 20
 TCP_PORT = 29777
+WAIT_S = 60.0
 
 
 def main() -> int:
@@ -175,15 +173,16 @@ class Sockets:
         first = [host_names.index(host) for host in dict.fromkeys(host_names)]
         self._comm, self._open = comm, comm.Get_rank() in first
         self._pairs: list[tuple[socket.socket, socket.socket]] = []  # to the next host and from the one before, and on
-        address, token = None, os.urandom(TOKEN_BYTES)
+        address = None
         if self._open:
             server = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
+            server.settimeout(WAIT_S)
             address, at = server.getsockname(), first.index(comm.Get_rank())
-        offers = comm.allgather((address, token))
+        addresses = comm.allgather(address)
         for step in range(1, len(first)):
             if self._open:
-                out = connect(*offers[first[(at + step) % len(first)]])
-                self._pairs.append((out, accept(server, token)))
+                out = socket.create_connection(addresses[first[(at + step) % len(first)]], WAIT_S)
+                self._pairs.append((out, server.accept()[0]))
             comm.Barrier()
         if self._open:
             server.close()
@@ -227,9 +226,9 @@ def raw_tcp(comm: Any, receiver: int) -> float:
     goodput = 0.0
     if comm.Get_rank() == receiver:
         with socket.create_server((socket.gethostbyname(socket.gethostname()), TCP_PORT)) as server:
-            token = os.urandom(TOKEN_BYTES)
-            comm.send((server.getsockname(), token), 0)
-            peer = accept(server, token)
+            server.settimeout(WAIT_S)
+            comm.send(server.getsockname(), 0)
+            peer, _ = server.accept()
         with peer:
             buffer = bytearray(1 << 18)
             got = peer.recv_into(buffer)
@@ -238,7 +237,7 @@ def raw_tcp(comm: Any, receiver: int) -> float:
                 got += peer.recv_into(buffer)
             goodput = (got - first) / (time.perf_counter() - begin_s)
     elif comm.Get_rank() == 0:
-        with connect(*comm.recv(source=receiver)) as connection:
+        with socket.create_connection(comm.recv(source=receiver), WAIT_S) as connection:
             connection.sendall(bytes(TCP_BYTES))
     quiet_barrier(comm)
     return float(comm.bcast(goodput, receiver))

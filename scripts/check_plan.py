@@ -196,7 +196,7 @@ def compare(
             speeds=speeds,
         )
     else:
-        how = allreduce.Travels(travels, speeds=speeds)
+        how = allreduce.StepSettings(travels, speeds=speeds)
         plan = allreduce.predict(plan_of(workload), workers, link, Costs(), travels=how)
     measured_s = statistics.median(found["seconds"])
     off = plan.exchange_s / measured_s - 1

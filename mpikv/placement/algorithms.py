@@ -24,7 +24,7 @@ class AlgorithmRow(NamedTuple):
 # The first row that fits. Few ranks: the direct algorithm has the fewest steps, is as fast as the others up to some
 # megabytes, and adds in the order of the ranks, so that the bits are those of a server; beyond, its scratch memory of a
 # whole buffer counts. Many ranks: short messages cost their steps, long ones their bytes. Measured with
-# scripts/compare_algorithms.py; see docs/adr/0003-allreduce-table.md.
+# `mpikv bench allreduce --algorithms all`; see docs/adr/0003-allreduce-table.md.
 TABLE = (
     AlgorithmRow(4, 4 << 20, "naive"),
     AlgorithmRow(None, 64 << 10, "halving_doubling"),

@@ -8,10 +8,10 @@ import sys
 import gpus
 
 from mpikv.__main__ import main
-from mpikv.commands.bench import device_probes
+from mpikv.commands.bench import device
 
 kind, _, least = sys.argv[1].partition(":")
 if least or kind == "fake":
-    device_probes.LEAST_BYTES = int(least or 1 << 12)  # of a fake one nobody judges figures
+    device.LEAST_BYTES = int(least or 1 << 12)  # of a fake one nobody judges figures
 gpus.use(kind)
 sys.exit(main(["bench", *sys.argv[2:]]))

@@ -5,14 +5,13 @@ machine can only make them worse. memcpy and `a += b` of the same values are mea
 allows in the same minutes. A codec that is not exact is measured as the registry makes it, with error feedback around
 it, and without: the row whose name ends with "alone".
 
-Before that, of a short piece, what is encoded must have the length that was agreed on, and `add` must have the bits of
-`decode` and a sum, unless --no-check is given.
+Before that, of a few values, what is encoded must have the length that was agreed on, and `add` must have the bits of
+`decode` and a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,60 +19,40 @@ import numpy as np
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.codecs import ErrorFeedback, registry
 from mpikv.codecs.base import Codec
-from mpikv.commands.bench.measure import Contender, measure
-from mpikv.commands.bench.session import Session
+from mpikv.commands.bench.measure import Contender
+from mpikv.commands.bench.report import BenchTable, Text
+from mpikv.commands.bench.session import BenchRun
 from mpikv.commands.bench.sizes import short
-from mpikv.commands.tables import Column, Table
 
 COPY, SUM = "memcpy", "a += b"
 SHORT_ELEMS = (1 << 16) + 3  # of the check
 
 
-@dataclass(frozen=True)
-class CodecRow:
-    """One codec. n_elems, n_bytes: of the values. wire_bytes: of what travels. Times in seconds, the best of all.
-
-    wrong: on how many ranks a length or a sum was wrong.
-    """
-
-    what: str
-    codec: str
-    n_elems: int
-    n_bytes: int
-    wire_bytes: int
-    iterations: int
-    encode_s: float
-    decode_s: float
-    add_s: float
-    copy_s: float
-    sum_s: float
-    wrong: int
+def _rate(name: str) -> Text:
+    return lambda row: f"{row['n_bytes'] / row[name] / 1e9:.2f}"
 
 
-TABLE = Table(
-    Column("bytes", 9),
-    Column("codec", 16, left=True),
-    Column("on wire/value", 13),
-    Column("smaller by", 10),
-    Column("encode GB/s", 11),
-    Column("decode", 8),
-    Column("add", 8),
-    Column(COPY, 8),
-    Column(SUM, 8),
+TABLE = BenchTable(
+    ("bytes", 9, lambda row: short(row["n_bytes"])),
+    ("codec", 16, lambda row: row["what"]),
+    ("on wire/value", 13, lambda row: f"{row['wire_bytes'] / max(row['n_elems'], 1):.3f}"),
+    ("smaller by", 10, lambda row: f"{row['n_bytes'] / max(row['wire_bytes'], 1):.1f}"),
+    ("encode GB/s", 11, _rate("encode_s")),
+    ("decode", 8, _rate("decode_s")),
+    ("add", 8, _rate("add_s")),
+    (COPY, 8, _rate("copy_s")),
+    (SUM, 8, _rate("sum_s")),
+    left=("codec",),
 )
 
 
-def run(session: Session) -> None:
+def run(session: BenchRun) -> None:
     """Measure what the options ask for. Collective; each rank measures by itself, and the slowest counts."""
     session.note("GB/s of values, of the slowest rank, best of all iterations")
     session.titles(TABLE)
     for name in session.options.codecs or registry.names():
         session.progress.update(what=name)
-        for what, codec in variants(name):
-            row = _one(session, what, codec)
-            session.rows.append(row)
-            session.lines(line, [row])
-        session.progress.update(1)
+        session.add(TABLE, [_one(session, what, codec) for what, codec in variants(name)])
 
 
 def variants(name: str) -> Iterator[tuple[str, Codec]]:
@@ -84,10 +63,10 @@ def variants(name: str) -> Iterator[tuple[str, Codec]]:
         yield f"{name} alone", codec.codec
 
 
-def _one(session: Session, what: str, codec: Codec) -> CodecRow:
+def _one(session: BenchRun, what: str, codec: Codec) -> dict[str, Any]:
     """Measure one codec. Collective."""
     job, dtype = session.job, session.dtype
-    wrong = job.comm.allreduce(int(session.options.check and not is_right(codec, dtype)))
+    wrong = job.comm.allreduce(int(not is_right(codec, dtype)))
     n_elems = session.options.bytes // dtype.itemsize
     values = np.random.default_rng(job.rank).standard_normal(n_elems, np.float32).astype(dtype)
     state, out = codec.init(n_elems), np.zeros(n_elems, sum_dtype(dtype))
@@ -104,22 +83,22 @@ def _one(session: Session, what: str, codec: Codec) -> CodecRow:
     def prepare() -> None:
         out.fill(0)  # so that sums do not grow beyond what a float holds
 
-    results = measure(job.comm, [Contender(name, prepare, call) for name, call in calls.items()], session.plan)
-    best_s = {result.what: result.summary.min_s for result in results}
-    return CodecRow(
-        what=what,
-        codec=repr(codec),
-        n_elems=n_elems,
-        n_bytes=values.nbytes,
-        wire_bytes=codec.wire_bytes(n_elems, dtype),
-        iterations=results[0].summary.iterations,
-        encode_s=best_s["encode"],
-        decode_s=best_s["decode"],
-        add_s=best_s["add"],
-        copy_s=best_s[COPY],
-        sum_s=best_s[SUM],
-        wrong=wrong,
-    )
+    results = session.measure([Contender(name, call, prepare) for name, call in calls.items()])
+    best_s = {result.what: result.min_s for result in results}
+    return {
+        "what": what,
+        "codec": repr(codec),
+        "n_elems": n_elems,
+        "n_bytes": values.nbytes,
+        "wire_bytes": codec.wire_bytes(n_elems, dtype),
+        "iterations": results[0].iterations,
+        "encode_s": best_s["encode"],
+        "decode_s": best_s["decode"],
+        "add_s": best_s["add"],
+        "copy_s": best_s[COPY],
+        "sum_s": best_s[SUM],
+        "wrong": wrong,
+    }
 
 
 def is_right(codec: Codec, dtype: np.dtype[Any]) -> bool:
@@ -131,16 +110,3 @@ def is_right(codec: Codec, dtype: np.dtype[Any]) -> bool:
     expected = out + decoded
     codec.add(data, out)
     return data.nbytes == codec.wire_bytes(SHORT_ELEMS, dtype) and out.tobytes() == expected.tobytes()
-
-
-def line(row: CodecRow) -> str:
-    """Return a row of the table."""
-    times = (row.encode_s, row.decode_s, row.add_s, row.copy_s, row.sum_s)
-    return TABLE.line(
-        short(row.n_bytes),
-        row.what,
-        f"{row.wire_bytes / max(row.n_elems, 1):.3f}",
-        f"{row.n_bytes / max(row.wire_bytes, 1):.1f}",
-        *(f"{row.n_bytes / time_s / 1e9:.2f}" for time_s in times),
-        end="  WRONG: a length, or the bits of a sum" if row.wrong else "",
-    )

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.commands.bench.job import Job
+from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import Contender
 from mpikv.commands.bench.pattern import Pattern
-from mpikv.commands.bench.raw import checker, filler
+from mpikv.commands.bench.raw import sums_in_place
 from mpikv.errors import ConfigError
 
 GLOO = "Gloo"
@@ -35,7 +35,7 @@ def check_torch(wanted_by: str) -> None:
 
 
 @contextlib.contextmanager
-def process_group(job: Job, *, wanted: bool) -> Iterator[None]:
+def process_group(job: BenchJob, *, wanted: bool) -> Iterator[None]:
     """Let torch.distributed run over the ranks of the job inside the block. Collective."""
     if not wanted:
         yield
@@ -62,7 +62,7 @@ def _address() -> str:
         return f"{socket.gethostname()}:{probe.getsockname()[1]}"
 
 
-def contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
+def contender(job: BenchJob, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
     """Make one all_reduce per array, inside a `process_group`. All are started before the first is waited for."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
@@ -76,4 +76,4 @@ def contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) -> Conten
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
-    return Contender(GLOO, filler(pattern, arrays), run, checker(pattern, arrays))
+    return sums_in_place(GLOO, pattern, arrays, run)

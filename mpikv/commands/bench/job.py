@@ -5,9 +5,11 @@ All traffic of the benchmark itself, raw MPI included, goes over a duplicate of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +24,11 @@ from mpikv.runtime import abort, library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SUMS_OF_MPI = ("float32", "float64", "int8", "uint8", "int32", "int64")  # what every MPI can add
+NAP_S = 2e-4
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """The ranks of a benchmark.
 
     comm: the benchmark's own. hosts: the host of each of its ranks. config: what the environment says.
@@ -46,7 +48,7 @@ class Job:
     @property
     def ranks_per_host(self) -> int:
         """How many ranks the host with most of them has."""
-        return max(self.hosts.count(host) for host in self.host_names)
+        return max(map(self.hosts.count, self.hosts))
 
     @property
     def cores(self) -> int:
@@ -57,8 +59,14 @@ class Job:
         """The first rank of each host."""
         return [self.hosts.index(host) for host in self.host_names]
 
+    def quiet_barrier(self) -> None:
+        """Wait for all ranks, asleep, since they may share a core with one that measures. Collective."""
+        request = self.comm.Ibarrier()
+        while not request.Test():
+            time.sleep(NAP_S)
 
-def open_job(config: Config) -> Job:
+
+def open_job(config: Config) -> BenchJob:
     """Initialise MPI, and wait for the other ranks. Collective over COMM_WORLD, blocks."""
     library.prepare(config.mpi, config.interface, config.timeout_s)
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
@@ -70,13 +78,13 @@ def open_job(config: Config) -> Job:
     return job_of(world.Dup(), config)
 
 
-def job_of(comm: MPI.Comm, config: Config) -> Job:
+def job_of(comm: MPI.Comm, config: Config) -> BenchJob:
     """Make a job of the ranks of `comm`, an intracommunicator, which it keeps. Collective."""
     hosts = tuple(comm.allgather(socket.gethostname()))
-    return Job(cast("MPI.Intracomm", comm), comm.Get_rank(), comm.Get_size(), hosts, config)
+    return BenchJob(cast("MPI.Intracomm", comm), comm.Get_rank(), comm.Get_size(), hosts, config)
 
 
-def describe(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def describe(job: BenchJob) -> dict[str, Any]:
     """Return machine, versions and settings, for the header and for JSON. Local."""
     found = library.describe()
     return {
@@ -97,7 +105,7 @@ def describe(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, An
             "numpy": np.__version__,
         },
         "settings": asdict(job.config),
-        "variables": variables_in_force(environ),
+        "variables": variables_in_force(None),
     }
 
 
@@ -119,16 +127,9 @@ def header(found: Mapping[str, Any]) -> list[str]:
 
 def cpu_model() -> str:
     """Return the name that /proc/cpuinfo gives, else the architecture."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, text = line.partition(":")
             if name.strip() == "model name":
                 return text.strip()
-    except OSError:
-        pass
     return platform.machine()
-
-
-def mpi_can_add(dtype: np.dtype[np.generic]) -> bool:
-    """Return whether every MPI library has a sum for this dtype."""
-    return dtype.name in SUMS_OF_MPI

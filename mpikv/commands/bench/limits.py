@@ -6,7 +6,8 @@ p ranks on h hosts sum a value of S bytes, with one copy of the value per rank.
                                                with fewer messages one after another.
     add       S (p-1)/p  / a                   each rank adds p-1 contributions to the S/p bytes that it owns
     memory    S (p-1)/p  / c                   and copies its finished part to p-1 others
-    link      2 S (h-1)/h  / B                 what a host sends and receives at least, B: one host's rate, all sending
+    link      2 S (h-1)/h  / B                 what a host sends and receives at least; B: the rate of the slowest
+                                               stream over MPI from one host to another
 
 a and c are the rates of an in-place add and of a copy measured with all ranks at work at this very size, so that shared
 caches and memory channels are in them. With the values in memory that the ranks of a host share, nothing else has to be

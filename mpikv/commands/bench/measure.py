@@ -11,83 +11,77 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-
-from mpikv.commands.bench.counts import Counts
-from mpikv.commands.bench.statistics import Summary, summarise
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MIN_ITERATIONS = 5
-MAX_ITERATIONS = 2000
-DEFAULT_WARMUP = 3
+MIN_ITERATIONS, MAX_ITERATIONS = 5, 2000
+WARMUP = 3  # rounds that are not timed: connections are made, forms are chosen, memory is touched
 
 
 def _nothing() -> None:
     pass
 
 
-def _fine() -> bool:
-    return True
-
-
 @dataclass
 class Contender:
-    """One way of doing the work. `run` alone is timed; all four are collective.
+    """One way of doing the work. `run` alone is timed; all are collective.
 
-    prepare: fill the arrays. check: whether the result is exact. close: give everything back.
-    counts: what one run in the steady state sends and copies; None where it cannot be counted.
+    prepare: fill the arrays. check: whether the result is exact. close: give everything back. counts: what one run in
+    the steady state sends and copies, on the rank with most; empty where it cannot be counted.
     """
 
     what: str
-    prepare: Callable[[], None]
-    run: Callable[[], None]
-    check: Callable[[], bool] = _fine
+    run: Callable[[], object]
+    prepare: Callable[[], None] = _nothing
+    check: Callable[[], bool] = lambda: True
     close: Callable[[], None] = _nothing
-    counts: Callable[[], Counts] = Counts
+    counts: Callable[[], Mapping[str, int | None]] = dict
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How long to measure.
+class Measured(NamedTuple):
+    """What became of one contender.
 
-    iterations: None adapts to `seconds` a size, all contenders, fills and checks together.
+    Times in seconds, each the slowest rank's. wrong: results that were not exact, over all ranks and iterations.
     """
 
-    iterations: int | None = None
-    warmup: int = DEFAULT_WARMUP
-    seconds: float = 0.5
-    check: bool = True
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one contender. wrong: results that were not exact, over all ranks and iterations."""
-
     what: str
-    summary: Summary
+    iterations: int
+    median_s: float
+    p95_s: float
+    min_s: float
+    max_s: float
     wrong: int
 
 
-def measure(comm: MPI.Intracomm, contenders: Sequence[Contender], plan: Plan) -> list[Result]:
-    """Run all contenders, warm-up first. comm: the ranks that take part, the benchmark's own. Collective."""
+def measure(
+    comm: MPI.Intracomm, contenders: Sequence[Contender], *, seconds: float, iterations: int | None = None
+) -> list[Measured]:
+    """Run all contenders, warm-up first. Collective over `comm`.
+
+    iterations: None: as many as fit into `seconds`, fills and checks included.
+    """
+    from mpi4py import MPI  # noqa: PLC0415 - it initialises MPI
+
     wrong = np.zeros(len(contenders), np.int64)
     round_s = 0.0
-    for turn in range(max(1, plan.warmup)):
+    for turn in range(WARMUP):
         start_s = time.perf_counter()
-        _round(comm, contenders, turn, plan, wrong)
+        _round(comm, contenders, turn, wrong)
         round_s = time.perf_counter() - start_s
-    iterations = plan.iterations or comm.bcast(iterations_for(plan.seconds, round_s))
+    iterations = iterations or comm.bcast(iterations_for(seconds, round_s))
     times = np.empty((iterations, len(contenders)))
     gc.collect()
     for turn in range(iterations):
-        times[turn] = _round(comm, contenders, turn, plan, wrong)
-    return _slowest(comm, contenders, times, wrong)
+        times[turn] = _round(comm, contenders, turn, wrong)
+    comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    comm.Allreduce(MPI.IN_PLACE, wrong, MPI.SUM)
+    return [Measured(one.what, **summary(times[:, i]), wrong=int(wrong[i])) for i, one in enumerate(contenders)]
 
 
 def iterations_for(seconds: float, round_s: float) -> int:
@@ -95,11 +89,17 @@ def iterations_for(seconds: float, round_s: float) -> int:
     return int(min(MAX_ITERATIONS, max(MIN_ITERATIONS, seconds / max(round_s, 1e-9))))
 
 
+def summary(times_s: Any) -> dict[str, Any]:
+    """Return how many times there are, their median, 95th percentile, least and greatest. times_s: (n,), n > 0."""
+    median_s, p95_s = np.percentile(times_s, (50, 95))
+    found = {"median_s": median_s, "p95_s": p95_s, "min_s": np.min(times_s), "max_s": np.max(times_s)}
+    return {"iterations": len(times_s), **{name: float(value) for name, value in found.items()}}
+
+
 def _round(
     comm: MPI.Intracomm,
     contenders: Sequence[Contender],
     turn: int,
-    plan: Plan,
     wrong: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> list[float]:
     """Run each contender once, and return this rank's times."""
@@ -113,20 +113,5 @@ def _round(
         start_s = time.perf_counter()
         contender.run()
         times[i] = time.perf_counter() - start_s
-        if plan.check and not contender.check():
-            wrong[i] += 1
+        wrong[i] += not contender.check()
     return times
-
-
-def _slowest(
-    comm: MPI.Intracomm,
-    contenders: Sequence[Contender],
-    times: np.ndarray[tuple[int, int], np.dtype[np.float64]],
-    wrong: np.ndarray[tuple[int], np.dtype[np.int64]],
-) -> list[Result]:
-    from mpi4py import MPI  # noqa: PLC0415
-
-    slowest, wrongs = np.empty_like(times), np.empty_like(wrong)
-    comm.Allreduce(times, slowest, MPI.MAX)
-    comm.Allreduce(wrong, wrongs, MPI.SUM)
-    return [Result(contender.what, summarise(slowest[:, i]), int(wrongs[i])) for i, contender in enumerate(contenders)]

@@ -8,8 +8,6 @@ array's size nor leaves more than the array itself in the caches.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
@@ -20,32 +18,11 @@ LONGEST_PERIOD = 13  # prime, so that no chunk or segment of a power of two look
 BLOCK_ELEMS = LONGEST_PERIOD * 1260  # a multiple of every number up to 10, and small enough for a core's cache
 
 
-class Values(Protocol):
-    """What arrays of a benchmark are filled with and compared with, wherever they are: see `Pattern`."""
-
-    def zeros(self, shape: tuple[int, ...]) -> Any:
-        """Return a new array of zeros."""
-        ...
-
-    def fill(self, array: Any, sign: int = 1) -> None:
-        """Begin to write this rank's values, times `sign`, which may be 0."""
-        ...
-
-    def is_total(self, array: Any, factor: int = 1) -> bool:
-        """Whether it holds the sum over all ranks, times `factor`, exactly."""
-        ...
-
-    def finish(self) -> None:
-        """Wait for all that was begun with arrays."""
-        ...
-
-    def delivered(self) -> None:
-        """Wait until results of calls that have returned are in the user's arrays."""
-        ...
-
-
 class Pattern:
-    """The values of rank `rank` of `size` in `dtype`, and their sum. Raises ValueError where no exact sum exists."""
+    """The values of rank `rank` of `size` in `dtype`, and their sum, in host memory.
+
+    Raises ValueError where no exact sum exists.
+    """
 
     def __init__(self, dtype: np.dtype[np.generic], rank: int, size: int) -> None:
         offset = sum(other % 3 + 1 for other in range(size))
@@ -64,10 +41,7 @@ class Pattern:
         return array
 
     def finish(self) -> None:
-        """Wait for all that was begun with arrays: nothing, in host memory."""
-
-    def delivered(self) -> None:
-        """Wait until results of calls that have returned are in the user's arrays: they are, in host memory."""
+        """Wait for all that was begun with arrays, in calls of the store, too: for nothing, in host memory."""
 
     def fill(self, array: HostArray, sign: int = 1) -> None:
         """Write this rank's values, times `sign`, which may be 0, into `array`, contiguous and of any shape."""
@@ -79,15 +53,15 @@ class Pattern:
         block = self.mine if sign > 0 or self._negative is None else self._negative
         flat = array.reshape(-1)
         for first in range(0, flat.size, block.size):
-            part = flat[first : first + block.size]
-            part[...] = block[: part.size]
+            some = flat[first : first + block.size]
+            some[...] = block[: some.size]
 
     def is_total(self, array: HostArray, factor: int = 1) -> bool:
         """Whether `array` holds the sum over all ranks, times `factor`, exactly."""
         block = self.total if factor == 1 else self.total * self.total.dtype.type(factor)
         flat = array.reshape(-1)
         return all(
-            np.array_equal(part, block[: part.size])
+            np.array_equal(some, block[: some.size])
             for first in range(0, flat.size, block.size)
-            for part in (flat[first : first + block.size],)
+            for some in (flat[first : first + block.size],)
         )

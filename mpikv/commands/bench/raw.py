@@ -1,26 +1,43 @@
 """Raw MPI: MPI_Allreduce in place through mpi4py, on the benchmark's own communicator.
 
-Three ways of summing a list of arrays: one call per array; or one call for all of them, packed into one buffer before
-and unpacked after.
+Two ways of summing a list of arrays: one call per array; or one call for all of them, packed into one buffer before and
+unpacked after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.commands.bench.job import Job
+from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import Contender
-from mpikv.commands.bench.pattern import Pattern, Values
+from mpikv.commands.bench.pattern import Pattern
+from mpikv.commands.bench.report import RAW
 
-RAW = "raw MPI"
-PACKED = "raw MPI, packed"
+PACKED = f"{RAW}, packed"
+SUMS_OF_MPI = ("float32", "float64", "int8", "uint8", "int32", "int64")  # what every MPI can add
 
 
-def raw_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray], what: str = RAW) -> Contender:
+def mpi_can_add(dtype: np.dtype[np.generic]) -> bool:
+    """Return whether every MPI library has a sum for this dtype."""
+    return dtype.name in SUMS_OF_MPI
+
+
+def sums_in_place(what: str, pattern: Pattern, arrays: Sequence[Any], run: Callable[[], object]) -> Contender:
+    """Make a contender that sums these arrays in place: they are filled before, and compared with the sum after it."""
+
+    def prepare() -> None:
+        for array in arrays:
+            pattern.fill(array)
+        pattern.finish()
+
+    return Contender(what, run, prepare, lambda: all(pattern.is_total(array) for array in arrays))
+
+
+def raw_contender(job: BenchJob, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
     """Make the contender that calls MPI_Allreduce in place, once per array."""
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -31,43 +48,22 @@ def raw_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray], what:
         for array in arrays:
             allreduce(in_place, array, op)
 
-    return Contender(what, filler(pattern, arrays), run, checker(pattern, arrays))
+    return sums_in_place(RAW, pattern, arrays, run)
 
 
-def packed_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
+def packed_contender(job: BenchJob, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
     """Make the contender that copies into one buffer, calls MPI_Allreduce once, and copies back."""
     from mpi4py import MPI  # noqa: PLC0415
 
     flat = [array.reshape(-1) for array in arrays]
     buffer = np.empty(sum(array.size for array in flat), flat[0].dtype)
-    ends = np.cumsum([array.size for array in flat])
-    parts = [buffer[end - array.size : end] for array, end in zip(flat, ends, strict=True)]
+    within = np.split(buffer, np.cumsum([array.size for array in flat])[:-1])
 
     def run() -> None:
-        for part, array in zip(parts, flat, strict=True):
-            part[...] = array
+        for copy, array in zip(within, flat, strict=True):
+            copy[...] = array
         job.comm.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
-        for part, array in zip(parts, flat, strict=True):
-            array[...] = part
+        for copy, array in zip(within, flat, strict=True):
+            array[...] = copy
 
-    return Contender(PACKED, filler(pattern, arrays), run, checker(pattern, arrays))
-
-
-def filler(pattern: Values, arrays: Sequence[Any]) -> Any:
-    """Make a `prepare` that fills all arrays."""
-
-    def prepare() -> None:
-        for array in arrays:
-            pattern.fill(array)
-        pattern.finish()
-
-    return prepare
-
-
-def checker(pattern: Values, arrays: Sequence[Any]) -> Any:
-    """Make a `check` that all arrays hold the sum."""
-
-    def check() -> bool:
-        return all(pattern.is_total(array) for array in arrays)
-
-    return check
+    return sums_in_place(PACKED, pattern, arrays, run)

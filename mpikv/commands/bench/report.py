@@ -1,155 +1,158 @@
-"""One row per size and contender, and the table that rank 0 prints.
+"""Rows, the table that rank 0 prints of them, and the JSON file that it writes.
 
-The table's columns: size of the value; who; median and 95th percentile of the slowest rank's time; the two bandwidths
-of nccl-tests; median divided by raw MPI's of the same interleaved run; messages in one call of the rank that sends
-most, how many of them negotiate instead of carrying values, bytes sent, bytes copied; what bounds the call, and how
-much of that bound is reached (100: nothing is faster). "-": not known.
+A row is a dict of plain values, as JSON has it: times in seconds, bandwidths in GB/s, None for what is not known. A
+table is a list of columns, each with the text that it makes of a row; a row with `wrong` results says so at its end.
+
+Columns of the table of sums: size of the value; who; median and 95th percentile of the slowest rank's time; the two
+bandwidths of nccl-tests; median divided by raw MPI's of the same interleaved run; messages in one call of the rank that
+sends most, how many of them negotiate instead of carrying values, bytes sent, bytes copied; what bounds the call, and
+how much of that bound is reached (100: nothing is faster). "-": not known.
+
+    algbw = S / t                     bytes of the value per second, in GB/s of 10^9
+    busbw = algbw * 2 (n - 1) / n     what one rank's links carry in an allreduce by any bandwidth-optimal algorithm
+
+Source: NVIDIA nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from mpikv.commands.bench.counts import Counts
 from mpikv.commands.bench.limits import Limit, Rates
-from mpikv.commands.bench.measure import Result
-from mpikv.commands.bench.raw import RAW
+from mpikv.commands.bench.measure import Measured
 from mpikv.commands.bench.sizes import short
-from mpikv.commands.bench.statistics import algbw, busbw
 from mpikv.commands.tables import Column, Table
+from mpikv.errors import ConfigError
+
+RAW = "raw MPI"
+GIGA = 1e9
+FORMAT = 1  # of the JSON file; another number when a field changes its meaning
+COUNTS = ("messages", "bytes_sent", "control_messages", "bytes_copied", "held_bytes", "shared_bytes")
+
+Row = Mapping[str, Any]
+Text = Callable[[Row], object]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One contender at one size. Times in seconds, bandwidths in GB/s; None: not known."""
-
-    n_bytes: int
-    arrays: int
-    what: str
-    iterations: int
-    median_s: float
-    p95_s: float
-    min_s: float
-    max_s: float
-    algbw: float
-    busbw: float
-    ratio_to_raw: float | None
-    messages: int | None
-    bytes_sent: int | None
-    control_messages: int | None
-    bytes_copied: int | None
-    held_bytes: int | None
-    shared_bytes: int | None
-    limit_s: float
-    limit_by: str
-    limit_percent: float
-    add_bytes_per_s: float | None
-    copy_bytes_per_s: float | None
-    together_bytes_per_s: float | None
-    latency_s: float
-    link_bytes_per_s: float | None
-    wrong: int
+def known(name: str, form: Callable[[Any], str] = str) -> Text:
+    """Make the text of a value that may not be known."""
+    return lambda row: "-" if row[name] is None else form(row[name])
 
 
-def rows_of(
-    results: Sequence[Result],
+def milliseconds(name: str) -> Text:
+    """Make the text of a time."""
+    return lambda row: f"{row[name] * 1e3:.2f}"
+
+
+class BenchTable:
+    """A table of rows. columns: title, least width, text; left: the titles of columns whose texts begin in line."""
+
+    def __init__(self, *columns: tuple[str, int, Text], left: Sequence[str] = ("what",)) -> None:
+        self._table = Table(*(Column(title, width, title in left) for title, width, _ in columns))
+        self._texts = [text for _, _, text in columns]
+
+    def head(self) -> str:
+        """Return the titles, in one line."""
+        return self._table.head()
+
+    def line(self, row: Row) -> str:
+        """Return one line."""
+        wrong = row.get("wrong")
+        return self._table.line(*(text(row) for text in self._texts), end=f"  WRONG in {wrong} results" * bool(wrong))
+
+
+def _microseconds(name: str) -> Text:
+    """Make the text of a time, with four digits or more."""
+    return lambda row: f"{row[name] * 1e6:.{1 if row[name] < 0.01 else 0}f}"
+
+
+def _rate(name: str) -> Text:
+    return lambda row: f"{row[name]:.{3 if row[name] < 10 else 2}f}"
+
+
+def _count(number: int) -> str:
+    return str(number) if number < 10_000 else short(number)
+
+
+SUMS = BenchTable(
+    ("bytes", 9, lambda row: short(row["n_bytes"])),
+    ("what", 20, lambda row: row["what"]),
+    ("median us", 10, _microseconds("median_s")),
+    ("p95 us", 10, _microseconds("p95_s")),
+    ("algbw", 7, _rate("algbw")),
+    ("busbw", 7, _rate("busbw")),
+    ("vs raw", 7, known("ratio_to_raw", "{:.2f}".format)),
+    ("msgs", 6, known("messages", _count)),
+    ("ctrl", 5, known("control_messages", _count)),
+    ("sent", 10, known("bytes_sent", _count)),
+    ("copied", 10, known("bytes_copied", _count)),
+    ("limit", 8, lambda row: row["limit_by"]),
+    ("% of it", 7, lambda row: f"{row['limit_percent']:.0f}"),
+)
+
+
+def sums(
+    results: Sequence[Measured],
+    counts: Mapping[str, Mapping[str, int | None]],
+    rates: Rates,
+    limits: Callable[[str], Limit],
     *,
     n_bytes: int,
     arrays: int,
     ranks: int,
-    counts: Mapping[str, Counts],
-    rates: Rates,
-    limits: Mapping[str, Limit],
-    limit: Limit,
-) -> list[Row]:
-    """Return the rows of one size. ranks: that hold a copy of the value.
+) -> list[dict[str, Any]]:
+    """Return the rows of one size. ranks: that hold a copy of the value. counts: by contender. limits: of a contender.
 
-    limits: of contenders with another than `limit`. `ratio_to_raw` divides by the median of the contender `RAW`; it is
-    None where there is none.
+    `ratio_to_raw` divides by the median of the contender `RAW`; it is None where there is none.
     """
-    raw_s = next((result.summary.median_s for result in results if result.what == RAW), None)
+    raw_s = next((result.median_s for result in results if result.what == RAW), None)
     rows = []
     for result in results:
-        times, bound = result.summary, limits.get(result.what, limit)
+        time_s, limit, algbw = result.median_s, limits(result.what), n_bytes / result.median_s / GIGA
         rows.append(
-            Row(
-                n_bytes=n_bytes,
-                arrays=arrays,
-                what=result.what,
-                iterations=times.iterations,
-                median_s=times.median_s,
-                p95_s=times.p95_s,
-                min_s=times.min_s,
-                max_s=times.max_s,
-                algbw=algbw(n_bytes, times.median_s),
-                busbw=busbw(n_bytes, times.median_s, ranks),
-                ratio_to_raw=None if raw_s is None else times.median_s / raw_s,
-                **counts.get(result.what, Counts())._asdict(),
-                limit_s=bound.time_s,
-                limit_by=bound.by,
-                limit_percent=100 * bound.time_s / times.median_s,
-                add_bytes_per_s=_finite(rates.add_bytes_per_s),
-                copy_bytes_per_s=_finite(rates.copy_bytes_per_s),
-                together_bytes_per_s=_finite(rates.together_bytes_per_s),
-                latency_s=rates.latency_s,
-                link_bytes_per_s=rates.link_bytes_per_s,
-                wrong=result.wrong,
-            )
+            {
+                "n_bytes": n_bytes,
+                "arrays": arrays,
+                **result._asdict(),
+                "algbw": algbw,
+                "busbw": algbw * 2 * (ranks - 1) / ranks,
+                "ratio_to_raw": None if raw_s is None else time_s / raw_s,
+                **{name: counts.get(result.what, {}).get(name) for name in COUNTS},
+                "limit_s": limit.time_s,
+                "limit_by": limit.by,
+                "limit_percent": 100 * limit.time_s / time_s,
+                **rates._asdict(),
+            }
         )
     return rows
 
 
-def _finite(rate: float) -> float | None:
-    return rate if rate != float("inf") else None  # JSON has no infinity
+def ledger(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return for each contender the row at which its store held most memory beyond the user's arrays."""
+    most: dict[str, Row] = {}
+    for row in rows:
+        if row.get("held_bytes") is not None:
+            most[row["what"]] = max(most.get(row["what"], row), row, key=lambda one: int(one["held_bytes"]))
+    return [{name: row[name] for name in ("what", "n_bytes", "held_bytes")} for row in most.values()]
 
 
-TABLE = Table(
-    Column("bytes", 9),
-    Column("what", 20, left=True),
-    Column("median us", 10),
-    Column("p95 us", 10),
-    Column("algbw", 7),
-    Column("busbw", 7),
-    Column("vs raw", 7),
-    Column("msgs", 6),
-    Column("ctrl", 5),
-    Column("sent", 10),
-    Column("copied", 10),
-    Column("limit", 8),
-    Column("% of it", 7),
-)
+def ledger_lines(entries: Sequence[Row]) -> list[str]:
+    """Return the footer: what the stores held."""
+    lines = [f"#   {one['what']}: {one['held_bytes']} bytes, at {short(one['n_bytes'])}" for one in entries]
+    return ["# memory held beyond the user's arrays, by the rank with most", *lines] if lines else []
 
 
-def table_row(row: Row) -> str:
-    """Return one line; a wrong result says so at its end."""
-    return TABLE.line(
-        short(row.n_bytes),
-        row.what,
-        microseconds(row.median_s),
-        microseconds(row.p95_s),
-        _number(row.algbw),
-        _number(row.busbw),
-        "-" if row.ratio_to_raw is None else f"{row.ratio_to_raw:.2f}",
-        _count(row.messages),
-        _count(row.control_messages),
-        _count(row.bytes_sent),
-        _count(row.bytes_copied),
-        row.limit_by,
-        f"{row.limit_percent:.0f}",
-        end=f"  WRONG in {row.wrong} results" if row.wrong else "",
-    )
+def write_json(path: str, content: Mapping[str, Any]) -> None:
+    """Write the file. Raises OSError where it cannot be written."""
+    Path(path).write_text(json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n")
 
 
-def microseconds(time_s: float) -> str:
-    """Write a time in microseconds, with four digits or more."""
-    time_us = time_s * 1e6
-    return f"{time_us:.1f}" if time_us < 10_000 else f"{time_us:.0f}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.2f}"
-
-
-def _count(number: int | None) -> str:
-    return "-" if number is None else str(number) if number < 10_000 else short(number)
+def check_writable(option: str, path: str) -> None:
+    """Raise ConfigError where the file cannot be written: before an hour of measuring, not after it."""
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} {path}: it is a folder")
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {folder}")

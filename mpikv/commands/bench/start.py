@@ -1,9 +1,9 @@
 """How a benchmark is started: by `mpirun`, or alone with `-n`; then this process becomes an `mpirun` of the same
 command.
 
-It becomes it by exec, so that signals reach `mpirun` and its status is this command's; where a progress bar is to be
-drawn, this process stays beside it. Where a launcher has started the ranks already, `-n` may only repeat their number.
-What is wrong with the options is told once, by rank 0, although every rank finds it.
+It becomes it by exec, so that signals reach `mpirun` and its status is this command's. Where a launcher has started the
+ranks already, `-n` may only repeat their number. What is wrong with the options is told once, by rank 0, although every
+rank finds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpikv.commands.bench.progress import follow
+import mpikv
 from mpikv.commands.mpirun import find_mpirun, identify
 from mpikv.errors import ConfigError
 from mpikv.runtime import launcher
@@ -33,7 +33,7 @@ def environment_rank(environ: Mapping[str, str] | None = None) -> int:
     return launcher.said_rank(environ)
 
 
-class Parser(argparse.ArgumentParser):
+class RankedParser(argparse.ArgumentParser):
     """A parser whose help and errors come from rank 0 alone."""
 
     def print_help(self, file: object = None) -> None:
@@ -57,8 +57,8 @@ def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) ->
     return found is None and wanted is not None
 
 
-def run_mpirun(n: int, arguments: Sequence[str], mode: str, *, bar: bool) -> int:
-    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`; with `bar` stay, draw, and return its status.
+def become_mpirun(n: int, arguments: Sequence[str], mode: str) -> NoReturn:
+    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`.
 
     mode: MPIKV_MPI. Raises ConfigError where there is no mpirun.
     """
@@ -68,9 +68,7 @@ def run_mpirun(n: int, arguments: Sequence[str], mode: str, *, bar: bool) -> int
     line += [sys.executable, "-m", "mpikv", *arguments]
     env = {**mpirun.environment(), **ONE_THREAD, **os.environ}
     # `mpikv` may be run from a checkout, which the ranks must find as this process did.
-    here = str(Path(__file__).resolve().parents[3])
+    here = str(Path(mpikv.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
     sys.stdout.flush()
-    if not bar:
-        os.execvpe(mpirun.program, line, env)
-    return follow(line, env)
+    os.execvpe(mpirun.program, line, env)

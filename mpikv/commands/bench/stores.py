@@ -1,32 +1,59 @@
 """The store as a contender: one `pushpull` of one key or of a list of keys.
 
 The arrays are the user's own ("ordinary"), or come from `store.zeros` and lie in memory that the ranks of a host share
-("shared"). Their pattern says where they are: in host memory (`Pattern`), or on a GPU (`DevicePattern`). With an
-optimizer the gradients change their sign from round to round, so that the weights, which begin at zero, are minus the
-sum or zero again: exact in every dtype, however many rounds there are.
+("shared"). Their pattern says where they are: in host memory, or on a GPU. With an optimizer the gradients change their
+sign from round to round, so that the weights, which begin at zero, are minus the sum or zero again: exact in every
+dtype, however many rounds there are.
+
+What a call sends and copies is counted from `store.stats()` in one call more, on the rank with most of each.
+Collectives of the MPI library (`MPIKV_ALGORITHM=native`) hide their messages: these and their bytes are unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpikv import kv, optimizers
-from mpikv.commands.bench.counts import Counts, counts_of, most
-from mpikv.commands.bench.job import Job
+from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import Contender
-from mpikv.commands.bench.pattern import Values
+from mpikv.commands.bench.pattern import Pattern
 from mpikv.config import Config
+from mpikv.kvstore import KVStore
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+GROWING = {  # by their names in `store.stats()`
+    "messages": "messages_sent",
+    "bytes_sent": "bytes_sent",
+    "control_messages": "control_messages_sent",
+    "bytes_copied": "bytes_copied",
+}
+HELD = ("held_bytes", "shared_bytes")  # in memory beyond the user's arrays; of it, in memory that ranks share
+
+
+def counted(job: BenchJob, store: KVStore, call: Callable[[], object]) -> dict[str, int | None]:
+    """Return what a call does, on the rank with most of each; None: not known. Collective over the job."""
+    job.comm.Barrier()  # no control message is on its way any more when all have come out of the last call
+    before = store.stats()
+    call()
+    job.comm.Barrier()
+    after = store.stats()
+    mine = {name: after[what] - before[what] if what in after else None for name, what in GROWING.items()}
+    mine |= {name: after.get(name) for name in HELD}
+    everybody = job.comm.allgather(mine)
+    return {
+        name: None if any(one[name] is None for one in everybody) else max(one[name] for one in everybody)
+        for name in mine
+    }
+
 
 @dataclass(frozen=True)
-class Way:
+class StoreUse:
     """How the store is used. shapes: one per key. type_: the name for `kv.create`."""
 
     what: str
@@ -42,89 +69,74 @@ class Way:
     compression: Mapping[str, Any] | None = None  # of `set_gradient_compression`
 
 
-class _Use:
+class _StoreContender:
     """One store with its arrays."""
 
-    def __init__(self, comm: Any, pattern: Values, way: Way, arrays: Sequence[Any] | None) -> None:
-        self._pattern = pattern
-        self._way = way
-        self.store = kv.create(way.type_, comm=comm, config=way.config)
-        if way.compression:
-            self.store.set_gradient_compression(way.compression)
-        if way.optimizer:
-            self.store.set_optimizer(optimizers.create(way.optimizer, learning_rate=1.0))
-        if way.shared:
-            where = {"device": self.store.device} if way.device else {}
-            arrays = self.store.zeros(list(way.shapes), dtype=way.dtype, **where)
+    def __init__(self, comm: Any, pattern: Pattern, use: StoreUse, arrays: Sequence[Any] | None) -> None:
+        self._pattern, self._use = pattern, use
+        self.store = kv.create(use.type_, comm=comm, config=use.config)
+        if use.compression:
+            self.store.set_gradient_compression(use.compression)
+        if use.optimizer:
+            self.store.set_optimizer(optimizers.create(use.optimizer, learning_rate=1.0))
+        if use.shared:
+            where = {"device": self.store.device} if use.device else {}
+            arrays = self.store.zeros(list(use.shapes), dtype=use.dtype, **where)
         elif arrays is None:
-            arrays = [pattern.zeros(shape) for shape in way.shapes]
-        self.arrays: Sequence[Any] = arrays
-        self.outs = [pattern.zeros(shape) for shape in way.shapes] if way.out else None
+            arrays = [pattern.zeros(shape) for shape in use.shapes]
+        self._arrays: Sequence[Any] = arrays
+        self._outs = [pattern.zeros(shape) for shape in use.shapes] if use.out else None
         self._sign = -1
-        keys: Any = list(range(len(way.shapes)))
+        keys: Any = list(range(len(use.shapes)))
         # Not the arrays themselves: with an optimizer the first weights are zero.
-        self.store.init(keys, [np.zeros(shape, way.dtype) for shape in way.shapes])
-        value: Any = list(self.arrays)
-        out: Any = self.outs
-        if way.single:
+        self.store.init(keys, [np.zeros(shape, use.dtype) for shape in use.shapes])
+        value: Any = list(self._arrays)
+        out: Any = self._outs
+        if use.single:
             keys, value, out = keys[0], value[0], out and out[0]
         self._call = (keys, value, out)
-        self._results = self.arrays if self.outs is None else self.outs
 
     def prepare(self) -> None:
-        self._sign = -self._sign if self._way.optimizer else 1
-        for array in self.arrays:
+        self._sign = -self._sign if self._use.optimizer else 1
+        for array in self._arrays:
             self._pattern.fill(array, self._sign)
-        for array in self.outs or ():
+        for array in self._outs or ():
             self._pattern.fill(array, 0)
         self._pattern.finish()
 
     def run(self) -> None:
         self.store.pushpull(*self._call)
-        self._pattern.delivered()
+        self._pattern.finish()
 
     def check(self) -> bool:
-        results = self._results
-        if not self._way.optimizer:
-            factor = 1
-        else:
+        results, factor = self._arrays if self._outs is None else self._outs, 1
+        if self._use.optimizer:
             factor = -1 if self._sign > 0 else 0
-            if self._way.type_.startswith("dist_async"):
+            if self._use.type_.startswith("dist_async"):
                 # The answer to one worker may lack the others' pushes: what is exact is the value after all of them.
                 self.store.barrier()
-                results = self.store.pull(list(range(len(self._way.shapes))))
+                results = self.store.pull(list(range(len(self._use.shapes))))
                 self._pattern.finish()
                 self.store.barrier()
         return all(self._pattern.is_total(array, factor) for array in results)
 
-    def count(self, comm: MPI.Intracomm) -> Counts:
-        """Make one call more, and count it; call this when nothing is negotiated any more. Collective over `comm`."""
-        self.prepare()
-        comm.Barrier()  # no control message is on its way any more when all have come out of the last call
-        before = self.store.stats()
-        self.run()
-        comm.Barrier()
-        return counts_of(before, self.store.stats(), hidden=self._way.config.algorithm == "native")
-
-    def close(self) -> None:
-        self.store.close()
-
 
 def store_contender(
-    job: Job, pattern: Values, way: Way, arrays: Sequence[Any] | None = None, comm: MPI.Intracomm | None = None
+    job: BenchJob,
+    pattern: Pattern,
+    use: StoreUse,
+    arrays: Sequence[Any] | None = None,
+    comm: MPI.Intracomm | None = None,
 ) -> Contender:
-    """Make the contender that uses the store in one way. Collective over `comm`, by default the ranks of the job.
+    """Make the contender that uses the store so. Collective over `comm`, by default the ranks of the job.
 
     arrays: the user's, shared between contenders; None: own ones. With servers the job is that of the workers.
     """
-    use = _Use(job.comm if comm is None else comm, pattern, way, arrays)
+    made = _StoreContender(job.comm if comm is None else comm, pattern, use, arrays)
 
-    def counts() -> Counts:
-        return most(job.comm, use.count(job.comm))
+    def counts() -> dict[str, int | None]:
+        made.prepare()
+        found = counted(job, made.store, made.run)
+        return found | dict.fromkeys(("messages", "bytes_sent")) if use.config.algorithm == "native" else found
 
-    return Contender(way.what, use.prepare, use.run, use.check, use.close, counts)
-
-
-def forced(way: Way, algorithm: str) -> Way:
-    """Return `way` with one algorithm prescribed."""
-    return replace(way, what=algorithm, config=way.config.with_(algorithm=algorithm))
+    return Contender(use.what, made.run, made.prepare, made.check, made.store.close, counts)

@@ -8,6 +8,10 @@ Checked after every round: how far the weights have moved from the first ones mu
 that is trained beside the others and not timed: MPI_Allreduce of each gradient. Training enlarges differences, so that
 after some steps a last bit decides over a hundredth of the way. How much it does shows a second reference, whose first
 weights are off by one rounding: a way is wrong where it is several times as far off.
+
+Columns: examples of one rank in a step; who; median and 95th percentile of the slowest rank's time for a step, in
+milliseconds; the median and the 95th percentile of its ratio to the step alone in the same round; how far the weights
+were from the reference's at most, relative to how far they have moved.
 """
 
 from __future__ import annotations
@@ -21,15 +25,14 @@ import numpy as np
 import torch
 
 from mpikv import kv
-from mpikv.commands.bench import plot, torch_models, train_report
-from mpikv.commands.bench.gpu import device_store, open_space
-from mpikv.commands.bench.job import Job
-from mpikv.commands.bench.measure import iterations_for
-from mpikv.commands.bench.options import TRAIN_VERSUS, TRAINED
-from mpikv.commands.bench.session import Session
-from mpikv.commands.bench.statistics import ratios, summarise
-from mpikv.commands.bench.train_report import TrainRow
-from mpikv.commands.bench.train_ways import WAYS, Alone, RawEach, Work
+from mpikv.commands.bench import torch_models
+from mpikv.commands.bench.choices import TRAIN_VERSUS, TRAINED
+from mpikv.commands.bench.device import device_store, open_space
+from mpikv.commands.bench.job import BenchJob
+from mpikv.commands.bench.measure import iterations_for, summary
+from mpikv.commands.bench.report import BenchTable, known, milliseconds
+from mpikv.commands.bench.session import BenchRun
+from mpikv.commands.bench.train_ways import WAYS, RawEach, StepAlone, Work
 from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
 
@@ -37,8 +40,19 @@ BATCHES = {"cpu": (4, 32), "cuda": (128,)}
 TOLERANCE = 1e-4  # of what the weights have moved
 ROUNDINGS = 8  # how many times as far as one rounding of the first weights leads: a step has a few roundings more
 
+TABLE = BenchTable(
+    ("batch", 6, lambda row: row["batch"]),
+    ("what", 22, lambda row: row["what"]),
+    ("median ms", 10, milliseconds("median_s")),
+    ("p95 ms", 10, milliseconds("p95_s")),
+    ("vs alone", 9, lambda row: f"{row['ratio_to_alone']:.3f}"),
+    ("p95", 7, lambda row: f"{row['ratio_p95']:.3f}"),
+    ("rounds", 7, lambda row: row["iterations"]),
+    ("differs", 9, known("difference", "{:.1e}".format)),
+)
 
-def run(session: Session) -> None:
+
+def run(session: BenchRun) -> None:
     """Measure what the options ask for. Collective."""
     options, job = session.options, session.job
     pixels = options.image_size or TRAINED[options.model]
@@ -52,33 +66,27 @@ def run(session: Session) -> None:
         f"with momentum; torch {torch.__version__}, on {device}, {threads} thread{'s' * (threads > 1)} per rank; "
         f"{options.steps} steps a turn"
     )
-    chosen: list[type[Alone]] = [Alone]
+    chosen: list[type[StepAlone]] = [StepAlone]
     versus = options.vs or [name for name in TRAIN_VERSUS if name != "nccl" or options.device]
     for name in (*options.ways, *versus):
-        reason = WAYS[name].missing()
-        if reason:
+        if reason := WAYS[name].missing():
             session.note(f"left out: {WAYS[name].title} ({reason})")
         else:
             chosen.append(WAYS[name])
-    session.titles(train_report.TABLE)
-    session.draw = plot.step_times
+    session.titles(TABLE)
     with store:
         for examples in options.batch or BATCHES[device.type]:
             session.progress.update(what=f"batch {examples}")
-            batches = [
-                tuple(
-                    one.to(device)
-                    for one in torch_models.batch(options.model, pixels, examples, seed=1 + step * job.size + job.rank)
-                )
-                for step in range(options.steps)
-            ]
-            rows = _compare(session, Work(job, store, net, options.bucket_bytes), chosen, batches, values * 4)
-            session.rows += rows
-            session.lines(train_report.line, rows)
-            session.progress.update(1)
+            batches = []
+            for step in range(options.steps):
+                seed = 1 + step * job.size + job.rank
+                made = torch_models.batch(options.model, pixels, examples, seed=seed)
+                batches.append(tuple(one.to(device) for one in made))
+            rows = _compare(session, Work(job, store, net, options.bucket_bytes), chosen, batches)
+            session.add(TABLE, [{"model": options.model, "n_bytes": values * 4, **row} for row in rows])
 
 
-def _store_and_device(job: Job, *, on_gpu: bool) -> tuple[KVStore, torch.device]:
+def _store_and_device(job: BenchJob, *, on_gpu: bool) -> tuple[KVStore, torch.device]:
     """Make the store, and say where the network is. Raises ConfigError on all ranks where it cannot. Collective."""
     if not on_gpu:
         config = job.config.with_(num_servers=0)
@@ -92,60 +100,56 @@ def _store_and_device(job: Job, *, on_gpu: bool) -> tuple[KVStore, torch.device]
 
 
 def _compare(
-    session: Session, work: Work, chosen: Sequence[type[Alone]], batches: Sequence[Any], n_bytes: int
-) -> list[TrainRow]:
-    """Measure all ways with these batches. Collective."""
-    plan, comm = session.plan, session.job.comm
+    session: BenchRun, work: Work, chosen: Sequence[type[StepAlone]], batches: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Measure all ways with these batches: one round that is not timed, then the others. Collective."""
+    options, comm = session.options, session.job.comm
     ways = [way(work) for way in chosen]
     reference, rounded = RawEach(work), RawEach(work)
     _round_once(rounded)
     rounded_first = copy.deepcopy(rounded.net)
     wrong, farthest = np.zeros(len(ways), np.int64), np.zeros(len(ways))
     times: list[list[float]] = []
-    turn, rounds, round_s = 0, 1, 0.0
-    while turn < plan.warmup + rounds:
+    turn, rounds = 0, 1
+    while turn <= rounds:
         start_s = time.perf_counter()
         found = [0.0] * len(ways)
-        for i in sorted(range(len(ways)), key=lambda i, turn=turn: (i - turn) % len(ways)):  # type: ignore[misc]
+        for place in range(len(ways)):
+            i = (place + turn) % len(ways)
             found[i] = _turn(comm, ways[i], batches)
-        if plan.check:
-            _turn(comm, reference, batches)
-            _turn(comm, rounded, batches)
-            tolerance = max(TOLERANCE, ROUNDINGS * _distance(work, rounded.net, reference, rounded_first))
-            for i, way in enumerate(ways[1:], start=1):
-                away = _distance(work, way.net, reference, work.net)
-                farthest[i] = max(farthest[i], away)
-                wrong[i] += not away <= tolerance
-        round_s = time.perf_counter() - start_s
-        turn += 1
-        if turn > plan.warmup:
+        _turn(comm, reference, batches)
+        _turn(comm, rounded, batches)
+        tolerance = max(TOLERANCE, ROUNDINGS * _distance(work, rounded.net, reference, rounded_first))
+        for i, way in enumerate(ways[1:], start=1):
+            away = _distance(work, way.net, reference, work.net)
+            farthest[i] = max(farthest[i], away)
+            wrong[i] += not away <= tolerance
+        if turn == 0:
+            rounds = options.iterations or comm.bcast(iterations_for(options.seconds, time.perf_counter() - start_s))
+        else:
             times.append(found)
-        elif turn == plan.warmup:
-            rounds = plan.iterations or comm.bcast(iterations_for(plan.seconds, round_s))
+        turn += 1
     slowest, most, away_of_all = (np.max(comm.allgather(one), axis=0) for one in (times, wrong, farthest))
-    for way in ways:
-        way.close()
     rows = []
     for i, way in enumerate(ways):
-        step, ratio = summarise(slowest[:, i] / len(batches)), ratios(slowest[:, i], slowest[:, 0])
+        way.close()
+        median, p95 = np.percentile(slowest[:, i] / slowest[:, 0], (50, 95))
         rows.append(
-            TrainRow(
-                model=session.options.model,
-                batch=len(batches[0][1]),
-                what=way.title,
-                n_bytes=n_bytes,
-                **step._asdict(),
-                steps=len(batches),
-                ratio_to_alone=ratio[0],
-                ratio_p95=ratio[1],
-                difference=float(away_of_all[i]) if np.isfinite(away_of_all[i]) else None,
-                wrong=int(most[i]),
-            )
+            {
+                "batch": len(batches[0][1]),
+                "what": way.title,
+                **summary(slowest[:, i] / len(batches)),
+                "steps": len(batches),
+                "ratio_to_alone": float(median),
+                "ratio_p95": float(p95),
+                "difference": float(away_of_all[i]) if np.isfinite(away_of_all[i]) else None,
+                "wrong": int(most[i]),
+            }
         )
     return rows
 
 
-def _turn(comm: Any, way: Alone, batches: Sequence[Any]) -> float:
+def _turn(comm: Any, way: StepAlone, batches: Sequence[Any]) -> float:
     """Make some steps, and return the seconds that they took here."""
     comm.Barrier()
     start_s = time.perf_counter()
@@ -155,7 +159,7 @@ def _turn(comm: Any, way: Alone, batches: Sequence[Any]) -> float:
     return time.perf_counter() - start_s
 
 
-def _round_once(way: Alone) -> None:
+def _round_once(way: StepAlone) -> None:
     """Change every weight by about a unit in its last place, up or down, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -164,8 +168,8 @@ def _round_once(way: Alone) -> None:
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 
 
-def _distance(work: Work, net: torch.nn.Module, reference: Alone, start: torch.nn.Module) -> float:
-    """Return how far a net's way from `start` differs from the reference's, relative to how far this has moved."""
+def _distance(work: Work, net: torch.nn.Module, reference: StepAlone, start: torch.nn.Module) -> float:
+    """Return how far a net's path from `start` differs from the reference's, relative to how far this has moved."""
     away = moved = 0.0
     nets = (net, start, reference.net, work.net)
     with torch.no_grad():

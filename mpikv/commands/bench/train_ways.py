@@ -7,16 +7,15 @@ and backward pass, exchange, update. To add one: a class here, and its name in `
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpikv.commands.bench.job import Job
+from mpikv.commands.bench.job import BenchJob
 from mpikv.kvstore import KVStore
+from mpikv.torch import DistributedModel, DistributedOptimizer
 from mpikv.trainer.trainer import Trainer
 
 # Small, so that the weights hardly move: rounding then does not grow from step to step, and ways can be compared.
@@ -27,7 +26,7 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 class Work:
     """What all ways share. store: for those that use one; several may share it. bucket_bytes: of DistributedModel."""
 
-    job: Job
+    job: BenchJob
     store: KVStore
     net: Any  # the first weights, the same on all ranks
     bucket_bytes: int
@@ -38,7 +37,7 @@ class Work:
         return next(self.net.parameters()).device
 
 
-class Alone:
+class StepAlone:
     """The step without any exchange: every rank trains for itself. It is also the base of the other ways."""
 
     title = "alone"
@@ -77,7 +76,7 @@ class Alone:
         """Give back what the way holds."""
 
 
-class RawFlat(Alone):
+class RawFlat(StepAlone):
     """One MPI_Allreduce in place of a flat buffer in which the gradients lie."""
 
     title = "raw MPI, flat"
@@ -86,8 +85,8 @@ class RawFlat(Alone):
         super().__init__(work)
         parameters = list(self.net.parameters())
         self._flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=work.device)
-        for parameter, part in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view(parameter.shape)
+        for parameter, grad in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = grad.view(parameter.shape)
 
     def exchange(self) -> None:
         sum_in_place(self.work.job, self._flat)
@@ -98,7 +97,7 @@ class RawFlat(Alone):
         self._flat.zero_()
 
 
-class RawEach(Alone):
+class RawEach(StepAlone):
     """One MPI_Allreduce in place for each gradient."""
 
     title = "raw MPI, each"
@@ -109,7 +108,7 @@ class RawEach(Alone):
             parameter.grad /= self.work.job.size
 
 
-def sum_in_place(job: Job, tensor: Any) -> None:
+def sum_in_place(job: BenchJob, tensor: Any) -> None:
     """Sum an array over the ranks by MPI_Allreduce through mpi4py; one on a GPU through host memory."""
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -119,39 +118,28 @@ def sum_in_place(job: Job, tensor: Any) -> None:
         tensor.detach().copy_(on_host)
 
 
-class Model(Alone):
+class WithModel(StepAlone):
     """mpikv.torch.DistributedModel."""
 
     title = "DistributedModel"
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
-        self.model = importlib.import_module("mpikv.torch").DistributedModel(
-            self.net, work.store, bucket_bytes=work.bucket_bytes
-        )
-
-    @classmethod
-    def missing(cls) -> str:
-        return _missing_in_torch(cls.title)
+        self.model = DistributedModel(self.net, work.store, bucket_bytes=work.bucket_bytes)
 
 
-class Optimizer(Alone):
+class WithOptimizer(StepAlone):
     """mpikv.torch.DistributedOptimizer."""
 
     title = "DistributedOptimizer"
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
-        self.optimizer = importlib.import_module("mpikv.torch").DistributedOptimizer(
-            self.optimizer, named_parameters=self.net.named_parameters(), store=work.store
-        )
-
-    @classmethod
-    def missing(cls) -> str:
-        return _missing_in_torch(cls.title)
+        named = self.net.named_parameters()
+        self.optimizer = DistributedOptimizer(self.optimizer, named_parameters=named, store=work.store)
 
 
-class OnTrainer(Alone):
+class WithTrainer(StepAlone):
     """mpikv.Trainer, with the optimizer where the owner of a weight is, and gradients that leave during the pass."""
 
     title = "Trainer"
@@ -159,19 +147,14 @@ class OnTrainer(Alone):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         settings = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM}
-        more: Any = {"overlap": True}
-        self.trainer = Trainer(self.net.named_parameters(), "sgd", settings, kvstore=work.store, **more)
-
-    @classmethod
-    def missing(cls) -> str:
-        return "" if "overlap" in inspect.signature(Trainer).parameters else "this Trainer has no overlap"
+        self.trainer = Trainer(self.net.named_parameters(), "sgd", settings, kvstore=work.store, overlap=True)
 
     def update(self) -> None:
         self.trainer.step(self.work.job.size)
         self.net.zero_grad()
 
 
-class DdpGloo(Alone):
+class DdpGloo(StepAlone):
     """DistributedDataParallel over the process group that is there: Gloo's."""
 
     title = "DDP, Gloo"
@@ -189,24 +172,15 @@ class DdpGloo(Alone):
 
 
 class DdpMpikv(DdpGloo):
-    """The same over the backend "mpikv"."""
+    """The same over the backend "mpikv", which importing mpikv.torch registers."""
 
     title = "DDP, mpikv"
     backend = "mpikv"
 
     @classmethod
     def missing(cls) -> str:
-        _missing_in_torch("")  # importing it registers the backend
         known = cls.backend in torch.distributed.Backend.backend_list
         return "" if known else "torch.distributed has no backend 'mpikv' here"
-
-
-def _missing_in_torch(name: str) -> str:
-    try:
-        found = importlib.import_module("mpikv.torch")
-    except ImportError as error:
-        return str(error)
-    return "" if not name or hasattr(found, name) else f"mpikv.torch has no {name}"
 
 
 class DdpNccl(DdpGloo):
@@ -222,10 +196,10 @@ class DdpNccl(DdpGloo):
         return "" if torch.cuda.device_count() >= torch.distributed.get_world_size() else "fewer GPUs than ranks"
 
 
-WAYS: Mapping[str, type[Alone]] = {
-    "model": Model,
-    "optimizer": Optimizer,
-    "trainer": OnTrainer,
+WAYS: Mapping[str, type[StepAlone]] = {
+    "model": WithModel,
+    "optimizer": WithOptimizer,
+    "trainer": WithTrainer,
     "ddp": DdpMpikv,
     "gloo": DdpGloo,
     "nccl": DdpNccl,

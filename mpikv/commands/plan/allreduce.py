@@ -79,7 +79,7 @@ def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
     return tuple(f"h{rank // per_host}" for rank in range(workers))
 
 
-class Travels(NamedTuple):
+class StepSettings(NamedTuple):
     """How keys travel in a travels. bucketed: several together, as a `Trainer` lets them. updated: by an optimizer.
 
     speeds: of the codecs.
@@ -91,11 +91,11 @@ class Travels(NamedTuple):
     speeds: Speeds = NO_SPEEDS
 
 
-AS_IT_IS = Travels()
+AS_IT_IS = StepSettings()
 
 
 def buckets_of(
-    workload: Workload, hosts: Sequence[str], algorithm: str = "auto", travels: Travels = AS_IT_IS
+    workload: Workload, hosts: Sequence[str], algorithm: str = "auto", travels: StepSettings = AS_IT_IS
 ) -> list[PlannedBucket]:
     """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
@@ -137,7 +137,7 @@ def predict(
     per_host: int = 1,
     algorithm: str = "auto",
     compute_s: float = 0.0,
-    travels: Travels = AS_IT_IS,
+    travels: StepSettings = AS_IT_IS,
 ) -> PlannedStep:
     """Predict one step. Raises ConfigError where it crosses no link."""
     hosts = hosts_of(workers, per_host)

@@ -13,7 +13,7 @@ from typing import Any
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Compression
 from mpikv.commands.plan import allreduce, servers
-from mpikv.commands.plan.allreduce import Travels
+from mpikv.commands.plan.allreduce import StepSettings
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.report import PlanRow, document, lines, mark
 from mpikv.commands.plan.workload import of_bytes, of_model
@@ -66,14 +66,14 @@ def _costs(options: argparse.Namespace) -> Costs:
     return measured()
 
 
-def _travels(options: argparse.Namespace) -> Travels:
+def _travels(options: argparse.Namespace) -> StepSettings:
     """Return how keys travel, with codecs as fast as they are here. ValueError or TypeError for what no store takes."""
     found, speeds = _compression(options), {}
     if not found.plain:
         from mpikv.commands.plan.calibrate import speed_of  # noqa: PLC0415 - a second for each
 
         speeds = {codec: speed_of(codec) for codec in dict.fromkeys((found.push, found.pull))}
-    return Travels(found, options.buckets, options.optimizer, speeds)
+    return StepSettings(found, options.buckets, options.optimizer, speeds)
 
 
 def _compression(options: argparse.Namespace) -> Compression:
@@ -92,7 +92,7 @@ def _params(option: str, text: str) -> dict[str, Any]:
     return params
 
 
-def predicted(options: argparse.Namespace, costs: Costs, travels: Travels) -> Iterator[PlanRow]:
+def predicted(options: argparse.Namespace, costs: Costs, travels: StepSettings) -> Iterator[PlanRow]:
     """Yield every row, in the order of the table. Raises ConfigError for what crosses no link."""
     workload = of_model(options.model) if options.bytes is None else of_bytes(options.bytes)
     link, compute_s = Link(options.link, options.latency, options.mtu), options.compute_ms / 1e3

@@ -54,7 +54,7 @@ class _Nowhere(NamedTuple):
         """Do nothing: they stay there."""
 
 
-class Host(NamedTuple):
+class PlannedHost(NamedTuple):
     """How many workers a host has, and which servers."""
 
     workers: int
@@ -123,19 +123,19 @@ def mode_of(servers: int, *, synchronous: bool) -> str:
     return ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
 
 
-def hosts_of(workers: int, servers: int, per_host: int, *, shared: bool) -> list[Host]:
+def hosts_of(workers: int, servers: int, per_host: int, *, shared: bool) -> list[PlannedHost]:
     """Place workers in blocks on their hosts, and servers on hosts of their own or, in turn, on the workers' hosts.
 
     servers: 0: one inside every worker.
     """
     blocks = [list(range(workers))[first : first + per_host] for first in range(0, workers, per_host)]
     if not servers:
-        return [Host(len(block), block) for block in blocks]
+        return [PlannedHost(len(block), block) for block in blocks]
     every = list(range(servers))
     if shared:
-        return [Host(len(block), every[i :: len(blocks)]) for i, block in enumerate(blocks)]
-    own = [Host(0, every[first : first + per_host]) for first in range(0, servers, per_host)]
-    return [Host(len(block), []) for block in blocks] + own
+        return [PlannedHost(len(block), every[i :: len(blocks)]) for i, block in enumerate(blocks)]
+    own = [PlannedHost(0, every[first : first + per_host]) for first in range(0, servers, per_host)]
+    return [PlannedHost(len(block), []) for block in blocks] + own
 
 
 def predict(

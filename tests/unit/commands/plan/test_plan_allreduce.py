@@ -140,7 +140,7 @@ def test_a_link_is_not_filled_where_all_send_to_all(algorithm: str, workers: int
 def test_neither_is_it_by_encoded_keys(workers: int, share: float) -> None:
     """Nothing but the link costs time here: exactly its bytes, and the latencies of one way out and back."""
     travels = compression.make("2bit")
-    step = allreduce.Travels(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
+    step = allreduce.StepSettings(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
     found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, travels=step)
     assert found.mode == "allreduce owners"
     assert found.exchange_s == pytest.approx(found.busy_s["link out"] + 2 * LINK.latency_s)

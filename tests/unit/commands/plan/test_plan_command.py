@@ -16,7 +16,7 @@ from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
 from mpikv.codecs.compression import Compression
 from mpikv.commands.plan import allreduce, calibrate, servers, units
-from mpikv.commands.plan.allreduce import Travels
+from mpikv.commands.plan.allreduce import StepSettings
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.priced import Speed
 from mpikv.commands.plan.workload import Workload, of_bytes, of_model
@@ -230,7 +230,7 @@ def speeds_of(travels: Compression) -> dict[Codec, Speed]:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object], workers: int) -> None:
     travels = compression.make(kind)
-    step = Travels(travels, speeds=speeds_of(travels))
+    step = StepSettings(travels, speeds=speeds_of(travels))
     found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), travels=step)
     assert found.mode == "allreduce owners"
     assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, kind)
@@ -271,7 +271,7 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
         return min(steps)
 
     travels = compression.make(kind)
-    step = Travels(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
+    step = StepSettings(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
     found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), travels=step)
     config = Config(timeout_s=60, progress="calls", bucket_bytes=0)
     stored = spawn_stores("dist_sync", 3, body, config=config, hosts=["h0", "h1", "h2"])
@@ -281,7 +281,7 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
 def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
     travels = compression.make({"type": "2bit", "pull": "fp16"})
     speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
-    step = Travels(travels, bucketed=False, speeds=speeds)
+    step = StepSettings(travels, bucketed=False, speeds=speeds)
     found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), travels=step)
     assert found.binds[0] == "core"
     assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
