@@ -179,25 +179,15 @@ def compare(
     from mpikv.commands.plan import allreduce  # noqa: PLC0415
     from mpikv.commands.plan import servers as with_servers  # noqa: PLC0415
     from mpikv.commands.plan.costs import Costs, Link  # noqa: PLC0415
+    from mpikv.commands.plan.workload import StepSettings  # noqa: PLC0415
 
     workload, name, servers, text, speeds = case
     travels = compression.make(params_of(text))
     link = Link(options.rate * 1e6 / 8, LATENCY_S, options.mtu)
     workers = size - servers
-    if servers:
-        plan = with_servers.predict(
-            plan_of(workload),
-            workers,
-            servers,
-            link,
-            Costs(),
-            synchronous=name == "dist_sync",
-            compression=travels,
-            speeds=speeds,
-        )
-    else:
-        how = allreduce.StepSettings(travels, speeds=speeds)
-        plan = allreduce.predict(plan_of(workload), workers, link, Costs(), travels=how)
+    settings = StepSettings(travels, speeds, servers=servers, synchronous=name == "dist_sync")
+    predict = with_servers.predict if servers else allreduce.predict
+    plan = predict(plan_of(workload), workers, link, Costs(), settings)
     measured_s = statistics.median(found["seconds"])
     off = plan.exchange_s / measured_s - 1
     same = (plan.messages, plan.sent_bytes) == (found["messages"], found["sent_bytes"])

@@ -209,7 +209,7 @@ def add_parser(commands: Any) -> None:
         parser = kinds.add_parser(name, help=kind.title, description=kind.description, **how)
         for flags, what in {**COMMON, **kind.options}.items():
             constant = {"const": what["const"].format(kind=name)} if "const" in what else {}
-            parser.add_argument(*flags.split(","), **what | constant)
+            parser.add_argument(*flags.split(","), **{**what, **constant})
         parser.set_defaults(**kind.defaults)
     bench.set_defaults(run=_run, dtype="float32", plot=None, device=False)
 

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mpikv.codecs import compression as compressions
-from mpikv.codecs.compression import Compression, wire_of
+from mpikv.codecs.compression import wire_of
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES
 from mpikv.commands.plan.costs import Costs, Link, allreduce_s
 from mpikv.commands.plan.counting import Counting
 from mpikv.commands.plan.outcome import PlannedStep
-from mpikv.commands.plan.priced import NO_SPEEDS, Priced, Speeds, of_shapes
-from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, Workload
+from mpikv.commands.plan.priced import Priced, Speeds, of_shapes
+from mpikv.commands.plan.workload import DEFAULTS, DTYPE, ITEM_BYTES, StepSettings, Workload
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement import buckets
@@ -79,39 +79,22 @@ def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
     return tuple(f"h{rank // per_host}" for rank in range(workers))
 
 
-class StepSettings(NamedTuple):
-    """How keys travel in a travels. bucketed: several together, as a `Trainer` lets them. updated: by an optimizer.
-
-    speeds: of the codecs.
-    """
-
-    compression: Compression = compressions.NONE
-    bucketed: bool = True
-    updated: bool = True
-    speeds: Speeds = NO_SPEEDS
-
-
-AS_IT_IS = StepSettings()
-
-
-def buckets_of(
-    workload: Workload, hosts: Sequence[str], algorithm: str = "auto", travels: StepSettings = AS_IT_IS
-) -> list[PlannedBucket]:
+def buckets_of(workload: Workload, hosts: Sequence[str], settings: StepSettings = DEFAULTS) -> list[PlannedBucket]:
     """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
+    travels, updated = settings.compression, settings.updated
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
     infos = []
     for key in order:
         shape = workload.shapes[key]
-        infos.append(KeyInfo(key, key, shape, np.dtype(DTYPE), travels.compression.for_shape(shape).text))
-    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
+        infos.append(KeyInfo(key, key, shape, np.dtype(DTYPE), travels.for_shape(shape).text))
+    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=settings.algorithm))
     found = []
-    together = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
-    for group in together if travels.bucketed else [[i] for i in range(len(infos))]:
+    groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
+    for group in groups if settings.bucketed else [[i] for i in range(len(infos))]:
         keys, n_elems = tuple(order[i] for i in group), sum(infos[i].n_elems for i in group)
         info = infos[group[0]]._replace(shape=(n_elems,))
-        wire = None if travels.compression.plain else wire_of(info)
-        placement = place(members, info, wire=wire, updated=travels.updated)
-        found.append(PlannedBucket(keys, info, placement, travels.updated))
+        placement = place(members, info, wire=None if travels.plain else wire_of(info), updated=updated)
+        found.append(PlannedBucket(keys, info, placement, updated))
     return found
 
 
@@ -129,23 +112,15 @@ class BucketCost(NamedTuple):
 
 
 def predict(
-    workload: Workload,
-    workers: int,
-    link: Link,
-    costs: Costs,
-    *,
-    per_host: int = 1,
-    algorithm: str = "auto",
-    compute_s: float = 0.0,
-    travels: StepSettings = AS_IT_IS,
+    workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings = DEFAULTS
 ) -> PlannedStep:
     """Predict one step. Raises ConfigError where it crosses no link."""
-    hosts = hosts_of(workers, per_host)
+    hosts, compute_s = hosts_of(workers, settings.per_host), settings.compute_s
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
-    travels = travels._replace(speeds=of_shapes(travels.speeds, workload.shapes))
-    found = buckets_of(workload, hosts, algorithm, travels)
-    of_buckets = [cost_of(bucket, hosts, link, costs, travels.speeds) for bucket in found]
+    speeds = of_shapes(settings.speeds, workload.shapes)
+    found = buckets_of(workload, hosts, settings)
+    of_buckets = [cost_of(bucket, hosts, link, costs, speeds) for bucket in found]
     out_s, in_s = (sum(one.link_s[i] for one in of_buckets) for i in (0, 1))
     core_s = sum(one.core_s for one in of_buckets)
     # In one call the buckets are filled in the order of the forward pass: the last one of the backward pass first.

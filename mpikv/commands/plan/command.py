@@ -13,10 +13,9 @@ from typing import Any
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Compression
 from mpikv.commands.plan import allreduce, servers
-from mpikv.commands.plan.allreduce import StepSettings
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.report import PlanRow, document, lines, mark
-from mpikv.commands.plan.workload import of_bytes, of_model
+from mpikv.commands.plan.workload import StepSettings, of_bytes, of_model
 from mpikv.errors import MpikvError
 
 BAD_INPUT = 2
@@ -27,13 +26,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.json and options.json != "-" and not Path(options.json).absolute().parent.is_dir():
             raise ValueError(f"--json {options.json}: there is no such folder")
-        costs, travels = _costs(options), _travels(options)
-        rows = list(predicted(options, costs, travels))
+        costs, settings = _costs(options), _settings(options)
+        rows = list(predicted(options, costs, settings))
     except (MpikvError, TypeError, ValueError) as error:
         print(f"mpikv plan: error: {error}", file=sys.stderr)
         return BAD_INPUT
     mark(rows)
-    settings = {
+    assumed = {
         "workload": options.model if options.bytes is None else f"{options.bytes} bytes",
         "link_bytes_per_s": options.link,
         "latency_s": options.latency,
@@ -41,19 +40,16 @@ def run(options: argparse.Namespace) -> int:
         "per_host": options.per_host,
         "server_hosts": options.server_hosts,
         "algorithm": options.algorithm,
-        "compression": travels.compression.text,
-        "buckets": travels.bucketed,
-        "optimizer": travels.updated,
-        "codec_costs": {repr(codec): speed._asdict() for codec, speed in travels.speeds.items()},
-        "compute_s": options.compute_ms / 1e3,
+        "compression": settings.compression.text,
+        "buckets": settings.bucketed,
+        "optimizer": settings.updated,
+        "codec_costs": {repr(codec): speed._asdict() for codec, speed in settings.speeds.items()},
+        "compute_s": settings.compute_s,
         "costs": asdict(costs),
     }
-    text = json.dumps(document(settings, rows), indent=1)
-    if options.json != "-":
-        print("\n".join(lines(settings, rows)))
-    if options.json == "-":
-        print(text)
-    elif options.json:
+    text = json.dumps(document(assumed, rows), indent=1)
+    print(text if options.json == "-" else "\n".join(lines(assumed, rows)))
+    if options.json and options.json != "-":
         Path(options.json).write_text(f"{text}\n")
     return 0
 
@@ -66,14 +62,23 @@ def _costs(options: argparse.Namespace) -> Costs:
     return measured()
 
 
-def _travels(options: argparse.Namespace) -> StepSettings:
-    """Return how keys travel, with codecs as fast as they are here. ValueError or TypeError for what no store takes."""
-    found, speeds = _compression(options), {}
-    if not found.plain:
+def _settings(options: argparse.Namespace) -> StepSettings:
+    """Return how steps are made, with codecs as fast as here. ValueError or TypeError for what no store takes."""
+    travels, speeds = _compression(options), {}
+    if not travels.plain:
         from mpikv.commands.plan.calibrate import speed_of  # noqa: PLC0415 - a second for each
 
-        speeds = {codec: speed_of(codec) for codec in dict.fromkeys((found.push, found.pull))}
-    return StepSettings(found, options.buckets, options.optimizer, speeds)
+        speeds = {codec: speed_of(codec) for codec in dict.fromkeys((travels.push, travels.pull))}
+    return StepSettings(
+        travels,
+        speeds,
+        options.compute_ms / 1e3,
+        options.per_host,
+        bucketed=options.buckets,
+        updated=options.optimizer,
+        algorithm=options.algorithm,
+        shared=options.server_hosts == "workers",
+    )
 
 
 def _compression(options: argparse.Namespace) -> Compression:
@@ -92,36 +97,13 @@ def _params(option: str, text: str) -> dict[str, Any]:
     return params
 
 
-def predicted(options: argparse.Namespace, costs: Costs, travels: StepSettings) -> Iterator[PlanRow]:
+def predicted(options: argparse.Namespace, costs: Costs, settings: StepSettings) -> Iterator[PlanRow]:
     """Yield every row, in the order of the table. Raises ConfigError for what crosses no link."""
     workload = of_model(options.model) if options.bytes is None else of_bytes(options.bytes)
-    link, compute_s = Link(options.link, options.latency, options.mtu), options.compute_ms / 1e3
+    link = Link(options.link, options.latency, options.mtu)
     for workers in options.workers:
         for number in dict.fromkeys(count(workers) for count in options.servers):
             for mode in options.modes:
-                if mode == "sync" and not number:
-                    step = allreduce.predict(
-                        workload,
-                        workers,
-                        link,
-                        costs,
-                        per_host=options.per_host,
-                        algorithm=options.algorithm,
-                        compute_s=compute_s,
-                        travels=travels,
-                    )
-                else:
-                    step = servers.predict(
-                        workload,
-                        workers,
-                        number,
-                        link,
-                        costs,
-                        synchronous=mode == "sync",
-                        per_host=options.per_host,
-                        shared=options.server_hosts == "workers",
-                        compute_s=compute_s,
-                        compression=travels.compression,
-                        speeds=travels.speeds,
-                    )
-                yield PlanRow(workers, number, step)
+                how = settings._replace(servers=number, synchronous=mode == "sync")
+                predict = servers.predict if number or mode == "async" else allreduce.predict
+                yield PlanRow(workers, number, predict(workload, workers, link, costs, how))

@@ -22,8 +22,8 @@ a is the latency (three times that of a message which is announced first) and th
 the link's and two cores' time for a byte.
 
 `servers_s`: a pipeline. Values come over the links into the servers, their cores add them, and answers leave over their
-links out. The longest of these binds. The other direction of the links goes on beside it, but for a window of
-partitions of each worker, and the cores but for that of one worker. Synchronous servers answer when the last worker's
+links out. The longest of these binds. The other direction of a link goes on beside it, but for a window of partitions
+of each worker, and the cores but for that of one worker. Synchronous servers answer when the last worker's
 values are there; connections do not share a link evenly, so that of the answers to the other workers a part (`UNEVEN`)
 is late.
 
@@ -128,8 +128,9 @@ def allreduce_s(
 
 
 def servers_s(
-    into_s: float,
-    out_s: float,
+    push_s: float,
+    answer_s: float,
+    link_s: float,
     core_s: float,
     *,
     workers: int,
@@ -137,13 +138,13 @@ def servers_s(
     wait_s: float,
     synchronous: bool,
 ) -> float:
-    """Return the time of a push and a pull of all workers through the server with most to do.
+    """Return the time of a push and a pull of all workers, of the host with most to do.
 
-    into_s, out_s: for how long its host's link is busy in each direction, with all workers. core_s: of the busiest
-    core. window_share: of what a worker has on the server, the part that is under way at a time, at most 1. wait_s: the
-    latencies of one message there and one back.
+    push_s, answer_s: for how long all pushes, and all answers, keep its link busy in the direction with more of them.
+    link_s: both together, in the direction with more. core_s: of the busiest core. window_share: of what a worker has
+    on a server, the part that is under way at a time, at most 1. wait_s: the latencies of a message there and one back.
     """
-    short_s, long_s = sorted((BOTH_DIRECTIONS * into_s, BOTH_DIRECTIONS * out_s))
-    late_s = UNEVEN * (workers - 1) / workers * (1 - window_share) * short_s if synchronous else 0.0
-    links_s = long_s + window_share * short_s + late_s
+    push_s, answer_s, link_s = (BOTH_DIRECTIONS * seconds for seconds in (push_s, answer_s, link_s))
+    late_s = UNEVEN * (workers - 1) / workers * (1 - window_share) * min(push_s, answer_s) if synchronous else 0.0
+    links_s = link_s + window_share * (push_s + answer_s - link_s) + late_s
     return wait_s + max(links_s, core_s) + window_share / workers * min(links_s, core_s)

@@ -25,8 +25,8 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.commands.plan.costs import Costs, Link, servers_s
 from mpikv.commands.plan.counting import Counting
 from mpikv.commands.plan.outcome import PlannedStep
-from mpikv.commands.plan.priced import NO_SPEEDS, Speeds, of_shapes, priced
-from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, Workload
+from mpikv.commands.plan.priced import Speeds, of_shapes, priced
+from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, StepSettings, Workload
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -118,11 +118,6 @@ def loads_of(one: Counting, keys: Sequence[ClientKey], servers: int, link: Link,
     return found
 
 
-def mode_of(servers: int, *, synchronous: bool) -> str:
-    """Return how a mode is called."""
-    return ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
-
-
 def hosts_of(workers: int, servers: int, per_host: int, *, shared: bool) -> list[PlannedHost]:
     """Place workers in blocks on their hosts, and servers on hosts of their own or, in turn, on the workers' hosts.
 
@@ -138,41 +133,27 @@ def hosts_of(workers: int, servers: int, per_host: int, *, shared: bool) -> list
     return [PlannedHost(len(block), []) for block in blocks] + own
 
 
-def predict(
-    workload: Workload,
-    workers: int,
-    servers: int,
-    link: Link,
-    costs: Costs,
-    *,
-    synchronous: bool = True,
-    per_host: int = 1,
-    shared: bool = False,
-    compute_s: float = 0.0,
-    compression: Compression = compressions.NONE,
-    speeds: Speeds = NO_SPEEDS,
-) -> PlannedStep:
-    """Predict one step.
-
-    servers: 0: one inside every worker. shared: servers are on the workers' hosts. compression: of all keys, by codecs
-    of these speeds.
-    """
-    one, keys = counted(workload, servers or workers, compression, speeds)
+def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
+    """Predict one step."""
+    servers, compute_s, synchronous = settings.servers, settings.compute_s, settings.synchronous
+    one, keys = counted(workload, servers or workers, settings.compression, settings.speeds)
     loads = loads_of(one, keys, servers or workers, link, costs)
-    of_server = _coding_s(compression, speeds, workers, costs, synchronous=synchronous)
+    of_server = _coding_s(settings, workers, costs)
     worker_s, server_s = one.core_s(costs), float((workers * loads.core_s + of_server * loads.elems).max(initial=0.0))
     core_s = max(worker_s, server_s) if servers else worker_s + server_s
     wait_s = sum(link.first_byte_s(max((n for _, n in some), default=0)) for some in (one.sent, one.received))
     exchange_s, busy_s = 0.0, dict[str, float]()
-    for host in hosts_of(workers, servers, per_host, shared=shared):
+    for host in hosts_of(workers, servers, settings.per_host, shared=settings.shared):
         here, others = host.servers, workers - host.workers
-        push_s, answer_s = (np.array((each[here].sum(), each.sum() - each[here].sum())) for each in loads[:2])
-        out_s = float(others * answer_s[0] + host.workers * push_s[1])
-        into_s = float(others * push_s[0] + host.workers * answer_s[1])
+        push_s, answer_s = ((float(each[here].sum()), float(each.sum() - each[here].sum())) for each in loads[:2])
+        pushes_in_s, pushes_out_s = others * push_s[0], host.workers * push_s[1]
+        answers_out_s, answers_in_s = others * answer_s[0], host.workers * answer_s[1]
+        out_s, into_s = pushes_out_s + answers_out_s, pushes_in_s + answers_in_s
         elems = float((loads.elems[here] if here else loads.elems).sum())
         its_s = servers_s(
-            into_s,
-            out_s,
+            max(pushes_in_s, pushes_out_s),
+            max(answers_in_s, answers_out_s),
+            max(into_s, out_s),
             core_s,
             workers=workers,
             window_share=min(1.0, WINDOW_ELEMS * (len(here) or servers) / max(1.0, elems)),
@@ -190,20 +171,21 @@ def predict(
         stages_s = [max(core_s, workers * float(each[server])) for each in loads[:2]]
         one_by_one_s = _overlapped_s(keys, server, workload.ready_s(compute_s), compute_s, stages_s)
         overlapped_s = min(compute_s + exchange_s, max(exchange_s, one_by_one_s))
-    mode = mode_of(servers, synchronous=synchronous)
+    mode = ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
     return PlannedStep(mode, exchange_s, overlapped_s, one.sent_messages, one.sent_bytes, busy_s)
 
 
-def _coding_s(travels: Compression, speeds: Speeds, workers: int, costs: Costs, *, synchronous: bool) -> float:
+def _coding_s(settings: StepSettings, workers: int, costs: Costs) -> float:
     """Return a server's work for each element: to add or to decode all pushes, and to encode the answers."""
-    adds = workers - 1 if synchronous else workers  # the first push of a round becomes its sum
+    travels, speeds = settings.compression, settings.speeds
+    adds = workers - 1 if settings.synchronous else workers  # the first push of a round becomes its sum
     if travels.push == IDENTITY:
         element_s = adds * ITEM_BYTES * costs.add_byte_s
     else:
         push = speeds[travels.push]
-        element_s = push.decode_s + adds * push.add_s if synchronous else adds * push.decode_s
+        element_s = push.decode_s + adds * push.add_s if settings.synchronous else adds * push.decode_s
     if travels.pull != IDENTITY:
-        element_s += speeds[travels.pull].encode_s * (1 if synchronous else workers)
+        element_s += speeds[travels.pull].encode_s * (1 if settings.synchronous else workers)
     return element_s
 
 

@@ -13,7 +13,7 @@ from mpikv.commands.plan import allreduce
 from mpikv.commands.plan.allreduce import buckets_of, hosts_of
 from mpikv.commands.plan.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, allreduce_s
 from mpikv.commands.plan.priced import Speed
-from mpikv.commands.plan.workload import Workload, of_bytes, of_model
+from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes, of_model
 from mpikv.errors import ConfigError
 
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0)
@@ -84,20 +84,20 @@ def test_of_many_workers_those_of_one_host_are_counted() -> None:
 
 def test_workers_of_one_host_are_refused() -> None:
     with pytest.raises(ConfigError, match="one host"):
-        allreduce.predict(of_bytes(1000), 4, LINK, COSTS, per_host=4)
+        allreduce.predict(of_bytes(1000), 4, LINK, COSTS, StepSettings(per_host=4))
 
 
 def test_ranks_of_a_host_share_its_link() -> None:
-    apart, together = (allreduce.predict(of_bytes(16 << 20), 8, LINK, FREE, per_host=n) for n in (1, 4))
+    apart, together = (allreduce.predict(of_bytes(16 << 20), 8, LINK, FREE, StepSettings(per_host=n)) for n in (1, 4))
     assert together.mode == "allreduce hierarchical"
     assert together.exchange_s == pytest.approx(apart.exchange_s * (2 * 1 / 2) / (2 * 7 / 8), rel=0.01)
 
 
 def test_overlap_hides_the_exchange_behind_computing() -> None:
-    found = allreduce.predict(of_model("resnet18"), 4, Link(1.25e9, 20e-6), COSTS, compute_s=0.5)
+    found = allreduce.predict(of_model("resnet18"), 4, Link(1.25e9, 20e-6), COSTS, StepSettings(compute_s=0.5))
     assert found.overlapped_s is not None
     assert 0.5 <= found.overlapped_s < 0.5 + found.exchange_s / 2
-    slow = allreduce.predict(of_model("resnet18"), 4, LINK, COSTS, compute_s=0.5)
+    slow = allreduce.predict(of_model("resnet18"), 4, LINK, COSTS, StepSettings(compute_s=0.5))
     assert slow.overlapped_s is not None
     assert slow.exchange_s < slow.overlapped_s < slow.exchange_s + 0.5
 
@@ -105,7 +105,7 @@ def test_overlap_hides_the_exchange_behind_computing() -> None:
 @pytest.mark.parametrize("rate", [25e6, 1.25e9, 125e9])
 def test_one_bucket_has_nothing_to_overlap_with(rate: float) -> None:
     """Whatever binds: it leaves at the end of the computing, and takes as long as then."""
-    found = allreduce.predict(of_bytes(16 << 20), 2, Link(rate, 20e-6), COSTS, compute_s=0.003)
+    found = allreduce.predict(of_bytes(16 << 20), 2, Link(rate, 20e-6), COSTS, StepSettings(compute_s=0.003))
     assert found.overlapped_s == pytest.approx(0.003 + found.exchange_s)
 
 
@@ -129,8 +129,8 @@ def test_buckets_are_those_of_a_trainer() -> None:
 )
 def test_a_link_is_not_filled_where_all_send_to_all(algorithm: str, workers: int, share: float) -> None:
     """But by two hosts it is, and where hosts send to one other at a time."""
-    found = allreduce.predict(of_bytes(30_000), workers, LINK, FREE, algorithm=algorithm)
-    (bucket,) = buckets_of(of_bytes(30_000), hosts_of(workers, 1), algorithm)
+    found = allreduce.predict(of_bytes(30_000), workers, LINK, FREE, StepSettings(algorithm=algorithm))
+    (bucket,) = buckets_of(of_bytes(30_000), hosts_of(workers, 1), StepSettings(algorithm=algorithm))
     counts = [allreduce.counted(bucket, rank, hosts_of(workers, 1), {}) for rank in range(workers)]
     filled_s = max(sum(half.link_s(LINK)[0] for half in halves) for halves in counts)
     assert found.busy_s["link out"] == pytest.approx(filled_s / share)
@@ -140,8 +140,8 @@ def test_a_link_is_not_filled_where_all_send_to_all(algorithm: str, workers: int
 def test_neither_is_it_by_encoded_keys(workers: int, share: float) -> None:
     """Nothing but the link costs time here: exactly its bytes, and the latencies of one way out and back."""
     travels = compression.make("2bit")
-    step = allreduce.StepSettings(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
-    found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, travels=step)
+    step = StepSettings(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
+    found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, step)
     assert found.mode == "allreduce owners"
     assert found.exchange_s == pytest.approx(found.busy_s["link out"] + 2 * LINK.latency_s)
     assert found.busy_s["link out"] == pytest.approx(found.sent_bytes / LINK.bytes_per_s / share, rel=0.1)

@@ -16,10 +16,9 @@ from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
 from mpikv.codecs.compression import Compression
 from mpikv.commands.plan import allreduce, calibrate, servers, units
-from mpikv.commands.plan.allreduce import StepSettings
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.priced import Speed
-from mpikv.commands.plan.workload import Workload, of_bytes, of_model
+from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes, of_model
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.testing.stores import spawn_stores
@@ -206,7 +205,8 @@ def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
 @pytest.mark.parametrize("n_servers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
-    found = servers.predict(Workload("mixed", SHAPES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
+    settings = StepSettings(servers=n_servers, synchronous=name == "dist_sync")
+    found = servers.predict(Workload("mixed", SHAPES), 3, LINK, Costs(), settings)
     assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
 
 
@@ -231,7 +231,7 @@ def speeds_of(travels: Compression) -> dict[Codec, Speed]:
 def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object], workers: int) -> None:
     travels = compression.make(kind)
     step = StepSettings(travels, speeds=speeds_of(travels))
-    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), travels=step)
+    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), step)
     assert found.mode == "allreduce owners"
     assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, kind)
 
@@ -240,16 +240,8 @@ def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object],
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
     travels = compression.make(kind)
-    found = servers.predict(
-        Workload("few", FEW),
-        2,
-        2,
-        LINK,
-        Costs(),
-        synchronous=name == "dist_sync",
-        compression=travels,
-        speeds=speeds_of(travels),
-    )
+    settings = StepSettings(travels, speeds_of(travels), servers=2, synchronous=name == "dist_sync")
+    found = servers.predict(Workload("few", FEW), 2, LINK, Costs(), settings)
     assert (found.messages, found.sent_bytes) == counted(name, 2, 2, FEW, kind)
 
 
@@ -272,7 +264,7 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
 
     travels = compression.make(kind)
     step = StepSettings(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
-    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), travels=step)
+    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), step)
     config = Config(timeout_s=60, progress="calls", bucket_bytes=0)
     stored = spawn_stores("dist_sync", 3, body, config=config, hosts=["h0", "h1", "h2"])
     assert (found.messages, found.sent_bytes) == max(stored)
@@ -282,7 +274,7 @@ def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
     travels = compression.make({"type": "2bit", "pull": "fp16"})
     speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
     step = StepSettings(travels, bucketed=False, speeds=speeds)
-    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), travels=step)
+    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step)
     assert found.binds[0] == "core"
     assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
 

@@ -12,7 +12,7 @@ from mpikv.commands import models
 from mpikv.commands.plan import allreduce, servers
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.outcome import PlannedStep
-from mpikv.commands.plan.workload import of_bytes, of_model
+from mpikv.commands.plan.workload import StepSettings, of_bytes, of_model
 
 LINK = Link(25e6, 100e-6, 9000)  # of all those measurements
 LINE = re.compile(
@@ -46,8 +46,8 @@ def predicted(row: Row) -> PlannedStep:
     workload = of_model(row.what) if known else of_bytes(int(row.what.rstrip("M")) << 20)
     if not row.servers:
         return allreduce.predict(workload, row.workers, LINK, Costs())
-    synchronous = row.mode == "servers, sync"
-    return servers.predict(workload, row.workers, row.servers, LINK, Costs(), synchronous=synchronous)
+    settings = StepSettings(servers=row.servers, synchronous=row.mode == "servers, sync")
+    return servers.predict(workload, row.workers, LINK, Costs(), settings)
 
 
 def test_all_rows_are_found() -> None:
