@@ -32,7 +32,7 @@ from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import iterations_for, summary
 from mpikv.commands.bench.report import BenchTable, known, milliseconds
 from mpikv.commands.bench.session import BenchRun
-from mpikv.commands.bench.train_ways import WAYS, RawEach, StepAlone, Work
+from mpikv.commands.bench.train_ways import ALONE, WAYS, TrainedCopy, TrainWay, Work, raw_each
 from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
 
@@ -66,7 +66,7 @@ def run(session: BenchRun) -> None:
         f"with momentum; torch {torch.__version__}, on {device}, {threads} thread{'s' * (threads > 1)} per rank; "
         f"{options.steps} steps a turn"
     )
-    chosen: list[type[StepAlone]] = [StepAlone]
+    chosen = [ALONE]
     versus = options.vs or [name for name in TRAIN_VERSUS if name != "nccl" or options.device]
     for name in (*options.ways, *versus):
         if reason := WAYS[name].missing():
@@ -99,29 +99,26 @@ def _store_and_device(job: BenchJob, *, on_gpu: bool) -> tuple[KVStore, torch.de
     return store, device
 
 
-def _compare(
-    session: BenchRun, work: Work, chosen: Sequence[type[StepAlone]], batches: Sequence[Any]
-) -> list[dict[str, Any]]:
+def _compare(session: BenchRun, work: Work, chosen: Sequence[TrainWay], batches: Sequence[Any]) -> list[dict[str, Any]]:
     """Measure all ways with these batches: one round that is not timed, then the others. Collective."""
     options, comm = session.options, session.job.comm
-    ways = [way(work) for way in chosen]
-    reference, rounded = RawEach(work), RawEach(work)
+    copies = [TrainedCopy(work, way.prepare) for way in chosen]
+    reference, rounded = TrainedCopy(work, raw_each), TrainedCopy(work, raw_each)
     _round_once(rounded)
     rounded_first = copy.deepcopy(rounded.net)
-    wrong, farthest = np.zeros(len(ways), np.int64), np.zeros(len(ways))
+    wrong, farthest = np.zeros(len(copies), np.int64), np.zeros(len(copies))
     times: list[list[float]] = []
     turn, rounds = 0, 1
     while turn <= rounds:
         start_s = time.perf_counter()
-        found = [0.0] * len(ways)
-        for place in range(len(ways)):
-            i = (place + turn) % len(ways)
-            found[i] = _turn(comm, ways[i], batches)
+        found = [0.0] * len(copies)
+        for i in sorted(range(len(copies)), key=lambda i, turn=turn: (i - turn) % len(copies)):  # type: ignore[misc]
+            found[i] = _turn(comm, copies[i], batches)
         _turn(comm, reference, batches)
         _turn(comm, rounded, batches)
         tolerance = max(TOLERANCE, ROUNDINGS * _distance(work, rounded.net, reference, rounded_first))
-        for i, way in enumerate(ways[1:], start=1):
-            away = _distance(work, way.net, reference, work.net)
+        for i, one in enumerate(copies[1:], start=1):
+            away = _distance(work, one.net, reference, work.net)
             farthest[i] = max(farthest[i], away)
             wrong[i] += not away <= tolerance
         if turn == 0:
@@ -131,8 +128,8 @@ def _compare(
         turn += 1
     slowest, most, away_of_all = (np.max(comm.allgather(one), axis=0) for one in (times, wrong, farthest))
     rows = []
-    for i, way in enumerate(ways):
-        way.close()
+    for i, (way, one) in enumerate(zip(chosen, copies, strict=True)):
+        one.close()
         median, p95 = np.percentile(slowest[:, i] / slowest[:, 0], (50, 95))
         rows.append(
             {
@@ -149,26 +146,26 @@ def _compare(
     return rows
 
 
-def _turn(comm: Any, way: StepAlone, batches: Sequence[Any]) -> float:
+def _turn(comm: Any, trained: TrainedCopy, batches: Sequence[Any]) -> float:
     """Make some steps, and return the seconds that they took here."""
     comm.Barrier()
     start_s = time.perf_counter()
     for images, labels in batches:
-        way.step(images, labels)
-    way.finish()
+        trained.step(images, labels)
+    trained.finish()
     return time.perf_counter() - start_s
 
 
-def _round_once(way: StepAlone) -> None:
+def _round_once(trained: TrainedCopy) -> None:
     """Change every weight by about a unit in its last place, up or down, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in way.net.parameters():
+        for parameter in trained.net.parameters():
             signs = (torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1).to(parameter.device)
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 
 
-def _distance(work: Work, net: torch.nn.Module, reference: StepAlone, start: torch.nn.Module) -> float:
+def _distance(work: Work, net: torch.nn.Module, reference: TrainedCopy, start: torch.nn.Module) -> float:
     """Return how far a net's path from `start` differs from the reference's, relative to how far this has moved."""
     away = moved = 0.0
     nets = (net, start, reference.net, work.net)

@@ -1,15 +1,14 @@
 """Ways of training a network on all ranks: the step alone, raw MPI, the store's, and PyTorch's DDP.
 
-A way has a copy of the network and an optimizer with the same settings as the others', and makes whole steps: forward
-and backward pass, exchange, update. To add one: a class here, and its name in `WAYS`.
+Each trains a copy of the network by an optimizer with the same settings as the others', and makes whole steps: forward
+and backward pass, exchange, update. To add one: a function here that changes a copy, and its name in `WAYS`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ from mpikv.trainer.trainer import Trainer
 LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What all ways share. store: for those that use one; several may share it. bucket_bytes: of DistributedModel."""
 
     job: BenchJob
@@ -31,27 +29,27 @@ class Work:
     net: Any  # the first weights, the same on all ranks
     bucket_bytes: int
 
-    @property
-    def device(self) -> Any:
-        """Where the network is."""
-        return next(self.net.parameters()).device
 
+class TrainedCopy:
+    """A copy of the network. As it is, it makes the step without any exchange: every rank trains for itself.
 
-class StepAlone:
-    """The step without any exchange: every rank trains for itself. It is also the base of the other ways."""
+    A way changes `model`, which the forward pass calls, or `optimizer`; or `exchange`, which follows the backward pass
+    and makes every gradient the mean over the ranks, or `update`; `close` gives back what it holds.
+    """
 
-    title = "alone"
-
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, prepare: Callable[[TrainedCopy], None] = lambda _copy: None) -> None:
         self.work = work
         self.net = copy.deepcopy(work.net)
         self.model: Any = self.net
         self.optimizer: Any = torch.optim.SGD(self.net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.exchange: Callable[[], None] = lambda: None
+        self.update: Callable[[], None] = self._update
+        self.close: Callable[[], None] = lambda: None
+        prepare(self)
 
-    @classmethod
-    def missing(cls) -> str:
-        """Say why this way cannot be measured here; empty where it can."""
-        return ""
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def step(self, images: Any, labels: Any) -> None:
         """Make one whole step."""
@@ -59,150 +57,117 @@ class StepAlone:
         self.exchange()
         self.update()
 
-    def exchange(self) -> None:
-        """After the backward pass: make every gradient the mean over the ranks."""
-
-    def update(self) -> None:
-        """Change the weights and forget the gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def finish(self) -> None:
         """Wait for all that the last step has begun."""
-        if self.work.device.type == "cuda":
-            torch.cuda.synchronize(self.work.device)
-
-    def close(self) -> None:
-        """Give back what the way holds."""
+        device = next(self.net.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
-class RawFlat(StepAlone):
-    """One MPI_Allreduce in place of a flat buffer in which the gradients lie."""
-
-    title = "raw MPI, flat"
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
-        parameters = list(self.net.parameters())
-        self._flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=work.device)
-        for parameter, grad in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = grad.view(parameter.shape)
-
-    def exchange(self) -> None:
-        sum_in_place(self.work.job, self._flat)
-        self._flat /= self.work.job.size
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self._flat.zero_()
+def with_model(trained: TrainedCopy) -> None:
+    """Let gradients leave during the backward pass, in buckets."""
+    trained.model = DistributedModel(trained.net, trained.work.store, bucket_bytes=trained.work.bucket_bytes)
 
 
-class RawEach(StepAlone):
-    """One MPI_Allreduce in place for each gradient."""
-
-    title = "raw MPI, each"
-
-    def exchange(self) -> None:
-        for parameter in self.net.parameters():
-            sum_in_place(self.work.job, parameter.grad)
-            parameter.grad /= self.work.job.size
+def with_optimizer(trained: TrainedCopy) -> None:
+    """Let gradients leave during the backward pass, and the optimizer wait for them."""
+    trained.optimizer = DistributedOptimizer(
+        trained.optimizer, named_parameters=trained.net.named_parameters(), store=trained.work.store
+    )
 
 
-def sum_in_place(job: BenchJob, tensor: Any) -> None:
-    """Sum an array over the ranks by MPI_Allreduce through mpi4py; one on a GPU through host memory."""
+def with_trainer(trained: TrainedCopy) -> None:
+    """Have the optimizer where the owner of a weight is, and let gradients leave during the backward pass."""
+    settings = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM}
+    trainer = Trainer(trained.net.named_parameters(), "sgd", settings, kvstore=trained.work.store, overlap=True)
+
+    def update() -> None:
+        trainer.step(trained.work.job.size)
+        trained.net.zero_grad()
+
+    trained.update = update
+
+
+def raw_flat(trained: TrainedCopy) -> None:
+    """Call MPI_Allreduce once, in place, of a flat buffer in which the gradients lie."""
+    parameters = list(trained.net.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes), device=parameters[0].device)
+    for parameter, grad in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = grad.view(parameter.shape)
+
+    def update() -> None:
+        trained.optimizer.step()
+        flat.zero_()
+
+    trained.exchange, trained.update = lambda: _mean_in_place(trained.work.job, flat), update
+
+
+def raw_each(trained: TrainedCopy) -> None:
+    """Call MPI_Allreduce in place for each gradient."""
+
+    def exchange() -> None:
+        for parameter in trained.net.parameters():
+            _mean_in_place(trained.work.job, parameter.grad)
+
+    trained.exchange = exchange
+
+
+def _mean_in_place(job: BenchJob, tensor: Any) -> None:
+    """Make an array the mean over the ranks by MPI_Allreduce through mpi4py; one on a GPU through host memory."""
     from mpi4py import MPI  # noqa: PLC0415
 
     on_host = tensor.detach().cpu()  # itself, where it is there
     job.comm.Allreduce(MPI.IN_PLACE, on_host.numpy(), MPI.SUM)
     if on_host.device != tensor.device:
         tensor.detach().copy_(on_host)
+    tensor /= job.size
 
 
-class WithModel(StepAlone):
-    """mpikv.torch.DistributedModel."""
+def ddp(backend: str) -> Callable[[TrainedCopy], None]:
+    """Make a way by DistributedDataParallel over a backend of torch.distributed."""
 
-    title = "DistributedModel"
+    def prepare(trained: TrainedCopy) -> None:
+        group = torch.distributed.new_group(backend=backend)
+        trained.model = torch.nn.parallel.DistributedDataParallel(trained.net, process_group=group)
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
-        self.model = DistributedModel(self.net, work.store, bucket_bytes=work.bucket_bytes)
+        def close() -> None:
+            trained.model = None  # before its group
+            trained.work.job.comm.Barrier()
+            torch.distributed.destroy_process_group(group)
 
+        trained.close = close
 
-class WithOptimizer(StepAlone):
-    """mpikv.torch.DistributedOptimizer."""
-
-    title = "DistributedOptimizer"
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
-        named = self.net.named_parameters()
-        self.optimizer = DistributedOptimizer(self.optimizer, named_parameters=named, store=work.store)
+    return prepare
 
 
-class WithTrainer(StepAlone):
-    """mpikv.Trainer, with the optimizer where the owner of a weight is, and gradients that leave during the pass."""
-
-    title = "Trainer"
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
-        settings = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM}
-        self.trainer = Trainer(self.net.named_parameters(), "sgd", settings, kvstore=work.store, overlap=True)
-
-    def update(self) -> None:
-        self.trainer.step(self.work.job.size)
-        self.net.zero_grad()
+def _without_nccl() -> str:
+    if not torch.distributed.is_nccl_available():
+        return "this PyTorch has no NCCL"
+    return "" if torch.cuda.device_count() >= torch.distributed.get_world_size() else "fewer GPUs than ranks"
 
 
-class DdpGloo(StepAlone):
-    """DistributedDataParallel over the process group that is there: Gloo's."""
-
-    title = "DDP, Gloo"
-    backend = "gloo"
-
-    def __init__(self, work: Work) -> None:
-        super().__init__(work)
-        self._group = torch.distributed.new_group(backend=self.backend)
-        self.model = torch.nn.parallel.DistributedDataParallel(self.net, process_group=self._group)
-
-    def close(self) -> None:
-        self.model = None  # before its group
-        self.work.job.comm.Barrier()
-        torch.distributed.destroy_process_group(self._group)
+def _without_mpikv() -> str:
+    known = "mpikv" in torch.distributed.Backend.backend_list  # which importing mpikv.torch registers
+    return "" if known else "torch.distributed has no backend 'mpikv' here"
 
 
-class DdpMpikv(DdpGloo):
-    """The same over the backend "mpikv", which importing mpikv.torch registers."""
+class TrainWay(NamedTuple):
+    """missing: says why it cannot be measured here; empty where it can."""
 
-    title = "DDP, mpikv"
-    backend = "mpikv"
-
-    @classmethod
-    def missing(cls) -> str:
-        known = cls.backend in torch.distributed.Backend.backend_list
-        return "" if known else "torch.distributed has no backend 'mpikv' here"
+    title: str
+    prepare: Callable[[TrainedCopy], None] = lambda _copy: None
+    missing: Callable[[], str] = lambda: ""
 
 
-class DdpNccl(DdpGloo):
-    """The same over NCCL, which wants a GPU for each rank."""
-
-    title = "DDP, NCCL"
-    backend = "nccl"
-
-    @classmethod
-    def missing(cls) -> str:
-        if not torch.distributed.is_nccl_available():
-            return "this PyTorch has no NCCL"
-        return "" if torch.cuda.device_count() >= torch.distributed.get_world_size() else "fewer GPUs than ranks"
-
-
-WAYS: Mapping[str, type[StepAlone]] = {
-    "model": WithModel,
-    "optimizer": WithOptimizer,
-    "trainer": WithTrainer,
-    "ddp": DdpMpikv,
-    "gloo": DdpGloo,
-    "nccl": DdpNccl,
-    "raw": RawFlat,
-    "raw-each": RawEach,
+ALONE = TrainWay("alone")
+WAYS: Mapping[str, TrainWay] = {
+    "model": TrainWay("DistributedModel", with_model),
+    "optimizer": TrainWay("DistributedOptimizer", with_optimizer),
+    "trainer": TrainWay("Trainer", with_trainer),
+    "ddp": TrainWay("DDP, mpikv", ddp("mpikv"), _without_mpikv),
+    "gloo": TrainWay("DDP, Gloo", ddp("gloo")),
+    "nccl": TrainWay("DDP, NCCL", ddp("nccl"), _without_nccl),
+    "raw": TrainWay("raw MPI, flat", raw_flat),
+    "raw-each": TrainWay("raw MPI, each", raw_each),
 }
