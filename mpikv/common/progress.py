@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LEAST_S, MOST_S, SHARE = 5.0, 60.0, 0.05
 DRAWN_S = 0.1
-MODES = ("bar", "lines", "off")
 
 
 class Progress:
     """Shows how many of `total` are done. A context manager, which removes the bar at its end. Local, never blocks.
 
     title: what is done, such as "epoch 1/3". unit: what is counted, in the plural; "bytes" have KiB and MiB in the bar.
-    done: how many are done already. shown: False prints nothing at all, for all ranks but one. mode: "bar" where
-    standard error is a terminal, else lines; "lines" in any case; "off": only what `say` is told. clock: for tests.
+    done: how many are done already. shown: False prints nothing at all, for all ranks but one. clock: for tests.
     """
 
     def __init__(
@@ -40,15 +38,14 @@ class Progress:
         *,
         done: int = 0,
         shown: bool = True,
-        mode: str = "bar",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._title, self.total, self._unit, self._clock = title, total, unit, clock
-        self._shown, self._lines = shown, shown and mode != "off"
+        self._shown = shown
         self.what, self._values = "", ""
         self._first = self.done = self._line_done = done
         self._start_s = self._line_s = self._drawn_s = clock()
-        self._bar = _bar(title, total, unit, done) if self._lines and mode == "bar" else None
+        self._bar = _bar(title, total, unit, done) if shown else None
 
     def update(self, n: int = 0, what: str | None = None, **values: float) -> None:
         """Count `n` more as done. what: is under way now, until told otherwise.
@@ -59,7 +56,7 @@ class Progress:
         told = what is not None and what != self.what
         self.what = self.what if what is None else what
         self._values = ", ".join(f"{name} {value:.4f}" for name, value in values.items()) or self._values
-        if not self._lines:
+        if not self._shown:
             return
         now_s = self._clock()
         if self._bar is not None:
@@ -74,10 +71,9 @@ class Progress:
             self._line_s, self._line_done = now_s, self.done
             print(self._line(now_s), file=sys.stderr, flush=True)
 
-    def to(self, done: int, what: str | None = None, *, total: int | None = None) -> None:
-        """Set how many are done. total: where it was not known before."""
-        self.total = self.total if total is None else total
-        self.update(done - self.done, what)
+    def to(self, done: int) -> None:
+        """Set how many are done."""
+        self.update(done - self.done)
 
     def say(self, *lines: str, error: bool = False) -> None:
         """Print whole lines on standard output, or on standard error, above the bar where both are on a terminal."""
