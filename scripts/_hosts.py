@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
@@ -47,3 +49,16 @@ def run(options: argparse.Namespace, n_hosts: int, ranks_per_host: int, *, timeo
         )
     print(job.output if job.status == 0 else f"{job.output}status {job.status}", flush=True)
     return job.status
+
+
+def sent_bytes() -> int:
+    """What this host's interface has sent."""
+    (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def quiet_barrier(comm: Any) -> None:
+    """Wait for the other ranks without taking the processors from those that still have something to do."""
+    waiting = comm.Ibarrier()
+    while not waiting.Test():
+        time.sleep(0.001)

@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 import _hosts  # lies beside this file
-from bench_links import sent_bytes
+from _hosts import sent_bytes
 
 KINDS = ["fp16", '{"type": "fp16", "pull": "fp16"}', "2bit", '{"type": "topk", "ratio": 0.01}']
 

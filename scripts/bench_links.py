@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import _hosts  # lies beside this file
+from _hosts import quiet_barrier, sent_bytes
 
 TCP_BYTES = 16 << 20
 TCP_PORT = 29777
@@ -160,12 +161,6 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
         yield options.keys, [n_bytes // 4] * count
 
 
-def sent_bytes() -> int:
-    """What this host's interface has sent."""
-    (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
-    return int(line.split(":")[1].split()[8])
-
-
 class Sockets:
     """Plain connections between the first ranks of all hosts. Collective."""
 
@@ -212,13 +207,6 @@ def receive(connection: socket.socket, n_bytes: int) -> None:
     buffer, got = bytearray(1 << 18), 0
     while got < n_bytes:
         got += connection.recv_into(buffer)
-
-
-def quiet_barrier(comm: Any) -> None:
-    """Wait for the other ranks without taking the processors from those that still have something to do."""
-    waiting = comm.Ibarrier()
-    while not waiting.Test():
-        time.sleep(0.001)
 
 
 def raw_tcp(comm: Any, receiver: int) -> float:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import _hosts  # lies beside this file
+from _hosts import quiet_barrier
 
 LATENCY_S = 100e-6  # between two such hosts, through two token buckets and a bridge
 TURNS = 5
@@ -151,13 +152,6 @@ def measure(
         assert all((parameter.data == expected).all() for parameter in params.values()), "wrong weights"
     store.close()
     return {"seconds": seconds[1:], "messages": counts[0], "sent_bytes": counts[1]}
-
-
-def quiet_barrier(comm: Any) -> None:
-    """Wait without taking the processors from those that still have something to do."""
-    waiting = comm.Ibarrier()
-    while not waiting.Test():
-        time.sleep(0.001)
 
 
 def plan_of(workload: str) -> Any:
