@@ -154,25 +154,25 @@ def run_rank(options: argparse.Namespace) -> None:
 
     names = comm.allgather(socket.gethostname())
     hosts = list(dict.fromkeys(names))
-    carrier = None
+    sockets = None
     if names.index(names[comm.Get_rank()]) == comm.Get_rank():
         peer = hosts[(hosts.index(socket.gethostname()) + 1) % len(hosts)]
         n_bytes = 2 * (len(hosts) - 1) * 4 * sum(sizes) // len(hosts)
         command = [sys.executable, sys.argv[0], "--sockets", peer, str(n_bytes)]
-        carrier = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        sockets = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
 
-    def tell_carrier() -> None:
-        if carrier is not None:
-            carrier.stdin.write("\n")
-            carrier.stdin.flush()
+    def start_sockets() -> None:
+        if sockets is not None:
+            sockets.stdin.write("\n")
+            sockets.stdin.flush()
 
-    def hear_carrier() -> None:
-        if carrier is not None:
-            carrier.stdout.readline()
+    def wait_for_sockets() -> None:
+        if sockets is not None:
+            sockets.stdout.readline()
 
-    hear_carrier()
+    wait_for_sockets()
     comm.Barrier()
-    tell_carrier()
+    start_sockets()
     works = {name: kinds[name]() for name in options.compute.split(",")}
     before = {name: unit_s(work) for name, work in works.items()}
     store = kv.create("dist_sync")
@@ -241,9 +241,9 @@ def run_rank(options: argparse.Namespace) -> None:
             communication_s = most(timed(communicate))
             idle_s = unit_s(work)
             computing_s = timed(lambda work=work, units=units: [work(units) for _ in layers])
-            tell_carrier()
+            start_sockets()
             beside_s = timed(lambda work=work, units=units: [work(units) for _ in layers])
-            hear_carrier()
+            wait_for_sockets()
             calls_s = spent_s = 0.0
             fill()
 
@@ -258,15 +258,15 @@ def run_rank(options: argparse.Namespace) -> None:
                     calls_s += time.perf_counter() - at[1]
                 store.wait_all()
 
-            together_s = most(timed(both))
+            both_s = most(timed(both))
             check()
             alone_s = most(computing_s)
             rows.append(
                 (
                     communication_s,
                     alone_s,
-                    together_s,
-                    100 * (alone_s + communication_s - together_s) / communication_s,
+                    both_s,
+                    100 * (alone_s + communication_s - both_s) / communication_s,
                     100 * most(spent_s / computing_s - 1),
                     100 * most(beside_s / computing_s - 1),
                     1e3 * most(calls_s),
@@ -278,8 +278,8 @@ def run_rank(options: argparse.Namespace) -> None:
             print(f"{name:>9} {row[0]:7.3f} {row[1]:7.3f} {row[2]:7.3f} {row[3]:8.1f} {row[4]:8.1f} "
                   f"{row[5]:9.1f} {row[6]:8.1f} {row[7]:7.1f}", flush=True)  # fmt: skip
     store.close()
-    if carrier is not None:
-        carrier.communicate()
+    if sockets is not None:
+        sockets.communicate()
 
 
 def unit_s(work: Callable[[int], None]) -> float:

@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from _hosts import quiet_barrier  # lies beside this file
 
 HEAD = (
     f"{'ranks':>12} {'create s':>9} {'init s':>9} {'close s':>9} {'init msgs':>10} {'of rank 0':>10} {'KB':>9}"
@@ -61,16 +60,16 @@ def sent(store: Any) -> tuple[int, int]:
     return stats["messages_sent"], stats["bytes_sent"]
 
 
-def used(store: Any, keys: int, began_s: float, together: Any) -> tuple[Any, ...]:
+def used(store: Any, keys: int, began_s: float, meet: Any) -> tuple[Any, ...]:
     """`init` and `close` of a store that was begun at `began_s`."""
     import numpy as np  # noqa: PLC0415
 
     created_s = time.perf_counter()
-    together()
+    meet()
     start_s, before = time.perf_counter(), sent(store)
     store.init([f"key {i}" for i in range(keys)], [np.ones(1000, np.float32) for _ in range(keys)])
     init_s, after = time.perf_counter() - start_s, sent(store)
-    together()
+    meet()
     start_s = time.perf_counter()
     store.close()
     close_s, end = time.perf_counter() - start_s, sent(store)
@@ -138,13 +137,6 @@ def measure_mpi(options: argparse.Namespace) -> int:
         print(HEAD)
         print_line(f"{size} MPI", rows)
     return 0
-
-
-def quiet_barrier(comm: Any) -> None:
-    """Wait without spinning: there are more ranks than cores."""
-    waiting = comm.Ibarrier()
-    while not waiting.Test():
-        time.sleep(0.001)
 
 
 if __name__ == "__main__":
