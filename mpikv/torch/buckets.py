@@ -125,7 +125,7 @@ class GradientBucket:
                     current.wait_stream(stream)
             self._streams = {current.cuda_stream: current}
 
-    def end_round(self, trained: Sequence[bool]) -> None:
+    def end_round(self, trained: HostArray) -> None:
         """Get ready for the next round. trained: whether a gradient is waited for, by the parameters' numbers."""
         self.left, self.request = False, None
         self.waits_for = sum(bool(trained[i]) for i in self.views)

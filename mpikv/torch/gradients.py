@@ -208,8 +208,8 @@ class Gradients:
         assert self._last is not None
         taken = outcome.used & outcome.trained
         copies: dict[GradientBucket, torch.Tensor] = {}
-        for i in np.flatnonzero(taken):
-            self._views[int(i)].deliver(copies)
+        for each in np.flatnonzero(taken):
+            self._views[int(each)].deliver(copies)
         for bucket in self._buckets:
             if bucket.left and bucket.compressed:
                 for i, view in bucket.views.items():

@@ -1,8 +1,9 @@
 """Codecs that encode nothing: they have the lengths of others, and say what these would cost.
 
 The generators of the store run with them as with any codec (`EncodedPath`, `Client`), so that the messages of
-compressed keys are counted without a second description of what travels when. How fast a codec is depends on the machine, on its
-parameters and on whether there is Numba, so that there is no table of it: `plan/calibrate.py` measures it.
+compressed keys are counted without a second description of what travels when. How fast a codec is depends on the
+machine, on its parameters and on whether there is Numba, so that there is no table of it: `plan/calibrate.py` measures
+it.
 """
 
 from __future__ import annotations
