@@ -40,7 +40,6 @@ Copy = tuple[Any, Any]  # destination and source: two arrays or two memoryviews
 WHOLE = slice(None)
 Wait = Callable[[Reached], None]
 
-FILLED, SUMMED = FREE, FREE + 1  # counters of chunks
 WORDS = FREE + 2  # of the decision on calls, and of their steps
 
 
@@ -81,8 +80,10 @@ class Copies:
             self.destinations.append(destination)
             self.sources.append(source)
 
-    def __iter__(self) -> Iterator[Copy]:
-        return zip(self.destinations, self.sources, strict=True)
+    def append(self, destination: HostArray, source: HostArray) -> None:
+        """One more, that is made once: what `copy_of` does would cost more than it saves."""
+        self.destinations.append(destination)
+        self.sources.append(source)
 
     @property
     def n_bytes(self) -> int:
@@ -90,7 +91,7 @@ class Copies:
         return sum(destination.nbytes for destination in self.destinations)
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """What one rank does for one chunk."""
 
@@ -118,11 +119,12 @@ def copy_of(destination: HostArray, source: HostArray) -> Copy:
 
 def copy_all(copies: Copies) -> None:
     """Do copies one after another."""
-    if len(copies.sources) < MANY:
-        for destination, source in copies:
+    sources, destinations = copies.sources, copies.destinations
+    if len(sources) < MANY:
+        for destination, source in zip(destinations, sources, strict=True):
             destination[:] = source
     else:
-        deque(map(setitem, copies.destinations, repeat(WHOLE), copies.sources), maxlen=0)
+        deque(map(setitem, destinations, repeat(WHOLE), sources), maxlen=0)
 
 
 def add_all(sums: Sequence[Sum]) -> None:
@@ -133,6 +135,53 @@ def add_all(sums: Sequence[Sum]) -> None:
             copy[...] = out
         if after is not None:
             after()
+
+
+class ChunkWords(NamedTuple):
+    """The words of a table in which ranks count the chunks that they have filled, summed and drained.
+
+    drained: None where each rank waits for the sums of every chunk, so that it cannot come back to a slot that another
+    rank still reads. Else a rank waits only for what it needs, may be ahead of others also into the next call, and
+    looks here before it fills one of `slots` slots again.
+    """
+
+    filled: int
+    summed: int
+    drained: int | None = None
+    slots: int = 0
+
+
+CHUNK_WORDS = ChunkWords(FREE, FREE + 1)
+
+
+def in_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], first: int) -> Iterator[Reached]:
+    """Do the rest of a call of which all ranks have filled the first chunk. Yields each request it must wait for.
+
+    first: how many chunks all calls before had.
+    """
+    filled, summed, drained, slots = words
+    awaited, count, n = counters.awaited, counters.count, len(chunks)
+    waits = drained is None
+    for done in range(first + 1, first + n + 2):
+        i = done - first
+        if i < n:
+            if drained is not None and (request := awaited(drained, done - slots + 1)) is not None:
+                yield request
+            copy_all(chunks[i].fills)
+            count(filled, done + 1)
+        if i <= n:
+            sums = chunks[i - 1].sums
+            if i > 1 and (sums or waits) and (request := awaited(filled, done)) is not None:
+                yield request
+            add_all(sums)
+            count(summed, done)
+        if i > 1:
+            drains = chunks[i - 2].drains
+            if (waits or drains.sources) and (request := awaited(summed, done - 1)) is not None:
+                yield request
+            copy_all(drains)
+            if drained is not None:
+                count(drained, done - 1)
 
 
 class Executor:
@@ -152,23 +201,11 @@ class Executor:
 
     def finish(self, plan: Plan) -> None:
         """Do the rest, once all ranks are there. Blocks."""
-        chunks, first = plan.chunks, self._step
+        chunks = plan.chunks
         if plan.alone:
             add_all(chunks[0].sums)
             copy_all(chunks[0].drains)
             return
-        counters, n = self._counters, len(chunks)
-        for i in range(1, n + 2):
-            if i < n:
-                copy_all(chunks[i].fills)
-                counters.count(FILLED, first + i + 1)
-            if i - 1 < n:
-                if i > 1 and (request := counters.awaited(FILLED, first + i)) is not None:
-                    self._wait(request)
-                add_all(chunks[i - 1].sums)
-                counters.count(SUMMED, first + i)
-            if i > 1:
-                if (request := counters.awaited(SUMMED, first + i - 1)) is not None:
-                    self._wait(request)
-                copy_all(chunks[i - 2].drains)
-        self._step = first + n
+        for request in in_chunks(self._counters, CHUNK_WORDS, chunks, self._step):
+            self._wait(request)
+        self._step += len(chunks)

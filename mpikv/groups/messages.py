@@ -3,7 +3,7 @@
 `allreduce` and `reduce_scatter` run the algorithms of `mpikv.collectives`, chosen by the same table as a store's;
 everything that only moves data is one `exchange`, in which each rank sends what the others are to have. All arrays are
 flat and contiguous. A generator uses one tag; ranks that run different calls under one tag would mix their messages up,
-so a call's tag is its own (group.py).
+so a call's tag is its own (tags.py), or ranks compare their calls first (workers.py).
 
 Cost per rank: `exchange` one message to and from each rank that has something to tell; the others as their algorithm.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives import naive, ring
+from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.errors import ShapeMismatch
@@ -28,76 +29,101 @@ DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends 
 TOKEN = np.zeros(1, np.uint8)
 
 
-def allreduce(group: Group, buf: HostArray, operator: Operator, tag: int, algorithm: str = "auto") -> Steps[None]:
-    """Combine `buf` over all ranks, in place. algorithm: as MPIKV_ALGORITHM has it."""
-    if group.size == 1 or buf.size == 0:
-        return
-    name = choose(buf.nbytes, group.size, "auto" if algorithm == "native" else algorithm, group.hosts)
-    module = ALGORITHMS[name]
-    chunks = bounds_of(name, buf.size, group.hosts)
-    own = slice(chunks[group.rank], chunks[group.rank + 1])
-    wide = buf.astype(sum_dtype(buf.dtype), copy=False)
-    yield from module.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)
-    operator.finish(wide[own], group.size)
-    if wide is not buf:
-        np.copyto(buf[own], wide[own], casting="unsafe")
-    yield from module.allgather(group, buf, chunks, tag)
+class MessageCalls:
+    """One rank's side. algorithm: as MPIKV_ALGORITHM has it."""
 
+    def __init__(self, group: Group, algorithm: str = "auto") -> None:
+        self.group = group
+        self._algorithm = "auto" if algorithm == "native" else algorithm
+        self._mailboxes: dict[int, Mailbox] = {}
 
-def reduce(group: Group, buf: HostArray, out: HostArray, operator: Operator, *, root: int, tag: int) -> Steps[None]:
-    """Combine `buf` over all ranks into the root's `out` (which may be `buf`), along a binomial tree."""
-    size, me = group.size, (group.rank - root) % group.size
-    wide = buf.astype(sum_dtype(buf.dtype), copy=out is not buf or me != 0)
-    scratch = np.empty_like(wide)
-    bit = 1
-    while bit < size and buf.size:
-        if me & bit:
-            yield group.isend(wide, (me - bit + root) % size, tag)
-            return
-        if me + bit < size:
-            yield group.irecv(scratch, (me + bit + root) % size, tag)
-            operator.combine(wide, scratch, out=wide)
-        bit *= 2
-    if me == 0:
-        operator.finish(wide, size)
-        np.copyto(out, wide, casting="unsafe")
+    def mailbox(self, tag: int) -> Mailbox:
+        """What this rank receives under a tag by `exchange` and `receive`."""
+        return self._mailboxes.setdefault(tag, Mailbox(self.group, tag))
 
+    def allreduce(self, arrays: Sequence[HostArray], operator: Operator, tag: int) -> Steps[None]:
+        """Combine each of `arrays` over all ranks, in place."""
+        group = self.group
+        for buf in arrays if group.size > 1 else ():
+            if not buf.size:
+                continue
+            name = choose(buf.nbytes, group.size, self._algorithm, group.hosts)
+            module = ALGORITHMS[name]
+            chunks = bounds_of(name, buf.size, group.hosts)
+            own = slice(chunks[group.rank], chunks[group.rank + 1])
+            wide = buf.astype(sum_dtype(buf.dtype), copy=False)
+            yield from module.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)
+            operator.finish(wide[own], group.size)
+            if wide is not buf:
+                np.copyto(buf[own], wide[own], casting="unsafe")
+            yield from module.allgather(group, buf, chunks, tag)
 
-def reduce_scatter(
-    group: Group, parts: Sequence[HostArray], out: HostArray, operator: Operator, tag: int
-) -> Steps[None]:
-    """Combine part number `group.rank` of every rank into `out`. parts: one for each rank, left as they are."""
-    chunks = (0, *(int(end) for end in np.cumsum([part.size for part in parts])))
-    buf = np.concatenate(parts).astype(sum_dtype(out.dtype), copy=False)
-    direct = group.size <= DIRECT_RANKS or buf.nbytes <= DIRECT_BYTES
-    yield from (naive if direct else ring).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
-    own = buf[chunks[group.rank] : chunks[group.rank + 1]]
-    operator.finish(own, group.size)
-    np.copyto(out, own, casting="unsafe")
+    def reduce(self, buf: HostArray, out: HostArray, operator: Operator, root: int, tag: int) -> Steps[None]:
+        """Combine `buf` over all ranks into the root's `out` (which may be `buf`), along a binomial tree."""
+        group, size = self.group, self.group.size
+        me = (group.rank - root) % size
+        wide = buf.astype(sum_dtype(buf.dtype), copy=out is not buf or me != 0)
+        scratch = np.empty_like(wide)
+        bit = 1
+        while bit < size and buf.size:
+            if me & bit:
+                yield group.isend(wide, (me - bit + root) % size, tag)
+                return
+            if me + bit < size:
+                yield group.irecv(scratch, (me + bit + root) % size, tag)
+                operator.combine(wide, scratch, out=wide)
+            bit *= 2
+        if me == 0:
+            operator.finish(wide, size)
+            np.copyto(out, wide, casting="unsafe")
 
+    def broadcast(self, arrays: Sequence[HostArray], root: int, tag: int) -> Steps[None]:
+        """Copy the root's arrays to all ranks."""
+        for array in arrays:
+            yield from broadcast(self.group, array, root, tag)
 
-def exchange(mailbox: Mailbox, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray]) -> Steps[None]:
-    """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`.
+    def allgather(self, pairs: Sequence[tuple[HostArray, Sequence[HostArray]]], tag: int) -> Steps[None]:
+        """Copy every rank's values to every rank. pairs: values, and one array for each rank."""
+        for values, outs in pairs:
+            yield from self.exchange(dict.fromkeys(range(self.group.size), values), dict(enumerate(outs)), tag)
 
-    mailbox: of the call's tag. Empty arrays are sent, too: lengths that do not fit are found where the message comes,
-    and it always comes. Raises ShapeMismatch.
-    """
-    group, me = mailbox.group, mailbox.group.rank
-    others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
-    sends = [group.isend(outgoing[rank], rank, mailbox.tag) for rank in others if rank in outgoing]
-    if me in incoming and me in outgoing:
-        if incoming[me].size != outgoing[me].size:
-            raise ShapeMismatch(f"this rank sends itself {outgoing[me].size} elements, and expects {incoming[me].size}")
-        incoming[me][...] = outgoing[me]
-    yield from mailbox.receive_all({rank: incoming[rank] for rank in others if rank in incoming})
-    yield from sends
+    def reduce_scatter(
+        self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, tag: int
+    ) -> Steps[None]:
+        """Combine part number `rank` of every rank into `out`. pairs: an array for each rank, unchanged, and `out`."""
+        group = self.group
+        for parts, out in pairs:
+            chunks = (0, *(int(end) for end in np.cumsum([part.size for part in parts])))
+            buf = np.concatenate(parts).astype(sum_dtype(out.dtype), copy=False)
+            direct = group.size <= DIRECT_RANKS or buf.nbytes <= DIRECT_BYTES
+            yield from (naive if direct else ring).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
+            own = buf[chunks[group.rank] : chunks[group.rank + 1]]
+            operator.finish(own, group.size)
+            np.copyto(out, own, casting="unsafe")
 
+    def exchange(self, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int) -> Steps[None]:
+        """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`.
 
-def barrier(group: Group, tag: int) -> Steps[None]:
-    """Wait until every rank has come: in step k each rank hears from the one 2^k before it."""
-    distance = 1
-    while distance < group.size:
-        send = group.isend(TOKEN, (group.rank + distance) % group.size, tag)
-        yield group.irecv(np.empty(1, np.uint8), (group.rank - distance) % group.size, tag)
-        yield send
-        distance *= 2
+        Empty arrays are sent, too: lengths that do not fit are found where the message comes, and it always comes.
+        Raises ShapeMismatch.
+        """
+        group, me = self.group, self.group.rank
+        others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
+        sends = [group.isend(outgoing[rank], rank, tag) for rank in others if rank in outgoing]
+        if me in incoming and me in outgoing:
+            if incoming[me].size != outgoing[me].size:
+                raise ShapeMismatch(
+                    f"this rank sends itself {outgoing[me].size} elements, and expects {incoming[me].size}"
+                )
+            incoming[me][...] = outgoing[me]
+        yield from self.mailbox(tag).receive_all({rank: incoming[rank] for rank in others if rank in incoming})
+        yield from sends
+
+    def barrier(self, tag: int) -> Steps[None]:
+        """Wait until every rank has come: in step k each rank hears from the one 2^k before it."""
+        group, distance = self.group, 1
+        while distance < group.size:
+            send = group.isend(TOKEN, (group.rank + distance) % group.size, tag)
+            yield group.irecv(np.empty(1, np.uint8), (group.rank - distance) % group.size, tag)
+            yield send
+            distance *= 2

@@ -44,12 +44,13 @@ def _unpacked(message: HostArray) -> tuple[dict[str, Any], list[bytes]]:
 
 
 class Service:
-    """One rank's side. status: answers `status` requests. hear: is told of failures, with
-    rank, group, call and text.
+    """One rank's side. status: answers `status` requests.
+
+    failed: called when a call has failed on another rank, with rank, group, call and text.
     """
 
-    def __init__(self, transport: Transport, status: Status, hear: Callable[[int, int, int, str], None]) -> None:
-        self._transport, self._status, self._hear = transport, status, hear
+    def __init__(self, transport: Transport, status: Status, failed: Callable[[int, int, int, str], None]) -> None:
+        self._transport, self._status, self._failed = transport, status, failed
         self.board = Board()
         self._number = 0
         self._sends: list[Request] = []
@@ -78,7 +79,7 @@ class Service:
         elif verb == LEAVE:
             self.left[source] = dict(header["calls"])
         elif verb == FAILED:
-            self._hear(source, header["group"], header["call"], header["text"])
+            self._failed(source, header["group"], header["call"], header["text"])
         else:
             try:
                 self.board.handle(verb, header["keys"], values, reply)
@@ -89,7 +90,7 @@ class Service:
         self._sends = [send for send in self._sends if not send.test()]
         self._sends.append(self._transport.isend(_packed(header, values), rank, tag))
 
-    def tell_failure(self, ranks: Sequence[int], group: int, call: int, text: str) -> None:
+    def report_failure(self, ranks: Sequence[int], group: int, call: int, text: str) -> None:
         """Tell these ranks that a call of a group has failed here. Local; the caller holds the engine's lock."""
         for rank in ranks:
             header = {"verb": FAILED, "number": 0, "group": group, "call": call, "text": text}
@@ -108,7 +109,7 @@ class Service:
         return answers[0]
 
     def ask_status(self, rank: int, about: dict[str, Any], limit_s: float) -> Steps[dict[str, Any] | None]:
-        """Return what `rank` says of itself; None if it has said nothing within `limit_s`."""
+        """Return what `rank` says of itself; None if it has not answered within `limit_s`."""
         answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
         return json.loads(answer[0]) if answer else None
 

@@ -16,7 +16,8 @@ from typing import Any
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Steps
 from mpikv.errors import PeerError, StallError
-from mpikv.groups.group import Call, RankGroup
+from mpikv.groups.call import GroupCall
+from mpikv.groups.group import RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
 
@@ -25,7 +26,7 @@ ASK_AFTER_S = 3.0  # ranks that are late by more are rare, and asking costs litt
 ANSWER_S = 2.0  # an answer comes at once from a rank that lives
 
 
-class Watch:
+class CallWatch:
     """Watches the calls of all groups of one rank. labels: of the transport's ranks, for messages."""
 
     def __init__(
@@ -59,7 +60,7 @@ class Watch:
                         call.asked = True
                         self._engine.start(self._inquire(call), "status")
 
-    def _inquire(self, call: Call) -> Steps[None]:
+    def _inquire(self, call: GroupCall) -> Steps[None]:
         """Ask all other ranks of the group, each time when it has waited twice as long, and when the time is over."""
         group = call.group
         while True:
@@ -92,19 +93,19 @@ class Watch:
             if call.done:
                 return
 
-    def _differ(self, call: Call, different: dict[int, str]) -> str:
+    def _differ(self, call: GroupCall, different: dict[int, str]) -> str:
         theirs = "; ".join(f"{self._labels[rank]} made {text}" for rank, text in different.items())
         return (
             f"{self._labels[self._rank]} made {call.text} as call {call.number} of its process group, but {theirs}: "
             "every rank of a group makes the same calls in the same order"
         )
 
-    def _gone(self, call: Call, gone: list[tuple[int, int]]) -> str:
+    def _gone(self, call: GroupCall, gone: list[tuple[int, int]]) -> str:
         who = "; ".join(f"{self._labels[rank]} has left the job after {n} calls" for rank, n in gone)
         return f"{self._labels[self._rank]} waits in {call.text}, call {call.number} of its process group, but {who}"
 
     def stall(
-        self, call: Call, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
+        self, call: GroupCall, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
     ) -> StallError:
         """Return the error of a call that has waited too long."""
         said = []

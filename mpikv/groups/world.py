@@ -21,7 +21,7 @@ from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import HOLDER, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
-from mpikv.groups.watch import Watch
+from mpikv.groups.watch import CallWatch
 from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.placement.members import Members
 from mpikv.runtime import abort, library
@@ -30,7 +30,9 @@ from mpikv.transports.base import Group, Transport
 # What the ranks of one job must have alike.
 SETTINGS = ("algorithm", "fake_hosts", "shared_memory")
 
-_opened: list[World] = []  # the world of this process, which a second init_process_group uses again
+# A process is one rank of COMM_WORLD, and MPI is initialised once in it. PyTorch gives a backend nothing by which a
+# second init_process_group could find what the first one made, so it is found here.
+_opened: list[World] = []
 _lock = threading.Lock()
 
 
@@ -51,11 +53,11 @@ class World:
         self.labels = [f"rank {rank} of {self.size} on {host}" for rank, host in enumerate(transport.hosts)]
         self.groups: dict[int, RankGroup] = {}
         self._calls: dict[int, int] = {}  # that were made of groups which are closed
-        self._early: dict[int, list[tuple[int, PeerError]]] = {}  # failures told before the group was here
+        self._early: dict[int, list[tuple[int, PeerError]]] = {}  # failures elsewhere, before the group was here
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
-        self.service = Service(transport, self._status, self._hear)
-        self._watch = Watch(self.engine, self.service, self.groups, self.rank, self.labels)
+        self.service = Service(transport, self._status, self._failed)
+        self._watch = CallWatch(self.engine, self.service, self.groups, self.rank, self.labels)
         self.engine.serve(self.service.serve(), "service")
         self.engine.serve(self._watch.serve(), "watch")
         self.sessions: list[object] = []  # of init_process_group: what each holds. Keys of one are not the next one's
@@ -74,12 +76,12 @@ class World:
             shared=self._shared(group, number),
             algorithm=self.config.host_algorithm,
             stalled=self._watch.stall,
-            tell=self._tell,
+            report=self._report,
         )
         with self.engine.lock:
             self.groups[number] = made
             for call, error in self._early.pop(number, ()):
-                made.hear(call, error)
+                made.failed_elsewhere(call, error)
         return made
 
     def drop(self, group: RankGroup) -> None:
@@ -88,14 +90,14 @@ class World:
         self._calls[group.number] = group.calls
         self.groups.pop(group.number, None)
 
-    def _tell(self, group: RankGroup, call: int, error: BaseException) -> None:
+    def _report(self, group: RankGroup, call: int, error: BaseException) -> None:
         others = [rank for rank in group.group.ranks if rank != self.rank]
-        self.service.tell_failure(others, group.number, call, f"{type(error).__name__}: {error}")
+        self.service.report_failure(others, group.number, call, f"{type(error).__name__}: {error}")
 
-    def _hear(self, rank: int, number: int, call: int, text: str) -> None:
+    def _failed(self, rank: int, number: int, call: int, text: str) -> None:
         error = PeerError(f"a call of this process group has failed on {self.labels[rank]}: {text}")
         if number in self.groups:
-            self.groups[number].hear(call, error)
+            self.groups[number].failed_elsewhere(call, error)
         else:
             self._early.setdefault(number, []).append((call, error))
 

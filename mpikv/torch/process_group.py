@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import Backend, ReduceOp
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.errors import UnsupportedError
-from mpikv.groups.group import Call, Options, RankGroup
+from mpikv.groups.call import GroupCall, Options
+from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.world import World
 from mpikv.torch import sparse
@@ -344,7 +345,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- helpers
 
-    def _made(self, views: Views, result: Tensors, opts: Any, make: Callable[[Options], Call]) -> CallWork:
+    def _made(self, views: Views, result: Tensors, opts: Any, make: Callable[[Options], GroupCall]) -> CallWork:
         timeout = getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
         finish = views.write_back if views.copies and not views.late else None

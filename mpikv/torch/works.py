@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from mpikv.groups.group import Call
+from mpikv.groups.call import GroupCall
 
 Submit = Callable[[Callable[[], None]], Any]
 COMPLETERS = 64  # threads at most: as many futures may wait for others in what is chained to them
@@ -32,7 +32,7 @@ def completer() -> ThreadPoolExecutor:
 class CallWork(Work):
     """Some calls that are waited for as one. result: the output tensors. submit: lets another thread run a function."""
 
-    def __init__(self, calls: Sequence[Call], result: list[torch.Tensor], submit: Submit) -> None:
+    def __init__(self, calls: Sequence[GroupCall], result: list[torch.Tensor], submit: Submit) -> None:
         super().__init__()
         self.calls, self._result, self._submit = list(calls), result, submit
         self._future: Any = None

@@ -420,7 +420,7 @@ def test_slots_are_not_used_again_while_a_slow_rank_still_reads(small, monkeypat
     def slowly(entries):
         if threading.current_thread().name != f"rank {slow}":
             return original(entries)
-        for entry in entries:
+        for entry in entries if step == "add_all" else zip(entries.destinations, entries.sources, strict=True):
             if numbers.random() < 0.1:
                 time.sleep(0.002)
             if step == "add_all":

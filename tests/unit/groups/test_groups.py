@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from mpikv.collectives import shared
 from mpikv.common.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
-from mpikv.groups.group import Options, RankGroup, Tags
+from mpikv.groups.call import Options
+from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import OPERATORS
 from mpikv.groups.service import REPLY_TAGS
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
+from mpikv.groups.tags import GroupTags
 from mpikv.groups.world import World
 from mpikv.testing.groups import spawn_groups
 from mpikv.testing.ranks import RankError
@@ -171,6 +176,34 @@ def test_parts_of_different_lengths(way: str) -> None:
             np.testing.assert_array_equal(got[rank], values(10 * rank + me, me + rank))
 
     run(way, size, body)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_slots_are_not_filled_again_while_a_slow_rank_still_reads(monkeypatch, slow: int) -> None:
+    """One rank sleeps before its copies and sums, the others run ahead as far as they may."""
+    numbers = random.Random(slow)
+    for step in ("copy_all", "add_all"):
+        original = getattr(shared, step)
+
+        def slowly(entries, original=original) -> None:
+            if threading.current_thread().name == f"rank {slow}" and numbers.random() < 0.2:
+                time.sleep(0.002)
+            original(entries)
+
+        monkeypatch.setattr(shared, step, slowly)
+
+    def body(world: World, group: RankGroup):
+        long = 3 * CHUNK_BYTES // 4 + 5
+        for i, n in enumerate((9, long, 9, 9, 5000, 9, long)):
+            array, other = np.full(n, float(i + group.rank)), np.full(n, -1.0 - group.rank)
+            outs = [np.zeros(n) for _ in range(3)]
+            calls = [group.broadcast([array], i % 3), group.allgather([(other, outs)]), group.allreduce([array], SUM)]
+            for call in calls:
+                call.wait()
+            assert set(array) == {3.0 * (i + i % 3)}
+            assert [set(out) for out in outs] == [{-1.0}, {-2.0}, {-3.0}]
+
+    run("memory", 3, body)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
@@ -432,16 +465,16 @@ def test_bad_arguments() -> None:
 
 def test_tags_do_not_meet() -> None:
     for max_tag in (2**23 - 1, 2**28 - 1, 2**31 - 1):
-        first, second = Tags.of(max_tag, 1), Tags.of(max_tag, 2047)
+        first, second = GroupTags.of(max_tag, 1), GroupTags.of(max_tag, 2047)
         assert first.low_bits >= 11
         tags = [one.of_call(number, 12345) for one in (first, second) for number in range(32)]
         tags += [one.of_user(tag) for one in (first, second) for tag in (0, 1, 2**first.low_bits - 1)]
         assert len(set(tags)) == len(tags)
         assert all(1 + max(REPLY_TAGS) <= tag <= max_tag for tag in tags)
     with pytest.raises(UnsupportedError, match="32767"):
-        Tags.of(32767, 1)
+        GroupTags.of(32767, 1)
     with pytest.raises(UnsupportedError, match="2047 process groups"):
-        Tags.of(2**23 - 1, 2048)
+        GroupTags.of(2**23 - 1, 2048)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])

@@ -1,0 +1,111 @@
+"""One call of a group, under way or done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from mpikv.common.clock import Clock
+from mpikv.engine.backoff import Backoff
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Steps
+from mpikv.engine.running import Running
+from mpikv.transports.base import Group
+
+SPIN_S = 5e-3  # how long a call through memory is moved on by its caller alone while others are awaited
+
+
+class Options(NamedTuple):
+    """What any call may be given. timeout_s: the limit to its waiting, None: the group's.
+
+    finish: what to do at its end.
+    """
+
+    timeout_s: float | None = None
+    finish: Callable[[], None] | None = None
+
+
+DEFAULT = Options()
+
+
+class Caller(Protocol):
+    """The group whose call it is. stalled: makes the error of a call that has waited too long."""
+
+    group: Group
+    number: int
+    engine: Engine
+    timeout_s: float
+    stalled: Callable[[GroupCall, float], BaseException]
+
+    def fail(self, call: GroupCall, error: BaseException) -> None:
+        """End a call that cannot be done."""
+        ...
+
+
+class GroupCall:
+    """One call. number: which one of its group, the same on all ranks; -1 for a message between two of them."""
+
+    def __init__(self, group: Caller, number: int, text: str, options: Options) -> None:
+        self.group, self.number, self.text = group, number, text
+        self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
+        self.finish = options.finish
+        self.running: Running[Any] = Running(_nothing(), text)
+        self.started_s = group.engine.clock.now_s()
+        self.waited_s = 0.0  # as watch.py counts it
+        self.asked = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with an error or without."""
+        return self.running.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended it, if one did."""
+        return self.running.error
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block until it has ended, and return its result. Raises its error, or StallError after `timeout_s` seconds.
+
+        The limit of the group holds in any case.
+        """
+        if not self.running.done:
+            engine = self.group.engine
+            limit_s = float("inf") if timeout_s is None else timeout_s
+            engine.wait(self.running, limit_s, lambda: self.group.stalled(self, limit_s))
+        self.running.test()
+        return self.running.result
+
+    def when_done(self, callback: Callable[[], None]) -> bool:
+        """Let `callback` be called once it has ended, by whoever moves it on; returns False if it has ended already."""
+        with self.group.engine.lock:
+            if self.running.done:
+                return False
+            self._callbacks.append(callback)
+            return True
+
+    def ended(self) -> None:
+        """Call the callbacks."""
+        for callback in self._callbacks:
+            callback()
+
+
+def _nothing() -> Steps[None]:
+    yield from ()
+
+
+def spin(running: Running[Any], clock: Clock) -> None:
+    """Move a call through memory on while the others come soon; no other transfer is moved on meanwhile."""
+    backoff, deadline_s = Backoff(clock=clock), None
+    while not running.done:
+        if running.advance():
+            backoff.reset()
+            deadline_s = None
+            continue
+        now_s = clock.now_s()
+        if deadline_s is None:
+            deadline_s = now_s + SPIN_S
+        if now_s > deadline_s:
+            return
+        backoff.pause()

@@ -1,0 +1,48 @@
+"""The tags of the messages of process groups: each group, and each call of one, has its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpikv.errors import UnsupportedError
+
+WINDOW_BITS = 5  # calls under way by messages at the same time: 32
+LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23
+
+
+class GroupTags(NamedTuple):
+    """How a tag is divided: one bit for point-to-point, half of the others for the group, `low_bits` for the rest.
+
+    base: the group's number in its place. user: the bit for point-to-point.
+    """
+
+    low_bits: int
+    base: int
+    user: int
+
+    @classmethod
+    def of(cls, max_tag: int, number: int) -> GroupTags:
+        """Return the tags of group `number`, from 1 on."""
+        bits = (max_tag + 1).bit_length() - 1
+        if bits < LEAST_BITS:
+            raise UnsupportedError(f"this MPI has tags up to {max_tag} only; process groups need {2**LEAST_BITS - 1}")
+        low_bits = (bits - 1) // 2
+        most = (1 << (bits - 1 - low_bits)) - 1
+        if number > most:
+            raise UnsupportedError(f"more than {most} process groups in one job: this MPI has tags up to {max_tag}")
+        return cls(low_bits, number << low_bits, 1 << (bits - 1))
+
+    def of_call(self, number: int, digest_: int) -> int:
+        """Return the tag for the messages of call `number`: its number and some bits of its digest.
+
+        So messages of different calls are never taken for each other.
+        """
+        bits = self.low_bits - WINDOW_BITS
+        return self.base | (number % (1 << WINDOW_BITS)) << bits | digest_ % (1 << bits)
+
+    def of_user(self, tag: int) -> int:
+        """Return the tag for the messages between two ranks under a tag of the user's."""
+        limit = (1 << self.low_bits) - 1
+        if not 0 <= tag <= limit:
+            raise ValueError(f"tag {tag} of a message: tags are 0 to {limit}")
+        return self.user | self.base | tag
