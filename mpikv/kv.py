@@ -134,7 +134,7 @@ def _check_process(name: str) -> None:
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.create.processes import Processes  # noqa: PLC0415
+    from mpikv.session.processes import Processes  # noqa: PLC0415
 
     world = MPI.COMM_WORLD
     if world.Get_size() > 1:

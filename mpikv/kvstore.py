@@ -24,8 +24,10 @@ from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import KeyExists, MpikvError, StallError, UnsupportedError
+from mpikv.groups.workers import WorkersGroup
 from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import NewKey, Session, Updater
+from mpikv.session.workers import Workers
 from mpikv.strategies.base import Entry, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file
 
@@ -56,6 +58,7 @@ class KVStore:
     def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
         # For what is built on a store, as trainers are; they are no part of the calls that users make.
         self.session, self.strategy = session, strategy
+        self.workers_group = WorkersGroup(session, strategy.reserve) if isinstance(session, Workers) else None
         self._pid = session.pid
         self._forms = CallForms(session, strategy, on_device=on_device)
         self._rows = RowCalls(session, strategy, self._forms)

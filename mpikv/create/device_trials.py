@@ -24,7 +24,7 @@ from mpikv.spaces import peers
 from mpikv.spaces.gpu import Gpu
 
 if TYPE_CHECKING:
-    from mpikv.create.processes import Processes  # importing it initialises MPI
+    from mpikv.session.processes import Processes  # importing it initialises MPI
 
 
 def settled(

@@ -97,8 +97,9 @@ def barrier() -> Collective:
 
 
 @lru_cache(maxsize=64)
-def _name(dtype: np.dtype[Any]) -> str:
-    return str(dtype)  # which takes NumPy 10 us
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the dtype's name, which takes NumPy 10 us."""
+    return str(dtype)
 
 
 def _shapes(arrays: Sequence[HostArray]) -> str:
@@ -106,7 +107,7 @@ def _shapes(arrays: Sequence[HostArray]) -> str:
     parts: list[str] = []
     last = ""
     for array in arrays:
-        dtype = _name(array.dtype)
+        dtype = name_of(array.dtype)
         parts.append(str(array.size) if dtype == last else f"{dtype} {array.size}")
         last = dtype
     return ", ".join(parts)

@@ -176,7 +176,7 @@ def _open(config: Config) -> World:
         raise
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.create.processes import Processes  # noqa: PLC0415
+    from mpikv.session.processes import Processes  # noqa: PLC0415
 
     comm = MPI.COMM_WORLD
     if comm.Get_size() > 1:

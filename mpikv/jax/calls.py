@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, dtype_named
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ShapeMismatch
-from mpikv.groups.keyless import CollectiveCalls
 from mpikv.kvstore import KVStore
 
 KINDS = 64  # a program has few; each holds memory as large as its values until the store is closed

@@ -38,6 +38,7 @@ from mpikv.transports.memory import LocalTransport
 from mpikv.transports.ordered import OrderedTransport
 
 MISSING = "Not arrived"  # what a report says where workers are missing
+CALLS_ID, CALLS_NAME = -(1 << 31), "collective calls"  # as if they were pushes of a key, which is in no other list
 REPORTS = 64  # each is a question to all workers, answered within milliseconds
 
 
@@ -76,6 +77,7 @@ class Workers(OptimizerSession):
         self._go_with(members)
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
+        self.calls_made = 0  # without a key (groups/workers.py)
         self._threaded = threaded
         poll = transport.poll if self.ordered is None else self.ordered.poll
         device = self.spaces.device
@@ -110,7 +112,7 @@ class Workers(OptimizerSession):
         self._listening = self.engine.serve(self.messages.listen(), "control messages")
 
     def _pushes(self) -> dict[int, int]:
-        return self._events.pushes()
+        return {**super()._pushes(), CALLS_ID: self.calls_made}
 
     # --- the ranks
 
@@ -215,7 +217,7 @@ class Workers(OptimizerSession):
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell worker 0 how many rounds the last epoch had. Local."""
-        rounds = max(self._pushes().values(), default=0)
+        rounds = max(self._events.pushes().values(), default=0)
         self.epochs.begin(self._count("epoch"), epoch, rounds - self._epoch_rounds)
         self._epoch_rounds = rounds
 
@@ -238,7 +240,7 @@ class Workers(OptimizerSession):
             self._different = ConfigError(different)
         self.wait_for(Predicate(lambda: self.messages.sent() and self.stopping.settled), "close")
         error = None
-        names = {info.id: info.key for info in self.infos.values()}
+        names = {CALLS_ID: CALLS_NAME, **{info.id: info.key for info in self.infos.values()}}
         for key_id, _, least, short in unmatched:
             if (error is None or self.given.has(error)) and pushes.get(key_id, 0) > least:
                 error = PeerError(

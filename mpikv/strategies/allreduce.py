@@ -183,10 +183,18 @@ class AllreduceStrategy(Strategy):
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Memory in a block of the host's, of which a part belongs to this worker."""
+        hosts, found = self.keys.hosts, self._reserve("empty", text, n_bytes)
+        return None if hosts is None or found is None else hosts.array(found[1], n_bytes)
+
+    def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
+        """A block of the host's memory."""
+        return self._reserve(call, "a collective call", n_bytes)
+
+    def _reserve(self, call: str, text: str, n_bytes: int) -> tuple[HostMemory, int] | None:
         hosts = self.keys.hosts
         begin = hosts.reserve_arrays(n_bytes) if hosts is not None and self._session.rank == 0 else None
-        begin = self._session.agree("empty", [text, begin], "empty")
-        return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
+        begin = self._session.agree("empty", [text, begin], call)
+        return None if hosts is None or begin is None else (hosts.memory, begin)
 
     def stats(self) -> dict[str, Any]:
         """What went the direct path, the memory held, and what was encoded.

@@ -17,6 +17,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
+from mpikv.hostmemory.segment import HostMemory
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part
 from mpikv.optimizers.states_file import StatesFile
@@ -203,6 +204,13 @@ class Strategy(ABC):
         """Zeroed memory that the host's workers share, None where they do not. Collective, blocks.
 
         text: what it is for; ShapeMismatch on every worker where it differs.
+        """
+        return None
+
+    def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
+        """Zeroed memory that the host's workers share, `n_bytes` for each, and where it begins; None as in `allocate`.
+
+        Collective, blocks. call: whose it is; ShapeMismatch on every worker where it differs.
         """
         return None
 

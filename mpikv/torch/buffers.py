@@ -12,7 +12,7 @@ import torch
 
 from mpikv.arrays import tensors as tensors_
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.groups.keyless import CollectiveCalls
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.torch import arrays, gpu_calls
 from mpikv.torch.arrays import array_of
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import UnsupportedError
-from mpikv.groups.keyless import CollectiveCalls
 from mpikv.kvstore import KVStore
 from mpikv.torch import gpu_calls
 from mpikv.torch.arrays import array_of, on_store, tensor_of

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpikv import kv
-from mpikv.groups.keyless import CollectiveCalls
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.kvstore import KVStore
 
 
 @dataclass
 class _Default:
-    """What `init` makes and `shutdown` takes away."""
+    """The one value of this module that changes.
+
+    Horovod's calls name no store: a process has one set of workers, between `init` and `shutdown`, and so it is here.
+    """
 
     calls: CollectiveCalls | None = None
     here: tuple[int, int] = (0, 1)  # rank and size among the workers of this host

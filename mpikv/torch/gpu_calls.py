@@ -17,12 +17,15 @@ import numpy as np
 import torch
 
 from mpikv.arrays.as_numpy import dtype_of
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ShapeMismatch
-from mpikv.groups.keyless import PIECE_BYTES, CollectiveCalls, size_class
 from mpikv.kvstore import KVStore
 from mpikv.session.workers import Workers
 from mpikv.torch.arrays import dtype_name, on_store
 from mpikv.torch.buckets import zeros_on_gpu
+
+PIECE_BYTES = 4 << 20  # bounds the memory that the store keeps for these keys
+LEAST_BYTES = 64
 
 
 def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, name: str | None) -> list[torch.Tensor]:
@@ -121,3 +124,9 @@ def _key(store: KVStore, values: torch.Tensor) -> tuple[str, torch.Tensor]:
         store.session.compressions.exempt(key)  # what one call owes is not for the next one
         store.init(key, kept[key])
     return key, kept[key]
+
+
+def size_class(n_bytes: int) -> int:
+    """Return the least size of a key that holds so many bytes; there are four in each power of two."""
+    step = 1 << max(0, (n_bytes - 1).bit_length() - 3)
+    return max(LEAST_BYTES, -(-n_bytes // step) * step)

@@ -40,11 +40,11 @@ import numpy as np
 import torch
 
 from mpikv.arrays.reductions import SUM
+from mpikv.calls.keyless import CollectiveCalls, difference
 from mpikv.calls.request import Request
 from mpikv.codecs.compression import make
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
-from mpikv.groups.keyless import CollectiveCalls, difference
 from mpikv.strategies.base import PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers

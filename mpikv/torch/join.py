@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpikv.groups.keyless import CollectiveCalls
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.states import broadcast_object, broadcast_optimizer_state
 

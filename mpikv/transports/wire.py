@@ -1,9 +1,9 @@
 """What travels: the tag plan, the fixed header of messages to a server, and control messages.
 
 Tags. One tag each for control messages, requests to servers and optimizer states, some for control messages among
-workers that go on without others, one for bundles (transports/ordered.py), a window of reply tags and one of payload
-tags that each client uses in turn. Above them are `TAGS_PER_KEY` tags for each key's collectives, so that two keys
-never meet in whatever order ranks push them.
+workers that go on without others, two for calls without keys (groups/workers.py), one for bundles
+(transports/ordered.py), a window of reply tags and one of payload tags that each client uses in turn. Above them are
+`TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in whatever order ranks push them.
 
 A message of a collective is values alone, but for the notes of collectives/labelled.py.
 
@@ -33,7 +33,8 @@ VERSION = 8
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
-TAG_REGROUPED = 4  # to below TAG_BUNDLES
+TAG_REGROUPED = 4  # to below TAG_CALLS
+TAG_CALLS = 13  # and the next one
 TAG_BUNDLES = 15
 TAG_REPLY = 16
 REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
@@ -48,7 +49,7 @@ def control_tag(regrouped: int) -> int:
 
     A message of the smaller group that comes to a worker of the larger one waits there until this goes on, too.
     """
-    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_BUNDLES - TAG_REGROUPED)
+    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_CALLS - TAG_REGROUPED)
 
 
 def key_tag(key_id: int, use: int) -> int:

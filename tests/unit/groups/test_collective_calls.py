@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import reduce
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from store_modes import DTYPES, Mode, mode_id
 
 from mpikv import kv, optimizers
-from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
-from mpikv.groups import keyless
-from mpikv.groups.keyless import CollectiveCalls, size_class
+from mpikv.calls import keyless
+from mpikv.calls.keyless import CollectiveCalls
+from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 
 MODES = (
     Mode("local", 1),
@@ -92,34 +93,19 @@ def test_allgather_of_different_lengths(mode: Mode) -> None:
     mode.run(body)
 
 
-def test_long_values_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyless, "PIECE_BYTES", 256)
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_long_values_and_no_keys(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyless, "PIECE_BYTES", 10_000)  # of a broadcast by messages
 
     def body(store: Any) -> None:
-        calls, n = CollectiveCalls(store), 1001
-        (found,) = calls.allreduce([np.arange(n, dtype=np.float64)])
-        np.testing.assert_array_equal(found, 3 * np.arange(n))
+        calls, values = CollectiveCalls(store), np.arange(200_001, dtype=np.float64)  # longer than the chunks in memory
+        (found,) = calls.allreduce([values])
+        np.testing.assert_array_equal(found, mode.workers * values)
+        (found,) = calls.broadcast([values + store.rank], mode.workers - 1)
+        np.testing.assert_array_equal(found, values + mode.workers - 1)
+        assert not store.session.infos
 
-    THREE.run(body)
-
-
-def test_keys_are_few_and_shared() -> None:
-    def body(store: Any) -> None:
-        for _ in range(3):
-            calls = CollectiveCalls(store)
-            for n in range(1, 90):
-                calls.allreduce([np.ones(n, np.float32)], name=f"name {n}")
-        assert len(store.session.infos) <= 20
-
-    THREE.run(body)
-
-
-def test_size_classes() -> None:
-    for n in range(1, 5000):
-        assert n <= size_class(n) <= max(keyless.LEAST_BYTES, 1.25 * n)
-        assert size_class(n) % 8 == 0
-        assert size_class(size_class(n)) == size_class(n)
-    assert size_class(keyless.PIECE_BYTES) == keyless.PIECE_BYTES
+    mode.run(body)
 
 
 @pytest.mark.parametrize("mode", [THREE, Mode("dist_sync", 2, 1)], ids=mode_id)
@@ -179,3 +165,41 @@ def test_asynchronous_stores_are_refused() -> None:
             CollectiveCalls(store)
 
     Mode("dist_async", 2).run(body)
+
+
+@pytest.mark.parametrize("mode", MODES[2:], ids=mode_id)
+def test_who_has_closed_is_not_waited_for(mode: Mode) -> None:
+    """However long the time limit is, and `close` says nothing that was said."""
+
+    def body(store: Any) -> None:
+        calls = CollectiveCalls(store)
+        calls.allreduce([np.ones(1)])
+        if store.rank != 1:
+            with pytest.raises(PeerError, match=r"allreduce of .*worker 1 on localhost closed its store"):
+                calls.allreduce([np.ones(1)])
+            with pytest.raises(MpikvError, match="an earlier collective call of this store has failed"):
+                calls.agree(["a"], "the model")
+        store.close()
+        with pytest.raises(MpikvError, match="allgather on a closed store"):
+            calls.allgather(np.ones(1))
+
+    mode.run(body, timeout_s=3600)
+
+
+@pytest.mark.parametrize("mode", MODES[2:], ids=mode_id)
+def test_who_is_missing_is_named(mode: Mode) -> None:
+    reported = [threading.Event() for _ in range(mode.workers)]
+
+    def body(store: Any) -> None:
+        calls = CollectiveCalls(store)
+        calls.agree(["a"], "the model")
+        if store.rank == 1:
+            assert all(event.wait(20) for event in reported[:1] + reported[2:])
+            return
+        with pytest.raises(StallError, match=r"waited 0.5 s in broadcast of .*Not arrived: worker 1 on localhost"):
+            calls.broadcast([np.ones(1)])
+        reported[store.rank].set()
+        with pytest.raises(PeerError, match="pushed 2 times here and 1 times by worker 1"):
+            store.close()
+
+    mode.run(body, timeout_s=0.5)

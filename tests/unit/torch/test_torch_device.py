@@ -24,7 +24,7 @@ from torch import nn  # noqa: E402
 
 import mpikv  # noqa: E402
 import mpikv.torch as mt  # noqa: E402
-from mpikv.torch import arrays  # noqa: E402
+from mpikv.torch import arrays, gpu_calls  # noqa: E402
 from mpikv.torch.buckets import GradientBucket  # noqa: E402
 
 STEPS = 3
@@ -278,3 +278,12 @@ def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: Tor
         assert mt.allgather(torch.full((2,), float(store.rank)), store=store).tolist() == [0.0, 0.0, 1.0, 1.0]
 
     workers(gpus_of(Machine(), 2), 2, body, cuda)
+
+
+def test_keys_of_calls_on_a_gpu_have_few_sizes() -> None:
+    for n in range(1, 5000):
+        size = gpu_calls.size_class(n)
+        assert n <= size <= max(gpu_calls.LEAST_BYTES, 1.25 * n)
+        assert size % 8 == 0
+        assert gpu_calls.size_class(size) == size
+    assert gpu_calls.size_class(gpu_calls.PIECE_BYTES) == gpu_calls.PIECE_BYTES

@@ -1,0 +1,242 @@
+"""Collective calls on NumPy arrays that need no key of the caller's: allreduce, broadcast, allgather.
+
+The adapters for PyTorch and JAX share them. This file reads their arguments; groups/workers.py makes the calls. Every
+call compares what the workers brought, so that calls that differ are an error on every worker and not a wrong number or
+a wait without end.
+
+Cost of a call: one exchange among the workers (10 to 20 us on one host), two of an `allgather`, whose lengths come
+first; and a copy in and out. Between hosts a small exchange more, of what is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mpikv.arrays.as_numpy import HostArray, dtype_named
+from mpikv.arrays.reductions import REDUCTIONS
+from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
+from mpikv.groups import collective
+from mpikv.groups.collective import Collective
+from mpikv.groups.operators import OPERATORS
+from mpikv.groups.shared import MismatchError
+from mpikv.groups.workers import WorkersGroup
+from mpikv.hostmemory.segment import aligned
+from mpikv.session.agreement import grouped
+from mpikv.session.base import Session
+
+PIECE_BYTES = 4 << 20  # of what goes by messages: bounds their memory, and is passed on while the next one comes
+_SHOWN = 2000  # characters of a description in an error
+
+OPS = tuple(REDUCTIONS)
+_CALL = "a collective call"
+_NOTHING = collective.broadcast([], 0)  # for a call of which only the texts are compared
+
+
+@runtime_checkable
+class _Store(Protocol):
+    """What of a KVStore is used here."""
+
+    type: str
+    rank: int
+    num_workers: int
+    has_optimizer: bool
+    session: Session
+    workers_group: WorkersGroup | None
+
+
+class CollectiveCalls:
+    """Collective calls on a synchronous or local store; `CollectiveCalls(store)` is local and cheap.
+
+    Every worker makes the same calls in the same order, with arrays of the same shapes and dtypes and the same `op`,
+    `root` and `name`; otherwise ShapeMismatch, which says who brought what, on every worker that is in such a call.
+    `name` is only compared, and shown in errors. Calls block. Raises UnsupportedError for a `dist_async` store, and
+    where the store has an optimizer for all keys, since it then gives no sums.
+
+    allreduce(arrays: Sequence[np.ndarray], op="sum", name=None) -> list[np.ndarray]
+    broadcast(arrays: Sequence[np.ndarray], root=0, name=None) -> list[np.ndarray]
+    allgather(array: np.ndarray, name=None) -> np.ndarray
+    agree(lines: Sequence[str], what, error=ConfigError) -> None
+    """
+
+    def __init__(self, store: Any) -> None:
+        if not isinstance(store, _Store):
+            raise TypeError(f"store is a KVStore, such as kv.create('dist_sync') gives, not {type(store).__name__}")
+        if "async" in store.type:
+            raise UnsupportedError(
+                f"a {store.type} store applies every push at once and never sums over the workers; use 'dist_sync'"
+            )
+        self.store: Any = store
+
+    # --- the calls
+
+    def allreduce(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
+        """Return the sum, mean, minimum, maximum or product over the workers of each array, as new arrays.
+
+        Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean is of floating
+        dtypes only. The result has the same bits on every worker.
+        """
+        if op not in OPS:
+            raise ValueError(f"op is one of {', '.join(OPS)}; got {op!r}")
+        values = _arrays("allreduce", arrays)
+        for value in values:
+            dtype_named(value.dtype)
+            if op == "mean" and value.dtype.kind in "iub":
+                raise UnsupportedError(f"allreduce: the mean of {value.dtype} is not a whole number; use op='sum'")
+        groups = [[i for i, one in enumerate(values) if one.dtype == dtype] for dtype in _dtypes(values)]
+        totals = [np.concatenate([values[i].reshape(-1) for i in chosen]) for chosen in groups]
+        made = collective.allreduce(
+            [piece for total in totals for piece in _pieces(total)], OPERATORS["sum" if op == "mean" else op]
+        )
+        self._run(made, "allreduce", f"allreduce({op}{_named(name)}) of {_forms(values)}")
+        results: dict[int, HostArray] = {}
+        for chosen, total in zip(groups, totals, strict=True):
+            if op == "mean":
+                np.divide(total, self.store.num_workers, out=total)
+            for i, part in zip(chosen, _split(total, [values[i].size for i in chosen]), strict=True):
+                results[i] = part.reshape(values[i].shape)
+        return [results[i] for i in range(len(values))]
+
+    def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
+        """Return worker `root`'s values of each array, as new arrays. Collective, blocks.
+
+        arrays: of any shapes and dtypes; on other workers than `root` only their shapes and dtypes count.
+        """
+        self.check_root(root)
+        values = _arrays("broadcast", arrays)
+        ends = np.cumsum([aligned(value.nbytes) for value in values], dtype=np.int64)
+        flat: HostArray = np.empty(ends[-1] if values else 0, np.uint8)
+        results = [
+            flat[end - aligned(value.nbytes) :][: value.nbytes].view(value.dtype).reshape(value.shape)
+            for end, value in zip(ends, values, strict=True)
+        ]
+        if self.store.rank == root:
+            for result, value in zip(results, values, strict=True):
+                result[...] = value
+        text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
+        self._run(collective.broadcast(_pieces(flat), root), "broadcast", text)
+        return results
+
+    def allgather(self, array: HostArray, name: str | None = None) -> HostArray:
+        """Return all workers' arrays one behind the other, in the order of the workers, as a new array.
+
+        Collective, blocks. array: at least one dimension, any dtype; the first dimension may differ between workers,
+        the others not.
+        """
+        (value,) = _arrays("allgather", [array])
+        if not value.ndim:
+            raise ValueError("allgather: an array without dimensions cannot be put behind others; give it one")
+        rest = value.shape[1:]
+        text = f"allgather({_named(name)}) of {collective.name_of(value.dtype)} (any, {', '.join(map(str, rest))})"
+        lengths = self._lengths(len(value), text)
+        row_elems = math.prod(rest)
+        result: HostArray = np.empty((sum(lengths), *rest), value.dtype)
+        self._gather(_bytes(value), _split(result.reshape(-1), [length * row_elems for length in lengths]))
+        return result
+
+    def agree(self, lines: Sequence[str], what: str, error: type[MpikvError] = ConfigError) -> None:
+        """Raise `error` on every worker if they bring different lines of text. Collective, blocks.
+
+        what: what the lines describe. The error shows the first line in which workers differ, and who brought what.
+        """
+        self._run(_NOTHING, "agree", "\n".join(lines), what, error)
+
+    def check_root(self, root: int) -> None:
+        """Raise TypeError or ValueError for what is no worker. Local."""
+        if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+            raise TypeError(f"root is a worker's number, not {root!r}")
+        if not 0 <= root < self.store.num_workers:
+            raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
+
+    def check_sums(self) -> None:
+        """Raise UnsupportedError where the store gives no sums. Local."""
+        if self.store.has_optimizer:
+            raise UnsupportedError(
+                "the store has an optimizer for all keys, so it gives updated weights and not sums; "
+                "make collective calls on another store"
+            )
+
+    # --- how they are done
+
+    def _run(
+        self, made: Collective, call: str, text: str, what: str = _CALL, error: type[MpikvError] = ShapeMismatch
+    ) -> None:
+        """Make a call, which is what `what` and `text` say. Raises `error` on every worker where they differ."""
+        self.store.session.check_open(call)
+        self.check_sums()
+        group = self.store.workers_group
+        if group is None:
+            return
+        text = f"{what}\n{text}"
+        try:
+            group.run(made._replace(text=text), call)
+        except MismatchError:
+            mine = np.frombuffer(text.encode(), np.uint8)
+            blobs = [np.empty(n, np.uint8) for n in self._lengths(mine.size, "texts that differ")]
+            self._gather(mine, blobs)
+            texts = [bytes(blob).decode() for blob in blobs]
+            raise error(f"{what}: the workers differ. {difference(texts)}") from None
+
+    def _lengths(self, mine: int, text: str) -> list[int]:
+        """Return what every worker brings in a call of which `text` says what it is."""
+        lengths = np.full((self.store.num_workers, 1), mine, np.int64)
+        self._run(collective.allgather([(lengths[self.store.rank].copy(), list(lengths))]), "allgather", text)
+        return [int(length) for (length,) in lengths]
+
+    def _gather(self, mine: HostArray, outs: Sequence[HostArray]) -> None:
+        """Write the bytes of every worker to its array of `outs`, which is as long."""
+        blobs = [_bytes(out) for out in outs]
+        blobs[self.store.rank][:] = mine
+        self._run(collective.allgather([(mine, blobs)]), "allgather", f"bytes: {[blob.size for blob in blobs]}")
+
+
+def _named(name: str | None) -> str:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is a text, not {name!r}")
+    return "" if name is None else f", {name!r}"
+
+
+def _forms(values: Sequence[HostArray]) -> str:
+    return ", ".join(f"{collective.name_of(value.dtype)} {value.shape}" for value in values) or "nothing"
+
+
+def _dtypes(values: Sequence[HostArray]) -> list[np.dtype[Any]]:
+    return list(dict.fromkeys(value.dtype for value in values))
+
+
+def _arrays(call: str, arrays: Sequence[HostArray]) -> list[HostArray]:
+    if not isinstance(arrays, (list, tuple)):
+        raise TypeError(f"{call}: a list of arrays is needed, not {type(arrays).__name__}")
+    for array in arrays:
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise TypeError(f"{call}: NumPy arrays are needed, not {type(array).__name__}")
+        if array.dtype.hasobject:
+            raise TypeError(f"{call}: arrays of numbers are needed, not of {array.dtype}")
+    return [np.asarray(array) for array in arrays]
+
+
+def _bytes(value: HostArray) -> HostArray:
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _pieces(flat: HostArray) -> list[HostArray]:
+    step = PIECE_BYTES // flat.itemsize
+    return [flat[begin : begin + step] for begin in range(0, flat.size, step)]
+
+
+def _split(flat: HostArray, sizes: Sequence[int]) -> list[HostArray]:
+    return np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
+
+
+def difference(texts: Sequence[str]) -> str:
+    """Return the first line that is not the same everywhere, and who brought what. Empty texts are not compared."""
+    rows = [text.split("\n") for text in texts if text]
+    labels = [f"worker {i}" for i, text in enumerate(texts) if text]
+    for i in range(max(map(len, rows))):
+        lines = [row[i][:_SHOWN] if i < len(row) else "nothing more" for row in rows]
+        if len(set(lines)) > 1:
+            return grouped(lines, labels)
+    raise AssertionError("texts that are equal, with different hashes")
