@@ -8,6 +8,7 @@ is gone through in the order of names; each folder that has images in it is a cl
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,28 +32,31 @@ class Folder(NamedTuple):
     classes: list[str]
 
 
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are not empty, with their numbers from 1 on."""
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line
+
+
 def read_list(path: str, root: str | None = None) -> list[Listed]:
     """The images of a list. root: where its paths begin; default the list's folder. Raises ValueError with the line."""
     folder = root or os.path.dirname(path)
     found: list[Listed] = []
     seen: dict[int, int] = {}
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        for line_number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            words = [word.strip() for word in line.rstrip("\n").split("\t")]
-            where = f"{path}, line {line_number}"
-            try:
-                number, labels = int(words[0]), tuple(map(float, words[1:-1]))
-            except ValueError:
-                labels = ()
-            if not labels or not words[-1] or number < 0:
-                raise ValueError(
-                    f"{where}: {shown(line)}; expected a number, labels and a path, with tabs between them"
-                )
-            if seen.setdefault(number, line_number) != line_number:
-                raise ValueError(f"{where}: number {number} stands in line {seen[number]}, too")
-            found.append(Listed(number, labels, os.path.join(folder, words[-1])))
+    for line_number, line in _lines(path):
+        words = [word.strip() for word in line.rstrip("\n").split("\t")]
+        where = f"{path}, line {line_number}"
+        try:
+            number, labels = int(words[0]), tuple(map(float, words[1:-1]))
+        except ValueError:
+            labels = ()
+        if not labels or not words[-1] or number < 0:
+            raise ValueError(f"{where}: {shown(line)}; expected a number, labels and a path, with tabs between them")
+        if seen.setdefault(number, line_number) != line_number:
+            raise ValueError(f"{where}: number {number} stands in line {seen[number]}, too")
+        found.append(Listed(number, labels, os.path.join(folder, words[-1])))
     if not found:
         raise ValueError(f"{path}: a list of no images")
     return found
@@ -84,21 +88,18 @@ def with_labels(images: list[Listed], folder: str, label_file: str) -> list[List
     Raises ValueError where a line is wrong, an image has no line, or a line no image.
     """
     labels: dict[str, tuple[float, ...]] = {}
-    with open(label_file, encoding="utf-8", errors="surrogateescape") as file:
-        for line_number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            words = line.rstrip("\n").split("\t")
-            name = os.path.normpath(words[0])
-            try:
-                values = tuple(map(float, words[1:]))
-            except ValueError:
-                values = ()
-            if not values:
-                raise ValueError(f"{label_file}, line {line_number}: {shown(line)}; expected a path, a tab and labels")
-            if name in labels:
-                raise ValueError(f"{label_file}, line {line_number}: {shown(name)} has labels already")
-            labels[name] = values
+    for line_number, line in _lines(label_file):
+        words = line.rstrip("\n").split("\t")
+        name = os.path.normpath(words[0])
+        try:
+            values = tuple(map(float, words[1:]))
+        except ValueError:
+            values = ()
+        if not values:
+            raise ValueError(f"{label_file}, line {line_number}: {shown(line)}; expected a path, a tab and labels")
+        if name in labels:
+            raise ValueError(f"{label_file}, line {line_number}: {shown(name)} has labels already")
+        labels[name] = values
     found = []
     for image in images:
         name = os.path.relpath(image.path, folder)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits import idx_bytes
 
 from mpikv.data import (
     Cifar10,
@@ -33,8 +34,7 @@ PICTURES = Path(__file__).parents[1] / "fixtures" / "records" / "pictures"
 
 
 def idx(array: Any) -> bytes:
-    array = np.asarray(array)
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    return idx_bytes(np.asarray(array))
 
 
 def idx_head(*shape: int, code: int = 8) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digits import CODES, idx_bytes
 
 from mpikv.data import ArrayDataset, Cifar10, Cifar100, Mnist, RecordFile, load_images, mnist, open_idx, read_idx
 from mpikv.data.recordio import MAGIC
@@ -61,13 +62,6 @@ def test_array_dataset_refuses() -> None:
 
 
 # ---- IDX
-
-CODES = {"u1": 8, "i1": 9, ">i2": 11, ">i4": 12, ">f4": 13, ">f8": 14}
-
-
-def idx_bytes(array: np.ndarray, code: str = "u1") -> bytes:
-    header = struct.pack(f">HBB{array.ndim}I", 0, CODES[code], array.ndim, *array.shape)
-    return header + array.astype(code).tobytes()
 
 
 @pytest.mark.parametrize("code", list(CODES))
