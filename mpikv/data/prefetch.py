@@ -24,7 +24,7 @@ _LOOK_AGAIN_S = 1.0  # a wait looks after the thread so often: it might have bee
 class _Queue(Generic[T]):
     """What the thread and the iterator both hold.
 
-    The thread does not hold the iterator, so that nobody else need hold it.
+    The thread does not hold the iterator itself: when the caller lets that go it is collected, which ends the thread.
     """
 
     def __init__(self) -> None:
