@@ -116,15 +116,6 @@ def test_ranks_in_turn(grid_engine: GridEngine, kind: str, tmp_path: Path) -> No
     assert len(hosts) == 4
 
 
-@pytest.mark.parametrize("kind", [pytest.param("openmpi", marks=full), "mpich"])
-def test_fewer_slots_than_ranks(grid_engine: GridEngine, kind: str, tmp_path: Path) -> None:
-    copy = changed(SCRIPTS / "train.sh", tmp_path, RANKS="5")
-    with grid_engine.hosts.nothing_left():
-        job = Batch(grid_engine, find(kind), tmp_path, ["-pe", "mpi", "4"], WHEREABOUTS, copy).ended()
-    assert "mpikv: error: 5 ranks do not fit into the 4 slots of this job; ask for more slots (-pe mpi)" in job.output
-    assert "found" not in job.output
-
-
 # ---- training
 
 

@@ -15,7 +15,6 @@ import namespaces
 import pytest
 import slurm as slurm_module
 import sshd as sshd_module
-from grid_engine import GridEngine
 from namespaces import Host, Network, network
 from needs import need
 from slurm import Slurm
@@ -45,39 +44,6 @@ def running(hosts: Network, host: Host, *command: str) -> Iterator[subprocess.Po
         process.communicate(timeout=10)
 
 
-def test_a_cut_cable_and_a_mended_one(hosts: Network) -> None:
-    reach = ("python3", "-c", "import socket; socket.create_connection(('h2', 7000), 1).close()")
-    with running(hosts, hosts[1], "python3", "-c", LISTEN) as listener:
-        assert listener.stdout is not None
-        listener.stdout.readline()
-        wait_until(lambda: hosts.call(hosts[0], *reach).returncode == 0)
-        hosts.cut(hosts[1])
-        assert "timed out" in hosts.call(hosts[0], *reach).stderr
-        hosts.mend(hosts[1])
-        wait_until(lambda: hosts.call(hosts[0], *reach).returncode == 0)
-
-
-LISTEN = """
-import socket
-server = socket.create_server(("", 7000))
-print("listens", flush=True)
-while True:
-    server.accept()[0].close()
-"""
-
-
-def test_a_crash_takes_all_of_one_host(hosts: Network) -> None:
-    sleepers = [hosts.start(host, "sh", "-c", "sleep 600 & sleep 600 & wait") for host in hosts.hosts]
-    wait_until(lambda: all(len(hosts.processes(host)) == 3 for host in hosts.hosts))
-    hosts.crash(hosts[1])
-    assert [len(hosts.processes(host)) for host in hosts.hosts] == [3, 0, 3]
-    assert hosts.run(hosts[1], "hostname") == "h2\n"  # and it can be used again
-    for host in hosts.hosts:
-        hosts.crash(host)
-    for sleeper in sleepers:
-        sleeper.communicate(timeout=10)
-
-
 def test_what_is_left_behind_is_named_and_killed(hosts: Network) -> None:
     with running(hosts, hosts[1], "sleep", "600.1") as before:
         with pytest.raises(AssertionError, match=r"h3: \d+ sleep 600\.2") as raised, hosts.nothing_left(0.3):
@@ -96,75 +62,6 @@ def test_each_host_has_a_disk_of_its_own(hosts: Network) -> None:
     assert list(hosts.local.iterdir()) == []
     with pytest.raises(RuntimeError, match="ls /nowhere on h2: ls: cannot access"):
         hosts.run(hosts[1], "ls", "/nowhere")
-
-
-# ---- sshd
-
-
-def test_ssh_and_rsync_between_all_hosts(ssh_hosts: Network) -> None:
-    file = f"{ssh_hosts.local}/file"
-    ssh_hosts.run(ssh_hosts[0], "sh", "-c", f"echo content > {file}")
-    assert ssh_hosts.run(ssh_hosts[0], "ssh", "h2", "hostname") == "h2\n"
-    assert ssh_hosts.run(ssh_hosts[2], "ssh", ssh_hosts[0].address, "cat", file) == "content\n"
-    ssh_hosts.run(ssh_hosts[0], "rsync", "-a", file, f"h3:{ssh_hosts.local}/")
-    assert ssh_hosts.run(ssh_hosts[2], "cat", file) == "content\n"
-    assert ssh_hosts.call(ssh_hosts[0], "ssh", "h2", "exit 7").returncode == 7
-    assert "resolve" in ssh_hosts.call(ssh_hosts[0], "ssh", "h9", "true").stderr
-
-
-# ---- Slurm
-
-
-def test_slurm_runs_jobs_on_nodes_of_their_own(slurm: Slurm) -> None:
-    with slurm.hosts.nothing_left():
-        assert sorted(slurm.call("srun", "-N3", "hostname").stdout.split()) == ["h1", "h2", "h3"]
-        done = slurm.call("sbatch", "--wait", "-o", f"{slurm.folder}/out", "--wrap", "exit 7", cwd=slurm.folder)
-        assert done.returncode == 7
-        number = done.stdout.split()[-1]
-        assert slurm.job(number)["JobState"] == "FAILED"
-        assert slurm.job(number)["ExitCode"] == "7:0"
-
-
-@full
-def test_slurm_starts_a_requeued_job_again_at_once(slurm: Slurm) -> None:
-    script = (
-        "echo start $SLURM_RESTART_COUNT; [ $SLURM_RESTART_COUNT ] || { scontrol requeue $SLURM_JOB_ID; sleep 60; }"
-    )
-    out = slurm.folder / "requeued"
-    with slurm.hosts.nothing_left():
-        done = slurm.call(
-            "sbatch",
-            "--parsable",
-            "--requeue",
-            "--open-mode=append",
-            "-o",
-            str(out),
-            "--wrap",
-            script,
-            cwd=slurm.folder,
-        )
-        slurm.wait_for(done.stdout.strip(), "COMPLETED", 60)
-    assert [line.split() for line in out.read_text().splitlines() if line.startswith("start")] == [
-        ["start"],
-        ["start", "1"],
-    ]
-
-
-# ---- Grid Engine
-
-
-def test_grid_engine_places_slots(grid_engine: GridEngine) -> None:
-    placed = {}
-    script = grid_engine.folder / "placement.sh"
-    script.write_text("cat $PE_HOSTFILE\nexit 7\n")
-    for name in ("mpi", "mpi_rr"):
-        out = grid_engine.folder / f"out-{name}"
-        with grid_engine.hosts.nothing_left():
-            done = grid_engine.call("qsub", "-sync", "y", "-pe", name, "4", "-j", "y", "-o", str(out), str(script))
-        assert done.returncode == 7, done
-        placed[name] = sorted(int(line.split()[1]) for line in out.read_text().splitlines())
-    assert placed == {"mpi": [2, 2], "mpi_rr": [1, 1, 2]}
-    assert grid_engine.state(1) == ""
 
 
 # ---- nothing outlives a test

@@ -123,14 +123,6 @@ def test_processes_cycle_through_the_hosts(  # noqa: PLR0917
     assert running.result.ranks_left == []
 
 
-def test_fewer_slots_than_processes(ssh_hosts: Network) -> None:
-    options = ["-n", 4, "-H", host_file(ssh_hosts, "{name} slots=2")]
-    with ssh_hosts.nothing_left(1):
-        job = launch(ssh_hosts, find("mpich"), options, looping("forever"))
-    assert job.status == 2
-    assert "8 processes (workers and servers), but 3 hosts with 6 slots in all" in job.stderr
-
-
 @full
 def test_oversubscribed_when_asked_for(ssh_hosts: Network, mpi: jobs.Mpi) -> None:
     options = ["-n", 7, "-s", 0, "-H", host_file(ssh_hosts, "{name} slots=2"), "--oversubscribe"]

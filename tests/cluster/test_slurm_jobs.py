@@ -120,18 +120,6 @@ def test_srun_starts_no_mpich(slurm: Slurm, tmp_path: Path) -> None:
     assert "found" not in job.output
 
 
-@pytest.mark.parametrize(
-    ("kind", "script"), [("mpich", "train.sbatch"), pytest.param("openmpi", "train-srun.sbatch", marks=full)]
-)
-def test_fewer_slots_than_ranks(slurm: Slurm, kind: str, script: str, tmp_path: Path) -> None:
-    copy = changed(SCRIPTS / script, tmp_path, RANKS="5")
-    with slurm.hosts.nothing_left():
-        job = Batch(slurm, find(kind), tmp_path, TWO_NODES, WHEREABOUTS, copy).ended()
-    assert job.status == 2
-    assert "5 ranks do not fit into the 4 slots of this job; ask for more slots (--ntasks)" in job.output
-    assert "found" not in job.output
-
-
 # ---- training
 
 

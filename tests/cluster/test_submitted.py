@@ -95,7 +95,6 @@ def test_ctrl_c_cancels_the_job(cluster: Slurm | GridEngine, words: str, tmp_pat
     ("cluster", "words", "said"),
     [
         ("slurm", ["submit", "slurm", "-n", 4, "--queue", "none", "--wait", "--"], "Slurm refused the job"),
-        ("slurm", ["submit", "slurm", "-n", 4, "--nodes", 1, "--tasks-per-node", 2, "--"], "do not fit into"),
         pytest.param("sge", ["submit", "sge", "-n", 4, "--pe", "none", "--"], "did not take|refused", marks=full),
     ],
     indirect=["cluster"],

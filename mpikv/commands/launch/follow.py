@@ -1,7 +1,7 @@
 """Following a batch job: its output file while it grows, its state when it changes, its status when it ends.
 
-The file may come late (it is made when the job starts, and network file systems show it seconds after that), may be
-longer than what was read when the scheduler says that the job is over, and may begin anew.
+The file may come late (it is made when the job starts, and network file systems show it seconds after that), and may be
+longer than what was read when the scheduler says that the job is over.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ class GrowingFile:
         """What came since the last call, "" if nothing."""
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:  # begun anew
-                    self._offset = 0
-                    self._decoder.reset()
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
@@ -88,7 +85,7 @@ class Follower:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._tail = GrowingFile(self.output(self.job_id))
+        self._file = GrowingFile(self.output(self.job_id))
         self._shown = ""
 
     def run(self) -> int:
@@ -112,41 +109,42 @@ class Follower:
             return INTERRUPTED + number
 
     def _wait(self, until_s: float | None) -> int:
-        began_s = answered_s = asked_s = self.clock()
-        poll_s = 0.0
+        began_s = self._answered_s = next_s = self.clock()
         while True:
             self._show()
             now_s = self.clock()
             if until_s is not None and now_s > until_s:
                 self.say(f"job {self.job_id} is not gone yet")
                 return UNKNOWN
-            if now_s - asked_s >= poll_s:
-                asked_s = now_s
-                try:
-                    state = self.ask(self.job_id)
-                    answered_s = self.clock()
-                except SchedulerError as error:
-                    if now_s - answered_s > SILENT_S:
-                        raise ConfigError(
-                            f"{self.name} has not answered for {SILENT_S:.0f} s; job {self.job_id} may still run: "
-                            f"{error}"
-                        ) from None
-                    state = BatchState(f"unknown, {self.name} does not answer: {error}")
-                poll_s = min(max(POLL_S, (now_s - began_s) / 60), MOST_POLL_S)
+            if now_s >= next_s:
+                next_s = now_s + min(max(POLL_S, (now_s - began_s) / 60), MOST_POLL_S)
+                state = self._state()
                 if state.lost or state.status is not None:
                     status = self._end(state)
-                    _, successor = self._tail.ended(self.job_id)
+                    _, successor = self._file.ended(self.job_id)
                     if not successor:
                         return status
-                    self.job_id, self._tail, poll_s = successor, GrowingFile(self.output(successor)), 0.0
-                    continue
-                if state.text and state.text != self._shown:
+                    self.job_id, self._file, next_s = successor, GrowingFile(self.output(successor)), now_s
+                elif state.text not in ("", self._shown):
                     self._shown = state.text
                     self.say(f"job {self.job_id}: {state.text}")
-            self.sleep(POLL_S if poll_s else 0.0)
+            self.sleep(POLL_S)
+
+    def _state(self) -> BatchState:
+        """Where the job is. Raises ConfigError where nobody has answered for long."""
+        try:
+            state = self.ask(self.job_id)
+        except SchedulerError as error:
+            if self.clock() - self._answered_s > SILENT_S:
+                raise ConfigError(
+                    f"{self.name} has not answered for {SILENT_S:.0f} s; job {self.job_id} may still run: {error}"
+                ) from None
+            return BatchState(f"unknown, {self.name} does not answer: {error}")
+        self._answered_s = self.clock()
+        return state
 
     def _show(self) -> None:
-        text = self._tail.read()
+        text = self._file.read()
         if text:
             self.out.write(text)
             self.out.flush()
@@ -156,7 +154,7 @@ class Follower:
         status, waited_s = state.status, 0.0
         while True:
             self._show()
-            shown, successor = self._tail.ended(self.job_id)
+            shown, successor = self._file.ended(self.job_id)
             if shown is not None and (status is None or state.lost):
                 status = shown  # before the accounting, which may have several records of one job
             # A job that the scheduler ended has no last line.
@@ -167,8 +165,8 @@ class Follower:
             if status is None:
                 with suppress(SchedulerError):
                     status = self.ask(self.job_id).status
-        if not self._tail.last:
-            self.say(f"there is no output in {self._tail.path}")
+        if not self._file.last:
+            self.say(f"there is no output in {self._file.path}")
         if status is None:
             self.say(f"job {self.job_id} is over, and {self.name} does not know with which status: taken as {UNKNOWN}")
             return UNKNOWN

@@ -37,7 +37,12 @@ def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: b
     if not hosts:
         blocks = [RankBlock("worker", workers, 0, 0, "")]
         return blocks + ([RankBlock("server", servers, 0, workers, "")] if servers else [])
-    check_slots(hosts, workers + servers, oversubscribe=oversubscribe)
+    slots = sum(host.slots or 0 for host in hosts)
+    if not oversubscribe and all(host.slots is not None for host in hosts) and workers + servers > slots:
+        raise ConfigError(
+            f"{workers + servers} processes (workers and servers), but {len(hosts)} hosts with {slots} slots in all: "
+            "give more hosts or slots, fewer processes (-s 0 starts no servers), or --oversubscribe"
+        )
     on = [{"server": 0, "worker": 0} for _ in hosts]
     free = [host.slots or 1 for host in hosts]
     at = 0
@@ -58,18 +63,6 @@ def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: b
                 next_number[role] += on[i][role]
                 rank += on[i][role]
     return blocks
-
-
-def check_slots(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> None:
-    """Raise ConfigError where every host says its slots and they are fewer than the ranks."""
-    if oversubscribe or any(host.slots is None for host in hosts):
-        return
-    slots = sum(host.slots or 0 for host in hosts)
-    if ranks > slots:
-        raise ConfigError(
-            f"{ranks} processes (workers and servers), but {len(hosts)} hosts with {slots} slots in all: give more "
-            "hosts or slots, fewer processes (-s 0 starts no servers), or --oversubscribe"
-        )
 
 
 def per_host(blocks: Sequence[RankBlock]) -> list[tuple[str, int]]:

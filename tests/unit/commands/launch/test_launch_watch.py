@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,7 @@ class Job:
             )
         finally:
             self.output.close()
+            self.left = of_job(self.id)
             left = end_job(self.id, 0, 5)
             shutil.rmtree(self.folder)
             assert left == []
@@ -109,20 +111,42 @@ def test_environment_and_folder(capfd: pytest.CaptureFixture[str], tmp_path: Pat
     assert lines[2:] == [f"1 2 inherited 1 {job.id}/worker-0", f"1 3 inherited 1 {job.id}/server-0"]
 
 
-def test_a_missing_folder() -> None:
-    verdict = Job(["true"]).run({"folder": "/no/such/folder"})
-    assert verdict.status == 127
-    assert "the folder /no/such/folder does not exist on" in verdict.text
+ONE_EACH = place([], 1, 1)
+IT_IS_KILLED = "mpikv launch: all ranks have ended, and mpirun has not: it is killed\n"
 
 
 @pytest.mark.parametrize(
-    ("command", "status", "text"),
-    [("exit 3", 3, "ended with status 3"), ("kill -9 $$", 137, r"was killed by signal 9 \(SIGKILL\)")],
-)
-def test_a_failure_ends_the_others(command: str, status: int, text: str) -> None:
-    verdict = Job(["sleep 300", command, "sleep 300"]).run()
-    assert verdict.status == status
-    assert re.search(f"worker 1 on .* {text}", verdict.text)
+    ("commands", "options", "starts", "status", "text", "said"),
+    [
+        (["sleep 300", "exit 3", "sleep 300"], {}, {}, 3, "worker 1 on .* ended with status 3", ""),
+        (["sleep 300", "kill -9 $$"], {}, {}, 137, r"worker 1 on .* was killed by signal 9 \(SIGKILL\)", ""),
+        (["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"], {}, {}, 4, "worker 0 .* with status 4", ""),
+        (["sleep 300", "kill -9 $PPID; sleep 300"], {}, {}, 1, r"worker 1 \(1 of 2 ranks\) on .* without a report", ""),
+        (["true"], {}, {"plan": {"folder": "/no/such"}}, 127, "the folder /no/such does not exist on", ""),
+        (["true"] * 2, {"limits": LIMITS._replace(start=0.5), "blocks": ONE_EACH}, {"before": "sleep 300"}, 1,
+         "^worker 0, server 0 did not start within 0.5 s", ""),
+        (["true"], {}, {"before": "echo oh no; exit 0"}, 1,
+         r"^mpirun ended, and worker 0 \(1 of 1 ranks\) never started$", "[mpirun] oh no\n"),
+        (["true"] * 2, {}, {"after": "wait; sleep 300"}, 0, "^$", IT_IS_KILLED),  # its ranks have ended, with status 0
+        (["true", "sleep 300"], {"blocks": ONE_EACH}, {}, 0, "servers that wait", ""),
+    ],
+)  # fmt: skip
+def test_how_a_job_ends(  # noqa: PLR0917
+    capfd: pytest.CaptureFixture[str],
+    commands: list[str],
+    options: dict[str, Any],
+    starts: dict[str, Any],
+    status: int,
+    text: str,
+    said: str,
+) -> None:
+    """And nothing of it is left."""
+    job = Job(commands, **options)
+    end = job.run(**starts)
+    assert end.status == status
+    assert re.search(text, end.text)
+    assert capfd.readouterr().err == said or not said
+    assert job.left == [] or "$PPID" in commands[-1]  # whose leavings are looked for afterwards
 
 
 @pytest.mark.parametrize(
@@ -141,12 +165,6 @@ def test_a_rank_that_ends_the_job_is_to_blame(line: str) -> None:
         assert job.run() == JobEnd(14, f"worker 0 on {host} ended with status 14")
 
 
-def test_what_a_rank_leaves_is_ended() -> None:
-    job = Job(["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"])
-    assert job.run().status == 4
-    assert of_job(job.id) == []
-
-
 def test_a_rank_has_reported_before_its_command_starts() -> None:
     """What it sends later is lost with it, if the command or anybody else kills it at once."""
     with Above("kill -9 $PPID") as above:
@@ -155,38 +173,12 @@ def test_a_rank_has_reported_before_its_command_starts() -> None:
     assert kinds[0] == channel.HELLO
 
 
-def test_the_process_above_a_rank_is_killed() -> None:
-    job = Job(["sleep 300", "kill -9 $PPID; sleep 300"])
-    verdict = job.run()
-    assert verdict.status != 0
-    assert "worker 1 (1 of 2 ranks) on" in verdict.text
-
-
 def test_mpirun_kills_its_children() -> None:
     """The ranks get SIGTERM through the process above them and still report; mpirun's status counts."""
     job = Job([f'trap "echo told; exit 1" TERM; {READY}; sleep 300 & wait'] * 2)
     with when_started(job, job.go):
         verdict = job.run(after=f"{GO}; kill -9 $(jobs -p); exit 9")
     assert verdict == JobEnd(9, "mpirun ended the ranks, with status 9")
-
-
-def test_ranks_that_never_start() -> None:
-    verdict = Job(["true"] * 2, LIMITS._replace(start=0.5), blocks=place([], 1, 1)).run(before="sleep 300")
-    assert verdict.status == 1
-    assert verdict.text.startswith("worker 0, server 0 did not start within 0.5 s")
-
-
-def test_mpirun_ends_before_its_ranks_start(capfd: pytest.CaptureFixture[str]) -> None:
-    assert Job(["true"]).run(before="echo oh no >&2; exit 0") == JobEnd(
-        1, "mpirun ended, and worker 0 (1 of 1 ranks) never started"
-    )
-    assert capfd.readouterr().err == "[mpirun] oh no\n"
-
-
-def test_an_mpirun_that_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its ranks have, all with status 0."""
-    assert Job(["true"] * 2).run(after="wait; sleep 300") == JobEnd(0, "")
-    assert capfd.readouterr().err == "mpikv launch: all ranks have ended, and mpirun has not: it is killed\n"
 
 
 def test_mpirun_does_not_say_again_which_rank_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,12 +193,6 @@ def test_mpirun_does_not_say_again_which_rank_has_failed(capfd: pytest.CaptureFi
 def test_the_time_limit() -> None:
     verdict = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(job=1.0)).run()
     assert verdict == JobEnd(124, "timed out after 1 s")
-
-
-def test_unused_servers_are_ended() -> None:
-    verdict = Job(["true", "sleep 300"], blocks=place([], 1, 1)).run()
-    assert verdict.status == 0
-    assert "servers that wait" in verdict.text
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -389,13 +375,10 @@ class Disturbed(Job):
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
-        b"\xff" * 100,
-        b"[" * 5000,
-        channel.frame(channel.HELLO, b"[" * 5000),
-        channel.frame(channel.HELLO, b"{" + b" " * 100_000),
+        channel.frame(channel.HELLO, b"[" * 100_000),
         channel.message(channel.ENDED, status=0) * 10,
     ],
-    ids=["http", "ones", "brackets", "brackets in a frame", "a large frame", "reports"],
+    ids=["http", "a large frame", "reports"],
 )
 def test_strangers_are_turned_away(data: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     """Without the secret nobody becomes a rank, gets a proof, or ends the launcher."""
@@ -738,15 +721,3 @@ def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Pat
     with pytest.raises(ConfigError, match=r"--output-dir .*launch\.log"):
         Output(folder)
     assert mine.read_text() == "dear to me"
-
-
-def test_processes() -> None:
-    child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], env={**os.environ, JOB: "feed/x"})
-    deadline = time.monotonic() + 20
-    while len(of_job("feed")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(of_job("feed")) == 2
-    assert child.pid in descendants(os.getpid())
-    assert end_job("feed", 1, 5) == []
-    child.wait(5)
-    assert not is_alive(child.pid)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from jobs import ROOT
@@ -21,34 +22,41 @@ from mpikv.commands.launch.options import SUBMIT_EXAMPLES
 from mpikv.commands.launch.scheduler import BatchState, SchedulerError
 from mpikv.errors import ConfigError
 
-RUNNING, DONE, GONE = BatchState("running on n1"), BatchState("completed", 0), BatchState("finished", lost=True)
+PENDING, RUNNING = BatchState("pending (Resources)"), BatchState("running on n1")
+DONE, GONE = BatchState("completed", 0), BatchState("finished", lost=True)
 LAST = "mpikv: job {} ends with status {}\n"
+
+
+LAST_17 = LAST.format(17, 0)
+REQUEUED = LAST_17.replace("\n", " and goes back into the queue\n")
+COPIED = LAST_17.replace("\n", " and goes on as job 43\n")
+BUSY = SchedulerError("socket timed out")
+Step = BatchState | Exception | str | Callable[[], None]
 
 
 class Play:
     """A job whose states and output are given, on a clock of its own.
 
-    states: the answers to the questions for a state, the last one for ever; what is callable is called first.
+    steps: the answers to the questions for a state, the last one for ever. A text before an answer is what the job has
+    printed meanwhile ("43: text" for job 43's), and what is callable is called.
     """
 
-    def __init__(self, folder: Path, states: Sequence[BatchState | Exception | Callable[[], None]]) -> None:
-        self.folder, self.states = folder, list(states)
+    def __init__(self, folder: Path, steps: Sequence[Step]) -> None:
+        self.folder, self.steps = folder, list(steps)
         self.now_s, self.said, self.out = 0.0, [], io.StringIO()
         self.cancelled: list[str] = []
 
-    def write(self, text: str, job: str = "17") -> Callable[[], None]:
-        def do() -> None:
-            with (self.folder / job).open("a") as file:
-                file.write(text)
-
-        return do
+    def write(self, text: str) -> None:
+        job, text = ("43", text.removeprefix("43: ")) if text.startswith("43: ") else ("17", text)
+        with (self.folder / job).open("a") as file:
+            file.write(text)
 
     def ask(self, _job: str) -> BatchState:
-        while callable(first := self.states[0]):
-            self.states.pop(0)
-            first()
-        if len(self.states) > 1:
-            self.states.pop(0)
+        while isinstance(first := self.steps[0], str) or callable(first):
+            self.steps.pop(0)
+            self.write(first) if isinstance(first, str) else first()
+        if len(self.steps) > 1:
+            self.steps.pop(0)
         if isinstance(first, Exception):
             raise first
         return first
@@ -69,15 +77,39 @@ class Play:
 
 @pytest.fixture
 def play(tmp_path: Path) -> Callable[..., Play]:
-    return lambda *states: Play(tmp_path, states)
+    return lambda *steps: Play(tmp_path, steps)
 
 
-def test_output_comes_as_it_is_written(play: Callable[..., Play]) -> None:
-    game = play(BatchState("pending (Resources)"), BatchState("pending (Resources)"), RUNNING)
-    game.states += [game.write("one\n"), RUNNING, game.write("two\n" + LAST.format(17, 0)), RUNNING, DONE]
-    assert game.run() == 0
-    assert game.out.getvalue() == "one\ntwo\n" + LAST.format(17, 0)
-    assert game.said == ["job 17: pending (Resources)", "job 17: running on n1", "job 17: completed, status 0"]
+@pytest.mark.parametrize(
+    ("steps", "status", "said"),
+    [
+        ([PENDING, PENDING, "one\n", RUNNING, "two\n" + LAST_17, RUNNING, DONE], 0,
+         ["job 17: pending (Resources)", "job 17: running on n1", "job 17: completed, status 0"]),
+        # the scheduler's status counts: a script may end well and its job not
+        ([LAST_17, BatchState("cancelled", 143)], 143, ["job 17: cancelled, status 143"]),
+        # but it may know none
+        (["x\n" + LAST.format(16, 3) + LAST.format(17, 7), GONE], 7, ["job 17: finished, status 7"]),
+        ([GONE, GONE, BatchState("finished", 9, lost=True)], 9,
+         [ANY, "job 17: finished, status 9"]),  # from the accounting
+        ([GONE, BUSY, BatchState("finished", 9, lost=True)], 9, [ANY, "job 17: finished, status 9"]),
+        (["killed in the midst of a li", GONE], 1,
+         ["job 17 is over, and Slurm does not know with which status: taken as 1"]),
+        # a requeued job is not over; nor is its last line that of the run that is killed later
+        ([REQUEUED, BatchState("pending (BeginTime)"), RUNNING, LAST.format(17, 5), GONE], 5,
+         ["job 17: pending (BeginTime)", "job 17: running on n1", "job 17: finished, status 5"]),
+        ([REQUEUED, RUNNING, GONE], 1, ["job 17: running on n1", ANY]),
+        ([f"first\n{COPIED}", GONE, PENDING, "43: second\n" + LAST.format(43, 4), GONE], 4,
+         ["job 17: finished, status 0, goes on as job 43", ANY, "job 43: finished, status 4"]),
+        ([LAST_17, BUSY, BUSY, RUNNING, DONE], 0, ["job 17: unknown, Slurm does not answer: socket timed out",
+         "job 17: running on n1", "job 17: completed, status 0"]),
+    ],
+)  # fmt: skip
+def test_follows(tmp_path: Path, steps: list[Step], status: int, said: list[str]) -> None:
+    game = Play(tmp_path, steps)
+    printed = "".join(step.removeprefix("43: ") for step in steps if isinstance(step, str))
+    assert game.run() == status
+    assert game.said == said
+    assert game.out.getvalue() == printed
 
 
 def test_last_lines_come_after_the_end(play: Callable[..., Play]) -> None:
@@ -86,75 +118,13 @@ def test_last_lines_come_after_the_end(play: Callable[..., Play]) -> None:
     wait = game.sleep
 
     def sleep(seconds: float) -> None:
-        if game.states[0] == DONE and not (game.folder / "17").exists():
-            game.write("late\n" + LAST.format(17, 0))()
+        if game.steps[0] == DONE and not (game.folder / "17").exists():
+            game.write("late\n" + LAST_17)
         wait(seconds)
 
     game.sleep = sleep  # type: ignore[method-assign]
     assert game.run() == 0
     assert game.out.getvalue().startswith("late\n")
-
-
-def test_the_schedulers_status_counts(play: Callable[..., Play]) -> None:
-    """A script may end well and its job not, as one that was cancelled."""
-    game = play(RUNNING)
-    game.states += [game.write(LAST.format(17, 0)), BatchState("cancelled", 143)]
-    assert game.run() == 143
-
-
-def test_status_from_the_last_line(play: Callable[..., Play]) -> None:
-    game = play(RUNNING)
-    game.states += [game.write("x\n" + LAST.format(16, 3) + LAST.format(17, 7)), GONE]
-    assert game.run() == 7
-    assert game.said[-1] == "job 17: finished, status 7"
-
-
-def test_status_from_the_accounting(play: Callable[..., Play]) -> None:
-    game = play(RUNNING, GONE, GONE, BatchState("finished", 9, lost=True))
-    assert game.run() == 9
-    assert "there is no output in" in game.said[-2]
-
-
-def test_status_that_nobody_knows(play: Callable[..., Play]) -> None:
-    game = play(RUNNING, GONE)
-    game.write("killed in the midst of a li")()
-    assert game.run() == 1
-    assert "does not know with which status" in game.said[-1]
-
-
-def test_a_requeued_job_is_not_over(play: Callable[..., Play]) -> None:
-    game = play(RUNNING)
-    again = LAST.format(17, 0).replace("\n", " and goes back into the queue\n")
-    game.states += [game.write(again), BatchState("pending (BeginTime)"), RUNNING, game.write(LAST.format(17, 5)), GONE]
-    assert game.run() == 5
-
-
-def test_killed_after_it_was_requeued(play: Callable[..., Play]) -> None:
-    """The last line is not that of the run that was killed."""
-    game = play(RUNNING)
-    game.states += [game.write(LAST.format(17, 0).replace("\n", " and goes back into the queue\n")), RUNNING, GONE]
-    assert game.run() == 1
-
-
-def test_a_job_goes_on_as_another(play: Callable[..., Play]) -> None:
-    game = play(RUNNING)
-    game.states += [game.write("first\n" + LAST.format(17, 0).replace("\n", " and goes on as job 43\n")), GONE]
-    game.states += [BatchState("pending"), game.write("second\n" + LAST.format(43, 4), "43"), RUNNING, GONE]
-    assert game.run() == 4
-    assert game.out.getvalue().endswith("second\n" + LAST.format(43, 4))
-    assert game.said[-4:] == [
-        "job 17: finished, status 0, goes on as job 43",
-        "job 43: pending",
-        "job 43: running on n1",
-        "job 43: finished, status 4",
-    ]
-
-
-def test_a_controller_that_is_busy(play: Callable[..., Play]) -> None:
-    game = play(RUNNING, SchedulerError("socket timed out"), SchedulerError("socket timed out"), RUNNING, DONE)
-    game.write(LAST.format(17, 0))()
-    assert game.run() == 0
-    assert "job 17: unknown, Slurm does not answer: socket timed out" in game.said
 
 
 def test_a_controller_that_is_gone(play: Callable[..., Play]) -> None:
@@ -175,7 +145,7 @@ def test_questions_get_fewer(play: Callable[..., Play]) -> None:
         return DONE if game.now_s > 3600 else answer(job)
 
     game.ask = ask  # type: ignore[method-assign]
-    game.write(LAST.format(17, 0))()
+    game.write(LAST_17)
     assert game.run() == 0
     assert len(asked) < 600
     assert max(later - before for before, later in itertools.pairwise(asked)) <= 16
@@ -205,17 +175,6 @@ def test_a_cancelled_job_that_stays(play: Callable[..., Play]) -> None:
     game = play(RUNNING, lambda: os.kill(os.getpid(), signal.SIGINT), RUNNING)
     assert game.run() == 130
     assert game.said[-1] == "job 17 is not gone yet"
-
-
-def test_a_file_that_begins_anew(tmp_path: Path) -> None:
-    file = tmp_path / "x"
-    tail = GrowingFile(file)
-    assert tail.read() == ""
-    file.write_text("a long line\n")
-    assert tail.read() == "a long line\n"
-    file.write_text("new\n")
-    assert tail.read() == "new\n"
-    assert tail.read() == ""
 
 
 def test_letters_that_come_in_two_parts(tmp_path: Path) -> None:

@@ -218,47 +218,21 @@ def test_the_status_is_the_programs(site: Site, path: str, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "distribution", "words"),
+    ("script", "mpi", "distribution", "words"),
     [
-        ("openmpi5", "block", "mpirun <--bind-to> <none> <-n> <4>"),
-        ("openmpi4", "cyclic", "mpirun <--bind-to> <none> <-n> <4> <--map-by> <node>"),
-        ("mpich", "block", "mpirun <-n> <4>"),
-        ("intel", "cyclic", "mpirun <-n> <4> <-ppn> <1>"),
+        ("train", "openmpi5", "block", "mpirun <--bind-to> <none> <-n> <4>"),
+        ("train", "openmpi4", "cyclic", "mpirun <--bind-to> <none> <-n> <4> <--map-by> <node>"),
+        ("train", "mpich", "block", "mpirun <-n> <4>"),
+        ("train", "intel", "cyclic", "mpirun <-n> <4> <-ppn> <1>"),
+        ("train-srun", "openmpi5", "cyclic", "srun <--mpi=pmix> <--ntasks=4> <--cpus-per-task=3> "
+            "<--distribution=cyclic> <--kill-on-bad-exit=1>"),
     ],
-)
-def test_mpirun_in_slurm(site: Site, mpi: str, distribution: str, words: str) -> None:
+)  # fmt: skip
+def test_starts_in_slurm(site: Site, script: str, mpi: str, distribution: str, words: str) -> None:
     site.mpi(mpi)
-    _, output = site.run(
-        "slurm/train.sbatch", *ONE, lines={"DISTRIBUTION": distribution, "LAUNCH_OPTIONS": "(-x 'a b')"}
-    )
+    lines = {"DISTRIBUTION": distribution, "LAUNCH_OPTIONS": "(-x 'a b')"}
+    _, output = site.run(f"slurm/{script}.sbatch", *ONE, lines=lines, SLURM_CPUS_PER_TASK="3")
     assert launched(output) == f"{words} <-x> <a b>"
-
-
-def test_srun_starts_open_mpi_through_pmix(site: Site) -> None:
-    _, output = site.run("slurm/train-srun.sbatch", *ONE, lines={"DISTRIBUTION": "cyclic"}, SLURM_CPUS_PER_TASK="3")
-    assert launched(output) == (
-        "srun <--mpi=pmix> <--ntasks=4> <--cpus-per-task=3> <--distribution=cyclic> <--kill-on-bad-exit=1>"
-    )
-
-
-@pytest.mark.parametrize(("mpi", "name"), [("mpich", "MPICH"), ("intel", "Intel MPI")])
-def test_srun_starts_no_other_mpi(site: Site, mpi: str, name: str) -> None:
-    """Slurm's pmi2 fails now and then: its own mpirun inside the allocation is the way."""
-    site.mpi(mpi)
-    status, output = site.run("slurm/train-srun.sbatch", *ONE)
-    assert status == 2
-    assert f"mpikv: error: srun starts Open MPI alone, not {name}: " in output
-    assert f"use train.sbatch, which starts the ranks with {name}'s own mpirun" in output
-    assert "trained" not in output
-    assert launched(site.run("slurm/train.sbatch", *ONE)[1]) == "mpirun <-n> <4>"
-
-
-def test_srun_without_pmix(site: Site) -> None:
-    status, output = site.run("slurm/train-srun.sbatch", *ONE, PLUGINS="MPI plugin types are...\n\tnone\n\tpmi2")
-    assert status == 2
-    assert "this Slurm offers only" in output
-    assert "use train.sbatch" in output
-    assert "trained" not in output
 
 
 def test_variables_of_a_file(site: Site) -> None:
@@ -266,9 +240,6 @@ def test_variables_of_a_file(site: Site) -> None:
     show = ("RUN", "import os; print('colour', os.environ['COLOUR'], 'RANKS' in os.environ)")
     status, output = site.run("slurm/train.sbatch", *show, lines={"ENV_FILE": "job.env"})
     assert (status, "\ncolour a b False\n" in output) == (0, True)
-    status, output = site.run("slurm/train.sbatch", *ONE, lines={"ENV_FILE": "gone.env"})
-    assert status == 2
-    assert "ENV_FILE=./gone.env, with the variables for the ranks, cannot be read" in output
 
 
 @pytest.mark.parametrize(
@@ -309,26 +280,50 @@ def test_agent_of_grid_engine(site: Site) -> None:
     assert site.called() == [call, call]
 
 
+SLURM, SRUN, ARRAY, SGE = "slurm/train.sbatch", "slurm/train-srun.sbatch", "slurm/array.sbatch", "sge/train.sh"
+OLD_SLURM = "MPI plugin types are...\n\tnone\n\tpmi2"
+
+
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("paths", "lines", "environ", "says"),
     [
-        ({"RANKS": "5"}, "5 ranks do not fit into the 4 slots of this job; ask for more slots"),
-        ({"RANKS": "0"}, "RANKS=0 is not"),
-        ({"RANKS": "many"}, "RANKS=many is not"),
-        ({"SERVERS": "4"}, "4 servers among 4 ranks leave no worker"),
-        ({"SERVERS": "2", "RANKS": "2"}, "2 servers among 2 ranks leave no worker"),
-        ({"SERVERS": "-1"}, "SERVERS=-1 is not"),
-        ({"DISTRIBUTION": "diagonal"}, "DISTRIBUTION=diagonal"),
-        ({"PYTHON_ENV": "/nowhere"}, "PYTHON_ENV=/nowhere has no bin/python"),
+        ((SLURM, SGE), {"RANKS": "5"}, {}, "5 ranks do not fit into the 4 slots of this job; ask for more slots"),
+        ((SLURM, SGE), {"RANKS": "0"}, {}, "RANKS=0 is not"),
+        ((SLURM,), {"RANKS": "many"}, {}, "RANKS=many is not"),
+        ((SLURM, SGE), {"SERVERS": "4"}, {}, "4 servers among 4 ranks leave no worker"),
+        ((SLURM,), {"SERVERS": "2", "RANKS": "2"}, {}, "2 servers among 2 ranks leave no worker"),
+        ((SLURM,), {"SERVERS": "-1"}, {}, "SERVERS=-1 is not"),
+        ((SLURM,), {"DISTRIBUTION": "diagonal"}, {}, "DISTRIBUTION=diagonal"),
+        ((SGE,), {"STOP_AFTER": "soon"}, {}, "STOP_AFTER=soon is not"),
+        ((SLURM, SGE), {"PYTHON_ENV": "/nowhere"}, {}, "PYTHON_ENV=/nowhere has no bin/python"),
+        ((SLURM,), {}, {"VIRTUAL_ENV": ""}, "no Python environment was found: set PYTHON_ENV"),
+        ((SLURM,), {}, {"IMPORT_STATUS": "1"}, "{env}/bin/python cannot import mpikv and mpi4py"),
+        ((SLURM,), {"ENV_FILE": "gone.env"}, {}, "ENV_FILE=./gone.env, with the variables for the ranks, cannot"),
+        ((SGE,), {}, {"PE_HOSTFILE": ""}, "the job has no parallel environment; submit the script with qsub -pe NAME"),
+        ((SRUN,), {}, {"PLUGINS": OLD_SLURM}, "Open MPI needs srun --mpi=pmix, and this Slurm offers only"),
+        ((ARRAY,), {}, {"SLURM_ARRAY_TASK_ID": "4"}, "task 4 of the array has no value: VALUES has 4, for tasks"),
+        ((ARRAY,), {}, {}, "this is no job array; submit the script with sbatch --array=0-3"),
+        (BASH, {}, {"INFO_STATUS": "9"}, "the ranks could not be started"),
     ],
-)
-@pytest.mark.parametrize("path", BASH)
-def test_refused(site: Site, path: str, lines: dict[str, str], says: str) -> None:
-    status, output = site.run(path, *ONE, lines=lines)
-    assert status == 2
-    assert f"mpikv: error: {says}" in output
-    assert output.endswith("mpikv: job 17 ends with status 2\n")
-    assert "trained" not in output
+)  # fmt: skip
+def test_refused(site: Site, paths: tuple[str, ...], lines: dict[str, str], environ: dict[str, str], says: str) -> None:
+    for path in paths:
+        status, output = site.run(path, *ONE, lines=lines, **environ)
+        assert status == 2
+        assert f"mpikv: error: {says.format(env=site.env)}" in output
+        assert output.endswith("mpikv: job 17 ends with status 2\n")
+        assert "trained" not in output
+        assert ("use train.sbatch" in output) == (path == SRUN)
+
+
+@pytest.mark.parametrize(("mpi", "name"), [("mpich", "MPICH"), ("intel", "Intel MPI")])
+def test_srun_starts_no_other_mpi(site: Site, mpi: str, name: str) -> None:
+    """Slurm's pmi2 fails now and then: its own mpirun inside the allocation starts it."""
+    site.mpi(mpi)
+    status, output = site.run(SRUN, *ONE)
+    assert (status, "trained" in output) == (2, False)
+    assert f"mpikv: error: srun starts Open MPI alone, not {name}: " in output
+    assert f"use train.sbatch, which starts the ranks with {name}'s own mpirun" in output
 
 
 @pytest.mark.parametrize("path", SCRIPTS)
@@ -336,12 +331,6 @@ def test_outside_of_a_job(site: Site, path: str) -> None:
     status, output = site.run(path, *ONE, SLURM_JOB_ID="", JOB_ID="")
     assert (status, output.count("\n")) == (2, 1)
     assert "submit the script with" in output
-
-
-def test_grid_engine_job_without_parallel_environment(site: Site) -> None:
-    status, output = site.run("sge/train.sh", *ONE, PE_HOSTFILE="")
-    assert status == 2
-    assert "qsub -pe NAME SLOTS" in output
 
 
 def test_environments_in_their_order(site: Site) -> None:
@@ -361,18 +350,6 @@ def test_environments_in_their_order(site: Site) -> None:
         assert f"mpikv: Python 3 in {folder}; Open MPI, {folder}/bin/mpirun\n" in output
 
 
-def test_no_environment(site: Site) -> None:
-    status, output = site.run("slurm/train.sbatch", *ONE, VIRTUAL_ENV="")
-    assert status == 2
-    assert "no Python environment was found: set PYTHON_ENV" in output
-
-
-def test_environment_without_mpikv(site: Site) -> None:
-    status, output = site.run("slurm/train.sbatch", *ONE, IMPORT_STATUS="1")
-    assert status == 2
-    assert "cannot import mpikv and mpi4py" in output
-
-
 def test_no_mpirun(site: Site) -> None:
     (site.env / "bin" / "mpirun").unlink()
     for name in ("bash", "sh", "cat", "rm", "hostname", "mktemp"):
@@ -380,15 +357,6 @@ def test_no_mpirun(site: Site) -> None:
     status, output = site.run("slurm/train.sbatch", *ONE, PATH=str(site.folder / "bin"))
     assert status == 2
     assert "no mpirun on PATH" in output
-
-
-@pytest.mark.parametrize("path", BASH)
-def test_ranks_that_do_not_start(site: Site, path: str) -> None:
-    status, output = site.run(path, *ONE, INFO_STATUS="9")
-    assert status == 2
-    assert "the ranks could not be started" in output
-    assert ("use train.sbatch" in output) == ("srun" in path)
-    assert "trained" not in output
 
 
 @pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
@@ -621,13 +589,6 @@ def test_array_task(site: Site, task: int, value: str) -> None:
     assert status == 0
     assert f"mpikv: task {task} of array 16\n" in output
     assert f"options ['--lr', '{value}']\n" in output
-
-
-@pytest.mark.parametrize(("task", "says"), [("4", "VALUES has 4, for tasks 0 to 3"), ("", "sbatch --array=0-3")])
-def test_array_without_a_value(site: Site, task: str, says: str) -> None:
-    status, output = site.run("slurm/array.sbatch", *ONE, SLURM_ARRAY_TASK_ID=task, SLURM_ARRAY_JOB_ID="16")
-    assert status == 2
-    assert says in output
 
 
 def test_threads_of_numpy(site: Site) -> None:
