@@ -31,7 +31,7 @@ import grids  # noqa: E402
 import jobs  # noqa: E402
 import report  # noqa: E402
 
-MODES = ("quick", "pairs", "full", "cluster", "oldest", "newest", "contract", "gpu")
+MODES = ("quick", "thorough", "full", "cluster", "oldest", "newest", "contract", "gpu")
 CORES = len(os.sched_getaffinity(0))
 LIMIT_S, RANKS_LIMIT_S = 3600.0, 1200.0  # against a hang; each job and test has a limit of its own
 PART_S, TABLE_S = 470.0, 170.0  # of --part: all, within eight minutes, and what the table takes of it at most
@@ -109,11 +109,11 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
     found = [
         unit,
         Stage("jobs", "whole jobs", "openmpi", ["tests/mpirun", "tests/jobs", "tests/gpu"]),
-        *ranks("mpi", "openmpi", 2, 4),
-        *ranks("mpich", "mpich", 3),
-        *(Stage(name, f"{name}, a selection", name, SELECTED[name]) for name in SELECTED if name in environments),
         Stage("examples", "examples", "openmpi", ["tests/examples"]),
         replace(cluster, title="clusters, a selection", marks="not full and not cluster_full"),
+        *ranks("mpi", "openmpi", *((2, 4) if mode else (2,))),
+        *ranks("mpich", "mpich", 3),
+        *(Stage(name, f"{name}, a selection", name, SELECTED[name]) for name in SELECTED if name in environments),
     ]
     if mode == "full":  # 5 ranks of MPICH on 2 cores spend their time spinning
         found += ranks("full", "openmpi", 1, 3, 5) + ranks("full", "mpich", 4)
@@ -121,6 +121,16 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
     contract = [name for name in ("contract12", "contract13") if name in environments]
     found *= mode != "contract"
     return [*found, *(Stage("contract", name, name, ["tests/contract"], workers=0) for name in contract)]
+
+
+def joined(chosen: Sequence[Stage]) -> list[Stage]:
+    """The stages of jobs as one, so that those that wait, for a scheduler most, leave the cores to others."""
+    waiting = [stage for stage in chosen if stage.group in ("jobs", "examples", "cluster")]
+    if len(waiting) < 2:
+        return list(chosen)
+    paths = [path for stage in waiting for path in stage.paths]
+    one = replace(waiting[0], title=", ".join(stage.title for stage in waiting), paths=paths, marks=waiting[-1].marks)
+    return [one if stage is waiting[0] else stage for stage in chosen if stage not in waiting[1:]]
 
 
 def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
@@ -135,7 +145,7 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
     if stage.ranks:
         line = jobs.command(mpi, [(stage.ranks, [*line, "--with-mpi"])])
     elif stage.workers:
-        line += ["-n", str(stage.workers), "--dist", "loadgroup" if stage.group == "cluster" else "worksteal"]
+        line += ["-n", str(stage.workers), "--dist", "worksteal"]
     if options.before and stage.group != "cluster":  # the programs of a cluster are the subject of its tests
         line = [options.before, *line]
     print(f"--- {stage.title}", flush=True)
@@ -255,7 +265,7 @@ def main() -> int:
     measures = TABLE in [stage.group for stage in chosen]
     options.until = began + PART_S - TABLE_S * measures if options.part else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
-    return run(chosen, options)
+    return run(chosen if options.before else joined(chosen), options)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"{WHOLE_JOB}: starts a real job; scripts/test runs it once more where it fails")
     config.addinivalue_line("markers", f"{grids.GRID}(strength=2): see tests/grids.py")
+    config.addinivalue_line("markers", f"{grids.THOROUGH}: scripts/test --thorough and --full make it, others do not")
     config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
     config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
-    config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs those of one name in one process")
     if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's workers sees all that they report
         config.pluginmanager.register(Report(), "mpikv-report")
 
@@ -50,8 +50,9 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Mark what not every run makes, and the tests of these folders: each starts a real job, or needs a cluster."""
-    grids.thin(items)
+    grids.leave_to_thorough(items)
     grids.share_out(items)
+    grids.thin(items)
     for item in items:
         if item.nodeid.startswith(WHOLE_JOBS):
             item.add_marker(WHOLE_JOB)

@@ -1,9 +1,13 @@
 """What every run makes of a grid of parameters, and of Hypothesis's examples; `scripts/test --full` makes all.
 
-A test with the mark `grid` has more combinations of its parameters than every run needs: what goes wrong does so with
-one value, or with two that meet. `scripts/test` makes so many that each value is in one of them, and `scripts/test
---pairs` so many that each two values meet, but for a test with `grid(1)`. The other cases get the mark `full`, and
-`scripts/test --full` makes them, too. The fields of a parameter that is a named tuple count as parameters of their own.
+Of a test with several parameters `scripts/test` makes so many cases that each value of each is in one of them; with
+--thorough all, but where the test has the mark `grid`: then so many that each two values meet, or, with `grid(1)`, each
+value once. What goes wrong does so with one value, or with two that meet. The other cases get the mark `full`, and
+`scripts/test --full` makes them, too. Parameters of one decorator go together; with the mark `grid` the fields of a
+parameter that is a named tuple count as parameters of their own.
+
+A whole job with each of the two MPIs is made with one of them, mostly MPICH, which starts faster, and with --thorough
+with both. A test with the mark `thorough` is made with that option and --full alone.
 
 Of the examples of a property every run makes a third.
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +24,10 @@ from typing import Any
 import pytest
 
 GRID = "grid"
-VARIABLE = "MPIKV_TEST_CASES"  # "pairs" or "full", as the options of scripts/test; else each value once
+THOROUGH = "thorough"
+MPIS = {"openmpi", "mpich"}
+WHOLE_JOBS = "tests/mpirun/"
+VARIABLE = "MPIKV_TEST_CASES"  # "thorough" or "full", as the options of scripts/test
 PART_VARIABLE = "MPIKV_TEST_PART"  # K/N: every N-th of the tests that were chosen, from the K-th on
 
 
@@ -33,6 +41,11 @@ def is_full() -> bool:
     return os.environ.get(VARIABLE) == "full"
 
 
+def is_thorough() -> bool:
+    """Whether more than every run makes is to be made."""
+    return os.environ.get(VARIABLE) in (THOROUGH, "full")
+
+
 def part(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of the part that is asked for. Neighbours take about as long as each other, so all parts do."""
     k, n = map(int, (os.environ.get(PART_VARIABLE) or "1/1").split("/"))
@@ -40,19 +53,35 @@ def part(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Give the mark `full` to the cases that not every run needs."""
-    grids: dict[str, list[pytest.Function]] = {}
+    """Give the mark `full` to the cases that this run does not need."""
+    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker(GRID):
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in grids.values():
-        (strength,) = cases[0].get_closest_marker(GRID).args or (2,)
-        if os.environ.get(VARIABLE) != "pairs":
-            strength = 1
-        kept = covering([case.callspec.params for case in cases], strength)
-        for i, case in enumerate(cases):
-            if i not in kept:
-                case.add_marker("full")
+        if hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        grid = cases[0].get_closest_marker(GRID)
+        if grid:
+            brings, strength = [values(case.callspec.params) for case in cases], (*grid.args, 2)[0]
+        else:
+            brings, strength = [decorators(case) for case in cases], 1
+        if grid or not is_thorough():
+            kept = covering(brings, strength if is_thorough() else 1)
+            for i, case in enumerate(cases):
+                if i not in kept:
+                    case.add_marker("full")
+
+
+def leave_to_thorough(items: Sequence[pytest.Item]) -> None:
+    """Give the mark `full` to what is made with --thorough alone, where that is not given."""
+    both: dict[str, dict[str, pytest.Item]] = {}
+    for item in () if is_thorough() else items:
+        if item.get_closest_marker(THOROUGH):
+            item.add_marker("full")
+        if item.nodeid.startswith(WHOLE_JOBS) and (kind := MPIS.intersection(re.split(r"[\[\]-]", item.nodeid))):
+            both.setdefault(item.nodeid.replace(*kind, "*"), {})[kind.pop()] = item
+    for name, cases in both.items():
+        if len(cases) == len(MPIS):
+            cases["mpich" if zlib.crc32(name.encode()) % 3 == 0 else "openmpi"].add_marker("full")
 
 
 def share_out(items: Sequence[pytest.Item]) -> None:
@@ -75,18 +104,28 @@ def share_out(items: Sequence[pytest.Item]) -> None:
             case.add_marker("full")
 
 
-def covering(cases: Sequence[Mapping[str, Any]], strength: int) -> set[int]:
+def covering(cases: Sequence[set[tuple[str, str]]], strength: int) -> set[int]:
     """Which cases to make: each value (strength 1) or each two (2) that are together in a case are so in one of these.
 
     Always the same ones: again and again the first of those that bring the most that is new.
     """
-    brings = [set(itertools.combinations_with_replacement(sorted(values(case)), strength)) for case in cases]
+    brings = [set(itertools.combinations_with_replacement(sorted(case), strength)) for case in cases]
     missing, kept = set().union(*brings), set()
     while missing:
         best = max(range(len(brings)), key=lambda i: len(brings[i] & missing))
         kept.add(best)
         missing -= brings[best]
     return kept
+
+
+def decorators(case: pytest.Function) -> set[tuple[str, str]]:
+    """What each decorator, or fixture with parameters, gives to the test: parameters of one decorator go together."""
+    parameters = dict(case.callspec.params)
+    marks = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    together = [tuple(one.replace(" ", "").split(",")) if isinstance(one, str) else tuple(one) for one in marks]
+    given = {names: repr([parameters.pop(name, None) for name in names]) for names in together}
+    rest = {(name, repr(value)) for name, value in parameters.items()}
+    return rest | {(",".join(names), text) for names, text in given.items()}
 
 
 def values(parameters: Mapping[str, Any]) -> set[tuple[str, str]]:

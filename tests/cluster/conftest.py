@@ -26,13 +26,6 @@ from slurm import Slurm
 N_HOSTS = 3
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let pytest-xdist run the tests with one scheduler in one process, which starts it once."""
-    for item in items:
-        for name in {"slurm", "grid_engine"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(name))
-
-
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpi(request: pytest.FixtureRequest) -> jobs.Mpi:
     """Each of the two MPIs."""

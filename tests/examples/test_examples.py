@@ -106,7 +106,7 @@ def test_linear_regression(n: int | None) -> None:
 @pytest.mark.whole_job
 def test_torch_mnist(digits: Path) -> None:
     frameworks.need("torch")
-    output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=3).splitlines()
+    output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=2).splitlines()
     assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
     assert float(output[-1].rpartition(" ")[2]) > 0.7  # 0.835 where it was written
     assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
@@ -226,7 +226,10 @@ def test_training_alone(digits: Path) -> None:
 
 
 @pytest.mark.whole_job
-@pytest.mark.parametrize(("network", "dtype", "bound"), [("lenet", "float64", 1e-12), ("mlp", "float32", 1e-5)])
+@pytest.mark.parametrize(
+    ("network", "dtype", "bound"),
+    [pytest.param("lenet", "float64", 1e-12, marks=pytest.mark.thorough), ("mlp", "float32", 1e-5)],
+)
 def test_twenty_steps_are_the_same_in_every_mode(
     network: str, dtype: str, bound: float, digits: Path, tmp_path: Path
 ) -> None:
@@ -295,7 +298,11 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
 
 
 @pytest.mark.whole_job
-@pytest.mark.parametrize(("n", "more"), [(3, []), (3, ["--num-servers", 1]), (None, ["--kv-store", "local"])], ids=str)
+@pytest.mark.parametrize(
+    ("n", "more"),
+    [(3, []), pytest.param(3, ["--num-servers", 1], marks=pytest.mark.thorough), (None, ["--kv-store", "local"])],
+    ids=str,
+)
 def test_run_that_a_signal_stopped_is_the_same_run(
     n: int | None, more: list[Any], digits: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ from mpikv.config import KNOWN, VARIABLES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
+LONG = ("docs/performance.md", "docs/pytorch.md")  # take a third of the time of all, and are left to --thorough
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -232,7 +233,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.whole_job
 @pytest.mark.timeout(1800)  # against a hang between blocks, which have limits of their own
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize(
+    "document", [pytest.param(one, marks=[pytest.mark.thorough] * (one in LONG)) for one in DOCUMENTS]
+)
 def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path: Path) -> None:
     reader = Reader(checkout, tmp_path)
     found = blocks(document, (ROOT / document).read_text())
@@ -261,9 +264,8 @@ def check_part(block: Block, whole: str) -> None:
 
 
 @pytest.mark.timeout(600)  # it imports PyTorch and JAX
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_within_the_text_are_right(document: str, checkout: Path) -> None:
-    found = spans((ROOT / document).read_text())
+def test_commands_within_the_text_are_right(checkout: Path) -> None:
+    found = sorted({span for document in DOCUMENTS for span in spans((ROOT / document).read_text())})
     begin, left_open = r"[A-Z_]+=|mpikv \w+( |$)|mpirun |python |pip |scripts/", r"\.\.\.|[|{<*]|:$"
     wrong = mistakes([one for one in found if re.match(begin, one) and not re.search(left_open, one)], checkout)
     missing = r"arguments are required|: '[A-Z]+'"  # the name of a command, or of a value: `mpirun -n N`

@@ -37,7 +37,7 @@ def same(job: Job) -> int:
 
 
 @EACH
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_dtypes_and_optimizers(kind: str, n: int, path: str) -> None:
     assert same(store_job(kind, n, "modes", path)) == (4 if kind == "fake" else 14)
 
@@ -52,6 +52,7 @@ def test_ways_that_not_every_machine_has(path: str) -> None:
     assert (job.status, same(job)) == (0, 14), job.output
 
 
+@pytest.mark.thorough
 @EACH
 def test_codecs(kind: str, path: str) -> None:
     assert same(store_job(kind, 3, "codecs", path)) == (3 if kind == "fake" else 8)

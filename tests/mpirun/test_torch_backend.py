@@ -26,7 +26,7 @@ def run(n: int, *argv: str, **env: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize(("n", "hosts"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("n", "hosts"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.thorough)])
 def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
     job = run(n, PROGRAM, "trains", MPIKV_FAKE_HOSTS=str(hosts))
     assert job.status == 0, job.output
@@ -53,6 +53,7 @@ def test_a_rank_that_fails_ends_the_job_and_says_why(case: str, said: str) -> No
     assert re.search(said, job.stderr), job.output
 
 
+@pytest.mark.thorough
 def test_pytorchs_own_tests() -> None:
     frameworks.need("expecttest")
     names = HERE / "pytorch_tests.txt"

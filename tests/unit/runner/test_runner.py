@@ -115,12 +115,11 @@ def test_a_stage_that_hangs_is_ended(
 
 
 def test_every_file_of_tests_belongs_to_one_stage_or_to_several_numbers_of_ranks() -> None:
-    for mode in ("", "full"):
-        found = _stages.stages(mode, ("openmpi", "mpich"))
+    for mode, sizes in {"": [2, 3], "thorough": [2, 3, 4], "full": [1, 2, 3, 3, 4, 4, 5]}.items():
+        found = _stages.joined(_stages.stages(mode, ("openmpi", "mpich")))
         for path in (ROOT / "tests").rglob("test_*.py"):
             name = str(path.relative_to(ROOT))
             own = [stage for stage in found if any(name.startswith(f"{one}/") for one in stage.paths)]
-            sizes = {"": [2, 3, 4], "full": [1, 2, 3, 3, 4, 4, 5]}[mode]
             expected = sizes if "/mpi/" in name else [] if "/contract/" in name else [0]
             assert sorted(stage.ranks for stage in own) == expected, name
 

@@ -25,35 +25,82 @@ CASES = [
 
 @pytest.mark.parametrize("strength", [1, 2])
 def test_what_is_together_in_a_case_is_so_in_a_case_that_is_kept(strength: int) -> None:
-    kept = grids.covering(CASES, strength)
+    kept = grids.covering([grids.values(case) for case in CASES], strength)
 
     def together(cases):
         return {pair for case in cases for pair in itertools.combinations(sorted(grids.values(case)), strength)}
 
     assert together(CASES[i] for i in kept) == together(CASES)
     assert len(kept) <= {1: 4, 2: 13}[strength]  # of 30; 3 and 9 are the least possible
-    assert kept == grids.covering(CASES, strength)
+
+
+TESTS = """
+import pytest
+
+abc = [pytest.mark.parametrize(name, [1, 2]) for name in "abc"]
+
+@abc[0]
+@abc[1]
+@abc[2]
+@pytest.mark.grid
+def test_pairs(a, b, c): pass
+
+@abc[0]
+@abc[1]
+@abc[2]
+@pytest.mark.grid(1)
+def test_values(a, b, c): pass
+
+@abc[0]
+@abc[1]
+@abc[2]
+def test_all(a, b, c): pass
+
+@pytest.mark.parametrize("a,b", [(1, 1), (1, 2), (2, 1)])
+@abc[2]
+def test_together(a, b, c): pass
+
+@abc[0]
+def test_one(a): pass
+
+@pytest.mark.thorough
+def test_slow(): pass
+"""
 
 
 def test_the_others_are_full(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makeconftest(
         "import grids\n"
         "def pytest_configure(config):\n"
-        "    config.addinivalue_line('markers', 'grid')\n"
-        "    config.addinivalue_line('markers', 'full')\n"
-        "def pytest_collection_modifyitems(items): grids.thin(items)\n"
+        "    for name in ('grid', 'full', 'thorough'): config.addinivalue_line('markers', name)\n"
+        "def pytest_collection_modifyitems(items):\n    grids.leave_to_thorough(items)\n    grids.thin(items)\n"
     )
-    pytester.makepyfile(
-        "import pytest\n"
-        "abc = [pytest.mark.parametrize(name, [1, 2]) for name in 'abc']\n"
-        "@abc[0]\n@abc[1]\n@abc[2]\n@pytest.mark.grid\ndef test_pairs(a, b, c): pass\n"
-        "@abc[0]\n@abc[1]\n@abc[2]\n@pytest.mark.grid(1)\ndef test_values(a, b, c): pass\n"
-        "@abc[0]\n@abc[1]\n@abc[2]\ndef test_all(a, b, c): pass\n"
-    )
-    for cases, made in (("pairs", 5 + 2 + 8), ("", 2 + 2 + 8)):
+    pytester.makepyfile(TESTS)
+    for cases, made in (("thorough", 5 + 2 + 8 + 6 + 2 + 1), ("", 2 + 2 + 2 + 3 + 2)):
         monkeypatch.setenv(grids.VARIABLE, cases)
-        pytester.runpytest("-m", "not full").assert_outcomes(passed=made, deselected=24 - made)
-        pytester.runpytest("-m", "full").assert_outcomes(passed=24 - made, deselected=made)
+        pytester.runpytest("-m", "not full").assert_outcomes(passed=made, deselected=33 - made)
+        pytester.runpytest("-m", "full").assert_outcomes(passed=33 - made, deselected=made)
+
+
+def test_a_job_is_made_with_one_of_the_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Item:
+        def __init__(self, nodeid: str) -> None:
+            self.nodeid, self.left = f"tests/mpirun/test_a.py::{nodeid}", False
+
+        def get_closest_marker(self, name: str) -> None:
+            return None
+
+        def add_marker(self, name: str) -> None:
+            self.left = True
+
+    names = [f"test_{i}[{kind}-{i}]" for i in range(20) for kind in ("openmpi", "mpich")]
+    for cases, made in (("thorough", 41), ("", 21)):
+        monkeypatch.setenv(grids.VARIABLE, cases)
+        items = [Item(name) for name in (*names, "test_alone[mpich]")]
+        grids.leave_to_thorough(items)
+        assert sum(not item.left for item in items) == made
+        assert not items[-1].left
+        assert any(not item.left for item in items[:-1:2])  # some with Open MPI
 
 
 def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:

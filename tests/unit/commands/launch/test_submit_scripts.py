@@ -438,6 +438,7 @@ def widened(folder: Path, path: str, program: str, signal_at: str = "") -> tuple
     return lines, status, output, site
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)  # a job for each line
 @pytest.mark.parametrize("path", SCRIPTS)
 def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
