@@ -33,7 +33,7 @@ import report  # noqa: E402
 
 MODES = ("quick", "thorough", "full", "cluster", "oldest", "newest", "contract", "gpu")
 CORES = len(os.sched_getaffinity(0))
-LIMIT_S, RANKS_LIMIT_S = 3600.0, 1200.0  # against a hang; each job and test has a limit of its own
+LIMIT_S = 3600.0  # of a stage, against a hang; each job and test has a limit of its own
 PART_S, TABLE_S = 470.0, 170.0  # of --part: all, within eight minutes, and what the table takes of it at most
 TABLE = "gpu-report"  # the group of the one stage that is no pytest session
 NO_TESTS = 5  # pytest's status where it executed none
@@ -44,7 +44,7 @@ MADE_WITH |= {"contract12": "cupy", "contract13": "cupy,nvidia"}
 
 
 def files(folder: str, *names: str) -> list[str]:
-    """The files of tests in a folder, by names with wildcards."""
+    """The files of tests in a folder and below, by names with wildcards."""
     found = (path for name in names for path in sorted((ROOT / "tests" / folder).rglob(f"test_{name}.py")))
     return [str(path.relative_to(ROOT)) for path in found]
 
@@ -72,7 +72,6 @@ class Stage:
     workers: int = CORES + 1  # since many tests wait
     marks: str = "not full"
     may_skip: bool = False
-    limit_s: float = LIMIT_S
 
 
 @dataclass
@@ -93,8 +92,7 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
 
     def ranks(group: str, environment: str, *sizes: int) -> list[Stage]:
         """The tests that all ranks run together, with each number of ranks."""
-        one = Stage(group, "", environment, ["tests/mpi"], workers=0, limit_s=RANKS_LIMIT_S)
-        return [replace(one, title=f"{environment}, {n} ranks", ranks=n) for n in sizes]
+        return [Stage(group, f"{environment}, {n} ranks", environment, ["tests/mpi"], n, workers=0) for n in sizes]
 
     if mode == "gpu":
         table = Stage(TABLE, "GPU, measuring", "gpu", ["tests/gpu/report_program.py", "--limit", str(TABLE_S)])
@@ -124,7 +122,10 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
 
 
 def joined(chosen: Sequence[Stage]) -> list[Stage]:
-    """The stages of jobs as one, so that those that wait, for a scheduler most, leave the cores to others."""
+    """The stages of jobs as one, so that those that wait, for a scheduler most, leave the cores to others.
+
+    Not with --bare, which is not for clusters, nor with --full, of which clusters make a selection.
+    """
     waiting = [stage for stage in chosen if stage.group in ("jobs", "examples", "cluster")]
     if len(waiting) < 2:
         return list(chosen)
@@ -135,13 +136,13 @@ def joined(chosen: Sequence[Stage]) -> list[Stage]:
 
 def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
     """Run one stage; its output appears as it comes."""
-    mpi, limit_s = options.environments[stage.environment], stage.limit_s
+    mpi, limit_s = options.environments[stage.environment], LIMIT_S
     line = ["python", "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "-m", stage.marks, "-k", options.k]
     line += [*options.pytest, *stage.paths]
     if stage.group == TABLE:  # which has a time limit of its own
         line = ["python", *stage.paths]
     elif options.until:
-        limit_s = max(1.0, min(limit_s, options.until - time.monotonic()))
+        limit_s = max(1.0, options.until - time.monotonic())
     if stage.ranks:
         line = jobs.command(mpi, [(stage.ranks, [*line, "--with-mpi"])])
     elif stage.workers:
@@ -265,7 +266,7 @@ def main() -> int:
     measures = TABLE in [stage.group for stage in chosen]
     options.until = began + PART_S - TABLE_S * measures if options.part else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
-    return run(chosen if options.before else joined(chosen), options)
+    return run(chosen if options.before or options.mode == "full" else joined(chosen), options)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,9 @@ def test_a_stage_that_hangs_is_ended(
 
 def test_every_file_of_tests_belongs_to_one_stage_or_to_several_numbers_of_ranks() -> None:
     for mode, sizes in {"": [2, 3], "thorough": [2, 3, 4], "full": [1, 2, 3, 3, 4, 4, 5]}.items():
-        found = _stages.joined(_stages.stages(mode, ("openmpi", "mpich")))
+        found = _stages.stages(mode, ("openmpi", "mpich"))
+        assert mode != "full" or {stage.marks for stage in found if stage.group != "cluster"} == {""}
+        found = _stages.joined(found)
         for path in (ROOT / "tests").rglob("test_*.py"):
             name = str(path.relative_to(ROOT))
             own = [stage for stage in found if any(name.startswith(f"{one}/") for one in stage.paths)]
