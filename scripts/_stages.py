@@ -95,7 +95,7 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
         return [Stage(group, f"{environment}, {n} ranks", environment, ["tests/mpi"], n, workers=0) for n in sizes]
 
     if mode == "gpu":
-        table = Stage(TABLE, "GPU, measuring", "gpu", ["tests/gpu/report_program.py", "--limit", str(TABLE_S)])
+        table = Stage(TABLE, "GPU, measuring", "gpu", ["tests/gpu/report_program.py"], workers=0)
         return [gpu, replace(gpu, group="gpu-jobs", title="GPU, jobs", marks="gpu and whole_job"), table]
     if mode == "quick":
         return [unit, *ranks("mpi", "openmpi", 3)]
@@ -140,7 +140,7 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
     line = ["python", "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "-m", stage.marks, "-k", options.k]
     line += [*options.pytest, *stage.paths]
     if stage.group == TABLE:  # which has a time limit of its own
-        line = ["python", *stage.paths]
+        line = ["python", *stage.paths, "--limit", str(TABLE_S)]
     elif options.until:
         limit_s = max(1.0, options.until - time.monotonic())
     if stage.ranks:

@@ -43,7 +43,7 @@ def test_dtypes_and_optimizers(kind: str, n: int, path: str) -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("path", ["mpi", "nccl"])
+@pytest.mark.parametrize("path", ["mpi", "nccl"], ids="path {}".format)  # a test named mpi is one for pytest-mpi
 def test_ways_that_not_every_machine_has(path: str) -> None:
     job = mpirun(2, ["python", PROGRAM, "cuda", "modes", path], timeout_s=230)
     why = re.search(rf"MPIKV_DEVICE_PATH={path}: (.*)", job.output)
