@@ -159,7 +159,7 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
             jobs.PREFIX: str(mpi.prefix) if options.as_it_is else "",
             frameworks.VARIABLE: "" if options.as_it_is else MADE_WITH.get(stage.environment, ""),
             grids.VARIABLE: options.mode,
-            grids.PART_VARIABLE: options.part,
+            grids.PART_VARIABLE: options.part if stage.marks else "",  # what is run once more is no part
         }
         running = jobs.Running(line, jobs.environment(mpi, env, temporary), temporary, limit_s, echo=True)
         try:
