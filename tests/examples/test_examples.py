@@ -188,6 +188,7 @@ def test_a_wrong_option_is_said_once() -> None:
 # ---- training
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_job
 def test_image_classification(tmp_path: Path) -> None:
     """Two workers; then three that go on after these, asynchronously and with a server."""
@@ -300,7 +301,11 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
 @pytest.mark.whole_job
 @pytest.mark.parametrize(
     ("n", "more"),
-    [(3, []), pytest.param(3, ["--num-servers", 1], marks=pytest.mark.thorough), (None, ["--kv-store", "local"])],
+    [
+        pytest.param(3, [], marks=pytest.mark.thorough),
+        pytest.param(3, ["--num-servers", 1], marks=pytest.mark.thorough),
+        (None, ["--kv-store", "local"]),
+    ],
     ids=str,
 )
 def test_run_that_a_signal_stopped_is_the_same_run(

@@ -43,7 +43,7 @@ from mpikv.config import KNOWN, VARIABLES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
-LONG = ("docs/performance.md", "docs/pytorch.md")  # take a third of the time of all, and are left to --thorough
+LONG = ("docs/performance.md", "docs/pytorch.md", "docs/tutorial.md")  # more than half of all, left to --thorough
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")

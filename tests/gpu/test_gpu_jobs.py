@@ -63,6 +63,7 @@ def test_streams_under_load(kind: str, path: str) -> None:
     store_job(kind, 2, "streams", path)
 
 
+@pytest.mark.thorough
 def test_servers(kind: str) -> None:
     assert same(store_job(kind, 3, "servers", "staged")) == 5
 
