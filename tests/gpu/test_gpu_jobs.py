@@ -5,13 +5,12 @@ Ranks of a job cannot open each other's memory of a fake GPU: the way `ipc` is t
 
 from __future__ import annotations
 
-import os
 import re
 import time
 
 import gpus
 import pytest
-from jobs import ROOT, Job, mpirun, start
+from jobs import ROOT, Job, have_ended, mpirun, start
 from report import GPU, WHOLE_JOB
 
 pytestmark = getattr(pytest.mark, WHOLE_JOB)
@@ -89,7 +88,7 @@ def test_a_killed_rank_leaves_no_memory(kind: str, path: str) -> None:
         running.kill(pids[1])
     assert running.result.status != 0
     assert running.result.ranks_left == []
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)  # whose memory ends with them
+    assert have_ended(pids)  # with their memory, also where nobody has asked for their status yet
     until = time.monotonic() + SETTLE_S
     while gpu.used_bytes() > before + SMALL_BYTES and time.monotonic() < until:
         time.sleep(0.05)
