@@ -119,13 +119,12 @@ def covering(cases: Sequence[set[tuple[str, str]]], strength: int) -> set[int]:
 
 
 def decorators(case: pytest.Function) -> set[tuple[str, str]]:
-    """What each decorator, or fixture with parameters, gives to the test: parameters of one decorator go together."""
-    parameters = dict(case.callspec.params)
+    """What each decorator, or fixture with parameters, gives to the test; all cases have the same objects."""
+    parameters = {name: id(value) for name, value in case.callspec.params.items()}
     marks = [mark.args[0] for mark in case.iter_markers("parametrize")]
-    together = [tuple(one.replace(" ", "").split(",")) if isinstance(one, str) else tuple(one) for one in marks]
-    given = {names: repr([parameters.pop(name, None) for name in names]) for names in together}
-    rest = {(name, repr(value)) for name, value in parameters.items()}
-    return rest | {(",".join(names), text) for names, text in given.items()}
+    together = [one.replace(" ", "").split(",") if isinstance(one, str) else one for one in marks]
+    given = {",".join(names): str([parameters.pop(name, None) for name in names]) for names in together}
+    return {*given.items(), *((name, str(value)) for name, value in parameters.items())}
 
 
 def values(parameters: Mapping[str, Any]) -> set[tuple[str, str]]:
