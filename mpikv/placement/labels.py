@@ -34,7 +34,7 @@ from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.common.digests import digest
 
 FACTOR = "rescale_grad"  # the one attribute that workers may have different values of
-DIFFERENT = 1  # said in place of a digest, once a rank knows that those of a round differ; no digest is 0 or 1
+DIFFERENT = 1  # sent in place of a digest, once a rank knows that those of a round differ; no digest is 0 or 1
 
 
 class Label(NamedTuple):
@@ -120,7 +120,7 @@ class _Slot:
         self.agreed = float(attributes[FACTOR])
         self.as_set = label_of(attributes)
         self.update: dict[str, Any] = {}  # what the last `update` was made with
-        self.said = True  # whether a push since then says it
+        self.sent = True  # whether a push since then has said so
         self.known = {exact: _Known(self.as_set) for exact in (False, True)}
 
     def is_exact(self, exact: bool) -> bool:
@@ -171,7 +171,7 @@ class AttributeLog:
             ratio = float(attributes[FACTOR]) / (one.agreed or 1.0)
             attributes[FACTOR] = one.agreed
         attributes |= one.update
-        label, one.said = label_of(attributes), True
+        label, one.sent = label_of(attributes), True
         known.plain = plain  # only now: a value that cannot be sent must not pass for what was sent
         if label == known.under.label:
             known.under = known.under._replace(ratio=ratio)
@@ -213,12 +213,12 @@ class AttributeLog:
         """This worker has made such an update. The next push tells the others what with."""
         one = self._slots[slot]
         one.update = {f"the last update's {name}": value for name, value in one.optimizer.attributes().items()}
-        one.said = False
+        one.sent = False
         one.forget()
 
     def updates(self) -> list[Any]:
-        """What updates were made with that no push has told of, for a comparison at the end."""
-        return [[slot, one.update] for slot, one in sorted(self._slots.items()) if not one.said]
+        """What updates were made with that no push has brought, for a comparison at the end."""
+        return [[slot, one.update] for slot, one in sorted(self._slots.items()) if not one.sent]
 
 
 _PLAIN_TYPES = (type(None), bool, int, float, str)
@@ -239,7 +239,7 @@ def _plain(optimizer: Attributed) -> list[Any] | None:
 
 
 class Comparison:
-    """One rank's side of the rounds of a queue: what it has told whom, and whether digests differ in this round.
+    """One rank's side of the rounds of a queue: what it has sent to whom, and whether digests differ in this round.
 
     labels: of each key of the queue, as all workers have them before the first round.
     """
@@ -247,7 +247,7 @@ class Comparison:
     def __init__(self, labels: Labels) -> None:
         self._labels, self.own = labels, _of_all(labels)
         self._first = self.own
-        self._told: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
         self._known: dict[int, int] = {}
         self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
         self.differ = False  # once this rank knows it; then nothing may be updated
@@ -267,9 +267,9 @@ class Comparison:
     def changed(self, rank: int) -> int | None:
         """What a message to this rank has to say; None: what the last one said."""
         now = self.now
-        if self._told.get(rank, self._first) == now:
+        if self._sent.get(rank, self._first) == now:
             return None
-        self._told[rank] = now
+        self._sent[rank] = now
         return now
 
     def take(self, rank: int, digest_: int | None) -> None:

@@ -29,7 +29,7 @@ from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
-from mpikv.server.shard import ServerShard
+from mpikv.server.shard import ServedShard
 from mpikv.spaces.base import Space
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
@@ -67,7 +67,7 @@ class ServerCore:
         self._policy = policy
         self._codecs = codecs
         self.rows = RowCore(labels, policy, self.owner)
-        self._shards: dict[int, ServerShard] = {}
+        self._shards: dict[int, ServedShard] = {}
         self._early: dict[int, list[_Data]] = {}
         self._coming = [0] * len(labels)  # partitions asked for and not here yet, per worker
         self._flushes: list[Waiting] = []
@@ -150,7 +150,7 @@ class ServerCore:
         return Batch(worker, pulls[0].reply_tag, pulls[0].priority, len(pulls)) if len(pulls) > 1 else None
 
     @staticmethod
-    def _data(shard: ServerShard, request: _Data) -> list[Event]:
+    def _data(shard: ServedShard, request: _Data) -> list[Event]:
         worker, header, payload, batch, index = request
         events: list[Event] = []
         if header.kind != wire.PULL:
@@ -195,7 +195,7 @@ class ServerCore:
         info = info._replace(space=DEVICE if on_device else HOST)
         values = np.frombuffer(data.tobytes(), info.dtype)
         # A key that moves here from other servers goes on with the rounds it has seen there.
-        shard = ServerShard(
+        shard = ServedShard(
             info,
             values,
             begin=text["begin"],

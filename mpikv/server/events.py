@@ -11,7 +11,7 @@ from mpikv.engine.request import Predicate, Request
 
 if TYPE_CHECKING:
     from mpikv.server.memory import ReadableMemory
-    from mpikv.server.shard import Push, ServerShard
+    from mpikv.server.shard import Push, ServedShard
 
 
 class ServerReply(NamedTuple):
@@ -34,7 +34,7 @@ class Fetch(NamedTuple):
     shard: None: it is received to be thrown away, `n_bytes` of it.
     """
 
-    shard: ServerShard | None
+    shard: ServedShard | None
     push: Push
     part: int
     n_bytes: int = 0

@@ -18,7 +18,7 @@ from mpikv.optimizers.owner import AttributesId
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
-class PendingUpdate(NamedTuple):
+class RoundUpdate(NamedTuple):
     """What to apply: one array, or two whose sum it is, and the number of the attributes to apply it with.
 
     terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
@@ -56,7 +56,7 @@ class Policy(Protocol):
 
     counts: bool
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> RoundUpdate | None:
         """Take one worker's contribution, which becomes the policy's own."""
         ...
 
@@ -84,7 +84,7 @@ class Synchronous:
         self._early: dict[int, Contribution] = {}
         self._pushed: list[tuple[AttributesId, Reduction]] = []  # what those that are added were pushed under
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> RoundUpdate | None:
         """Add to the round; the last worker's gradient completes it."""
         if worker != self._next_worker:
             self._early[worker] = part
@@ -97,7 +97,7 @@ class Synchronous:
             self._next_worker += 1
             if self._next_worker == self._num_workers:
                 terms = (gradient,) if self._total is None else (self._total, gradient)
-                update = PendingUpdate(terms, attributes, op, self._pushed)
+                update = RoundUpdate(terms, attributes, op, self._pushed)
                 self._next_worker, self._total, self._pushed = 0, None, []
                 return update
             self._total = gradient if self._total is None else memory.combine(self._total, gradient, op.combine)
@@ -132,9 +132,9 @@ class Asynchronous:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> PendingUpdate | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> RoundUpdate | None:
         """The gradient itself, with its own attributes."""
-        return PendingUpdate((part.gradient,), part.attributes)
+        return RoundUpdate((part.gradient,), part.attributes)
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """Nothing waits here."""

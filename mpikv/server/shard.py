@@ -35,7 +35,7 @@ from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.server.events import Event, Fetch, PendingPull, Refusal, ServerReply
 from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, ReadableMemory
-from mpikv.server.policy import Contribution, PendingUpdate, Policy
+from mpikv.server.policy import Contribution, Policy, RoundUpdate
 from mpikv.session.rules import refusal
 from mpikv.transports.wire import HANDED_PUSH, PLAIN_PUSH, Header
 
@@ -115,7 +115,7 @@ class Unit:
         self.pull_states: dict[int, CodecState] = {}
 
 
-class ServerShard:
+class ServedShard:
     """A key's elements from `begin` on that live on this server."""
 
     def __init__(
@@ -354,7 +354,7 @@ class ServerShard:
                     events += self._advance(worker)
         return events
 
-    def _apply(self, unit: Unit, update: PendingUpdate) -> None:
+    def _apply(self, unit: Unit, update: RoundUpdate) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
         if optimizer is None or not optimizer.sums:
             terms = (functools.reduce(lambda one, other: self._values.combine(one, other, update.op.combine), terms),)

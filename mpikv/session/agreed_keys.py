@@ -26,7 +26,7 @@ from mpikv.placement.members import Members
 from mpikv.session.agreement import Disagreement, Item, Name
 from mpikv.session.base import NewKey
 from mpikv.session.collective import CollectiveSession
-from mpikv.session.proposals import Reply
+from mpikv.session.proposals import Decision
 from mpikv.spaces.named import Spaces
 
 
@@ -94,17 +94,17 @@ class KeySession(CollectiveSession):
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
         return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), *result[3:6])
 
-    def _verdict(self, item: Item, reply: Reply) -> None:
+    def _verdict(self, item: Item, decision: Decision) -> None:
         topic, name = item
         if topic != "init":
             return
-        if reply.error is None:
-            info = self._info(name, reply.result)
+        if decision.error is None:
+            info = self._info(name, decision.result)
             if name not in self.infos:
                 self.infos[name] = info
                 self.any_sparse |= info.sparse
-                self._events.begin(info, reply.result[6])
-            if reply.final:
+                self._events.begin(info, decision.result[6])
+            if decision.final:
                 self._released.discard(name)
                 if self._events.agreed is not None:
                     self._events.agreed(info)
@@ -113,7 +113,7 @@ class KeySession(CollectiveSession):
         elif name in self._released:
             # `init` has returned already, so the next use of the key tells.
             self._released.discard(name)
-            self._broken[name] = reply.exception()
+            self._broken[name] = decision.exception()
             self._events.broken(self.infos.pop(name))
 
     def agree_on_keys(self, values: Sequence[NewKey]) -> tuple[list[KeyInfo], MpikvError | None]:
@@ -137,11 +137,13 @@ class KeySession(CollectiveSession):
         proposal = self.agreeing.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.waits.wait(proposal, Waiting(f"init({names})"))
-        replies = [(item[1], proposal.replies[item]) for item in proposal.items]
+        decisions = [(item[1], proposal.decisions[item]) for item in proposal.items]
         agreed = [
-            self.infos.get(name) or self._info(name, reply.result) for name, reply in replies if reply.error is None
+            self.infos.get(name) or self._info(name, decision.result)
+            for name, decision in decisions
+            if decision.error is None
         ]
-        errors = [reply.exception() for _, reply in replies if reply.error is not None]
+        errors = [decision.exception() for _, decision in decisions if decision.error is not None]
         return agreed, errors[0] if errors else None
 
     def _check_key(self, key: Key) -> None:

@@ -1,6 +1,6 @@
 """Optimizers as the workers of a store agree on them, and what each push is made under (labels.py).
 
-All workers bring equal optimizers to `set_optimizer`, and are told what differs else. Afterwards each push carries a
+All workers bring equal optimizers to `set_optimizer`; an error names what differs. Afterwards each push carries a
 label, which is compared in its round.
 
 Cost: two messages per worker and `set_optimizer`, two per worker in the first step of a trainer; none for a push.
@@ -72,7 +72,7 @@ class OptimizerSession(KeySession):
         """
         proposal = self.agreeing.propose([(ROUND, info.id, [info.key, round_, labels])])
         yield proposal
-        return proposal.replies[ROUND, info.id].exception()  # type: ignore[return-value]
+        return proposal.decisions[ROUND, info.id].exception()  # type: ignore[return-value]
 
     def agree_on_factor(self, key: Key) -> None:
         """Owners apply worker 0's factor of now to this key, and those beside it, from now on. Collective, blocks."""

@@ -16,7 +16,7 @@ from mpikv.errors import MpikvError, StallError
 from mpikv.observe.stall import Waiting
 from mpikv.session.agreement import Agreement, Item, Name, Verdict
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.proposals import Proposal, Reply
+from mpikv.session.proposals import Decision, Proposal
 from mpikv.session.stopping import Stopping
 from mpikv.session.waits import Waits
 
@@ -34,7 +34,7 @@ class Agreeing:
         stopping: Stopping,
         *,
         agreement: Callable[[Sequence[str]], Agreement],
-        on_verdict: Callable[[Item, Reply], None],
+        on_verdict: Callable[[Item, Decision], None],
     ) -> None:
         self._messages, self._waits, self._stopping = messages, waits, stopping
         self._new_agreement, self._on_verdict = agreement, on_verdict
@@ -76,7 +76,7 @@ class Agreeing:
                     raise StallError(f"{stall} They wait for this worker in another store: {SAME_ORDER}.") from None
                 print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
         waits.activity.waits_for = frozenset()
-        return proposal.replies[topic, name].unwrap()
+        return proposal.decisions[topic, name].unwrap()
 
     def _proposal_came(self, source: int, message: Message) -> None:
         if self._agreement is None:
@@ -107,10 +107,10 @@ class Agreeing:
 
     def _decided(self, verdict: Verdict) -> None:
         item, error = (verdict.topic, verdict.name), verdict.error
-        reply = Reply(verdict.result, None if error is None else (error[0], error[1]), verdict.final)
-        self._on_verdict(item, reply)
+        decision = Decision(verdict.result, None if error is None else (error[0], error[1]), verdict.final)
+        self._on_verdict(item, decision)
         for proposal in self._proposals:
-            if proposal.take(item, reply):
+            if proposal.take(item, decision):
                 if proposal.test():
                     self._proposals.remove(proposal)
                 break

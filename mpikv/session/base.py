@@ -74,7 +74,7 @@ class Session:
         self.any_sparse = False
         self.stopped = self.closed = False
         self.given = GivenErrors()
-        self.unsaved_told = False  # whether one of several trainers has said that none of them saves
+        self.unsaved_warned = False  # whether one of several trainers has warned that none of them saves
         self.namespaces = 0
         self.updater: Updater | None = None
         self._optimizers: dict[int, Optimizer] = {}  # slot -> the user's
@@ -213,7 +213,7 @@ class Session:
         self._asked = asked
 
     def begin_epoch(self, epoch: int) -> None:
-        """Let workers whose last epoch had another number of batches be told. Local."""
+        """Let a warning be printed where workers had different numbers of batches in the last epoch. Local."""
 
     # --- the end
 

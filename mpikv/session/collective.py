@@ -17,6 +17,7 @@ from mpikv.collectives import blobs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Request
 from mpikv.errors import MpikvError, PeerError, StallError
+from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.session.agreeing import Agreeing
 from mpikv.session.base import Session
@@ -35,6 +36,7 @@ class CollectiveSession(Session):
     messages: ControlMessages
     waits: Waits
     agreeing: Agreeing
+    activity: Activity
 
     def __init__(self, name: str, stop_file: str, spaces: Spaces | None) -> None:
         super().__init__(name, stop_file, spaces)

@@ -1,9 +1,9 @@
-"""Who has closed the store, as a pure state machine at worker 0: told by each, it tells those that are still at work.
+"""Who has closed the store, as a pure state machine at worker 0: each tells it, and it tells those still at work.
 
 A worker that waits for a round must know whether somebody who is missing in it has ended. But programs end together, as
-a rule: a message from each worker to each other would grow with the square of their number and tell nobody anything. So
+a rule: a message from each worker to each other would grow with the square of their number and be of use to nobody. So
 worker 0 waits a moment, and then tells those who have not left what they need: of each key the fewest pushes that
-anybody left with, and who it was. It tells it again, in growing intervals, only when that has changed.
+anybody left with, and who it was. It does so again, in growing intervals, only when that has changed.
 
 Cost: one message per worker; where some leave earlier than others, usually one more for each of those others. The time
 is the caller's.
@@ -26,8 +26,8 @@ class Fewest(NamedTuple):
     worker: int
 
 
-class News(NamedTuple):
-    """To `worker`: what has changed, or become known."""
+class Notice(NamedTuple):
+    """To `worker`: of each key the fewest pushes that a worker has left with."""
 
     worker: int
     fewest: list[Fewest]
@@ -40,7 +40,7 @@ class Departures:
         self._size = size
         self._left: set[int] = set()
         self.fewest: dict[int, Fewest] = {}
-        self._untold = False
+        self._unsent = False
         self._interval_s = FIRST_S
         self._due_s = 0.0
 
@@ -53,14 +53,14 @@ class Departures:
             if known is None or count < known.pushes:
                 self.fewest[key_id] = Fewest(key_id, count, worker)
                 changed = True
-        if changed and not self._untold:
-            self._untold, self._due_s = True, now_s + self._interval_s
+        if changed and not self._unsent:
+            self._unsent, self._due_s = True, now_s + self._interval_s
 
-    def due(self, now_s: float) -> list[News]:
-        """Return what is to be told now; nobody tells a worker that has left itself, nor worker 0, which knows."""
-        if not self._untold or now_s < self._due_s:
+    def due(self, now_s: float) -> list[Notice]:
+        """Return the notices that are due. Workers that have left need none, nor does worker 0, which knows."""
+        if not self._unsent or now_s < self._due_s:
             return []
-        self._untold = False
+        self._unsent = False
         self._interval_s = min(2 * self._interval_s, LAST_S)
         fewest = sorted(self.fewest.values())
-        return [News(worker, fewest) for worker in range(1, self._size) if worker not in self._left]
+        return [Notice(worker, fewest) for worker in range(1, self._size) if worker not in self._left]

@@ -46,7 +46,7 @@ class ControlMessages:
 
     def __init__(self, transport: Transport, workers: Group, engine: Engine) -> None:
         self._transport, self.engine = transport, engine
-        # A server asks whether this worker is alive when it has heard nothing for long.
+        # A server asks whether this worker is alive when nothing has come from it for long.
         self.acts: dict[str, Act] = {"ping": lambda source, _: self.send(source, {"kind": "pong"})}
         self.due: list[Callable[[], None]] = []
         self._sending: list[Request] = []

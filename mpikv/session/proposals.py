@@ -9,7 +9,7 @@ from mpikv.errors import MpikvError
 from mpikv.session.agreement import ERRORS, Item
 
 
-class Reply(NamedTuple):
+class Decision(NamedTuple):
     """What worker 0 decided on one proposal."""
 
     result: Any
@@ -33,15 +33,15 @@ class Proposal:
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = tuple(items)
-        self.replies: dict[Item, Reply] = {}  # in the order in which they came
+        self.decisions: dict[Item, Decision] = {}  # in the order in which they came
         self._missing = set(items)
 
-    def take(self, item: Item, reply: Reply) -> bool:
+    def take(self, item: Item, decision: Decision) -> bool:
         """Note a verdict; False where it is not one that this proposal waits for."""
         if item not in self._missing:
             return False
         self._missing.remove(item)
-        self.replies[item] = reply
+        self.decisions[item] = decision
         return True
 
     def test(self) -> bool:

@@ -37,14 +37,14 @@ class Order(NamedTuple):
     value: int
 
 
-class Answer(NamedTuple):
+class StopAnswer(NamedTuple):
     """From a worker to the leader: `reads` were made before question number `question`."""
 
     question: int
     reads: int
 
 
-class Reader:
+class StopReader:
     """A worker's side. common: whether all workers stop at the same number of reads (synchronous stores)."""
 
     def __init__(self, *, common: bool) -> None:
@@ -55,7 +55,7 @@ class Reader:
         self._held = False  # inside a read that waits for the decision
         self._passes = False  # the held read returns, whatever has been asked since
 
-    def read(self) -> tuple[bool | None, Answer | None]:
+    def read(self) -> tuple[bool | None, StopAnswer | None]:
         """Count one read. Returns what it says (None: it is held; call again when something has come), and an answer to
         send.
         """
@@ -66,9 +66,9 @@ class Reader:
         if self._held:
             return None, None
         self._held = True
-        return None, None if self._common else Answer(self._question, self.reads)
+        return None, None if self._common else StopAnswer(self._question, self.reads)
 
-    def obey(self, kind: str, value: int) -> Answer | None:
+    def obey(self, kind: str, value: int) -> StopAnswer | None:
         """Act on an order of the leader's; the answer to send."""
         if kind == STOP:
             self.stop_at, self._question = value, None
@@ -80,12 +80,12 @@ class Reader:
             self._question = value
             # Held already: its answer to the last question crossed the decision to ask anew.
             if self._common or (self._held and not self._passes):
-                return Answer(value, self.reads)
+                return StopAnswer(value, self.reads)
         return None
 
 
 class Leader:
-    """Worker 0's side. size: of how many workers. common: as in `Reader`."""
+    """Worker 0's side. size: of how many workers. common: as in `StopReader`."""
 
     def __init__(self, size: int, *, common: bool) -> None:
         self._workers = range(size)
@@ -108,7 +108,7 @@ class Leader:
             return []
         return self._ask()
 
-    def answer(self, worker: int, answer: Answer) -> list[Order]:
+    def answer(self, worker: int, answer: StopAnswer) -> list[Order]:
         """Take an answer, and return the orders that follow from it."""
         if not self.asking or answer.question != self._question:
             return []

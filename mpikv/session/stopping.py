@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from mpikv.engine.request import Predicate, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.stop import Answer, Leader, Order, Reader
+from mpikv.session.stop import Leader, Order, StopAnswer, StopReader
 from mpikv.session.waits import Waits
 
 
 class HeldRead:
     """A request: the read of `stop_requested` that waits for the workers' decision."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: StopReader) -> None:
         self._reader = reader
         self.says: bool | None = None
 
@@ -36,7 +36,7 @@ class Stopping:
     def __init__(self, messages: ControlMessages, waits: Waits, *, common_steps: bool) -> None:
         self._messages, self._waits = messages, waits
         self._common_steps = common_steps
-        self._reader = Reader(common=common_steps)
+        self._reader = StopReader(common=common_steps)
         self._asked: Callable[[], str | None] = lambda: None
         self._wished = False
         self._ended = False  # all workers have closed the store
@@ -86,7 +86,7 @@ class Stopping:
     def _order_came(self, _source: int, message: Message) -> None:
         self._answer(self._reader.obey(message["order"], message["value"]))
 
-    def _answer(self, answer: Answer | None) -> None:
+    def _answer(self, answer: StopAnswer | None) -> None:
         if answer is None:
             return
         if self._leader is None:
@@ -96,7 +96,7 @@ class Stopping:
 
     def _answer_came(self, _source: int, message: Message) -> None:
         if self._leader is not None:
-            self._order(self._leader.answer(message["worker"], Answer(*message["answer"])))
+            self._order(self._leader.answer(message["worker"], StopAnswer(*message["answer"])))
 
     def blocked(self, workers: Iterable[int]) -> None:
         """These workers, and no others, wait in calls that all must make; at worker 0."""

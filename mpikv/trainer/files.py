@@ -361,8 +361,8 @@ class TrainerFiles:
         if not path:
             return
         if self._store.session.namespaces > 1:
-            if self._store.rank == 0 and not self._store.session.unsaved_told:
-                self._store.session.unsaved_told = True
+            if self._store.rank == 0 and not self._store.session.unsaved_warned:
+                self._store.session.unsaved_warned = True
                 print(
                     f"mpikv: {path} (MPIKV_STOP_FILE) is not written, as several trainers share the store: "
                     "the program has to look at stop_requested and save",

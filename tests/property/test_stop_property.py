@@ -14,7 +14,7 @@ from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.session.stop import Answer, Leader, Reader
+from mpikv.session.stop import Leader, StopAnswer, StopReader
 
 
 class Worker:
@@ -23,7 +23,7 @@ class Worker:
     def __init__(self, number: int, steps: int, *, common: bool) -> None:
         self.number = number
         self.steps = steps
-        self.reader = Reader(common=common)
+        self.reader = StopReader(common=common)
         self.step = 0  # that it is in, from 1 on
         self.at = "work"  # work, meeting, reading, closing, stopped
         self.said: list[bool] = []
@@ -48,7 +48,7 @@ class World:
             self.messages += 1
             self.to[order.worker].append(order)
 
-    def answer(self, worker: Worker, answer: Answer | None) -> None:
+    def answer(self, worker: Worker, answer: StopAnswer | None) -> None:
         if answer is not None:
             self.messages += 1
             self.back[worker.number].append(answer)
@@ -192,8 +192,8 @@ def test_leader_that_has_ended_says_nothing():
     assert len(leader.wish()) == 2
     assert not leader.settled
     leader.end()
-    assert leader.answer(0, Answer(1, 3)) == []
-    assert leader.answer(1, Answer(1, 3)) == []
+    assert leader.answer(0, StopAnswer(1, 3)) == []
+    assert leader.answer(1, StopAnswer(1, 3)) == []
     assert leader.settled
     assert leader.wish() == []
 
@@ -201,9 +201,9 @@ def test_leader_that_has_ended_says_nothing():
 def test_old_answers_do_not_count():
     leader = Leader(2, common=False)
     assert [order.kind for order in leader.wish()] == ["ask", "ask"]
-    leader.answer(0, Answer(1, 5))
+    leader.answer(0, StopAnswer(1, 5))
     assert [order.kind for order in leader.blocked({1})] == ["go", "ask", "ask"]
-    assert leader.answer(0, Answer(1, 5)) == []
+    assert leader.answer(0, StopAnswer(1, 5)) == []
     leader.blocked(())
-    leader.answer(1, Answer(2, 1))
-    assert [(o.worker, o.kind, o.value) for o in leader.answer(0, Answer(2, 6))] == [(0, "stop", 7), (1, "stop", 2)]
+    leader.answer(1, StopAnswer(2, 1))
+    assert [(o.worker, o.kind, o.value) for o in leader.answer(0, StopAnswer(2, 6))] == [(0, "stop", 7), (1, "stop", 2)]
