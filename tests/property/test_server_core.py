@@ -336,8 +336,8 @@ def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
 @settings(max_examples=examples(60))
 @given(st.integers(2, 4), st.integers(1, 5), st.data())
 def test_each_round_is_made_with_its_attributes(workers, rounds, data):
-    """Each worker sends new attributes ahead of its push; whatever the order, round i is made at rate i, and each
-    worker's gradient counts with its own factor."""
+    """Each worker sends new attributes ahead of its push; whatever the order, round i is made at rate i, with the
+    factor that workers agreed on: who has another one has scaled its gradient."""
     session = Session(workers, Synchronous)
     factors = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=workers, max_size=workers))
     session.send(0, *init_request(0, np.float32))
@@ -346,11 +346,11 @@ def test_each_round_is_made_with_its_attributes(workers, rounds, data):
     programs = [[(step, i) for i in range(1, rounds + 1) for step in ("rate", "push")] for _ in range(workers)]
     for worker, (step, i) in interleaved(data.draw, programs):
         if step == "rate":
-            optimizer.learning_rate, optimizer.rescale_grad = 2.0**i, factors[worker]
+            optimizer.learning_rate = 2.0**i
             text = json.dumps([0, optimizer.attributes()]).encode()
             session.send(worker, wire.Header(wire.ATTRIBUTES, attributes_id=i), text)
         else:
-            session.send(worker, wire.Header(wire.PUSH, 0, 0, i, i), np.ones(3, np.float32))
+            session.send(worker, wire.Header(wire.PUSH, 0, 0, i, i), np.full(3, factors[worker], np.float32))
     session.send(0, wire.Header(wire.PULL, 0, 1, 0, rounds))
     value = np.frombuffer(session.replies[0, 1], np.float32)
     assert value.tolist() == [-sum(factors) * (2.0 ** (rounds + 1) - 2)] * 3
