@@ -7,6 +7,7 @@ after `import torch` and `import mpikv.torch as mt`, and those of `mpikv`.
 from mpikv.torch import backend
 from mpikv.torch.calls import (
     Average,
+    Compression,
     Max,
     Min,
     Product,
@@ -24,7 +25,6 @@ from mpikv.torch.calls import (
     poll,
     synchronize,
 )
-from mpikv.torch.compression import Compression
 from mpikv.torch.default import (
     barrier,
     default_store,

@@ -10,8 +10,9 @@ Cost: see collective_calls.py. Gradients are for DistributedModel or Distributed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ from mpikv.torch.arrays import array_of, on_store, tensor_of
 from mpikv.torch.default import calls_of
 
 Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
+
+
+class Compression:
+    """Horovod's compressions. Any other: the name of a codec, or a dict as `set_gradient_compression` takes it.
+
+    none: what `set_gradient_compression` of the store says, which without such a call is none. fp16: gradients and
+    their sums travel as float16; they are added in float32.
+
+    >>> print(mt.Compression.none, dict(mt.Compression.fp16))
+    None {'type': 'fp16', 'pull': 'fp16'}
+    """
+
+    none: ClassVar[None] = None
+    fp16: ClassVar[Mapping[str, Any]] = MappingProxyType({"type": "fp16", "pull": "fp16"})
 
 
 class Handle:

@@ -21,7 +21,7 @@ A round is complete when every worker has called `finish`; what it brings for ea
 - trained on some workers and frozen on others: ConfigError on all;
 - trained from now on, frozen before: it is exchanged at once, and gets a bucket if it has none.
 
-Where gradients are compressed, what a codec has sent of parameters that none has used comes again (compression.py).
+Where gradients are compressed, what a codec has sent of parameters that none has used comes again (`Untaken`).
 
 Buckets of which all parameters are frozen stay where they are. Names, shapes and dtypes were compared before.
 
@@ -48,7 +48,6 @@ from mpikv.errors import ConfigError, PeerError, UnsupportedError
 from mpikv.strategies.base import PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
-from mpikv.torch.compression import Untaken
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 
 
@@ -208,8 +207,8 @@ class Gradients:
         assert self._last is not None
         taken = outcome.used & outcome.trained
         copies: dict[GradientBucket, torch.Tensor] = {}
-        for each in np.flatnonzero(taken):
-            self._views[int(each)].deliver(copies)
+        for i in np.flatnonzero(taken).tolist():
+            self._views[i].deliver(copies)
         for bucket in self._buckets:
             if bucket.left and bucket.compressed:
                 for i, view in bucket.views.items():
@@ -333,3 +332,41 @@ class Gradients:
         self._untaken.end_round()
         for bucket in self._buckets:
             bucket.end_round(self._trained)
+
+
+class Untaken:
+    """What was pushed and what came in a round, of parameters whose sum nobody has taken; by the parameter's number.
+
+    What a codec sends of a parameter in one round is not what was pushed in it: it may belong to earlier pushes, whose
+    residual the codec keeps. A bucket also has parameters whose sum no worker takes, because none has used them. So
+    that nothing is lost, each worker takes back in the next round what it pushed, and worker 0 pushes the sum again.
+    Memory: twice the gradients of parameters that are in a bucket but not used.
+    """
+
+    def __init__(self) -> None:
+        self._pushed: dict[int, torch.Tensor] = {}  # in this round, of parameters that this worker has not used
+        self._rest: dict[int, torch.Tensor] = {}  # for the next one
+
+    def fill(self, i: int, view: torch.Tensor, *, used: bool) -> None:
+        """Add to a push, which is in `view`, what is left of the round before. used: whether this worker used it.
+
+        What is left stays pushed: what was pushed before is taken back alone.
+        """
+        if not used:
+            self._pushed[i] = view.clone()
+        if i in self._rest:
+            view.add_(self._rest.pop(i))
+
+    def keep(self, i: int, total: torch.Tensor, *, first: bool) -> None:
+        """Note that nobody takes this sum. first: whether this is worker 0. Numbers that are not finite are dropped."""
+        rest = self._pushed.pop(i, None)
+        if rest is None:
+            return  # it was frozen between its backward pass and the exchange
+        rest.neg_()
+        if first:
+            rest.add_(total)
+        self._rest[i] = rest.nan_to_num_(0.0, 0.0, 0.0)
+
+    def end_round(self) -> None:
+        """Forget what was pushed."""
+        self._pushed.clear()

@@ -169,10 +169,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (_Exchanging, kind), {"__module__": kind.__module__}))
     found.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    found._mpikv_gradients = gradients  # noqa: SLF001 - this module adds them
-    found._mpikv_passes = backward_passes_per_step  # noqa: SLF001 - this module adds them
-    found._mpikv_counts = {}  # noqa: SLF001 - this module adds them
-    found._mpikv_synchronized = found._mpikv_skip = False  # noqa: SLF001 - this module adds them
+    found.__dict__.update(
+        _mpikv_gradients=gradients,
+        _mpikv_passes=backward_passes_per_step,
+        _mpikv_counts={},
+        _mpikv_synchronized=False,
+        _mpikv_skip=False,
+    )
     if calls.store.num_workers > 1:
         found._mpikv_hooks = [  # noqa: SLF001 - this module adds them
             hook(one, partial(found._mpikv_on_gradient, i))  # noqa: SLF001 - this module adds them

@@ -563,13 +563,15 @@ def test_on_one_host_a_step_is_one_call_and_no_message() -> None:
         for step in range(4):
             nets.loss_of(model(nets.batch(step, store.rank))).backward()
         grads = [p.grad.numpy() for p in model.parameters() if p.grad is not None]
-        memory = [bucket.flat for bucket in model._gradients._buckets]
-        assert all(any(np.shares_memory(grad, flat) for flat in memory) for grad in grads)
+        buckets = model._gradients._buckets
+        assert all(any(np.shares_memory(grad, bucket.flat) for bucket in buckets) for grad in grads)
         after = store.stats()
         calls = after["direct_calls"] + after["declined_calls"] - before["direct_calls"] - before["declined_calls"]
         assert calls == 4
         if after["declined_calls"] == before["declined_calls"]:
             assert after["messages_sent"] == before["messages_sent"]
+            queues = [store.strategy.keys.queues[store.session.infos[bucket.key].id] for bucket in buckets]
+            assert not any(queue.own.any() for queue in queues)  # no second copy in the keys' own memory
 
     nets.HERE.run(body)
 
