@@ -28,6 +28,7 @@ from mpikv.commands.plan.outcome import PlannedStep
 from mpikv.commands.plan.priced import Speeds, of_shapes, priced
 from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, StepSettings, Workload
 from mpikv.config import Config
+from mpikv.errors import ConfigError
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import add_load
@@ -90,7 +91,10 @@ def keys_of(workload: Workload, servers: int, compression: Compression, codecs: 
 def counted(
     workload: Workload, servers: int, compression: Compression, speeds: Speeds
 ) -> tuple[Counting, list[ClientKey]]:
-    """Count what one worker sends, receives, encodes and decodes in one step. It is the last rank."""
+    """Count what one worker sends, receives, encodes and decodes in one step. It is the last rank.
+
+    Raises ConfigError where there are more servers than a worker can talk to at a time.
+    """
     transport = Counting(servers, ("server",) * servers + ("worker",))
     of_codecs = of_shapes(speeds, workload.shapes)
     keys = keys_of(
@@ -102,7 +106,12 @@ def counted(
     for key in keys:
         n, plain = key.info.n_elems, wire.PLAIN_ANSWER if key.plain else 0
         items.append(Item(key, total[:n], _Nowhere(value[:n]), key.routes, key.pushed, plain=plain))
-    transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
+    try:
+        transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
+    except IndexError:  # every tag waits for an answer
+        raise ConfigError(
+            f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time, which no worker can have"
+        ) from None
     return transport, keys
 
 

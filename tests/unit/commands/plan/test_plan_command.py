@@ -147,6 +147,7 @@ def test_wrong_options(words: Sequence[str], said: str, capsys: pytest.CaptureFi
     ("words", "said"),
     [
         (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
+        (["--workers", "8", "--servers", "8192", "--modes", "sync"], "more than 4096 messages at a time"),
         (["--workers", "8", "--json", "/nowhere/plan.json"], "no such folder"),
     ],
 )
