@@ -110,7 +110,7 @@ def counted(
         transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
     except IndexError:  # every tag waits for an answer
         raise ConfigError(
-            f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time, which no worker can have"
+            f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time, too many for a worker"
         ) from None
     return transport, keys
 
