@@ -109,9 +109,8 @@ def counted(
     try:
         transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
     except IndexError:  # every tag waits for an answer
-        raise ConfigError(
-            f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time, too many for a worker"
-        ) from None
+        many = f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time"
+        raise ConfigError(f"{many}, which is too many for a worker") from None
     return transport, keys
 
 
