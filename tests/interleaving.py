@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpikv.hostmemory import counters, together
+from mpikv.hostmemory import common_calls, counters
 
 STEPS = 50_000  # far more than any schedule takes that ends
 
@@ -41,7 +41,7 @@ class Interleaving:
 
     def flushing(self, patch: pytest.MonkeyPatch) -> None:
         """Fences act on these words."""
-        for module in (counters, together):
+        for module in (counters, common_calls):
             patch.setattr(module, "fence", lambda: self.flush(self.current))
 
     def flush(self, rank: int, count: int | None = None) -> None:

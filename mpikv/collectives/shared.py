@@ -1,6 +1,6 @@
 """Sums through memory that the ranks of a host share.
 
-All ranks are in the same call (see hostmemory/together). A call is a *plan*: a list of chunks, each small enough for
+All ranks are in the same call (hostmemory/common_calls). A call is a *plan*: a list of chunks, each small enough for
 the cache. Three things happen to a chunk, one after another, and to three chunks at a time, so that ranks seldom wait:
 
 - fill: each rank copies its values into its slot of shared memory, where the others do not see them anyway;
@@ -28,9 +28,9 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.hostmemory.common_calls import FREE
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.sums import Way, way_of
-from mpikv.hostmemory.together import FREE
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
 

@@ -30,7 +30,7 @@ from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
 from mpikv.hostmemory.counters import Counters, table_bytes
-from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 
 SLOTS = 4  # one is filled, one summed and one drained; the fourth lets a rank be ahead
@@ -54,8 +54,8 @@ class SharedCalls:
     def __init__(self, memory: HostMemory, begin_bytes: int, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._memory = memory
-        patience = Patience.of(memory, size)
-        self._counters = Counters(memory, begin_bytes, WORDS, rank=rank, size=size, patience=patience)
+        polling = Polling.of(memory, size)
+        self._counters = Counters(memory, begin_bytes, WORDS, rank=rank, size=size, polling=polling)
         self._slots_begin = begin_bytes + table_bytes(size, WORDS)
         self._calls = 0
         self._chunks = 0  # of all calls before the one under way

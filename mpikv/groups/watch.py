@@ -75,12 +75,12 @@ class CallWatch:
             answers = {rank: running.result for rank, running in asked.items()}
             if call.done:
                 return
-            others = {rank: said["text"] for rank, said in answers.items() if said and said["text"]}
+            others = {rank: answer["text"] for rank, answer in answers.items() if answer and answer["text"]}
             different = {rank: text for rank, text in others.items() if text != call.text}
             if different and call.number >= 0:
                 group.fail(call, MismatchError(self._differ(call, different)))
                 return
-            left = [one for said in (self.status(about), *answers.values()) if said for one in said["left"]]
+            left = [one for answer in (self.status(about), *answers.values()) if answer for one in answer["left"]]
             gone = [(rank, n) for rank, n in left if rank in group.group.ranks and n < call.number]
             if gone:
                 group.fail(call, PeerError(self._gone(call, gone)))
@@ -108,17 +108,17 @@ class CallWatch:
         self, call: GroupCall, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
     ) -> StallError:
         """Return the error of a call that has waited too long."""
-        said = []
+        parts = []
         for rank, answer in (answers or {}).items():
             if answer is None:
-                said.append(f"{self._labels[rank]} does not answer")
+                parts.append(f"{self._labels[rank]} does not answer")
             elif call.number < 0 or answer["calls"] < call.number:
-                said.append(f"{self._labels[rank]} has made {max(0, answer['calls'])} calls, {answer['now']}")
+                parts.append(f"{self._labels[rank]} has made {max(0, answer['calls'])} calls, {answer['now']}")
         if call.number >= 0 and answers:
-            said = [f"missing: {'; '.join(said)}"] if said else ["all ranks have made this call, but it does not end"]
+            parts = [f"missing: {'; '.join(parts)}"] if parts else ["all ranks are in this call, but it does not end"]
         ranks = ", ".join(map(str, call.group.group.ranks))
         which = f" (call {call.number})" if call.number >= 0 else ""
         return StallError(
             f"{self._labels[self._rank]} waited {limit_s:g} s, its timeout in {call.text}{which} of the process group "
-            f"of ranks {ranks}{'; ' if said else ''}{'; '.join(said)}"
+            f"of ranks {ranks}{'; ' if parts else ''}{'; '.join(parts)}"
         )

@@ -1,7 +1,7 @@
 """Each rank's own part of the memory that a host's ranks share, from which it takes memory without asking anybody.
 
-The part lies behind what all of them use together, and is as long as the others'. Only pages that were written to take
-memory, and those of what is given back take none; their place is given out again for the same size.
+The part lies behind what all ranks use in common, and all parts are of the same length. Only pages that were written to
+take memory of the machine. What is given back takes none, and is given out again where the same size is needed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.hostmemory.segment import HostMemory, Region
+from mpikv.hostmemory.segment import HostMemory, MemoryRange
 
 PAGE_BYTES = 4096
 
@@ -22,12 +22,12 @@ class Segment:
         length = max(0, memory.n_bytes - begin_bytes) // memory.size // PAGE_BYTES * PAGE_BYTES
         self._memory = memory
         begin = begin_bytes + memory.rank * length
-        self._region = Region(begin, begin + length)
+        self._region = MemoryRange(begin, begin + length)
         self._free: dict[int, list[HostArray]] = {}
         self.taken_bytes = 0
 
     def take(self, n_bytes: int, *, pages: bool = False) -> HostArray | None:
-        """(n_bytes,) of uint8, zeros; None when there is not so much left. pages: see `Region.reserve`."""
+        """(n_bytes,) of uint8, zeros; None when there is not so much left. pages: see `MemoryRange.reserve`."""
         free = self._free.get(n_bytes)
         if free and not pages:  # whole pages are never given back
             self.taken_bytes += n_bytes

@@ -1,13 +1,14 @@
 """Counters of a host's ranks in shared memory, and how a rank waits for those of the others.
 
-A table of words, a row of whole cache lines for each rank, which it alone writes. Most words are counters: they only
-increase, so that a rank that looks late misses nothing. A rank may also say something of what it counts, in words
-beside; those it writes before it counts, and the others read them after they have seen the count.
+A table of words, with a row of whole cache lines for each rank, which that rank alone writes. Most words are counters:
+they only increase, so that a rank that looks late misses nothing. Other words hold something about what is counted: a
+rank writes them before it counts, and the others read them after they have seen the count.
 
-Who waits for a counter polls and gives its core away (patience.py); what takes longer becomes a request.
+A rank that waits for a counter polls and gives its core away (polling.py); a longer wait becomes a request.
 
-Cost: a cache line that travels for each count that another rank looks for; no message. A look takes 40 ns and a call of
-Python 60, so polls are written out; `words` is for those of other words (together.py).
+Cost: a cache line that moves to another core for each count that a rank there waits for; no message. A look takes 40 ns
+and a call of a Python function 60, so loops that poll are written out where they are needed; `words` is for those of
+common_calls.py.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mpikv.engine.request import Waiter, Waking
-from mpikv.hostmemory.patience import AT_ONCE, Patience
+from mpikv.hostmemory.polling import NO_POLLING, Polling
 from mpikv.hostmemory.segment import ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
 
 class Counted(Protocol):
-    """Where ranks count."""
+    """A place where ranks count: `Counters`, or the counters of one key."""
 
     def reached(self, rank: int, word: int, value: int) -> bool:
-        """Whether a rank has counted so far."""
+        """Whether a rank has come so far."""
         ...
 
     def wakes(self, waiter: Waiter) -> bool:
@@ -33,7 +34,7 @@ class Counted(Protocol):
 
 
 class Reached(Waking):
-    """A request that is done when all of these ranks have counted so far."""
+    """A request that is done when all of these ranks have come so far."""
 
     __slots__ = ("_counted", "_left", "_value", "_word")
 
@@ -65,7 +66,7 @@ def table_bytes(n_ranks: int, n_words: int) -> int:
 class Counters:
     """One rank's side of a table that begins at `begin_bytes`, a cache line; zeros at the start.
 
-    rank, size: of those that count here, default those of the memory. patience: of those who wait here.
+    rank, size: of those that count here, default those of the memory. polling: how a rank waits here.
 
     words: of all rows. rows: where each rank's begins. others: the ranks but this one.
     """
@@ -78,11 +79,11 @@ class Counters:
         *,
         rank: int | None = None,
         size: int | None = None,
-        patience: Patience = AT_ONCE,
+        polling: Polling = NO_POLLING,
     ) -> None:
         self.rank = memory.rank if rank is None else rank
         self.size = memory.size if size is None else size
-        self.patience = patience
+        self.polling = polling
         stride = row_words(n_words)
         self.words = memory.words(begin_bytes, self.size * stride)
         self.rows = range(0, self.size * stride, stride)
@@ -93,26 +94,26 @@ class Counters:
     # --- this rank
 
     def count(self, word: int, value: int) -> None:
-        """Say that this rank has come so far; whoever sees that sees all that it has written before."""
+        """Write how far this rank has come. A rank that sees it also sees all that was written before."""
         if not ORDERED:
             fence()
         self.words[self._me + word] = value
 
     def say(self, word: int, value: int) -> None:
-        """Write a word that is no counter, any 64 bits. The others may rely on it once this rank has counted."""
+        """Write a word that is no counter, any 64 bits. The others may read it once this rank has counted."""
         self.words[self._me + word] = value
 
     # --- the others
 
     def of(self, rank: int, word: int) -> int:
-        """How far a rank has come; what it has written before can be read then."""
+        """Return how far a rank has come; what it has written before can be read then."""
         value: int = self.words[self.rows[rank] + word]
         if not ORDERED:
             fence()
         return value
 
     def said(self, rank: int, word: int) -> int:
-        """What a rank has written to a word that is no counter."""
+        """Return what a rank has written to a word that is no counter."""
         value: int = self.words[self.rows[rank] + word]
         return value
 
@@ -121,9 +122,9 @@ class Counters:
         return self.of(rank, word) >= value
 
     def awaited(self, word: int, value: int, *, soon: bool = True) -> Reached | None:
-        """None once every rank has come so far. Where that takes long: a request that is done when they have.
+        """Wait until every rank has come so far, and return None; where that takes long, return a request for it.
 
-        soon: wait as patiently as this table is made for; else the request is returned at once.
+        soon: wait as long as `polling` says; else the request is returned at once.
         """
         words = self.words
         for row in self._other_rows:
@@ -132,16 +133,16 @@ class Counters:
                 continue
             if not soon:
                 return Reached(self, self.others, word, value)
-            for _ in self.patience.polls:
+            for _ in self.polling.polls:
                 if words[index] >= value:
                     break
             else:
-                if not self.patience.yielded(lambda: words[index] >= value):  # noqa: B023 - called at once
+                if not self.polling.yielded(lambda: words[index] >= value):  # noqa: B023 - called at once
                     return Reached(self, self.others, word, value)
         if not ORDERED:
             fence()
         return None
 
     def wakes(self, waiter: Waiter) -> bool:
-        """As `Waking.wakes`: a count in memory wakes nobody."""
+        """As `Waking.wakes`: False, since nobody is woken by a count in memory."""
         return False

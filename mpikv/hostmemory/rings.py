@@ -35,7 +35,7 @@ class _Ring:
         self._data = memory.words(begin_bytes + CONTROL_BYTES, RING_BYTES // WORD_BYTES).cast("B")
 
 
-class Writer(_Ring):
+class RingWriter(_Ring):
     """The end that writes."""
 
     def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Writer(_Ring):
         self._head = self._tail = 0
 
     def put(self, kind: int, a: int, b: int, c: int, payload: memoryview | bytes | None) -> bool:
-        """Write one record; False: there is no room for it now. kind: not 0. payload: at most LONGEST_BYTES bytes."""
+        """Write one record; False: it does not fit now. kind: not 0. payload: at most LONGEST_BYTES bytes."""
         n_bytes = 0 if payload is None else len(payload)
         size = RECORD_BYTES + (n_bytes + RECORD_BYTES - 1 & -RECORD_BYTES)
         at = self._head % RING_BYTES
@@ -67,7 +67,7 @@ class Writer(_Ring):
         return True
 
 
-class Reader(_Ring):
+class RingReader(_Ring):
     """The end that reads."""
 
     def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Reader(_Ring):
         return self._words[HEAD] != self._tail
 
     def take(self, handle: Handle) -> bool:
-        """Hand over every record that is there; whether there was one."""
+        """Call `handle` with every record that is there; whether there was one."""
         head = self._words[HEAD]
         if head == self._tail:
             return False

@@ -44,14 +44,14 @@ def fence() -> None:
 ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in program order, and loads made in it
 
 
-class Region:
+class MemoryRange:
     """Bytes of a memory that are given out from the beginning to the end and never taken back."""
 
     def __init__(self, begin_bytes: int, end_bytes: int) -> None:
         self._next, self._end = begin_bytes, end_bytes
 
     def reserve(self, n_bytes: int, *, pages: bool = False) -> int | None:
-        """Where the next `n_bytes` are. None when there are not so many left. pages: whole pages, for it alone."""
+        """Return where the next `n_bytes` begin; None where fewer are left. pages: in whole pages of their own."""
         step = mmap.PAGESIZE if pages else ALIGN_BYTES
         begin = aligned(self._next, step)
         if begin + n_bytes > self._end:
@@ -72,20 +72,20 @@ class HostMemory:
         self.address = data.__array_interface__["data"][0]
 
     def words(self, offset_bytes: int, count: int) -> memoryview:
-        """`count` counters, as integers."""
+        """Return `count` words, as integers."""
         return self._data[offset_bytes : offset_bytes + count * WORD_BYTES].data.cast("Q")
 
     def array(self, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """A flat array over this memory; it keeps the memory alive."""
+        """Return a flat array over this memory; it keeps the memory alive."""
         return self._data[offset_bytes : offset_bytes + n_elems * dtype.itemsize].view(dtype)
 
     def offset_of(self, array: HostArray) -> int | None:
-        """Where in this memory a contiguous array lies, None if it does not."""
+        """Return where in this memory a contiguous array lies; None if it does not."""
         offset: int = array.__array_interface__["data"][0] - self.address
         return offset if offset >= 0 and offset + array.nbytes <= self.n_bytes else None
 
     def discard(self, array: HostArray) -> None:
-        """Let go of the pages that lie within an array of this memory and that nobody needs any more."""
+        """Give the pages within an array of this memory, which nobody needs any more, back to the system."""
         page = mmap.PAGESIZE
         offset = self.offset_of(array)
         mapping = getattr(self._data.base, "obj", None)
@@ -130,7 +130,7 @@ def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[byt
 
     allgather: brings every rank's bytes to every rank.
     """
-    fd, data, told, problem = -1, None, b"", ""
+    fd, data, where, problem = -1, None, b"", ""
     if rank == 0:
         try:
             fd = os.memfd_create("mpikv")
@@ -138,13 +138,13 @@ def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[byt
             data = _map(fd, memory_size_bytes())
             token = secrets.token_bytes(TOKEN_BYTES)
             data[:TOKEN_BYTES] = np.frombuffer(token, np.uint8)
-            told = json.dumps([os.getpid(), fd, data.size, token.hex()]).encode()
+            where = json.dumps([os.getpid(), fd, data.size, token.hex()]).encode()
         except (OSError, ValueError, AttributeError) as error:
             problem = f"rank 0 cannot make it: {error}"
-    told = allgather(told)[0]
-    if rank != 0 and told:
+    where = allgather(where)[0]
+    if rank != 0 and where:
         try:
-            data = _open(*json.loads(told))
+            data = _open(*json.loads(where))
         except (OSError, ValueError) as error:
             problem = f"rank {rank} cannot open it: {error}"
     problems = [text.decode() for text in allgather(problem.encode()) if text]
@@ -168,7 +168,7 @@ def on_all_hosts(memory: HostMemory | None, allgather: Callable[[bytes], list[by
     smallest = min(map(int, sizes))
     if memory is None or smallest == 0:
         return None
-    memory.n_bytes = smallest  # a place that one host has no room for is of no use to the others
+    memory.n_bytes = smallest  # a place beyond the end of one host's memory is of no use to the others
     return memory
 
 

@@ -33,14 +33,17 @@ def in_order(out: HostArray, sources: Sequence[HostArray], combine: Combine = np
 
 
 def newest_first(combine: Combine) -> Combine:
-    """With each further array as the first argument, as where it comes in a message: two NaNs give its bits."""
+    """Return `combine` with each further array as its first argument and the total so far as its second, as in a ring.
+
+    Where both are NaN, the result has the bits of the first argument.
+    """
     return lambda total, source, out: combine(source, total, out=out)
 
 
 def way_of(
     dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
 ) -> Way:
-    """How arrays of this dtype are combined, to be used again and again.
+    """Return how arrays of this dtype are combined, as a function to be called again and again.
 
     finish: called with the result, before it is rounded, and the number of arrays.
     """

@@ -1,10 +1,10 @@
 """Waking a rank of the same host that sleeps.
 
-A rank that waits for long sleeps between its looks, and what comes meanwhile waits as long. A rank that shares memory
-with the others sleeps on a pipe instead, and sets a word that they see. A rank that puts something into the memory for
-it looks at this word, and writes a byte to the pipe where it is set. The others open the pipe through `/proc/PID/fd`,
-as they do the memory (segment.py), so it has no name either. Sleeps end after their time in any case: messages of MPI
-wake nobody.
+A rank that waits for long sleeps between its looks, and would see what comes meanwhile only afterwards. So a rank that
+shares memory with others sleeps on a pipe, and sets a word that they see. A rank that has put something into the memory
+for it looks at this word, and writes a byte to the pipe where the word is set. The others open the pipe through
+`/proc/PID/fd`, as they do the memory (segment.py), so it has no name either. Every sleep ends after its time, too,
+since messages of MPI wake nobody.
 
 Cost: a look at a word for what is put, a system call only where somebody sleeps. Waking takes some tens of
 microseconds.
@@ -41,12 +41,15 @@ class Waker:
         self.waiting: Callable[[], bool] = lambda: False
 
     def connect(self, allgather: Callable[[bytes], list[bytes]]) -> None:
-        """Open the pipes of all. Collective over the ranks of the host. What cannot be opened stays silent."""
+        """Open the pipes of all. Collective over the ranks of the host.
+
+        A rank whose pipe cannot be opened is not woken.
+        """
         mine = -1
         with contextlib.suppress(OSError):
             self._own, mine = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        told = allgather(json.dumps([os.getpid(), mine, _inode(mine)]).encode())
-        for rank, text in enumerate(told):
+        pipes = allgather(json.dumps([os.getpid(), mine, _inode(mine)]).encode())
+        for rank, text in enumerate(pipes):
             pid, fd, inode = json.loads(text)
             if rank == self._rank or fd < 0:
                 continue
@@ -65,7 +68,8 @@ class Waker:
 
     def wake_sleeper(self, rank: int) -> None:
         """Wake a rank if it sleeps. To be called after what it is to find has been put there."""
-        fence()  # it says that it sleeps, then looks; we put, then look whether it sleeps: one of us sees the other
+        # It sets its word, then looks for work; we have put work there, then look at it: one of us sees the other.
+        fence()
         if self._words[rank * WAKER_WORDS]:
             self.wake(rank)
 
@@ -73,7 +77,7 @@ class Waker:
         """Wake a rank that may sleep."""
         pipe = self._others.get(rank)
         if pipe is not None:
-            with contextlib.suppress(OSError):  # full: it has been woken; closed: it is going
+            with contextlib.suppress(OSError):  # full: it has been woken; closed: the other rank ends
                 os.write(pipe, b"\0")
 
     def wake_self(self) -> None:
@@ -82,7 +86,7 @@ class Waker:
             self.wake(self._rank)
 
     def sleep(self, timeout_s: float) -> None:
-        """Sleep for at most so long; shorter when somebody rings, not at all when something is there already."""
+        """Sleep for at most so long; shorter where another rank wakes this one, not at all where something is there."""
         if self._own < 0:
             time.sleep(timeout_s)
             return
@@ -106,7 +110,7 @@ class Waker:
 
 
 def stand_by(allgather: Callable[[bytes], list[bytes]]) -> None:
-    """`Waker.connect` for a rank without one, where other hosts' ranks take part in the same calls."""
+    """Take part in the calls of `Waker.connect`, for a rank that has no `Waker` where ranks of other hosts have."""
     allgather(json.dumps([0, -1, []]).encode())
     allgather(b"")
 

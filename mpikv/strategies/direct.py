@@ -1,9 +1,9 @@
 """The direct path of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
 
 Where a call can go this path it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
-The workers find out whether all of them make the same call (hostmemory/together). If so, they do it together, without a
-message; if not, the call goes through the keys' queues. Both paths add in the order of the ranks, so the bits do not
-tell which one it was.
+The workers find out whether all of them make the same call (hostmemory/common_calls.py). If so, they make it in common,
+without a message; if not, the call goes through the keys' queues. Both paths add in the order of the ranks, so the bits
+do not tell which one it was.
 
 The newest value of a key is in its place in the host's memory, once for all workers; or, after a call that added in
 place, in the arrays of that call, until a push of another kind brings it home.
@@ -26,10 +26,10 @@ from mpikv.collectives.shared_plans import Update, always, staged_plan, update_p
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
 from mpikv.errors import MpikvError
+from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.hostmemory.counters import Counters, Reached
-from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import aligned
-from mpikv.hostmemory.together import Together
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
@@ -53,8 +53,8 @@ class Direct:
         self._places, self._slots = places, places.slots
         self._queues = queues
         self._owner = owner
-        counters = Counters(memory, 0, WORDS, patience=Patience.of(memory, memory.size))
-        self._together = Together(counters, step=session.engine.step, clock=session.engine.clock)
+        counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
+        self._together = CommonCalls(counters, step=session.engine.step, clock=session.engine.clock)
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
         # Counts calls and pushes, to tell which was the last; the queues may have been used before.

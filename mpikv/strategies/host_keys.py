@@ -29,7 +29,7 @@ from mpikv.engine.request import Done, Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
-from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Region, aligned, fence
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, MemoryRange, aligned, fence
 from mpikv.placement.topology import topology
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.peers import Peers
@@ -93,8 +93,8 @@ class HostKeys:
             self.peers = Peers(space, memory, begin)
             begin += peers_bytes(self._most)
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
-        self._values = Region(begin, third)  # kept by worker 0 alone
-        self._counters = Region(third, 2 * third)  # likewise
+        self._values = MemoryRange(begin, third)  # kept by worker 0 alone
+        self._counters = MemoryRange(third, 2 * third)  # likewise
         self._own_part = Segment(memory, 2 * third)
         self._blocks: list[Block] = []
         self._waiting: dict[int, Waiter] = {}  # by where the key's counters are

@@ -32,7 +32,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.request import Done, Request
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
-from mpikv.hostmemory.rings import LONGEST_BYTES, Reader, Writer, ring_begin, rings_bytes
+from mpikv.hostmemory.rings import LONGEST_BYTES, RingReader, RingWriter, ring_begin, rings_bytes
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.hostmemory.waker import Waker, waker_bytes
 from mpikv.transports.base import Incoming, Transport
@@ -76,8 +76,8 @@ class LocalTransport:
         self._place = {rank: place for place, rank in enumerate(here)}
         begin, n = waker_bytes(memory.size), memory.size
         me = self._place[inner.rank]
-        self._writers = {rank: Writer(memory, ring_begin(begin, n, me, self._place[rank])) for rank in peers}
-        self._readers = {rank: Reader(memory, ring_begin(begin, n, self._place[rank], me)) for rank in peers}
+        self._writers = {rank: RingWriter(memory, ring_begin(begin, n, me, self._place[rank])) for rank in peers}
+        self._readers = {rank: RingReader(memory, ring_begin(begin, n, self._place[rank], me)) for rank in peers}
         self._polled = [(reader, partial(self._record, rank)) for rank, reader in self._readers.items()]
         self._peers = tuple(peers)
         self._alone = len(peers) == inner.size  # every rank can be reached through memory

@@ -10,7 +10,7 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, ShapeMismatch, kv, optimizers
-from mpikv.hostmemory.together import Together
+from mpikv.hostmemory.common_calls import CommonCalls
 
 LARGE = 150_001
 
@@ -18,7 +18,7 @@ LARGE = 150_001
 @pytest.fixture
 def patient(monkeypatch):
     """Nobody gives up waiting for the others because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.Together", partial(Together, patience_s=30.0))
+    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=30.0))
 
 
 def numbers(rank, n, seed):

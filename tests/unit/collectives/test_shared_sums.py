@@ -20,10 +20,10 @@ from mpikv.collectives import shared, shared_plans
 from mpikv.collectives.shared import WORDS, Executor
 from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
 from mpikv.common.digests import digest
+from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.hostmemory.counters import Counters, table_bytes
-from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import aligned, private_memory
-from mpikv.hostmemory.together import Together
 from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
 from mpikv.testing.reference import add
@@ -55,8 +55,8 @@ class Rank:
     def __init__(self, memory):
         self.memory, self.rank, self.size = memory, memory.rank, memory.size
         self.slots = Slots(memory, table_bytes(memory.size, WORDS))
-        counters = Counters(memory, 0, WORDS, patience=Patience.of(memory, memory.size))
-        self.together = Together(counters, step=lambda: False, patience_s=LIMIT_S)
+        counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
+        self.together = CommonCalls(counters, step=lambda: False, wait_s=LIMIT_S)
         self.executor = Executor(counters, wait)
         self._free = self.slots.end
         self._turn = 0
@@ -455,7 +455,7 @@ def test_a_call_that_did_not_take_place_leaves_no_trace():
     """What was filled in before the ranks met, or did not, is filled in anew."""
 
     def body(rank):
-        rank.together._patience_s = 0.001
+        rank.together._wait_s = 0.001
         found = []
         for n in (3, 70_000):
             value, out = np.full(n, 100.0, np.float32), np.empty(n, np.float32)
@@ -465,7 +465,7 @@ def test_a_call_that_did_not_take_place_leaves_no_trace():
             assert not rank.together.begin(digest("mine", rank.rank, n))
             rank.together.pushed(digest("key"), 1)
             value[:] = rank.rank + 1
-            rank.together._patience_s = LIMIT_S
+            rank.together._wait_s = LIMIT_S
             rank.run(plan)
             found.append(np.unique(out).tolist())
         return found

@@ -15,7 +15,7 @@ from interleaving import Interleaving, Words
 from mpikv.collectives import host_key
 from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
-from mpikv.hostmemory.patience import CROWDED_POLLS, POLLS, Patience
+from mpikv.hostmemory.polling import POLLS, SHARED_CORE_POLLS, Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
 from mpikv.placement.labels import PLAIN, Comparison, Label
 from mpikv.testing.ranks import spawn
@@ -63,8 +63,8 @@ def test_some_of_a_hosts_ranks_count_in_a_table_of_their_own():
 @pytest.mark.parametrize("polls", [0, 3])
 def test_a_wait_ends_at_once_while_the_core_is_given_away_or_becomes_a_request(polls):
     yields = []
-    patience = Patience(range(polls), range(5), lambda: yields.append(len(yields)))
-    ranks = tables(3, patience=patience)
+    patience = Polling(range(polls), range(5), lambda: yields.append(len(yields)))
+    ranks = tables(3, polling=patience)
     ranks[1].count(2, 9)
     ranks[2].count(2, 4)
     assert ranks[0].awaited(2, 4) is None
@@ -77,9 +77,9 @@ def test_a_wait_ends_at_once_while_the_core_is_given_away_or_becomes_a_request(p
     ranks[2].count(2, 5)
     assert request.test()
     assert ranks[0].awaited(2, 5) is None
-    late = Patience(range(polls), range(5), lambda: ranks[2].count(2, 6))
-    assert Counters(private_memory(1)[0], 0, 4, patience=late).awaited(2, 6) is None, "nobody else"
-    ranks[0].patience = late
+    late = Polling(range(polls), range(5), lambda: ranks[2].count(2, 6))
+    assert Counters(private_memory(1)[0], 0, 4, polling=late).awaited(2, 6) is None, "nobody else"
+    ranks[0].polling = late
     assert ranks[0].awaited(2, 6) is None
     yields.clear()
     assert ranks[1].awaited(2, 7, soon=False) is not None
@@ -89,16 +89,16 @@ def test_a_wait_ends_at_once_while_the_core_is_given_away_or_becomes_a_request(p
 def test_where_ranks_outnumber_cores_they_poll_less(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     memory = SimpleNamespace(threads=False)
-    assert len(Patience.of(memory, 2).polls) == POLLS
-    assert len(Patience.of(memory, 3).polls) == CROWDED_POLLS
-    assert len(Patience.of(SimpleNamespace(threads=True), 2).polls) == CROWDED_POLLS
-    assert Patience(yields=range(3), yield_=lambda: None).yielded(lambda: False) is False
+    assert len(Polling.of(memory, 2).polls) == POLLS
+    assert len(Polling.of(memory, 3).polls) == SHARED_CORE_POLLS
+    assert len(Polling.of(SimpleNamespace(threads=True), 2).polls) == SHARED_CORE_POLLS
+    assert Polling(yields=range(3), yield_=lambda: None).yielded(lambda: False) is False
 
 
 def test_steps_of_threads():
     """Who has waited for a step sees what the others wrote before it; who waits long has a request."""
     size, values = 4, [0] * 4
-    ranks = tables(size, patience=Patience.of(private_memory(1)[0], size))
+    ranks = tables(size, polling=Polling.of(private_memory(1)[0], size))
 
     def body(transport):
         table, late, seen = ranks[transport.rank], random.Random(transport.rank), []

@@ -14,8 +14,8 @@ from mpikv.hostmemory.rings import (
     RECORD_BYTES,
     RING_BYTES,
     STRIDE_BYTES,
-    Reader,
-    Writer,
+    RingReader,
+    RingWriter,
     ring_begin,
     rings_bytes,
 )
@@ -24,7 +24,7 @@ from mpikv.hostmemory.segment import HostMemory
 
 def pair():
     memory = HostMemory(0, 2, np.zeros(STRIDE_BYTES, np.uint8))
-    return Writer(memory, 0), Reader(memory, 0)
+    return RingWriter(memory, 0), RingReader(memory, 0)
 
 
 def taken(reader):
@@ -95,7 +95,7 @@ def test_a_handler_that_raises_does_not_see_its_record_again():
 
 
 def test_two_threads():
-    """Writer and reader at the same time, many times around the ring."""
+    """RingWriter and reader at the same time, many times around the ring."""
     writer, reader = pair()
     random = np.random.default_rng(1)
     lengths = random.integers(0, 3000, 5000).tolist()

@@ -17,23 +17,23 @@ from interleaving import Interleaving
 
 from mpikv.common.clock import VirtualClock
 from mpikv.common.digests import digest, history_hash
-from mpikv.hostmemory import together as module
+from mpikv.hostmemory import common_calls as module
+from mpikv.hostmemory.common_calls import FREE, CommonCalls
 from mpikv.hostmemory.counters import Counters, row_words
-from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import private_memory
-from mpikv.hostmemory.together import FREE, Together
 
 WORDS = row_words(FREE)
 
 
-def sides(world: Interleaving, patience: list, patch: pytest.MonkeyPatch) -> list[Together]:
+def sides(world: Interleaving, patience: list, patch: pytest.MonkeyPatch) -> list[CommonCalls]:
     """patience: of each rank, as a range: how often it yields before it gives up."""
     world.flushing(patch)
     made = []
     for rank, yields in enumerate(patience):
-        patient = Patience(range(2), yields, lambda rank=rank: world.point(rank))
-        counters = Counters(world.host_memory(rank), 0, FREE, patience=patient)
-        made.append(Together(counters, step=lambda: False, patience_s=0.0))
+        patient = Polling(range(2), yields, lambda rank=rank: world.point(rank))
+        counters = Counters(world.host_memory(rank), 0, FREE, polling=patient)
+        made.append(CommonCalls(counters, step=lambda: False, wait_s=0.0))
     return made
 
 
@@ -41,7 +41,7 @@ def key_digest(key: int) -> int:
     return digest("key", key)
 
 
-def play(world: Interleaving, ranks: list[Together], keys: list[int], calls: list[list[tuple[str, list[int]]]]):
+def play(world: Interleaving, ranks: list[CommonCalls], keys: list[int], calls: list[list[tuple[str, list[int]]]]):
     """Each rank makes its calls, (how, positions in `keys`): 'wait' as pushpull, 'push' as push_async.
 
     Returns for each rank and position how it was pushed: () alone, else the positions of the common call in order.
@@ -163,17 +163,17 @@ def test_a_missing_barrier_would_be_found():
 # --- real memory and real threads, and a time that passes only where a test lets it
 
 
-def on_threads(size: int, body, *, meanwhile=lambda clock, over: None, patience_s: float = 1.0):
+def on_threads(size: int, body, *, meanwhile=lambda clock, over: None, wait_s: float = 1.0):
     """`body(rank, together)` on a thread per rank; results in rank order. meanwhile(clock, over): on this thread."""
     clock = VirtualClock()
     results: list = [None] * size
     errors = []
-    patience = Patience(range(3), range(3), lambda: time.sleep(0))
+    patience = Polling(range(3), range(3), lambda: time.sleep(0))
 
     def thread(memory) -> None:
-        counters = Counters(memory, 0, FREE, patience=patience)
+        counters = Counters(memory, 0, FREE, polling=patience)
         try:
-            together = Together(counters, step=lambda: False, clock=clock, patience_s=patience_s)
+            together = CommonCalls(counters, step=lambda: False, clock=clock, wait_s=wait_s)
             results[memory.rank] = body(memory.rank, together)
         except BaseException as error:
             errors.append(error)

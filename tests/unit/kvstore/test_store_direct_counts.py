@@ -12,13 +12,13 @@ import pytest
 from direct_stores import F32, LARGE, TIMEOUT_S, numbers, refused, run
 
 from mpikv import MpikvError, PeerError, StallError, optimizers
-from mpikv.hostmemory.together import Together
+from mpikv.hostmemory.common_calls import CommonCalls
 
 
 @pytest.fixture
 def patient(monkeypatch):
     """Nobody withdraws from a call because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.Together", partial(Together, patience_s=TIMEOUT_S))
+    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=TIMEOUT_S))
 
 
 # --- counts
@@ -211,7 +211,7 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
 
     if where == "adding":
         request.getfixturevalue("patient")  # else nobody may come to it
-    owner, name = (sums, "add_all") if where == "adding" else (Together, "_await")
+    owner, name = (sums, "add_all") if where == "adding" else (CommonCalls, "_await")
     original, hit = getattr(owner, name), threading.Event()
 
     def interrupted(*arguments):

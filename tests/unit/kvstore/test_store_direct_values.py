@@ -15,14 +15,14 @@ from direct_stores import F32, LARGE, TIMEOUT_S, both_ways, numbers, refused, ru
 from mpikv import optimizers
 from mpikv.config import Config
 from mpikv.errors import MpikvError, StallError
-from mpikv.hostmemory.together import Together
+from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.testing.reference import ReferenceStore
 
 
 @pytest.fixture
 def patient(monkeypatch):
     """Nobody withdraws from a call because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.Together", partial(Together, patience_s=TIMEOUT_S))
+    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=TIMEOUT_S))
 
 
 # --- optimizers

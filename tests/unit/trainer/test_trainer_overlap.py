@@ -10,7 +10,7 @@ import pytest
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.config import Config
-from mpikv.hostmemory.together import Together
+from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
@@ -193,7 +193,7 @@ def test_different_trained_parameters_are_an_error_on_every_worker() -> None:
 
 def test_gradients_lie_in_shared_memory_and_need_no_copy_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody gives up waiting for the others because another rank gets no processor for long.
-    monkeypatch.setattr("mpikv.strategies.direct.Together", partial(Together, patience_s=TEST_TIMEOUT_S))
+    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=TEST_TIMEOUT_S))
 
     def body(store: KVStore) -> tuple[int, int]:
         params = [Parameter(np.zeros(1000, np.float32), f"p{i}") for i in range(4)]
