@@ -29,10 +29,10 @@ from mpikv.hostmemory.segment import ORDERED, fence
 WANT, COUNT, INTENT, GO, FREE = 0, 1, 2, 3, 8
 FIRST = 0  # the rank that decides
 
-# How long a rank waits for the others before it makes the call by itself, which needs none of them here. Only a rank that
-# does not come at all makes it last so long, and then the call ends in an error. One that comes late, since it has
-# written a checkpoint or has to share its core, is worth the wait: a call by itself copies every value, into memory that
-# is then kept.
+# How long a rank waits for the others before it makes the call by itself, which needs none of them here. Only a rank
+# that does not come at all makes it last so long, and then the call ends in an error. One that comes late, since it has
+# written a checkpoint or has to share its core, is worth the wait: a call by itself copies every value, into memory
+# that is then kept.
 WAIT_S = 2.0
 
 

@@ -47,7 +47,7 @@ def start(store: KVStore, key: str, parameter: Any) -> None:
 
 
 class ChangedRows:
-    """Changed rows on their way into a weight; waited for as a `Request` is."""
+    """The changed rows that are being pulled into a weight. They are waited for as a `Request` is."""
 
     def __init__(self, store: KVStore, key: str, parameter: Any, priority: int) -> None:
         self._session, self._parameter = store.session, parameter

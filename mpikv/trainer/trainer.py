@@ -47,7 +47,7 @@ from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, came_late
 from mpikv.trainer.worker_states import WorkerState
 
 
-class Handed(NamedTuple):
+class ContributedGradient(NamedTuple):
     """A gradient that was handed over before the step.
 
     request: what brings the sum of the workers' gradients into `replicas`; None where the store makes the update.
@@ -152,8 +152,8 @@ class Trainer(TrainerFiles):
         self._order = {name: i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
         self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
-        self._handed: dict[str, Handed] = {}  # gradients handed over since the last step
-        self._handed_with: Mapping[str, Any] = {}  # attributes of the optimizer
+        self._contributed: dict[str, ContributedGradient] = {}  # gradients handed over since the last step
+        self._contributed_with: Mapping[str, Any] = {}  # attributes of the optimizer
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
         self._awaited: dict[
             str, Request | rows.ChangedRows
@@ -234,7 +234,7 @@ class Trainer(TrainerFiles):
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
             raise ValueError(f"push_grad: {shown(parameter)} is not among this trainer's parameters")
-        if name in self._handed:
+        if name in self._contributed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
         if self._store is None or self._is_frozen(name) or batch_size is None or self._in_memory:
@@ -248,15 +248,15 @@ class Trainer(TrainerFiles):
         self._finish_waiting()
         self._rescale(batch_size)
         self._agree_on_factor()
-        if not self._handed:
-            self._handed_with = self._optimizer.attributes()
+        if not self._contributed:
+            self._contributed_with = self._optimizer.attributes()
         if self._on_store:
             self._store.push(self._keys[name], replicas, self._priority(name))
-            self._handed[name] = Handed(None, [])
+            self._contributed[name] = ContributedGradient(None, [])
         elif not self._own or self._factor() == self._optimizer.rescale_grad:  # else `step` scales it, in a copy
             with self._scaling():
                 request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
-            self._handed[name] = Handed(request, replicas)
+            self._contributed[name] = ContributedGradient(request, replicas)
 
     def _gradient_ready(self, name: str) -> None:
         """Hand over this gradient, which a backward pass has completed."""
@@ -289,17 +289,17 @@ class Trainer(TrainerFiles):
         return -self._order[name]
 
     def _check_batch_size(self, batch_size: float) -> None:
-        if self._handed and batch_size != self._batch_size:
+        if self._contributed and batch_size != self._batch_size:
             raise ValueError(
                 f"gradients of this step were handed over for a batch of {self._batch_size:g}, not {batch_size:g}: "
                 "pass the same batch_size to push_grad and step (with overlap=True, call backward in no_sync() where "
                 "the batch_size changes)"
             )
 
-    def _check_handed(self) -> None:
+    def _check_contributed(self) -> None:
         """Gradients that were handed over must be those of now, and for the same update as the others."""
         self._overlap.check()
-        if self._handed and self._on_store and self._optimizer.attributes() != self._handed_with:
+        if self._contributed and self._on_store and self._optimizer.attributes() != self._contributed_with:
             raise ValueError(
                 "the optimizer was changed after gradients of this step had been handed over: set the learning rate "
                 "before the backward pass"
@@ -361,7 +361,7 @@ class Trainer(TrainerFiles):
         self._check_batch_size(batch_size)
         self._finish_waiting()
         self._rescale(batch_size)
-        self._check_handed()
+        self._check_contributed()
         grads = self._grads(ignore_stale_grad)
         if share.factor != 1.0:
             self._weigh(grads, share.factor)
@@ -376,7 +376,7 @@ class Trainer(TrainerFiles):
 
     def _weigh(self, grads: dict[str, list[Any]], factor: float) -> None:
         """Let this worker's gradients, means, weigh as much as its examples do."""
-        if self._handed:
+        if self._contributed:
             raise ValueError(
                 "step(examples=) with other numbers on other workers, after gradients were handed over: with "
                 "overlap=True call backward in no_sync() where they may differ"
@@ -411,7 +411,7 @@ class Trainer(TrainerFiles):
         >>> spawn_stores('dist_sync', 2, train)
         [[2.0], [2.0]]
         """
-        if self._handed:
+        if self._contributed:
             raise MpikvError("join after gradients were handed over: begin it before the backward pass")
         with self._shares.join(), self.no_sync():
             yield
@@ -449,9 +449,9 @@ class Trainer(TrainerFiles):
             notices.warn_of_lost_weights(changed)
         dense = {name: replicas for name, replicas in grads.items() if name not in self._sparse}
         outs = {name: list_data(self._params[name]) for name in dense}
-        together = wait and not self._handed
+        together = wait and not self._contributed
         for name, replicas in grads.items():
-            if name not in self._handed and not (together and name in dense):
+            if name not in self._contributed and not (together and name in dense):
                 store.push(self._keys[name], replicas, self._priority(name))
         if together:
             store.pushpull([self._keys[name] for name in dense], list(dense.values()), out=list(outs.values()))
@@ -494,7 +494,7 @@ class Trainer(TrainerFiles):
                 parameters.data_written(self._params[name])
 
     def _all_sent(self) -> None:
-        self._handed.clear()
+        self._contributed.clear()
         self._overlap.clear()
 
     def _finish_waiting(self) -> None:
@@ -598,14 +598,14 @@ class Trainer(TrainerFiles):
         """scales: where this worker's factor is not the agreed one, its gradients are scaled before they are added."""
         if self._store is not None:
             self._skip_frozen()
-            rest = [name for name in grads if name not in self._handed]
+            rest = [name for name in grads if name not in self._contributed]
             with self._scaling() if scales else nullcontext():
                 self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
-            for handed in self._handed.values():
-                if handed.request is not None:
-                    handed.request.wait()
+            for gradient in self._contributed.values():
+                if gradient.request is not None:
+                    gradient.request.wait()
                     # They may have been handed over in another stream than the one that goes on with the sums.
-                    self._spaces.hand_back(self._spaces.callers(handed.replicas))
+                    self._spaces.hand_back(self._spaces.callers(gradient.replicas))
             for name in grads if self._tensors else ():
                 parameters.grad_written(self._params[name])
             self._all_sent()
@@ -664,8 +664,8 @@ class Trainer(TrainerFiles):
         for name, parameter in self._params.items():
             if parameters.is_frozen(parameter):
                 continue
-            if name in self._handed:
-                result[name] = self._handed[name].replicas
+            if name in self._contributed:
+                result[name] = self._contributed[name].replicas
                 continue
             if name not in self._trainable:
                 raise ValueError(

@@ -250,13 +250,13 @@ def test_another_call_or_another_history_ends_the_wait_at_once(other):
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_push_of_this_rank_meanwhile_ends_the_wait_at_once(who):
     """No time passes. What it waits for belongs to another history now, and no other rank will want it."""
-    counters = Counters(private_memory(2)[who], 0, FREE, patience=Patience(range(3), range(3), lambda: None))
+    counters = Counters(private_memory(2)[who], 0, FREE, polling=Polling(range(3), range(3), lambda: None))
 
     def push() -> bool:
         together.pushed(digest("a"), 1)
         return True
 
-    together = Together(counters, step=push, clock=VirtualClock())
+    together = CommonCalls(counters, step=push, clock=VirtualClock())
     assert not together.begin(digest("call"))
 
 

@@ -599,7 +599,7 @@ def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
         seen = []
 
         def reached(*_: Any) -> None:
-            seen.append(len(trainer._handed))
+            seen.append(len(trainer._contributed))
 
         for _ in range(2):
             trainer.zero_grad()
@@ -607,7 +607,7 @@ def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
             output.register_hook(reached)
             torch_net[2](torch_net[1](output)).sum().backward()
             trainer.step()
-        assert not trainer._handed
+        assert not trainer._contributed
         return seen[0], seen[1]
 
     assert run(mode, body) == [(0, 4)] * mode.workers  # before the first step no batch size is known
