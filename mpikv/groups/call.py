@@ -28,7 +28,7 @@ class Options(NamedTuple):
 DEFAULT = Options()
 
 
-class Caller(Protocol):
+class CallingGroup(Protocol):
     """The group whose call it is. stalled: makes the error of a call that has waited too long."""
 
     group: Group
@@ -45,7 +45,7 @@ class Caller(Protocol):
 class GroupCall:
     """One call. number: which one of its group, the same on all ranks; -1 for a message between two of them."""
 
-    def __init__(self, group: Caller, number: int, text: str, options: Options) -> None:
+    def __init__(self, group: CallingGroup, number: int, text: str, options: Options) -> None:
         self.group, self.number, self.text = group, number, text
         self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
         self.finish = options.finish
