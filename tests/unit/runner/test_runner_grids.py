@@ -58,7 +58,7 @@ def test_all(a, b, c): pass
 
 @pytest.mark.parametrize("a,b", [(1, 1), (1, 2), (2, 1)])
 @abc[2]
-def test_together(a, b, c): pass
+def test_common_calls(a, b, c): pass
 
 @abc[0]
 def test_one(a): pass
