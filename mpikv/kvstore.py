@@ -26,9 +26,9 @@ from mpikv.common.checks import shown
 from mpikv.errors import KeyExists, MpikvError, StallError, UnsupportedError
 from mpikv.groups.workers import WorkersGroup
 from mpikv.placement.keys import KeyInfo
-from mpikv.session.base import NewKey, Session, Updater
+from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.session.workers import Workers
-from mpikv.strategies.base import Entry, Sink, Strategy
+from mpikv.strategies.base import Entry, PreparedCall, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file
 
 SUM_NAME = SUM.name
@@ -303,7 +303,7 @@ class KVStore:
         self._check_open("push")
         _check_priority(priority)
         entries, rows = self._totals(key, value)
-        self.strategy.exchange(entries, priority)
+        self.strategy.prepare(entries).start(priority)
         for info, total in rows:
             self.strategy.push_rows(info, total, priority)
 
@@ -336,9 +336,13 @@ class KVStore:
         several = isinstance(key, (list, tuple))
         looks = ignore_sparse and self.session.any_sparse
         if not looks or not any(map(self._rows.is_sparse, key if several else [key])):  # type: ignore[arg-type]
-            return self._pull(key, out, priority, like).wait()
+            call, rows, form = self._pulls(key, out, priority, like)
+            return Request(self.session, [*call.start(priority), *rows], form).wait()
         kept, keys, out, like = self._rows.without(key, out, like)
-        results = self._pull(keys, out, priority, like).wait() if keys else []
+        results: Any = []
+        if keys:
+            call, rows, form = self._pulls(keys, out, priority, like)
+            results = Request(self.session, [*call.start(priority), *rows], form).wait()
         if results is None or not several:
             return None
         found: list[Any] = [None] * len(key)  # type: ignore[arg-type]
@@ -346,13 +350,14 @@ class KVStore:
             found[place] = result
         return found
 
-    def _pull(self, key: Keys, out: Values, priority: int, like: Values = None) -> Request:
+    def _pulls(self, key: Keys, out: Values, priority: int, like: Values) -> tuple[PreparedCall, list[Pending], Any]:
+        """Return the call of dense keys, what has begun of row-sparse ones, and the form of what is returned."""
         self._check_open("pull")
         _check_priority(priority)
         targets, form = self._forms.outs("pull", key, out, like)
         dense, pending = self._rows.dense_entries(targets, priority)
         entries = [Entry(info, None, Sink(info, arrays, self.session.spaces)) for info, arrays in dense]
-        return Request(self.session, [*self.strategy.exchange(entries, priority), *pending], form)
+        return self.strategy.prepare(entries), pending, form
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
         """Push, then pull, in one exchange. Without an optimizer this is allreduce. Blocks until `out` is filled.
@@ -384,15 +389,17 @@ class KVStore:
                 prepared = self._prepared_by.setdefault(op, PreparedCalls())
         call = prepared.find(key, value, out)
         if call is not None:
-            if not call.run(priority):
-                self._pushpull(key, value, out, priority, reduction).wait()
+            if pending := call.start(priority):
+                call.wait(pending)
             return None
         self._rows.refuse("pushpull", key)
         items, targets, form = self._forms.pushpull_arguments(key, value, out)
-        call = self._forms.prepare(items, targets, reduction)
-        if call is None or not call.run(priority):
-            self._start_pushpull(items, targets, None, priority, reduction).wait()
-        if call is not None:
+        lent = self._forms.lent(items, targets, in_place=False)
+        entries = self._copied(items, targets, reduction) if lent is None else lent
+        call = self.strategy.prepare(entries, reduction, waits=True)
+        if pending := call.start(priority):
+            call.wait(pending)
+        if lent is not None:
             arrays = (array for entries in (items, targets) for _, arrays in entries for array in arrays)
             if form is None and all(map(may_come_again, arrays)):
                 prepared.add(key, value, out, call)
@@ -400,23 +407,10 @@ class KVStore:
                 call.release()
         return finished(form)
 
-    def _pushpull(self, key: Keys, value: Values, out: Values, priority: int, op: Reduction) -> Request:
-        self._check_open("pushpull")
-        _check_priority(priority)
-        self._rows.refuse("pushpull", key)
-        items, targets, form = self._forms.pushpull_arguments(key, value, out)
-        pending = self._forms.begin(items, targets, op, priority)
-        if pending is not None:
-            return Request(self.session, pending, form)
-        return self._start_pushpull(items, targets, form, priority, op)
-
-    def _start_pushpull(
-        self, items: list[CallItem], targets: Targets, form: Any, priority: int, op: Reduction
-    ) -> Request:
+    def _copied(self, items: list[CallItem], targets: Targets, op: Reduction) -> list[Entry]:
+        """The entries of a `pushpull` of which the arrays are copied before anything is sent."""
         sinks = {info.id: Sink(info, arrays, self.session.spaces) for info, arrays in targets}
-        totals = self._forms.totals("pushpull", items, op)
-        entries = [Entry(info, total, sinks[info.id]) for info, total in totals]
-        return Request(self.session, self.strategy.exchange(entries, priority, op), form)
+        return [Entry(info, total, sinks[info.id]) for info, total in self._forms.totals("pushpull", items, op)]
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:
         """Do what `push` does, and return a `Request` at once; `value` must not be touched until it is done.
@@ -428,7 +422,7 @@ class KVStore:
         self._check_open("push")
         _check_priority(priority)
         entries, rows = self._totals(key, value)
-        pending = self.strategy.exchange(entries, priority)
+        pending = self.strategy.prepare(entries).start(priority)
         for info, total in rows:
             self.strategy.push_rows(info, total, priority)
         return self._remember(Request(self.session, pending))
@@ -441,7 +435,8 @@ class KVStore:
         >>> store.pull_async('w').wait()
         array([1., 1.])
         """
-        return self._remember(self._pull(key, out, priority, like))
+        call, rows, form = self._pulls(key, out, priority, like)
+        return self._remember(Request(self.session, [*call.start(priority), *rows], form))
 
     def pushpull_async(
         self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME
@@ -464,7 +459,14 @@ class KVStore:
                 f"pushpull_async of key {shown(key)}: the result of an earlier call is still to come to its array: "
                 "wait for it first, or give each call an array of its own"
             )
-        request = self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op))
+        reduction = self._forms.reduction("pushpull", key, op)
+        _check_priority(priority)
+        self._rows.refuse("pushpull", key)
+        items, targets, form = self._forms.pushpull_arguments(key, value, out)
+        entries = self._forms.lent(items, targets, in_place=True)
+        if entries is None:
+            entries = self._copied(items, targets, reduction)
+        request = Request(self.session, self.strategy.prepare(entries, reduction).start(priority), form)
         request.held = results
         return self._remember(request)
 

@@ -28,11 +28,12 @@ from mpikv.arrays.tensors import adopted, empty_like, new_like
 from mpikv.common.checks import shown
 from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
 from mpikv.placement.keys import Key, KeyInfo, check_key
-from mpikv.session.base import Pending, Session
+from mpikv.session.base import Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.callers import on_gpu
 from mpikv.spaces.named import HOST
-from mpikv.strategies.base import PreparedCall, Strategy
+from mpikv.strategies.arguments import flattened
+from mpikv.strategies.base import Entry, Strategy
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]
@@ -271,23 +272,24 @@ class CallForms:
             raise ValueError("pushpull: `out` is for other keys than `value`")
         return items, targets, form
 
-    def prepare(self, items: list[CallItem], targets: Targets, op: Reduction) -> PreparedCall | None:
-        """Return a shorter way for a call with these arguments, if there is one. Raises what is wrong with them."""
-        found = self._known(items, targets)
-        return None if found is None else self._strategy.prepare(*found, op)
+    def lent(self, items: list[CallItem], targets: Targets, *, in_place: bool) -> list[Entry] | None:
+        """Return the entries of a call that lends its arrays; None, with nothing done, where it has others than one
+        plain array of the host for each key, or arrays that overlap.
 
-    def begin(self, items: list[CallItem], targets: Targets, op: Reduction, priority: int) -> list[Pending] | None:
-        """Begin a call with one array for each key, which the result comes to; None, with nothing done: it is another.
-
-        Raises what is wrong with the arguments.
+        in_place: whether each result must come to the array that is pushed. Raises what is wrong with the arguments.
         """
-        if not all(
+        if not self._strategy.lends:
+            return None
+        if in_place and not all(
             len(item.arrays) == len(outs) == 1 and item.arrays[0] is outs[0]
             for item, (_, outs) in zip(items, targets, strict=True)
         ):
             return None
         found = self._known(items, targets)
-        return None if found is None else self._strategy.begin(*found[:2], op, priority)
+        flat = None if found is None else flattened(*found)
+        if found is None or flat is None:
+            return None
+        return [Entry(info, value, None, outs) for info, (value, outs) in zip(found[0], flat, strict=True)]
 
     def _known(
         self, items: list[CallItem], targets: Targets

@@ -21,9 +21,7 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
-from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate
-from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
@@ -31,16 +29,14 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part
 from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Under, scaled
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.named import DEVICE, HOST
-from mpikv.strategies.arguments import flattened
-from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Travelling, Write
-from mpikv.strategies.blocking import Rounds, in_place_round
+from mpikv.spaces.named import DEVICE
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, Travelling, Write
 from mpikv.strategies.bucketed import Bucketed, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
-from mpikv.strategies.queues import Delivery, Reached, Round, RoundQueue
+from mpikv.strategies.queued_call import QueuedCall
+from mpikv.strategies.queues import Reached
 from mpikv.strategies.sparse_owners import RowServer, WorkersRows
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 
@@ -84,53 +80,19 @@ class AllreduceStrategy(Strategy):
 
     # --- push and pull
 
-    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
-        """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
-        pending, spaces = [], self._session.spaces
-        with self._session.gathering():
-            for info, total, sink in entries:
-                if total is not None:
-                    queue, under = self._queues[info.id], self._under(info)
-                    dtype = queue.paths.dtype if info.space == HOST else total.dtype
-                    values = scaled(spaces.of(info), total, under.ratio, dtype)
-                    if values.dtype != dtype:
-                        values = spaces.of(info).cast(values, dtype)
-                    with self._session.engine.lock:
-                        running = self._push(queue, info, Round(values, under, op=op, priority=priority))
-                        if running is not None:
-                            queue.running = self._session.engine.take(running)
-                if sink is not None:
-                    pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
-        return pending
-
-    def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
-        """Put a round into its queue; what does its rounds, if that is to be started now. Under the engine's lock."""
-        session, under = self._session, round_.under
-        try:
-            queue.reached(0)
-        except Exception as error:
-            session.given.note(error, (one.id for one in queue.keys))
-            raise
-        if round_.op is not SUM:
-            under = under._replace(label=under.label._replace(op=round_.op.name))
-        plain = session.compressions.suspended or not round_.op.adds  # sums alone are compressed
-        complete = queue.add(info, round_._replace(under=under, plain=plain))
-        if self.keys.direct is not None:
-            self.keys.direct.pushed(queue)
-        session.activity.note(f"push of key {shown(info.key)}")
-        return self.keys.due(queue) if complete else None
-
-    def _under(self, info: KeyInfo) -> Under:
-        """What a push of this key is made under now; the owner of what this worker owns knows it."""
-        under, attributes = self._session.under(info)
-        if attributes is not None:
-            self.keys.owner.add_attributes(self._session.slot_of(info), 0, under.number, attributes)
-        return under
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
+        """Through the keys' queues, or on the direct path where all keys go it and the arrays are the caller's own."""
+        queued, direct = QueuedCall(self.keys, self._session, entries, op), self.keys.direct
+        if direct is None or not waits or any(entry.outs is None for entry in entries):
+            return queued
+        if {self._queues[entry.info.id].placement.path for entry in entries} != {"direct"}:
+            return queued
+        return direct.prepare(entries, op, queued) or queued
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
         """One message to each worker that owns rows of the key."""
         with self._session.engine.lock:
-            self._rows.push(info, total, self._under(info), priority)
+            self._rows.push(info, total, self.keys.under(info), priority)
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """One message to each worker that owns some of the rows, and its answer."""
@@ -139,47 +101,6 @@ class AllreduceStrategy(Strategy):
     def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
         """One message to each owner, and its answer."""
         return self._rows.client.changed(info, priority)
-
-    def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
-    ) -> PreparedCall | None:
-        """The direct path, where all keys go it; else rounds in the caller's arrays.
-
-        None where other arrays than these are to be added.
-        """
-        if self.keys.direct is not None and self._paths(infos) == {"direct"}:
-            return self.keys.direct.prepare(infos, values, outs, op)
-        return self._in_place(infos, values, outs, op)
-
-    def begin(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], op: Reduction, priority: int
-    ) -> list[Pending] | None:
-        """Rounds in the caller's arrays."""
-        rounds = self._in_place(infos, values, [[value] for value in values], op)
-        return None if rounds is None else rounds.start(priority)
-
-    def _paths(self, infos: Sequence[KeyInfo]) -> set[str]:
-        return {self._queues[info.id].placement.path for info in infos}
-
-    def _in_place(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
-    ) -> Rounds | None:
-        if any(info.space == DEVICE for info in infos):
-            return None
-        flat = flattened(infos, values, outs)
-        return None if flat is None else Rounds(self._exchange_in_place, self._session, infos, flat, op)
-
-    def _exchange_in_place(
-        self, priority: int, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
-    ) -> Pending:
-        queue, under = self._queues[info.id], self._under(info)
-        value = scaled(queue.space, value, under.ratio)
-        round_, sink = in_place_round(queue, info, value, outs, self._session.spaces)
-        with self._session.engine.lock:
-            running = self._push(queue, info, round_._replace(under=under, op=op, priority=priority))
-            if running is not None:
-                queue.running = self._session.engine.take(running)
-            return self._deliver(info, sink, "pushpull")  # the lock, once given back, may be busy for milliseconds
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Memory in a block of the host's, of which a part belongs to this worker."""
@@ -212,19 +133,6 @@ class AllreduceStrategy(Strategy):
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
         keys = self.keys.compressed_keys()
         return held | self.keys.encoded_bytes() | ({"compressed_keys": keys} if keys else {})
-
-    def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
-        queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self.keys.pushed(info))
-        delivery = Delivery(queue, info, sink)
-        with self._session.engine.lock:
-            if queue.refused is not None:
-                # Raised by the wait: the other keys of this call may not be pushed yet, and other workers push them.
-                queue.refuse_pull(delivery)
-            elif queue.reached(delivery.round):
-                delivery.take(queue.value())
-            else:
-                queue.deliveries.append(delivery)
-        return Pending(delivery, waiting)
 
     # --- optimizers
 

@@ -39,12 +39,14 @@ Read = Callable[[], StatesFile]
 class Entry(NamedTuple):
     """One key of a call: what is pushed, flat, in the key's space, and where the value after it goes.
 
-    None: no push, or no pull.
+    None: no push, or no pull. outs: of a push and a pull, in place of `sink`, flat arrays of the caller's that the
+    value goes to. The caller lends them, and `total`, until the call has ended. None: `total` is the strategy's own.
     """
 
     info: KeyInfo
     total: SpaceArray | None
     sink: Sink | None
+    outs: tuple[HostArray, ...] | None = None
 
 
 class Sink:
@@ -85,21 +87,25 @@ class Sink:
                 self._spaces.write(space, out, found, "out")
 
 
-class PreparedCall(Protocol):
-    """A blocking `pushpull` that is ready to be made, as often as its arrays come again."""
+class PreparedCall(ABC):
+    """A call that is ready to be made: once, or as often as its arrays come again.
 
-    @property
-    def valid(self) -> bool:
-        """Whether it may still be made."""
-        ...
+    valid: whether it may still be made.
+    """
 
-    def run(self, priority: int = 0) -> bool:
-        """Make it, blocking. False: nothing was done, push and pull instead."""
-        ...
+    valid = True
 
+    @abstractmethod
+    def start(self, priority: int = 0) -> list[Pending]:
+        """Make it; what is still to be waited for, one transfer for each key that is pulled. Local."""
+
+    @abstractmethod
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """Wait for what `start` returned. Blocks."""
+
+    @abstractmethod
     def release(self) -> None:
         """Forget the arrays."""
-        ...
 
 
 class Travelling(Protocol):
@@ -120,12 +126,15 @@ class Strategy(ABC):
     def init(self, values: Sequence[NewKey]) -> None:
         """Agree on new keys and their first values (flat). Collective, blocks."""
 
-    @abstractmethod
-    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
-        """Start to push, to pull or both, all keys of one call alike; one transfer for each. Local, never blocks.
+    lends = True  # whether callers lend their arrays (`Entry.outs`) where they can
 
-        What is pushed becomes the strategy's own; what is pulled is the value after this worker's last push. op: what
-        all workers' arrays become; not SUM only in a push with a pull, where nothing updates the key.
+    @abstractmethod
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
+        """A call that pushes, pulls or both, all keys alike. Local; never blocks, nor does starting it.
+
+        What is pulled is the value after this worker's last push. op: what all workers' arrays become; not SUM only in
+        a push with a pull, where nothing updates the key. waits: whether the caller waits for it as soon as it has
+        started it, so that it need not be moved on meanwhile, and may be made by all workers together.
         """
 
     @abstractmethod
@@ -146,21 +155,6 @@ class Strategy(ABC):
 
         They are as they are after this worker's last push. The function returns them when what is pending is done.
         """
-
-    def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
-    ) -> PreparedCall | None:
-        """A shorter way for a blocking `pushpull` of one array per key; None where there is none. Local."""
-        return None
-
-    def begin(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], op: Reduction, priority: int
-    ) -> list[Pending] | None:
-        """A `pushpull` of one array per key, in its place, which nobody touches until it is done.
-
-        None, with nothing done, where the arrays cannot be used in their place.
-        """
-        return None
 
     def bucket(self, keys: Sequence[Key]) -> Travelling | None:
         """Let keys that are always pushed together, in this order, travel together; None: each travels alone.

@@ -36,7 +36,8 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import digest_of
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
-from mpikv.strategies.arguments import flattened
+from mpikv.strategies.arguments import Flat
+from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_calls import KeyCall
@@ -116,14 +117,14 @@ class Direct:
 
     # --- calls
 
-    def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
-    ) -> DirectCall | None:
-        """A call with one array per key, of keys whose path it is; None where it cannot go the direct path."""
+    def prepare(self, entries: Sequence[Entry], op: Reduction, otherwise: PreparedCall) -> DirectCall | None:
+        """A call of keys whose path it is, with arrays of the caller's; None where it cannot go the direct path.
+
+        otherwise: the same call through the keys' queues, for when workers are in different calls.
+        """
+        infos = [entry.info for entry in entries]
         queues = [self._queues[info.id] for info in infos]
-        flat = flattened(infos, values, outs)
-        if flat is None:
-            return None
+        flat: list[Flat] = [(entry.total, entry.outs or ()) for entry in entries]
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if 0 < optimizers.count(None) < len(optimizers):
             return None
@@ -143,7 +144,8 @@ class Direct:
             plan = self._update(queues, flat, replicas)
         offset_of = self._places.memory.offset_of
         places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
-        call = DirectCall(self, kind, queues, plan, digest(kind, [info.id for info in infos], places, op.name))
+        named = digest(kind, [info.id for info in infos], places, op.name)
+        call = DirectCall(self, kind, queues, plan, named, otherwise=otherwise)
         call.slots = {self._session.slot_of(info): info for info in infos}
         call.hash = history_hash(queue.calls.digest for queue in queues)
         if kind == "in place":
@@ -273,7 +275,7 @@ class Direct:
         self._session.wait(Pending(request, Waiting("pushpull", queue.info.key, queue.info.id)))
 
 
-class DirectCall(KeyCall):
+class DirectCall(KeyCall, PreparedCall):
     """One call, ready to be made: which keys, which arrays, what this worker does."""
 
     def __init__(
@@ -283,9 +285,11 @@ class DirectCall(KeyCall):
         queues: Sequence[RoundQueue],
         plan: Callable[[int], Plan],
         digest_: int,
+        *,
+        otherwise: PreparedCall,
     ) -> None:
         super().__init__()
-        self._direct = direct
+        self._direct, self._otherwise = direct, otherwise
         self.kind = kind
         self.name = f"pushpull of key {shown(queues[0].info.key)}"  # for a stall report
         self.queues = queues
@@ -298,7 +302,7 @@ class DirectCall(KeyCall):
         self._epoch = direct.epoch
 
     @property
-    def valid(self) -> bool:
+    def valid(self) -> bool:  # type: ignore[override]
         """Whether the optimizers are still those it was made for."""
         return self._epoch == self._direct.epoch
 
@@ -311,10 +315,15 @@ class DirectCall(KeyCall):
         self._checked = self._direct.pushes_elsewhere
         return True
 
-    def run(self, priority: int = 0) -> bool:
-        """See `Direct.run`. Nothing waits in a queue."""
-        return self._direct.run(self)
+    def start(self, priority: int = 0) -> list[Pending]:
+        """Make it together with the others, blocking; else start it through the keys' queues."""
+        return [] if self._direct.run(self) else self._otherwise.start(priority)
+
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """See `PreparedCall`."""
+        self._otherwise.wait(pending)
 
     def release(self) -> None:
         """See `Direct.release`."""
         self._direct.release(self)
+        self._otherwise.release()

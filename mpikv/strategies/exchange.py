@@ -33,7 +33,7 @@ from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.loopback import Loopback
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
-GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting for the engine begins with as many
+SOON_S = 150e-6  # an answer takes some tens of microseconds, and waiting for the engine begins with as many
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
 # Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
@@ -41,12 +41,12 @@ MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this s
 PARTS_UNDER_WAY = 64
 
 
-def glance(request: Request) -> bool:
+def soon(request: Request) -> bool:
     """Look whether it is done, for about as long as an answer takes when nobody is late."""
     for _ in range(POLLS):
         if request.test():
             return True
-    deadline = time.perf_counter() + GLANCE_S
+    deadline = time.perf_counter() + SOON_S
     while time.perf_counter() < deadline:
         os.sched_yield()
         if request.test():
@@ -124,33 +124,33 @@ class Exchange:
     """A call under way: a request that moves itself on, for whoever waits for it."""
 
     def __init__(self, steps: Steps[None]) -> None:
-        self._running = Running(steps, "")
+        self.running = Running(steps, "")
 
     def test(self) -> bool:
         """Whether it is done. Under the engine's lock."""
-        self._running.advance()
-        return self._running.test()
+        self.running.advance()
+        return self.running.test()
 
     def steps(self) -> Steps[None]:
         """For an engine, where nobody waits any more."""
         yield self
 
 
-class Together:
+class EndingTogether:
     """The one transfer of several keys. A wait for one of them looks after all of them.
 
     check: raises when the wait for a key can never end.
     """
 
     def __init__(self, request: Request, waitings: Sequence[Waiting], check: Callable[[Waiting], None]) -> None:
-        self._request = request
+        self.request = request
         self._waitings = waitings
         self._check = check
         self._tests = 0
 
     def test(self) -> bool:
         """Whether it is done."""
-        if self._request.test():
+        if self.request.test():
             return True
         self._tests += 1
         if self._tests % 64 == 0:  # there may be hundreds of keys, and nothing of this is urgent

@@ -17,12 +17,37 @@ from mpikv.optimizers.row_table import RowTable
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending, Session
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.base import Entry, Loaded, Read, Strategy, Write
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
 from mpikv.strategies.states import collect, distribute, restored
+
+
+class LocalCall(PreparedCall):
+    """One call: it is done when it has started."""
+
+    def __init__(self, strategy: LocalStrategy, entries: Sequence[Entry]) -> None:
+        self._strategy, self._entries = strategy, entries
+
+    def start(self, priority: int = 0) -> list[Pending]:
+        """Key by key."""
+        for entry in self._entries:
+            if entry.total is not None:
+                self._strategy.push(entry.info, entry.total)
+            if entry.sink is not None:
+                self._strategy.pull(entry.info, entry.sink)
+        return []
+
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """Forget the arrays."""
+        self.valid, self._entries = False, ()
 
 
 class LocalStrategy(Strategy):
     """The strategy of `local` and `device`."""
+
+    lends = False  # an updater may keep what it is given, and change it
 
     def __init__(self, session: Session) -> None:
         self._session, self._infos = session, session.infos
@@ -42,14 +67,13 @@ class LocalStrategy(Strategy):
             else:
                 self._stored[info.id] = value
 
-    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
-        """Update the stored values now, and copy them out. Every reduction is what one worker makes of its devices."""
-        for info, total, sink in entries:
-            if total is not None:
-                self.push(info, total)
-            if sink is not None:
-                sink.deliver(self._stored[info.id])
-        return []
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
+        """Update the stored values, and copy them out. Every reduction is what one worker makes of its devices."""
+        return LocalCall(self, entries)
+
+    def pull(self, info: KeyInfo, sink: Sink) -> None:
+        """Copy the stored value out now."""
+        sink.deliver(self._stored[info.id])
 
     def push(self, info: KeyInfo, total: SpaceArray) -> None:
         """Update the stored value now."""

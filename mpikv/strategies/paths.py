@@ -53,7 +53,7 @@ class KeyPaths:
     """
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
-        self.placement, self._is_first, self._tag = placement, means.group.rank == 0, wire.key_tag(info.id, 0)
+        self.placement, self._is_first, self._key_id = placement, means.group.rank == 0, info.id
         self.usual = path_of(means, info, placement, place)
         staging = self.usual.staging
         self.value: SpaceArray = self.usual.value if staging is None else staging.value
@@ -125,7 +125,7 @@ class KeyPaths:
     def end(self) -> Steps[None]:
         """A round has ended whose time is compared with that of others."""
         assert self.codec is not None
-        return self.codec.end(self._tag)
+        return self.codec.end(wire.key_tag(self._key_id, 0))
 
 
 def path_of(means: Means, info: KeyInfo, placement: Placement, place: Any, value: SpaceArray | None = None) -> KeyPath:

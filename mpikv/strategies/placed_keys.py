@@ -24,7 +24,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Comparison
+from mpikv.placement.labels import Comparison, Under
 from mpikv.placement.members import Members
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
@@ -255,6 +255,13 @@ class PlacedKeys:
     def due(self, queue: RoundQueue) -> Running[None] | None:
         """What does its rounds, to be taken by the engine; None: they are being done."""
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
+
+    def under(self, info: KeyInfo) -> Under:
+        """What a push of this key is made under now; the owner of what this worker owns knows it."""
+        under, attributes = self._session.under(info)
+        if attributes is not None:
+            self.owner.add_attributes(self._session.slot_of(info), 0, under.number, attributes)
+        return under
 
     def all(self) -> list[RoundQueue]:
         """Each queue once."""

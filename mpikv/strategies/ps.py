@@ -24,6 +24,7 @@ from mpikv.codecs import compression
 from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
 from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -39,11 +40,10 @@ from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import HOST
-from mpikv.strategies.arguments import Flat, flattened
-from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
-from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
+from mpikv.strategies.exchange import Client, EndingTogether, Exchange, Item, Target, soon
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
@@ -53,39 +53,46 @@ from mpikv.transports.loopback import Loopback
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
 
-def _until(request: Request) -> Steps[None]:
-    yield request
-
-
-class PreparedExchange:
-    """A `pushpull` of known arrays."""
-
-    valid = True
+class PsCall(PreparedCall):
+    """One call. waits: its caller waits for it at once, and moves it on by itself, without the engine's thread."""
 
     def __init__(
-        self,
-        strategy: PsStrategy,
-        infos: Sequence[KeyInfo],
-        flat: Sequence[Flat],
-        sinks: Sequence[Sink],
-        op: Reduction,
+        self, strategy: PsStrategy, session: Workers, entries: Sequence[Entry], op: Reduction, *, waits: bool
     ) -> None:
-        self._strategy, self._op = strategy, op
-        self._entries = [Entry(info, value, sink) for info, (value, _), sink in zip(infos, flat, sinks, strict=True)]
+        self._strategy, self._session, self._op, self._waits = strategy, session, op, waits
+        spaces = session.spaces
+        self._entries = [
+            entry if entry.outs is None else entry._replace(sink=Sink(entry.info, entry.outs, spaces))
+            for entry in entries
+        ]
 
-    def start(self, priority: int) -> list[Pending]:
-        """Push, and begin to pull."""
-        return self._strategy.exchange(self._entries, priority, self._op)
+    def start(self, priority: int = 0) -> list[Pending]:
+        """Messages out and back for each shard, shared by small keys; as many as a large one has partitions."""
+        if not self._waits:
+            return self._strategy.start(self._entries, priority, self._op)
+        try:
+            return self._strategy.start_waited(self._entries, priority, self._op)
+        except KeyboardInterrupt as error:  # answers may still come, into the caller's arrays
+            self._session.engine.interrupted("pushpull", error)
+            raise
 
-    def run(self, priority: int = 0) -> bool:
-        """Push and pull."""
-        self._strategy.blocking(self._entries, priority, self._op)
-        return True
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """Wait for all keys; those of a call that is waited for at once end together."""
+        try:
+            for one in pending:
+                self._session.wait(one, None, pending)
+        except (StallError, ConfigError):
+            if self._waits:
+                self._strategy.leave(pending)
+            raise
+        except KeyboardInterrupt as error:
+            if self._waits:
+                self._session.engine.interrupted("pushpull", error)
+            raise
 
     def release(self) -> None:
         """Forget the arrays."""
-        self.valid = False
-        self._entries = []
+        self.valid, self._entries = False, []
 
 
 class PsStrategy(Strategy):
@@ -260,7 +267,7 @@ class PsStrategy(Strategy):
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
         """The keys of a call, each push counted; room for all of it is waited for."""
         items = []
-        for info, total, sink in entries:
+        for info, total, sink, _ in entries:
             key, under = self._keys[info.id], NOTHING if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
             item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
@@ -281,15 +288,20 @@ class PsStrategy(Strategy):
             return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
         return wire.PLAIN_ANSWER if key.plain else 0
 
-    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
-        """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
+        """Straight from the caller's own arrays where they are lent."""
+        lent = all(entry.outs is not None for entry in entries)
+        return PsCall(self, self._session, entries, op, waits=waits and lent)
+
+    def start(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
+        """Start a call that the engine moves on."""
         items = self._items(entries, op)
         if not items:
             return []
         pushes, pulls = items[0].total is not None, items[0].sink is not None
         kind = wire.PUSHPULL if pushes and pulls else wire.PUSH if pushes else wire.PULL
         call = CALLS[kind]
-        running = self._engine.start(self._steps(kind, items, priority), call)
+        running = self._engine.take(Running(self._steps(kind, items, priority), call))
         return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
 
     def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
@@ -304,70 +316,53 @@ class PsStrategy(Strategy):
         for key in keys:
             key.end(self._engine.clock.now_s())
 
-    def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
-    ) -> PreparedExchange | None:
-        """Straight from the caller's own arrays, where no answer can overwrite what has not been sent."""
-        flat = None if any(info.space != HOST for info in infos) else flattened(infos, values, outs)
-        if flat is None:
-            return None
-        sinks = [Sink(info, out, self._session.spaces) for info, out in zip(infos, outs, strict=True)]
-        return PreparedExchange(self, infos, flat, sinks, op)
-
-    def begin(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], op: Reduction, priority: int
-    ) -> list[Pending] | None:
-        """As `prepare`."""
-        call = self.prepare(infos, values, [[value] for value in values], op)
-        return None if call is None else call.start(priority)
-
-    def blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
-        """A `pushpull` by whoever waits for it, without the engine's thread."""
-        try:
-            self._blocking(entries, priority, op)
-        except KeyboardInterrupt as error:  # answers may still come, into the caller's arrays
-            self._engine.interrupted("pushpull", error)
-            raise
-
-    def _blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
+    def start_waited(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
+        """Start a `pushpull` that whoever waits for it moves on."""
         alone = self._service is None and (self._device is None or not self._device.waiting)
-        if len(entries) == 1 and alone and self._keys[entries[0][0].id].smallest:
-            info, total, sink = entries[0]
-            if total is not None and sink is not None:
-                self._blocking_small(info, total, sink, op)
-                return
+        if len(entries) == 1 and alone and self._keys[entries[0].info.id].smallest:
+            return self._start_small(entries[0], op)
         items = self._items(entries, op)
-        waitings = [self._waiting("pushpull", item.key) for item in items]
-        self._wait_or_leave(Exchange(self._steps(wire.PUSHPULL, items, priority)), waitings)
+        exchange = Exchange(self._steps(wire.PUSHPULL, items, priority))
+        with self._engine.lock:
+            exchange.running.advance()
+        return self._pending(exchange, [self._waiting("pushpull", item.key) for item in items])[:1]
 
-    def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink, op: Reduction) -> None:
+    def _start_small(self, entry: Entry, op: Reduction) -> list[Pending]:
         """The shortest path there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
+        info, total, sink = entry[:3]
+        assert sink is not None
         key, under = self._keys[info.id], self._count_push(info)
         total = scaled(self._session.spaces.host, total, under.ratio)
         item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
-            done = glance(answer)
+            done = soon(answer)
         if not done:
-            self._wait_or_leave(Exchange(_until(answer)), [self._waiting("pushpull", item.key)])
+            return [Pending(Exchange(self._end_small(answer, tag, sink, value)), self._waiting("pushpull", key))]
+        self._client.reply_tags.give([tag])
+        sink.deliver(value)
+        return []
+
+    def _end_small(self, answer: Request, tag: int, sink: Target, value: HostArray) -> Steps[None]:
+        yield answer
         self._client.reply_tags.give([tag])
         sink.deliver(value)
 
-    def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
-        try:
-            self._session.wait(self._pending(exchange, waitings)[0])
-        except (StallError, ConfigError):
-            self._engine.start(exchange.steps(), "pushpull")  # it goes on, though its caller has given up
-            raise
+    def leave(self, pending: Sequence[Pending]) -> None:
+        """Let the engine move a call on whose caller has given up."""
+        for one in pending:
+            request = one.request.request if isinstance(one.request, EndingTogether) else one.request
+            if isinstance(request, Exchange):
+                self._engine.start(request.steps(), "pushpull")
 
     def _pending(self, request: Request, waitings: Sequence[Waiting]) -> list[Pending]:
         """One transfer for each key of a call, all of which end together."""
         if len(waitings) == 1:
             return [Pending(request, waitings[0])]
-        together = Together(request, waitings, self._session.waits.check)
+        together = EndingTogether(request, waitings, self._session.waits.check)
         return [Pending(together, waiting, waitings) for waiting in waitings]
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:

@@ -45,7 +45,7 @@ from mpikv.calls.request import Request
 from mpikv.codecs.compression import make
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
-from mpikv.strategies.base import PreparedCall
+from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
@@ -148,11 +148,16 @@ class Gradients:
         self._fill(bucket)
         session = self._store.session
         session.check_open("backward")
-        # What `pushpull_async` would look at is known: the key, and that the array is in no other call.
-        pending = self._store.strategy.begin([session.infos[bucket.key]], [bucket.flat], SUM, 0)
-        bucket.request = (
-            self._store.pushpull_async(bucket.key, bucket.flat) if pending is None else Request(session, pending)
-        )
+        if bucket.on_gpu or not self._store.strategy.lends:
+            bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
+        else:  # what that would look at is known: the key, and that the array is in no other call
+            call = self._store.strategy.prepare(self._lent([bucket.key], [bucket.flat]), SUM)
+            bucket.request = Request(session, call.start())
+
+    def _lent(self, keys: Sequence[str], flats: Sequence[Any]) -> list[Entry]:
+        """The entries of a call that adds these arrays where they are."""
+        infos = self._store.session.infos
+        return [Entry(infos[key], flat, None, (flat,)) for key, flat in zip(keys, flats, strict=True)]
 
     def _fill(self, bucket: GradientBucket) -> None:
         """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
@@ -279,17 +284,18 @@ class Gradients:
 
         It is kept from the first time on: what `pushpull` does not keep, it copies to the keys' own memory.
         """
-        session = self._store.session
-        session.check_open("backward")
+        self._store.session.check_open("backward")
+        if not self._store.strategy.lends:
+            self._store.pushpull_async(keys, flats).wait()
+            return
         call = self._call
         if call is None or not call.valid or len(flats) != len(self._called) or any(map(is_not, flats, self._called)):
             if call is not None:
                 call.release()
-            infos = [session.infos[key] for key in keys]
-            call = self._call = self._store.strategy.prepare(infos, flats, [[flat] for flat in flats], SUM)
+            call = self._call = self._store.strategy.prepare(self._lent(keys, flats), SUM, waits=True)
             self._called = flats
-        if call is None or not call.run():
-            self._store.pushpull_async(keys, flats).wait()
+        if pending := call.start():
+            call.wait(pending)
 
     def _check(self, outcome: RoundOutcome, settings: str) -> None:
         if outcome.failed:

@@ -19,7 +19,7 @@ from store_modes import long_messages
 
 from mpikv import ConfigError, optimizers
 from mpikv.config import Config
-from mpikv.strategies.allreduce import AllreduceStrategy
+from mpikv.strategies.queued_call import QueuedCall
 from mpikv.testing.reference import ReferenceStore
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
@@ -332,29 +332,27 @@ def test_another_rate_is_an_error_on_all(way: Way) -> None:
 @SOME_WAYS
 def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: Way, monkeypatch) -> None:
     """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
-    exchange, armed, late = AllreduceStrategy._exchange_in_place, threading.Event(), threading.Event()
+    before, armed, late = QueuedCall._round, threading.Event(), threading.Event()
 
-    def slow(strategy, priority, info, *arguments):
-        pending = exchange(strategy, priority, info, *arguments)
-        queue = strategy._queues[info.id]
-        if armed.is_set() and strategy._session.rank == 0 and info.key == "w":
+    def slow(call, queue, entry):
+        keys = {queue.info.key: queue for queue in call._keys.all()}
+        if armed.is_set() and call._session.rank == 0 and entry.info.key != "w" and keys["w"].waiting:
             deadline = time.monotonic() + TEST_TIMEOUT_S
-            while not queue.running.done:
+            while not keys["w"].running.done:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             late.set()
-        return pending
+        return before(call, queue, entry)
 
     def odd(optimizer, rank):
         optimizer.learning_rate = 0.2 if rank == 1 else 0.1
         if rank == 0:
             armed.set()
 
-    monkeypatch.setattr(AllreduceStrategy, "_exchange_in_place", slow)
+    monkeypatch.setattr(QueuedCall, "_round", slow)
     without_bundles(monkeypatch)  # which leave at the end of a call
     refused_step(way, odd)
-    by_rounds = not way.servers and (way.hosts or way.algorithm != "auto")  # others go to servers, or directly
-    assert late.is_set() == bool(by_rounds)
+    assert late.is_set() == (not way.servers)  # to those all keys go in one message
 
 
 @pytest.mark.grid

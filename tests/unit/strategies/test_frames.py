@@ -1,8 +1,12 @@
-"""How deep a call goes: the frames of ours between what a user calls and the transport, for every way of a gradient."""
+"""How deep a call goes: the frames of ours between what a user calls and the transport, for every path of a gradient.
+
+A call that waits has the engine step. What leaves then has as many frames of ours from the engine's step on at most.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,64 +21,121 @@ from mpikv.transports.threads import ThreadTransport
 
 MOST = 8
 OURS = str(Path(mpikv.__file__).parent)
-WAYS = {
+PATHS = {
     "naive": (2, 0, ("a", "a"), Config(timeout_s=20, algorithm="naive")),
     "ring": (3, 0, ("a", "b", "c"), Config(timeout_s=20, algorithm="ring")),
     "halving": (4, 0, ("a",) * 4, Config(timeout_s=20, algorithm="halving_doubling")),
     "hierarchical": (4, 0, ("a", "a", "b", "b"), Config(timeout_s=20, algorithm="hierarchical")),
+    "hosted": (4, 0, ("a", "a", "b", "b"), Config(timeout_s=20)),
     "servers": (2, 1, ("a",) * 3, Config(timeout_s=20, shared_memory="off")),
 }
+KEYS = {"w": 4000, "long": 70_000, "short": 3}
+
+
+def values() -> list[Any]:
+    return [np.ones(n, np.float32) for n in KEYS.values()]
+
+
+def push(store: mpikv.KVStore) -> None:
+    store.push("w", np.ones(KEYS["w"], np.float32))
+    store.push([*KEYS], values())
+
+
+def pull(store: mpikv.KVStore) -> None:
+    store.pull("w")
+    store.pull([*KEYS])
+
+
+def pushpull(store: mpikv.KVStore) -> None:
+    """In place and elsewhere, of one key and of lists, known from the last time and not."""
+    one, some = np.ones(KEYS["w"], np.float32), values()
+    for _ in range(3):
+        store.pushpull("w", one)
+        store.pushpull("w", one, np.empty_like(one))
+        store.pushpull([*KEYS], some)
+    store.pushpull("short", np.ones(KEYS["short"], np.float32))
+
+
+def pushpull_async(store: mpikv.KVStore) -> None:
+    one = np.ones(KEYS["w"], np.float32)
+    store.pushpull_async("w", one).wait()
+    store.pushpull_async("w", one, np.empty_like(one)).wait()
+    store.pushpull_async([*KEYS], values()).wait()
+
+
+CALLS = (push, pull, pushpull, pushpull_async)
+# Only servers are asked for a value; else a pull waits for a round that the push has begun.
+CASES = [(path, call) for path in PATHS for call in CALLS if call is not pull or path == "servers"]
 
 
 def frames(frame: FrameType | None, outermost: str) -> list[str] | None:
-    """Our functions from the store's `outermost` on, the innermost first; None where it is not among them."""
-    found = []
+    """Our functions from the store's `outermost` on, the innermost first; None where it is not among them.
+
+    Those in front of the engine's step are left out.
+    """
+    found: list[str] = []
+    stepped = False
     while frame is not None:
         name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-        if frame.f_code.co_filename.startswith(OURS):
+        if frame.f_code.co_filename.startswith(OURS) and not stepped:
             found.append(name)
+            stepped = frame.f_code.co_name == "step" and frame.f_code.co_filename.endswith("engine.py")
         if frame.f_code.co_name == outermost and frame.f_code.co_filename.endswith("kvstore.py"):
             return found
         frame = frame.f_back
     return None
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Of each message that left inside a `push`: our functions that led to it."""
+def longest_of(path: str, outermost: str, body: Callable[[mpikv.KVStore], None], monkeypatch: Any) -> list[str]:
+    """The most functions of ours that led from the store's `outermost` to a message."""
     found: list[list[str]] = []
     before = ThreadTransport.isend
 
     def isend(self: ThreadTransport, *arguments: Any) -> Any:
-        led = frames(sys._getframe(1), "push")
+        led = frames(sys._getframe(1), outermost)
         if led is not None:
             found.append(led)
         return before(self, *arguments)
 
     monkeypatch.setattr(ThreadTransport, "isend", isend)
-    return found
+    workers, servers, hosts, config = PATHS[path]
+    spawn_stores("dist_sync", workers, body, num_servers=servers, config=config, hosts=hosts)
+    assert found
+    return max(found, key=len)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_from_push_to_the_transport(way: str, sent: list[list[str]]) -> None:
-    workers, servers, hosts, config = WAYS[way]
-
+@pytest.mark.parametrize(("path", "call"), CASES, ids=[f"{path}-{call.__name__}" for path, call in CASES])
+def test_from_a_call_to_the_transport(path: str, call: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def body(store: mpikv.KVStore) -> None:
-        store.init("w", np.zeros(4000, np.float32))
+        store.init([*KEYS], values())
         store.barrier()
-        store.push("w", np.ones(4000, np.float32))
+        call(store)
         store.pull("w")
 
-    spawn_stores("dist_sync", workers, body, num_servers=servers, config=config, hosts=hosts)
-    assert sent
-    longest = max(sent, key=len)
+    longest = longest_of(path, call.__name__, body, monkeypatch)
     assert len(longest) <= MOST, longest
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_from_wait_to_what_is_tested(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["naive", "ring", "servers"])
+def test_from_the_gradient_hook_to_the_transport(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch calls the hook in the backward pass; counted from where it enters the store."""
+    torch = pytest.importorskip("torch")
+    from mpikv.torch import DistributedModel
+
+    def body(store: mpikv.KVStore) -> None:
+        net = torch.nn.Linear(40, 30)
+        model = DistributedModel(net, store=store)
+        for _ in range(3):
+            model(torch.ones(2, 40)).sum().backward()
+
+    longest = longest_of(path, "pushpull_async", body, monkeypatch)
+    assert len(longest) <= MOST, longest
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_from_wait_to_what_is_tested(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait steps the engine until its own request is done."""
-    workers, servers, hosts, config = WAYS[way]
+    workers, servers, hosts, config = PATHS[path]
     found: list[list[str]] = []
 
     class Noted:
@@ -90,12 +151,15 @@ def test_from_wait_to_what_is_tested(way: str, monkeypatch: pytest.MonkeyPatch) 
     def body(store: mpikv.KVStore) -> None:
         store.init("w", np.zeros(4000, np.float32))
         store.push("w", np.ones(4000, np.float32))
-        before = type(store.strategy).exchange
+        before = type(store.strategy).prepare
 
-        def exchange(*arguments: Any) -> Any:
-            return [one._replace(request=Noted(one.request)) for one in before(store.strategy, *arguments)]
+        def prepare(*arguments: Any, **named: Any) -> Any:
+            call = before(store.strategy, *arguments, **named)
+            start = call.start
+            call.start = lambda priority: [one._replace(request=Noted(one.request)) for one in start(priority)]
+            return call
 
-        monkeypatch.setattr(store.strategy, "exchange", exchange)
+        monkeypatch.setattr(store.strategy, "prepare", prepare)
         store.pull_async("w").wait()
 
     spawn_stores("dist_sync", workers, body, num_servers=servers, config=config, hosts=hosts)
