@@ -82,8 +82,8 @@ class AllreduceStrategy(Strategy):
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Through the keys' queues, or on the direct path where all keys go it and the arrays are the caller's own."""
-        queued, direct = QueuedCall(self.keys, self._session, entries, op), self.keys.direct
-        if direct is None or not waits or any(entry.outs is None for entry in entries):
+        queued = QueuedCall(self.keys, self._session, entries, op)
+        if not waits or (direct := self.keys.direct) is None or any(entry.outs is None for entry in entries):
             return queued
         if {self._queues[entry.info.id].placement.path for entry in entries} != {"direct"}:
             return queued

@@ -39,15 +39,25 @@ class QueuedCall(PreparedCall):
 
     def start(self, priority: int = 0) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
-        pending, engine = [], self._session.engine
+        pending, keys, engine, op = [], self._keys, self._session.engine, self._op
         with self._session.gathering():
-            for entry in self._entries:
-                info = entry.info
-                queue = self._keys.queues[info.id]
-                round_, sink = self._round(queue, entry)
+            for info, value, target, outs in self._entries:
+                queue, round_, sink = keys.queues[info.id], None, target
+                if value is not None:
+                    under = keys.under(info)
+                    if under.ratio != 1.0:
+                        dtype = queue.paths.dtype if outs is None and info.space == HOST else None
+                        value = scaled(queue.space, value, under.ratio, dtype)
+                    if outs is not None:
+                        round_, sink = self._lent_round(queue, info, value, under, outs)
+                        round_ = round_._replace(op=op, priority=priority)
+                    else:
+                        cast = value.dtype != queue.paths.dtype and info.space == HOST
+                        total = queue.space.cast(value, queue.paths.dtype) if cast else value
+                        round_ = Round(total, under, op=op, priority=priority)
                 with engine.lock:  # for both: once given back, it may be busy for milliseconds
                     if round_ is not None:
-                        running = self._push(queue, info, round_._replace(op=self._op, priority=priority))
+                        running = self._push(queue, info, round_)
                         if running is not None:
                             queue.running = engine.take(running)
                     if sink is not None:
@@ -71,23 +81,10 @@ class QueuedCall(PreparedCall):
         """Forget the arrays."""
         self.valid, self._entries = False, ()
 
-    def _round(self, queue: RoundQueue, entry: Entry) -> tuple[Round | None, Sink | None]:
-        """The round of a key, and where the result is still to be written to when it has ended."""
-        info, value, spaces = entry.info, entry.total, self._session.spaces
-        if value is None:
-            return None, entry.sink
-        under = self._keys.under(info)
-        if entry.outs is not None:
-            return self._lent_round(queue, info, scaled(queue.space, value, under.ratio), under, entry.outs)
-        dtype = queue.paths.dtype if info.space == HOST else value.dtype
-        value = scaled(spaces.of(info), value, under.ratio, dtype)
-        if value.dtype != dtype:
-            value = spaces.of(info).cast(value, dtype)
-        return Round(value, under), entry.sink
-
     def _lent_round(
         self, queue: RoundQueue, info: KeyInfo, value: SpaceArray, under: Under, outs: tuple[HostArray, ...]
     ) -> tuple[Round, Sink]:
+        """The round of a key in arrays of the caller's, and where the result is still to be written to afterwards."""
         paths, spaces = queue.paths, self._session.spaces
         if isinstance(queue, Bucket) or value.dtype != paths.dtype:
             return Round(queue.space.cast(value, paths.dtype), under), Sink(info, outs, spaces)  # copied in any case

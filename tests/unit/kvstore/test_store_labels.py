@@ -332,24 +332,24 @@ def test_another_rate_is_an_error_on_all(way: Way) -> None:
 @SOME_WAYS
 def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: Way, monkeypatch) -> None:
     """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
-    before, armed, late = QueuedCall._round, threading.Event(), threading.Event()
+    before, armed, late = QueuedCall._lent_round, threading.Event(), threading.Event()
 
-    def slow(call, queue, entry):
-        keys = {queue.info.key: queue for queue in call._keys.all()}
-        if armed.is_set() and call._session.rank == 0 and entry.info.key != "w" and keys["w"].waiting:
+    def slow(call, queue, *arguments):
+        keys = {one.info.key: one for one in call._keys.all()}
+        if armed.is_set() and call._session.rank == 0 and queue.info.key != "w" and keys["w"].waiting:
             deadline = time.monotonic() + TEST_TIMEOUT_S
             while not keys["w"].running.done:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             late.set()
-        return before(call, queue, entry)
+        return before(call, queue, *arguments)
 
     def odd(optimizer, rank):
         optimizer.learning_rate = 0.2 if rank == 1 else 0.1
         if rank == 0:
             armed.set()
 
-    monkeypatch.setattr(QueuedCall, "_round", slow)
+    monkeypatch.setattr(QueuedCall, "_lent_round", slow)
     without_bundles(monkeypatch)  # which leave at the end of a call
     refused_step(way, odd)
     assert late.is_set() == (not way.servers)  # to those all keys go in one message
