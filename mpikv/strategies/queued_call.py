@@ -41,8 +41,8 @@ class QueuedCall(PreparedCall):
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
         pending, keys, engine, op = [], self._keys, self._session.engine, self._op
         with self._session.gathering():
-            for info, value, target, outs in self._entries:
-                queue, round_, sink = keys.queues[info.id], None, target
+            for info, pushed, target, outs in self._entries:
+                queue, round_, sink, value = keys.queues[info.id], None, target, pushed
                 if value is not None:
                     under = keys.under(info)
                     if under.ratio != 1.0:
