@@ -90,7 +90,7 @@ def every_form(store: KVStore, n: int, dtype) -> None:
         same(out, expected(op, pairs, W))
 
 
-@pytest.mark.grid(1)  # test_store_grid.py has each dtype in each mode, for sums
+@pytest.mark.grid(1)  # test_store_paths.py has each dtype in each mode, for sums
 @MODES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_reduction(mode, dtype):
