@@ -36,7 +36,7 @@ DEVICE_WINDOW = 2
 Span = tuple[int, int]  # elements [begin, end) of a buffer
 
 
-class Segments(Protocol):
+class Outgoing(Protocol):
     """What is sent to whom: a list, or an object that makes what it is asked for, each once and in order."""
 
     def __len__(self) -> int: ...
@@ -118,7 +118,7 @@ class Sender:
     segments: (rank of the group, array). ready: how many of them, from the first on, may be sent by now.
     """
 
-    def __init__(self, group: Ends, segments: Segments, tag: int, window: int, ready: Callable[[], int]) -> None:
+    def __init__(self, group: Ends, segments: Outgoing, tag: int, window: int, ready: Callable[[], int]) -> None:
         self._group, self._segments, self._tag, self._window, self._ready = group, segments, tag, window, ready
         self._under_way: deque[Request] = deque()
         self._sent = 0

@@ -36,7 +36,7 @@ from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, T
 from mpikv.strategies.bucketed import Bucketed, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
-from mpikv.strategies.queues import Reached
+from mpikv.strategies.queues import RoundReached
 from mpikv.strategies.sparse_owners import RowServer, WorkersRows
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 
@@ -71,7 +71,7 @@ class AllreduceStrategy(Strategy):
                 continue  # its rows are asked for when they are needed; it may be forgotten already
             queue = self._queues[info.id]
             if not queue.has_value:
-                self._session.wait(Pending(Reached(queue, 0), Waiting("init", info.key, info.id)))
+                self._session.wait(Pending(RoundReached(queue, 0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
         self._rows.proposed(values)

@@ -27,7 +27,7 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.paths import KeyPaths
-from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders, bytes_of
+from mpikv.strategies.queues import Round, RoundQueue, RoundReached, Unders, bytes_of
 
 
 class Bucket(RoundQueue):
@@ -148,7 +148,7 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
     groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
-        session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
+        session.wait(Pending(RoundReached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
     found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
     return [Bucket(group, session.spaces.of(group[0])) for group in found if len(group) > 1]
 

@@ -45,7 +45,7 @@ class Route(NamedTuple):
     n_bytes: int
 
 
-class Messages(NamedTuple):
+class PieceMessages(NamedTuple):
     """In place of an array: a push that has been encoded already, or memory for an answer that is decoded elsewhere.
 
     by_piece: the bytes on their way of elements [begin, end).
@@ -60,13 +60,13 @@ class Value:
     encoded: how they come; None: as they are, straight into the array.
     """
 
-    def __init__(self, array: HostArray | Messages, encoded: Pieces | None) -> None:
+    def __init__(self, array: HostArray | PieceMessages, encoded: Pieces | None) -> None:
         self.array, self._encoded = array, encoded
         self._data: list[tuple[Span, HostArray]] = []
 
     def piece(self, begin: int, end: int) -> HostArray:
         """Memory for the answer to elements [begin, end)."""
-        if isinstance(self.array, Messages):
+        if isinstance(self.array, PieceMessages):
             return self.array.by_piece[begin, end]
         if self._encoded is None:
             return self.array[begin:end]
@@ -74,11 +74,11 @@ class Value:
         self._data.append(((begin, end), data))
         return data
 
-    def complete(self) -> HostArray | Messages:
+    def complete(self) -> HostArray | PieceMessages:
         """The array, when all answers are there."""
         for piece, data in self._data:
             assert self._encoded is not None
-            assert not isinstance(self.array, Messages)
+            assert not isinstance(self.array, PieceMessages)
             self._encoded.put(data, self.array[slice(*piece)])
         return self.array
 
@@ -124,9 +124,9 @@ class ClientKey:
         """Whether answers to a pull come as they are: also before this worker's first push."""
         return self._comes_as_it_is or not self.pushed
 
-    def encode(self, total: HostArray | Messages, begin: int, end: int, *, plain: bool = False) -> HostArray:
+    def encode(self, total: HostArray | PieceMessages, begin: int, end: int, *, plain: bool = False) -> HostArray:
         """What travels of elements [begin, end) of a push. plain: the values as they are."""
-        if isinstance(total, Messages):
+        if isinstance(total, PieceMessages):
             return total.by_piece[begin, end]
         if self.sends_as_it_is or plain:
             return total[begin:end]
@@ -179,7 +179,7 @@ class ClientKey:
     def _pieces(self) -> list[Span]:
         return [part for route in self.routes for part in route.parts]
 
-    def value(self, array: HostArray | Messages, *, plain: bool) -> Value:
+    def value(self, array: HostArray | PieceMessages, *, plain: bool) -> Value:
         """Where the answers to a pull go. plain: they come as they are."""
         return Value(array, None if plain else self.returned)
 

@@ -37,7 +37,7 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import Sink
-from mpikv.strategies.client_key import ClientKey, Messages, Route
+from mpikv.strategies.client_key import ClientKey, PieceMessages, Route
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.exchange import Client, Item
 from mpikv.strategies.pieces import Pieces
@@ -149,14 +149,14 @@ class DeviceCalls:
 class _Into:
     """A `Target` for messages alone."""
 
-    def __init__(self, memory: SpaceArray | Messages) -> None:
+    def __init__(self, memory: SpaceArray | PieceMessages) -> None:
         self._memory = memory
 
-    def buffer(self) -> SpaceArray | Messages:
+    def buffer(self) -> SpaceArray | PieceMessages:
         """The memory."""
         return self._memory
 
-    def deliver(self, value: SpaceArray | Messages) -> None:
+    def deliver(self, value: SpaceArray | PieceMessages) -> None:
         """Whoever made the call does, once all of a key is here."""
 
 
@@ -189,7 +189,7 @@ class _KeyCall:
         only_host = None if self._sink is None or DEVICE in self._places else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
         if decodes:
-            self._result = Messages(self._memory_of(item.key.returned_here))
+            self._result = PieceMessages(self._memory_of(item.key.returned_here))
         directly = self._on_device if self._places == {DEVICE} else self._result
         self.arrivals: list[Request] = []
         if total is not None and (direct or handed):
@@ -221,14 +221,14 @@ class _KeyCall:
         self._memory.append(memory)
         return memory[:n_bytes]
 
-    def _encoded(self, key: ClientKey, total: SpaceArray) -> Messages:
+    def _encoded(self, key: ClientKey, total: SpaceArray) -> PieceMessages:
         """The messages of a push, which are encoded on the GPU and on their way to the host."""
         messages = self._memory_of(key.encoded)
         assert isinstance(key.encoded, DevicePieces)
         self._calls.space.follow(total)
         for part, data in key.encoded.encode_all(total, messages).items():
             self._calls.space.fetch(messages[part], data)
-        return Messages(messages)
+        return PieceMessages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
         """For the messages of all pieces that are staged."""
@@ -244,7 +244,7 @@ class _KeyCall:
         space = self._calls.space
         if DEVICE in self._places:
             assert self._sink is not None
-            if isinstance(self._result, Messages):
+            if isinstance(self._result, PieceMessages):
                 for (begin, end), message in self._result.by_piece.items():
                     self._item.key.returned_here.put(message, self._on_device[begin:end])
             elif self._on_host is not None:

@@ -27,7 +27,7 @@ from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
 from mpikv.observe.stall import Waiting
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.client_key import ClientKey, Messages, Route, Value
+from mpikv.strategies.client_key import ClientKey, PieceMessages, Route, Value
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.loopback import Loopback
@@ -57,11 +57,11 @@ def soon(request: Request) -> bool:
 class Target(Protocol):
     """Where the answer for a key goes; a `Sink`, or what stands between it and the messages."""
 
-    def buffer(self) -> SpaceArray | Messages:
+    def buffer(self) -> SpaceArray | PieceMessages:
         """Return memory for the flat value, which messages are received into."""
         ...
 
-    def deliver(self, value: SpaceArray | Messages) -> None:
+    def deliver(self, value: SpaceArray | PieceMessages) -> None:
         """Bring the value, which is all in the buffer, to where it goes."""
         ...
 
@@ -390,7 +390,7 @@ class _Transfer:
         self._client.payload_tags.give(self._payload_tags)
 
 
-def _overlap(total: SpaceArray, value: SpaceArray | Messages) -> bool:
+def _overlap(total: SpaceArray, value: SpaceArray | PieceMessages) -> bool:
     """Whether an answer would overwrite what is sent. Device memory of a call is one array or two that are apart."""
     on_host = isinstance(total, np.ndarray) and isinstance(value, np.ndarray)
     return total is value or (on_host and np.may_share_memory(total, value))

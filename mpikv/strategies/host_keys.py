@@ -41,7 +41,7 @@ LENGTH, ENTRIES = 0, ALIGN_BYTES // WORD_BYTES  # words: the number of entries, 
 LOG_WORDS = ENTRIES + LOG_ENTRIES
 
 
-class Block(NamedTuple):
+class ArrayBlock(NamedTuple):
     """Worker r's part begins at `begin + r * stride`, workers counted on their host."""
 
     begin: int
@@ -96,7 +96,7 @@ class HostKeys:
         self._values = MemoryRange(begin, third)  # kept by worker 0 alone
         self._counters = MemoryRange(third, 2 * third)  # likewise
         self._own_part = Segment(memory, 2 * third)
-        self._blocks: list[Block] = []
+        self._blocks: list[ArrayBlock] = []
         self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
         self._words = memory.words(0, memory.n_bytes // WORD_BYTES)
 
@@ -167,7 +167,7 @@ class HostKeys:
     def array(self, begin: int, n_bytes: int) -> HostArray:
         """This worker's part of a block that all have agreed on: (n_bytes,) of uint8."""
         stride = aligned(n_bytes)
-        self._blocks.append(Block(begin, stride))
+        self._blocks.append(ArrayBlock(begin, stride))
         return self.memory.array(begin + self.rank * stride, n_bytes, np.dtype(np.uint8))
 
     def replicas(self, array: HostArray) -> list[HostArray] | None:
@@ -183,7 +183,7 @@ class HostKeys:
             for rank in range(self.size)
         ]
 
-    def _block_at(self, offset: int, n_bytes: int) -> Block | None:
+    def _block_at(self, offset: int, n_bytes: int) -> ArrayBlock | None:
         for block in self._blocks:
             mine = block.begin + self.rank * block.stride
             if mine <= offset and offset + n_bytes <= mine + block.stride:

@@ -42,7 +42,7 @@ from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.key_path import Means
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
-from mpikv.strategies.queues import Reached, RoundQueue
+from mpikv.strategies.queues import RoundQueue, RoundReached
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.sparse_owners import WorkersRows
 
@@ -291,7 +291,7 @@ class PlacedKeys:
             round_ = min(rounds)
             try:
                 self._session.wait(
-                    Pending(Reached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
+                    Pending(RoundReached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
                 )
             except ConfigError as error:
                 if call != "close" or not self._session.given.has(error, [info.id for info in queue.keys]):

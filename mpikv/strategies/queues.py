@@ -217,7 +217,7 @@ class Delivery:
         return self._done
 
 
-class Reached:
+class RoundReached:
     """A request that is done when a queue has done a round."""
 
     def __init__(self, queue: RoundQueue, round_: int) -> None:
