@@ -18,17 +18,15 @@ from typing import Any
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.common.files import check_regular, place_of
-from mpikv.errors import ConfigError, MpikvError, StatesFileError
-from mpikv.kvstore import KVStore
-from mpikv.optimizers import Optimizer
+from mpikv.common.files import place_of
+from mpikv.errors import MpikvError, StatesFileError
 from mpikv.optimizers.states import Part
 from mpikv.strategies import codec_states
 from mpikv.strategies.states import LOAD, SAVE, save_file
 from mpikv.trainer import checkpoint, worker_states
-from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
+from mpikv.trainer.weights import TrainedWeights
 
 STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
 
@@ -40,39 +38,16 @@ def _folder_of(path: str) -> str:
     return folder
 
 
-class TrainerFiles:
-    """Base of `Trainer`, which sets the attributes."""
+class TrainerFiles(TrainedWeights):
+    """What of a Trainer is saved, by whom and when. worker_state: as for `Trainer`; options: of `TrainedWeights`."""
 
-    _params: dict[str, Any]
-    _keys: dict[str, str]
-    _optimizer: Optimizer
-    _store: KVStore | None
-    _on_store: bool
-    _local: LocalUpdates
-    _trained: list[str]
-    _worker_state: worker_states.WorkerState | None
-    _steps: int
     _examples: float = 0
     _begun = False  # whether this object has made a step
     _stopped = False
 
-    def _is_frozen(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def _finish_waiting(self) -> None:
-        raise NotImplementedError
-
-    def pull_weights(self) -> None:
-        """See `Trainer`."""
-        raise NotImplementedError
-
-    def _agreed_factor(self) -> Sequence[float]:
-        """See `Trainer`."""
-        raise NotImplementedError
-
-    def _resume_factor(self, agreed: Sequence[float]) -> None:
-        """See `Trainer`."""
-        raise NotImplementedError
+    def __init__(self, *arguments: Any, worker_state: worker_states.WorkerState | None, **options: Any) -> None:
+        self._worker_state = worker_states.check(worker_state)
+        super().__init__(*arguments, **options)
 
     # --- states
 
@@ -335,19 +310,6 @@ class TrainerFiles:
         True
         """
         return self._stopped
-
-    def _check_stop_file(self) -> None:
-        """Raise ConfigError where the stop file cannot be written: when the stop comes it is too late."""
-        path = "" if self._store is None or self._store.rank != 0 else self._store.session.stop_file
-        if not path:
-            return
-        try:
-            folder = os.path.dirname(place_of(path))
-            check_regular(path)
-        except OSError as error:
-            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: cannot be written in {folder}")
 
     def _count_step(self, batch_size: float) -> None:
         """After each step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from mpikv.arrays import as_numpy
 from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
+from mpikv.common.files import check_regular, place_of
 from mpikv.create import notices, spec
+from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Optimizer
 from mpikv.optimizers.adam import RunningMeans
@@ -30,6 +33,20 @@ def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | 
     notices.warn_of_unread()
     notices.warn_of_separate_ranks(f"Trainer(kvstore={kvstore!r}) has no store")
     return None
+
+
+def check_stop_file(store: KVStore | None) -> None:
+    """Raise ConfigError where the stop file cannot be written: when the stop comes it is too late."""
+    path = "" if store is None or store.rank != 0 else store.session.stop_file
+    if not path:
+        return
+    try:
+        folder = os.path.dirname(place_of(path))
+        check_regular(path)
+    except OSError as error:
+        raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: cannot be written in {folder}")
 
 
 def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:

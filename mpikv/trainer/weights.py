@@ -1,0 +1,267 @@
+"""What a Trainer holds: the parameters, the store that they are keys of, and who updates them.
+
+Worker 0's weights reach all workers and devices when it is made. Where the store makes the updates, new weights come
+back by `wait` and `pull_weights`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from mpikv import optimizers
+from mpikv.calls.request import Request
+from mpikv.common import checks
+from mpikv.common.checks import shown
+from mpikv.create.worker_device import spaces_for
+from mpikv.kvstore import KVStore
+from mpikv.trainer import parameter as parameters
+from mpikv.trainer import rows
+from mpikv.trainer.local_updates import LocalUpdates
+from mpikv.trainer.parameter import list_data, named
+from mpikv.trainer.rows import sparse_names
+from mpikv.trainer.store import check_stop_file, store_of, updates_on_store, warn_of_codec
+from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module
+
+
+class TrainedWeights:
+    """The weights of a Trainer. The arguments are those of `Trainer`; clips: whether it clips by the global norm."""
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None,
+        kvstore: KVStore | str | None,
+        *,
+        compression_params: Mapping[str, Any] | None,
+        update_on_kvstore: bool | None,
+        clips: bool,
+    ) -> None:
+        self._module = params if is_module(params) else None
+        self._params = named(params)
+        self._optimizer = optimizers.create(optimizer, **checks.options("optimizer_params", optimizer_params))
+        self._scale = self._optimizer.rescale_grad
+        self._steps = 0
+        several = any(len(list_data(p)) > 1 for p in self._params.values())
+        self._store = store_of(kvstore, several)
+        self._on_store = updates_on_store(self._store, update_on_kvstore, clips=clips)
+        if checks.options("compression_params", compression_params) and self._store is None:
+            raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
+        check_stop_file(self._store)
+        self._number = 0 if self._store is None else self._store.session.new_namespace()  # among those of its store
+        self._keys = {name: f"trainer{self._number}/{name}" for name in self._params}
+        if self._store is not None and compression_params:
+            self._store.set_gradient_compression(compression_params, list(self._keys.values()))
+        self._apply_factors()
+        if self._store is not None:
+            self._spaces = self._store.session.spaces
+        else:
+            self._spaces = spaces_for(
+                p.tensor if hasattr(p, "tensor") else list_data(p)[0] for p in self._params.values()
+            )
+            weakref.finalize(self, self._spaces.close).atexit = False
+        for parameter in self._params.values():
+            if isinstance(parameter, (TorchParameter, TorchBuffer)):
+                parameter.through_host = self._spaces.device is None
+        self._local = LocalUpdates(self._optimizer, self._spaces)
+        self._order = {name: i for i, name in enumerate(self._params)}
+        self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
+        self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
+        self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
+        self._trained = [name for name in self._params if name in self._trainable]
+        self._awaited: dict[str, Request | rows.ChangedRows] = {}  # weights that nobody has waited for yet
+        self._own = False  # whether several workers update by themselves
+        # Until the first step, in which several workers agree on the factor that owners apply.
+        self._factor_open = self._store is not None and self._store.session.synchronous and self._store.num_workers > 1
+        self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
+        self._sparse = sparse_names(self._params, self._trained, self._store, self._optimizer, on_store=self._on_store)
+        self._start()
+
+    def _start(self) -> None:
+        """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
+        data = {name: list_data(parameter) for name, parameter in self._params.items()}
+        trained = self._trained
+        if self._store is not None:
+            # Parameters that are not trained too: statistics of a batch normalisation must agree at the start.
+            for name in self._sparse:
+                rows.start(self._store, self._keys[name], self._params[name])
+            dense = [name for name in data if name not in self._sparse]
+            outs = [data[name] for name in dense]
+            self._store.broadcast([self._keys[name] for name in dense], [one[0] for one in outs], out=outs)
+            self._data_written(data)
+        else:
+            for name, replicas in data.items():
+                self._spread(replicas[:1], replicas[1:], f"parameter {shown(name)}")
+        if self._on_store and self._store is not None:
+            self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
+        else:
+            for name in trained:
+                self._local.add(self._keys[name], data[name][0])
+            if self._store is not None and self._store.num_workers > 1:
+                self._own = True
+                self._store.strategy.compare_updates(self._optimizer, [self._keys[name] for name in trained])
+        if self._store is not None:
+            warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
+
+    # --- the weights
+
+    def wait(self, parameter: Any) -> None:
+        """Block until the weight that `step(wait=False)` did not wait for has arrived; return at once if it has.
+
+        parameter: one of this trainer's, or its name; ValueError for any other.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore=kv.create('local'))
+        >>> weight.grad[...] = 1.0
+        >>> trainer.step(wait=False)
+        >>> trainer.wait(weight)
+        >>> weight.data
+        array([0.5, 0.5])
+        """
+        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
+        if name not in self._params:
+            raise ValueError(f"wait: {shown(parameter)} is not among this trainer's parameters")
+        request = self._awaited.pop(name, None)
+        if request is not None:
+            request.wait()
+            self._data_written([name])
+
+    def pull_weights(self) -> None:
+        """Bring the weights that the store has now to this worker's devices. Blocks.
+
+        It is for `dist_async`, where other workers' pushes change the weights between this worker's steps; after a
+        `barrier` of the store it brings the final result. Nothing changes with other stores.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> mpikv.Trainer([weight], 'sgd', kvstore=kv.create('local')).pull_weights()
+        >>> weight.data
+        array([1., 1.])
+        """
+        self._finish_waiting()
+        if self._on_store and self._store is not None:
+            trained = [name for name in self._params if not self._is_frozen(name)]
+            dense = [name for name in trained if name not in self._sparse]
+            coming = [self._changed_rows(self._store, name) for name in trained if name in self._sparse]
+            self._store.pull([self._keys[name] for name in dense], [list_data(self._params[name]) for name in dense])
+            for rows in coming:
+                rows.wait()
+            self._data_written(trained)
+
+    def _finish_waiting(self) -> None:
+        while self._awaited:
+            self.wait(next(iter(self._awaited)))
+
+    def _changed_rows(self, store: KVStore, name: str) -> rows.ChangedRows:
+        return rows.ChangedRows(store, self._keys[name], self._params[name], self._priority(name))
+
+    def _data_written(self, names: Iterable[str]) -> None:
+        if self._tensors:
+            for name in names:
+                parameters.data_written(self._params[name])
+
+    def _spread(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
+        """Write the sum of one worker's arrays into others, in the space of the first one."""
+        if outs:
+            callers = self._spaces.callers(sources)
+            space = self._spaces.where(callers[0])
+            total = self._spaces.total(space, callers, what, on_device=True)
+            for out in self._spaces.callers(outs):
+                self._spaces.write(space, out, total, what)
+
+    def _priority(self, name: str) -> int:
+        """The next forward pass needs the first parameters first."""
+        return -self._order[name]
+
+    def _is_frozen(self, name: str) -> bool:
+        return parameters.is_frozen(self._params[name])
+
+    # --- the factor of a worker's gradients (placement/labels.py)
+
+    def _slot(self) -> int:
+        """That of its optimizer."""
+        assert self._store is not None
+        session = self._store.session
+        return session.slot_of(session.infos[self._keys[self._trained[0]]])
+
+    def _factor(self) -> float:
+        """What all workers multiply the sum of their gradients by."""
+        assert self._store is not None
+        return self._store.session.attributes.factor(self._slot())
+
+    def _scaling(self) -> AbstractContextManager[None]:
+        """A block in which gradients are contributed to a step that this worker updates with by itself."""
+        if self._store is None or not self._own:
+            return nullcontext()
+        return self._store.session.attributes.scaling(self._slot())
+
+    def _agree_on_factor(self) -> None:
+        """In the first step. Gradients are relative to what workers agree on here, which is nearly always their own."""
+        if self._factor_open and self._store is not None:
+            self._store.session.agree_on_factor(self._keys[self._trained[0]])
+            self._factor_open = False
+
+    def _agreed_factor(self) -> Sequence[float]:
+        """What workers agreed on in the first step, and how many they were; nothing where they did not."""
+        if self._store is None or self._factor_open or not self._store.session.synchronous:
+            return ()
+        return (self._factor(), self._store.num_workers) if self._store.num_workers > 1 else ()
+
+    def _resume_factor(self, agreed: Sequence[float]) -> None:
+        """Go on with the same factor, so that the bits are the same: as many workers then need no other one."""
+        if self._factor_open and self._store is not None and agreed and agreed[1] == self._store.num_workers:
+            self._store.session.attributes.agree(self._slot(), agreed[0])
+            self._factor_open = False
+
+    # --- hyperparameters
+
+    @property
+    def optimizer(self) -> optimizers.Optimizer:
+        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on: see `step`."""
+        return self._optimizer
+
+    @property
+    def kvstore(self) -> KVStore | None:
+        """The store, or None where there is none."""
+        return self._store
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; with a schedule that of the last step (`steps`)."""
+        schedule = self._optimizer.lr_scheduler
+        return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on, the same on every worker. UnsupportedError with a schedule.
+        Local.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.set_learning_rate(0.1)
+        >>> trainer.learning_rate
+        0.1
+        """
+        self._optimizer.set_learning_rate(lr)
+
+    def _rescale(self, batch_size: float) -> None:
+        """Let the optimizer divide gradients by `batch_size`."""
+        try:
+            number = checks.number("batch_size", batch_size)
+        except (TypeError, ValueError):
+            number = 0.0
+        if number <= 0:
+            what = "the number of examples of all workers together, above 0"
+            raise ValueError(f"batch_size is {what}; got {shown(batch_size)}")
+        self._batch_size = batch_size
+        self._optimizer.rescale_grad = self._scale / number
+        self._apply_factors()
+
+    def _apply_factors(self) -> None:
+        """Give the optimizer, which knows keys, the factors that were set by parameters' names."""
+        for attribute in ("lr_mult", "wd_mult"):
+            factors: dict[Any, float] = getattr(self._optimizer, attribute)
+            for name, parameter in self._params.items():
+                own = float(getattr(parameter, attribute, 1.0))
+                if name in factors or own != 1.0 or self._keys[name] in factors:
+                    factors[self._keys[name]] = factors.get(name, 1.0) * own
