@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from fake_cupy import Machine
 
-from mpikv.engine.request import Request, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Waiter, Waking, wakes
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.named import Spaces
@@ -50,13 +50,13 @@ class DeviceTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def isend(self, buf: Any, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: Any, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         return self._begin(self._inner.isend, buf, dest, tag, room_bytes, writes=False)
 
-    def irecv(self, buf: Any, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: Any, source: int, tag: int, room_bytes: int = 0) -> Operation:
         return self._begin(self._inner.irecv, buf, source, tag, room_bytes, writes=True)
 
-    def _begin(self, call: Callable[..., Request], buf: Any, *rest: int, writes: bool) -> Request:
+    def _begin(self, call: Callable[..., Operation], buf: Any, *rest: int, writes: bool) -> Operation:
         if isinstance(buf, np.ndarray):
             return call(buf, *rest)
         buf.process.machine.host_access(buf, writes=writes)
@@ -64,7 +64,7 @@ class DeviceTransport:
 
 
 class _Checked(Waking):
-    def __init__(self, request: Request, buf: Any, *, writes: bool) -> None:
+    def __init__(self, request: Operation, buf: Any, *, writes: bool) -> None:
         self._request, self._buf, self._writes = request, buf, writes
 
     def test(self) -> bool:

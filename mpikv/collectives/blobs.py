@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.transports.base import Group
 
 

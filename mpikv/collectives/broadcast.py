@@ -9,7 +9,7 @@ Cost: log2(p) steps of n elements. Restrictions: none.
 from __future__ import annotations
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.transports.base import Group
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Waiter, Waking, wakes
 from mpikv.spaces.device import DeviceSpace
 from mpikv.transports.base import Group, Transport
 
@@ -48,17 +48,17 @@ class DeviceGroup(Group):
         self._space = space
         self._waiting: deque[Message] = deque() if waiting is None else waiting
 
-    def isend(self, buf: Any, dest: int, tag: int) -> Request:
+    def isend(self, buf: Any, dest: int, tag: int) -> Operation:
         """As `Group.isend`, behind what the store's stream has been given by now."""
         rank = self.ranks[dest]
         return self._begin(self.transport.isend, buf, rank, tag)
 
-    def irecv(self, buf: Any, source: int, tag: int) -> Request:
+    def irecv(self, buf: Any, source: int, tag: int) -> Operation:
         """As `Group.irecv`, behind what the store's stream has been given by now."""
         return self._begin(self.transport.irecv, buf, self.ranks[source], tag)
 
-    def _begin(self, call: Callable[..., Request], buf: Any, rank: int, tag: int) -> Message:
-        def start() -> Request:
+    def _begin(self, call: Callable[..., Operation], buf: Any, rank: int, tag: int) -> Message:
+        def start() -> Operation:
             with self._space.here():
                 return call(buf, rank, tag)
 
@@ -86,10 +86,10 @@ class Message(Waking):
 
     __slots__ = ("_done", "_due", "_request", "_start", "_waiting")
 
-    def __init__(self, waiting: deque[Message], due: Request, start: Callable[[], Request]) -> None:
+    def __init__(self, waiting: deque[Message], due: Operation, start: Callable[[], Operation]) -> None:
         self._waiting, self._due = waiting, due
-        self._start: Callable[[], Request] | None = start
-        self._request: Request | None = None
+        self._start: Callable[[], Operation] | None = start
+        self._request: Operation | None = None
         self._done = False
 
     @property

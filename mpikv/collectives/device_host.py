@@ -29,7 +29,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.labels import Comparison
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.algorithms import most_owners
 from mpikv.transports.base import Group
 

@@ -31,7 +31,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import halving_doubling, naive
 from mpikv.collectives.ring import Circle, passing
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.topology import topology
 from mpikv.transports.base import Group
 

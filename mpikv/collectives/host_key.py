@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Waiter
+from mpikv.engine.operation import Waiter
 from mpikv.hostmemory.counters import Counters, Reached, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory
 from mpikv.placement.labels import Comparison

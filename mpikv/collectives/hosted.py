@@ -28,7 +28,7 @@ from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATE
 from mpikv.collectives.parts import HERE, Coming, Landing, Parts
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Span, Stage, cut, drive
-from mpikv.engine.request import Steps, Waiter
+from mpikv.engine.operation import Steps, Waiter
 from mpikv.hostmemory.sums import in_order, newest_first
 from mpikv.placement.labels import Comparison
 from mpikv.placement.topology import topology

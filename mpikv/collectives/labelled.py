@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Waiter, Waking, wakes
 from mpikv.placement.labels import Comparison
 from mpikv.transports.base import Group, Transport
 
@@ -36,14 +36,14 @@ class AddingGroup(Group):
         super().__init__(transport, ranks)
         self._comparison = comparison
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         """With a note where this rank has something to say."""
         digest = self._comparison.changed(self.ranks[dest])
         if digest is None:
             return self.transport.isend(buf, self.ranks[dest], tag)
         return self.transport.isend(_with_note(buf, digest), self.ranks[dest], tag, NOTE_BYTES)
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         """buf: values, then `room`."""
         return _Noted(self, buf, source, tag, self._comparison)
 
@@ -65,13 +65,13 @@ class SharingGroup(Group):
         super().__init__(transport, ranks)
         self._comparison, self._owners = comparison, owners
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         """With a note where the receiver owns nothing and does not know yet."""
         if self._first(self.ranks[dest], self.transport.rank) and self._comparison.differ:
             return self.transport.isend(_with_note(buf, self._comparison.now), self.ranks[dest], tag, NOTE_BYTES)
         return self.transport.isend(buf, self.ranks[dest], tag)
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         """Where this rank owns nothing, the first message from each sender may end with a note."""
         if not self._first(self.transport.rank, self.ranks[source]):
             return super().irecv(buf, source, tag)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.transports.base import Group
 
 
@@ -29,7 +29,7 @@ def reduce_scatter(
     me = group.rank
     own = buf[chunks[me] : chunks[me + 1]]
     incoming: dict[int, HostArray] = {}
-    receives: dict[int, Request] = {}
+    receives: dict[int, Operation] = {}
     if own.size:
         for source in range(group.size):
             if source != me:

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.labelled import NOTE
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.errors import UnsupportedError
 from mpikv.placement.labels import Comparison
 from mpikv.transports.mpi import MpiRequest

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpikv.collectives.labelled import NOTE
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.labels import Comparison
 from mpikv.transports.base import Group
 

@@ -24,7 +24,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
 from mpikv.collectives.parts import HERE, Coming, Parts
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, Span, cut, drive
-from mpikv.engine.request import Done, Steps, Waiter, Waking
+from mpikv.engine.operation import Done, Steps, Waiter, Waking
 from mpikv.hostmemory.sums import in_order
 from mpikv.placement.labels import Comparison
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span, Stage, drive
-from mpikv.engine.request import Steps, Waiter
+from mpikv.engine.operation import Steps, Waiter
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from mpikv.collectives.stages import (
     drive,
     scratch,
 )
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.transports.base import Group
 
 SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment

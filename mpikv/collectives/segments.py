@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span
-from mpikv.engine.request import Request, Waiter
+from mpikv.engine.operation import Operation, Waiter
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 
@@ -108,7 +108,7 @@ class Copying:
     def __init__(self, space: DeviceSpace, values: SpaceArray, on_host: HostArray, spans: Sequence[Span]) -> None:
         self._space, self._values, self._on_host = space, values, on_host
         self._copies, self._copy_of = gathered(spans, SEGMENT_BYTES // values.itemsize)
-        self._under_way: deque[Request] = deque()
+        self._under_way: deque[Operation] = deque()
         self._begun = self._ended = 0
         self.count = 0
         self.done = not spans

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request, Steps, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Steps, Waiter, Waking, wakes
 from mpikv.transports.base import Group
 
 # Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
@@ -47,11 +47,11 @@ class Outgoing(Protocol):
 class Ends(Protocol):
     """Where messages go to and come from: a group, or an object that has its own numbers for the ranks it talks to."""
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         """Do what `Transport.isend` does."""
         ...
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         """Do what `Transport.irecv` does."""
         ...
 
@@ -120,7 +120,7 @@ class Sender:
 
     def __init__(self, group: Ends, segments: Outgoing, tag: int, window: int, ready: Callable[[], int]) -> None:
         self._group, self._segments, self._tag, self._window, self._ready = group, segments, tag, window, ready
-        self._under_way: deque[Request] = deque()
+        self._under_way: deque[Operation] = deque()
         self._sent = 0
         self.done = not len(segments)
 
@@ -170,7 +170,7 @@ class Receiver:
     ) -> None:
         self._group, self._targets, self._tag, self._window = group, targets, tag, window
         self._take, self._may_take, self._may_ask = take, may_take, may_ask
-        self._under_way: deque[Request] = deque()
+        self._under_way: deque[Operation] = deque()
         self._posted = 0
         self.count = 0
         self.done = not targets

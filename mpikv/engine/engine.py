@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.backoff import Backoff, wait_until
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError
 
@@ -204,7 +204,7 @@ class Engine:
 
     def wait(
         self,
-        request: Request,
+        request: Operation,
         timeout_s: float,
         on_timeout: Callable[[], BaseException],
         check: Callable[[], None] | None = None,

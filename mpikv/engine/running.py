@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.request import Request, Steps, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Steps, Waiter, Waking, wakes
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Running(Waking, Generic[T]):
         self.asked = True
         self.queue = queue
         self._steps = steps
-        self._waiting_for: Request | None = None
+        self._waiting_for: Operation | None = None
         self._waiters: list[Waiter] = []
 
     def advance(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from mpikv.common.clock import Clock
 from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
 from mpikv.transports.base import Group
 

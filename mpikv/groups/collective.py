@@ -14,7 +14,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.shared import Chunk
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.groups.messages import MessageCalls
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import SharedCalls

@@ -18,7 +18,7 @@ from typing import Any
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.digests import digest
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.engine.running import Ended, Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError
 from mpikv.groups import collective

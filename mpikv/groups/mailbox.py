@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.operation import Predicate, Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Group, Incoming
 

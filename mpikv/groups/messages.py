@@ -18,7 +18,7 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives import naive, ring
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator

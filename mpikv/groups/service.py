@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.groups.board import Board
 from mpikv.transports.base import Arrival, Transport
 
@@ -53,7 +53,7 @@ class Service:
         self._transport, self._status, self._failed = transport, status, failed
         self.board = Board()
         self._number = 0
-        self._sends: list[Request] = []
+        self._sends: list[Operation] = []
         # The holder's: ranks that ask the board nothing more, with how many calls of each group they have made.
         self.left: dict[int, dict[int, int]] = {}
 

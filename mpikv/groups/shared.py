@@ -26,7 +26,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, in_chunks
 from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, part_of
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
 from mpikv.hostmemory.counters import Counters, table_bytes

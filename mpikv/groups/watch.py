@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.operation import Predicate, Steps
 from mpikv.errors import PeerError, StallError
 from mpikv.groups.call import GroupCall
 from mpikv.groups.group import RankGroup

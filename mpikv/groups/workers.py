@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from mpikv.common.digests import MASK, digest
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError
 from mpikv.groups.call import spin

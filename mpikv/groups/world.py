@@ -16,7 +16,7 @@ from typing import Any
 
 from mpikv.config import Config
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate
+from mpikv.engine.operation import Predicate
 from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import HOLDER, Service

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mpikv.engine.request import Waiter, Waking
+from mpikv.engine.operation import Waiter, Waking
 from mpikv.hostmemory.polling import NO_POLLING, Polling
 from mpikv.hostmemory.segment import ORDERED, WORD_BYTES, HostMemory, aligned, fence
 

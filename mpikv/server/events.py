@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Predicate, Request
+from mpikv.engine.operation import Operation, Predicate
 
 if TYPE_CHECKING:
     from mpikv.server.memory import ReadableMemory
@@ -25,7 +25,7 @@ class ServerReply(NamedTuple):
     data: HostArray
     priority: int = 0
     block: ReadableMemory | None = None
-    ready: Request | None = None
+    ready: Operation | None = None
 
 
 class Fetch(NamedTuple):
@@ -59,14 +59,14 @@ class Batch:
         self._priority = priority
         self._answers: list[list[HostArray]] = [[] for _ in range(count)]
         self._blocks: list[ReadableMemory] = []  # that answers still come into
-        self._ready: Request | None = None  # when the last of them has
+        self._ready: Operation | None = None  # when the last of them has
         self._missing = count
 
     def add(self, index: int, values: HostArray) -> None:
         """Keep a copy of the next partition of an answer."""
         self._answers[index].append(values.copy().view(np.uint8))
 
-    def expect(self, index: int, block: ReadableMemory, ready: Request) -> None:
+    def expect(self, index: int, block: ReadableMemory, ready: Operation) -> None:
         """The next partition of an answer will be in a block, ready after all others."""
         self._answers[index].append(block.array.view(np.uint8))
         self._blocks.append(block)

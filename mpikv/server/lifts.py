@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 from mpikv.server.memory import Pool, ReadableMemory
 from mpikv.spaces.device import DeviceSpace
 
@@ -41,7 +41,7 @@ class Lifts:
     def __init__(self, space: DeviceSpace) -> None:
         self.space = space
         self.values = DevicePool(space)
-        self._leaving: deque[tuple[Request, HostArray]] = deque()
+        self._leaving: deque[tuple[Operation, HostArray]] = deque()
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """(n_elems,) of page-locked memory, in which no copy is under way."""
@@ -59,7 +59,7 @@ class Lifts:
         self._leaving.append((self.space.begun(), array))
         return values
 
-    def down(self, values: Any) -> tuple[ReadableMemory, Request]:
+    def down(self, values: Any) -> tuple[ReadableMemory, Operation]:
         """Page-locked memory with one reader, and when the values are in it."""
         array = self.take(values.size, values.dtype)
         self.space.fetch(array, values)

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.backoff import Backoff
-from mpikv.engine.request import Done, Predicate, Request, Steps
+from mpikv.engine.operation import Done, Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
@@ -54,7 +54,7 @@ class _WorkerLink:
         self.replies: list[tuple[int, int, ServerReply]] = []
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
         self.held = 0  # partitions in the worker's memory
-        self.sending: deque[tuple[Request, ServerReply]] = deque()
+        self.sending: deque[tuple[Operation, ServerReply]] = deque()
         self.coming: deque[ServerReply] = deque()  # replies whose values are still being copied from a GPU
 
 
@@ -71,10 +71,10 @@ class _Traffic:
         self._peers = [_WorkerLink(rank) for rank in workers]
         self._index = {rank: worker for worker, rank in enumerate(workers)}
         self._order = 0
-        self._message: tuple[Request, int, HostArray] | None = None
+        self._message: tuple[Operation, int, HostArray] | None = None
         self._complete = False  # whether the message has been received
         self._sending = self._coming = 0
-        self._copied: deque[Request] = deque()
+        self._copied: deque[Operation] = deque()
 
     def test(self) -> bool:
         """Whether a message or a partition has come, or a reply has left that others waited for."""
@@ -97,7 +97,7 @@ class _Traffic:
         if self._message is not None and not self._complete:
             self._complete = self._message[0].test()
 
-    def _receive(self, incoming: Incoming) -> tuple[Request, int, HostArray]:
+    def _receive(self, incoming: Incoming) -> tuple[Operation, int, HostArray]:
         worker = self._index[incoming.source]
         data = incoming.data if isinstance(incoming, Arrived) else None
         if data is not None:
@@ -127,7 +127,7 @@ class _Traffic:
         """Whether the last records have left."""
         return self._local is None or self._local.flushed
 
-    def last(self) -> Request:
+    def last(self) -> Operation:
         """What is to be waited for when no more requests come."""
         if self._sending or self._coming:
             return self
@@ -241,7 +241,7 @@ class _Traffic:
             return
         self._under_way(peer, reply, self._transport.isend(reply.data, peer.rank, reply.tag))
 
-    def _under_way(self, peer: _WorkerLink, reply: ServerReply, request: Request) -> None:
+    def _under_way(self, peer: _WorkerLink, reply: ServerReply, request: Operation) -> None:
         """Keep its memory until it has left."""
         if not request.test():
             peer.sending.append((request, reply))
@@ -285,7 +285,7 @@ def run_server(
     crowded = local is not None and local.crowded
     alone = 0
     control: Transport = transport if local is None else local.inner  # what workers listen to
-    pings: list[Request] = []  # MPI reads their arrays until they are sent
+    pings: list[Operation] = []  # MPI reads their arrays until they are sent
     received_s = asked_s = clock.now_s()
     while not running.test():
         moved = running.advance()

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from mpikv.codecs import compression
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer

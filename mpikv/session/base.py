@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
@@ -31,7 +31,7 @@ Updater = Callable[[Key, Any, Any], None]
 class Pending(NamedTuple):
     """A transfer under way, and what to say of a wait for it. others: of the further keys that end with it."""
 
-    request: Request
+    request: Operation
     waiting: Waiting
     others: Sequence[Waiting] = ()
 

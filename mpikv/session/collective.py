@@ -15,7 +15,7 @@ from typing import Any
 
 from mpikv.collectives import blobs
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
@@ -42,7 +42,7 @@ class CollectiveSession(Session):
         super().__init__(name, stop_file, spaces)
         self._counts: dict[str, int] = {}
 
-    def wait_for(self, request: Request, call: str, owners: tuple[str, ...] = ()) -> None:
+    def wait_for(self, request: Operation, call: str, owners: tuple[str, ...] = ()) -> None:
         """Block until a request of a whole call is done."""
         self.waits.wait(request, Waiting(call, owners=owners))
 

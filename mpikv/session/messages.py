@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Group, Transport
@@ -49,7 +49,7 @@ class ControlMessages:
         # A server asks whether this worker is alive when nothing has come from it for long.
         self.acts: dict[str, Act] = {"ping": lambda source, _: self.send(source, {"kind": "pong"})}
         self.due: list[Callable[[], None]] = []
-        self._sending: list[Request] = []
+        self._sending: list[Operation] = []
         self.sent_messages = 0  # counted since the start
         self._regrouped = -1
         self.regroup(workers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.operation import Predicate, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.stop import Leader, Order, StopAnswer, StopReader

@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
@@ -74,7 +74,7 @@ class Waits:
 
     # --- waiting
 
-    def wait(self, request: Request, waiting: Waiting, timeout_s: float | None = None) -> None:
+    def wait(self, request: Operation, waiting: Waiting, timeout_s: float | None = None) -> None:
         """Block until `request` is done.
 
         Raises its error; PeerError as soon as what is waited for cannot come any more; StallError after `timeout_s`
@@ -86,7 +86,7 @@ class Waits:
             self._given.note(error)
             raise
 
-    def _wait(self, request: Request, waiting: Waiting, timeout_s: float | None) -> None:
+    def _wait(self, request: Operation, waiting: Waiting, timeout_s: float | None) -> None:
         engine = self._engine
         with engine.lock:
             if engine.failure is None and request.test():

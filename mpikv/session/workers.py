@@ -15,7 +15,7 @@ from typing import Any
 from mpikv.codecs.compression import Compressions
 from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate
+from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 
 SpaceArray = Any
 """An array of a space: NumPy's, or CuPy's."""
@@ -89,7 +89,7 @@ class Space(Protocol):
         """Let what the caller does next with these arrays come behind what was done with them in place."""
         ...
 
-    def arrived(self, array: SpaceArray) -> Request:
+    def arrived(self, array: SpaceArray) -> Operation:
         """A request that is done when what a caller has begun to write into an array is there."""
         ...
 

@@ -26,7 +26,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.as_numpy import write as write_host
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 from mpikv.errors import StallError
 from mpikv.spaces import callers
 from mpikv.spaces.callers import Caller
@@ -278,12 +278,12 @@ class DeviceSpace:
 
     # --- order
 
-    def begun(self) -> Request:
+    def begun(self) -> Operation:
         """A request that is done when all is that the store has put into its stream by now."""
         with self.here():
             return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watch)
 
-    def arrived(self, array: Any) -> Request:
+    def arrived(self, array: Any) -> Operation:
         """A request that is done when what the caller was writing when he pushed the array is there.
 
         Who waits for it before work on the array begins does not let the store's stream wait for it.

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mpikv.engine.request import Waiter, Waking
+from mpikv.engine.operation import Waiter, Waking
 from mpikv.spaces.gpu import Gpu
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, host_view, is_elsewhere, sum_devices, write
 from mpikv.arrays.compiled import cast_into
-from mpikv.engine.request import Done, Request
+from mpikv.engine.operation import Done, Operation
 
 
 class HostSpace:
@@ -65,7 +65,7 @@ class HostSpace:
     def hand_back(self, arrays: Sequence[Any]) -> None:
         """Nothing: all is done."""
 
-    def arrived(self, array: HostArray) -> Request:
+    def arrived(self, array: HostArray) -> Operation:
         """It is there."""
         return Done()
 

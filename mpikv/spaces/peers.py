@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.engine.request import Done, Request
+from mpikv.engine.operation import Done, Operation
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters
 from mpikv.hostmemory.counters import table_bytes as counters_bytes
@@ -83,7 +83,7 @@ class Peers:
             self._begin + (place * MOST_CHUNKS + number) * HANDLE_BYTES, HANDLE_BYTES, np.dtype(np.uint8)
         )
 
-    def close(self) -> Request:
+    def close(self) -> Operation:
         """Close the others' memory, when all that the space has begun is done. A request that is done when all have.
 
         Only then may a rank free what it has exported. Collective. Blocks for what is under way on this rank's GPU.

@@ -21,7 +21,7 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
-from mpikv.engine.request import Predicate
+from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting

@@ -16,7 +16,7 @@ import numpy as np
 from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Joined, Owner

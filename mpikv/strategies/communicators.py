@@ -10,7 +10,7 @@ from typing import Any
 
 from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.operation import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import UnsupportedError
 from mpikv.placement.keys import KeyInfo

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span
-from mpikv.engine.request import Completion, Predicate, Request, Steps
+from mpikv.engine.operation import Completion, Operation, Predicate, Steps
 from mpikv.hostmemory.allocator import Segment
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
@@ -46,7 +46,7 @@ from mpikv.transports import wire
 LEAST_BYTES, MOST_ALIKE_BYTES = 4096, 8 << 20  # lengths between them that differ little share memory
 
 
-class Staging:
+class CallBuffers:
     """Page-locked memory that calls use again. segment: of what a host's ranks share, where they do.
 
     It may be given back while the store's stream still copies from it: whoever takes it uses it in that stream, or when
@@ -87,7 +87,7 @@ class DeviceCalls:
         lost: Callable[[BaseException], None],
     ) -> None:
         self._client, self.space, self._direct, self._lost = client, space, direct, lost
-        self.staging = Staging(space, segment)
+        self.staging = CallBuffers(space, segment)
         self._line: deque[Completion] = deque()
 
     @property
@@ -191,7 +191,7 @@ class _KeyCall:
         if decodes:
             self._result = PieceMessages(self._memory_of(item.key.returned_here))
         directly = self._on_device if self._places == {DEVICE} else self._result
-        self.arrivals: list[Request] = []
+        self.arrivals: list[Operation] = []
         if total is not None and (direct or handed):
             self.arrivals.append(calls.space.arrived(total))
         pushed = self._on_host

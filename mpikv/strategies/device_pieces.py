@@ -23,7 +23,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import Codec, State, state_brought
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace

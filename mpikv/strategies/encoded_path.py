@@ -40,7 +40,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.parts import whole
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
-from mpikv.engine.request import Done, Request, Steps
+from mpikv.engine.operation import Done, Operation, Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
@@ -61,10 +61,10 @@ class _AndOwn:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         return self._group.isend(buf, dest, tag)
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         return Done() if source == self._group.rank else self._group.irecv(buf, source, tag)
 
 

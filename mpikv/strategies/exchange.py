@@ -23,7 +23,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.engine.running import Running
 from mpikv.observe.stall import Waiting
 from mpikv.spaces.base import SpaceArray
@@ -41,7 +41,7 @@ MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this s
 PARTS_UNDER_WAY = 64
 
 
-def soon(request: Request) -> bool:
+def soon(request: Operation) -> bool:
     """Look whether it is done, for about as long as an answer takes when nobody is late."""
     for _ in range(POLLS):
         if request.test():
@@ -142,7 +142,7 @@ class EndingTogether:
     check: raises when the wait for a key can never end.
     """
 
-    def __init__(self, request: Request, waitings: Sequence[Waiting], check: Callable[[Waiting], None]) -> None:
+    def __init__(self, request: Operation, waitings: Sequence[Waiting], check: Callable[[Waiting], None]) -> None:
         self.request = request
         self._waitings = waitings
         self._check = check
@@ -175,7 +175,7 @@ class Client:
         self.reply_tags = Tags(wire.TAG_REPLY, wire.REPLY_TAGS)
         self.payload_tags = Tags(1, wire.PAYLOAD_TAGS - 1)  # 0 says that there is none
         self._servers = tuple(servers)
-        self._sends: deque[Request] = deque()
+        self._sends: deque[Operation] = deque()
         self.unsent = 0  # pushes whose payload has not left
         # An answer through memory comes after the partition that it replaces has been read.
         local = transport.local
@@ -205,7 +205,7 @@ class Client:
         self.reply_tags.give([tag])
         return data.tobytes()
 
-    def ask_small(self, item: Item, value: HostArray) -> tuple[Request, int]:
+    def ask_small(self, item: Item, value: HostArray) -> tuple[Operation, int]:
         """Push and pull one key that is one small shard, into `value`; the answer to wait for, and the tag to give."""
         key = item.key
         (route,) = key.routes
@@ -259,13 +259,13 @@ class Client:
                 item.sink.deliver(value.complete())
         self.unsent -= kind == wire.PUSH
 
-    def isend(self, data: HostArray, server: int, tag: int) -> Request:
+    def isend(self, data: HostArray, server: int, tag: int) -> Operation:
         """Start sending to a server."""
         if server == self.own and not isinstance(data, np.ndarray):
             return self._handed.send(data, tag)
         return self.transport.isend(data, self._servers[server], tag)
 
-    def irecv(self, data: HostArray, server: int, tag: int) -> Request:
+    def irecv(self, data: HostArray, server: int, tag: int) -> Operation:
         """Start receiving from a server."""
         if server == self.own and not isinstance(data, np.ndarray):
             return self._handed.receive(data, tag)
@@ -283,12 +283,12 @@ class _Transfer:
         self._client = client
         self._kind = kind
         self._priority = priority
-        self._receives: list[Request] = []
-        self._sends: list[Request] = []
+        self._receives: list[Operation] = []
+        self._sends: list[Operation] = []
         self._reply_tags: list[int] = []
         self._payload_tags: list[int] = []
         self._joint: list[tuple[HostArray, list[HostArray]]] = []  # an answer to several keys, and their arrays
-        self._late: list[tuple[Request, HostArray, int, int]] = []
+        self._late: list[tuple[Operation, HostArray, int, int]] = []
         self._many = many
         self._stages: list[Stage] = []
 

@@ -25,7 +25,7 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.host_key import Arrays, HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
-from mpikv.engine.request import Done, Request, Steps, Waiter, Waking
+from mpikv.engine.operation import Done, Operation, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
@@ -147,7 +147,7 @@ class HostKeys:
             on_wait=self.wait,
         )
 
-    def close(self) -> Request:
+    def close(self) -> Operation:
         """Let go of the others' device memory. A request that is done when they have let go of this rank's.
 
         Collective; whoever frees device memory has to wait for it.
@@ -217,7 +217,7 @@ class HostKeys:
             fence()
         return there
 
-    def published(self, place: Sequence[int]) -> Request:
+    def published(self, place: Sequence[int]) -> Operation:
         """A request that is done when one has."""
         return _Published(self, place)
 

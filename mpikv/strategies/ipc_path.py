@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.collectives import device_host
 from mpikv.collectives.host_key import TOTALS
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement

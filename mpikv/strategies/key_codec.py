@@ -16,7 +16,7 @@ from mpikv.codecs.base import Codec, State
 from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space, SpaceArray

@@ -25,7 +25,7 @@ from mpikv.collectives.labelled import AddingGroup, SharingGroup
 from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.parts import HERE, Parts
 from mpikv.collectives.stages import Span
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement

@@ -24,7 +24,7 @@ from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.device_group import DeviceGroup
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement

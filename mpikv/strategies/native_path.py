@@ -15,7 +15,7 @@ import numpy as np
 
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.parts import whole
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement

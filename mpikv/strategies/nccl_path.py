@@ -34,7 +34,7 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.errors import MpikvError, StallError
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
@@ -146,7 +146,7 @@ class NcclPath(KeyPath):
 class _Ended:
     """A request that is done when the GPU has done a round; where it does not, it ends all that is under way."""
 
-    def __init__(self, done: Request, comm: NcclComm, group: Group, info: KeyInfo, timeout_s: float) -> None:
+    def __init__(self, done: Operation, comm: NcclComm, group: Group, info: KeyInfo, timeout_s: float) -> None:
         self._done, self._comm, self._group, self._info, self._timeout_s = done, comm, group, info, timeout_s
         self._clock = group.transport.clock
         self._waited_s, self._looked_s = 0.0, self._clock.now_s()

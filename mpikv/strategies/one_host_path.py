@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import one_host
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.labels import Comparison
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_path import SharedPath

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Path
 from mpikv.placement.placement import Placement

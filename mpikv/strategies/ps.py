@@ -23,7 +23,7 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
-from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
@@ -346,7 +346,7 @@ class PsStrategy(Strategy):
         sink.deliver(value)
         return []
 
-    def _end_small(self, answer: Request, tag: int, sink: Target, value: HostArray) -> Steps[None]:
+    def _end_small(self, answer: Operation, tag: int, sink: Target, value: HostArray) -> Steps[None]:
         yield answer
         self._client.reply_tags.give([tag])
         sink.deliver(value)
@@ -358,7 +358,7 @@ class PsStrategy(Strategy):
             if isinstance(request, Exchange):
                 self._engine.start(request.steps(), "pushpull")
 
-    def _pending(self, request: Request, waitings: Sequence[Waiting]) -> list[Pending]:
+    def _pending(self, request: Operation, waitings: Sequence[Waiting]) -> list[Pending]:
         """One transfer for each key of a call, all of which end together."""
         if len(waitings) == 1:
             return [Pending(request, waitings[0])]

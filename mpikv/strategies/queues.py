@@ -16,7 +16,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner

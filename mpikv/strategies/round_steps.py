@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo

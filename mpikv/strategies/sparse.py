@@ -25,7 +25,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Under, scaled
@@ -142,7 +142,7 @@ class RowClient:
 
     def _asking(self, header: wire.Header, pieces: Sequence[_Piece], values: HostArray) -> Steps[None]:
         client = self._client
-        tags, receives = [], list[Request]()
+        tags, receives = [], list[Operation]()
         for piece in pieces:
             tag = client.reply_tags.take()
             tags.append(tag)

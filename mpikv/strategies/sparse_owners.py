@@ -16,7 +16,7 @@ import cloudpickle
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
-from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.operation import Predicate, Steps
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
 from mpikv.placement.keys import KeyInfo

@@ -32,7 +32,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.segments import Segments
 from mpikv.collectives.stages import Span
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace

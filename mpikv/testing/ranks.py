@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mpikv.engine.request import Steps
+from mpikv.engine.operation import Steps
 from mpikv.engine.running import run
 from mpikv.errors import StallError
 from mpikv.hostmemory.segment import HostMemory, private_memory

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 
 
 class Incoming(Protocol):
@@ -25,7 +25,7 @@ class Incoming(Protocol):
     source: int
     n_bytes: int
 
-    def receive(self, buf: HostArray) -> Request:
+    def receive(self, buf: HostArray) -> Operation:
         """Start receiving it into `buf`, which is contiguous and has `n_bytes` bytes."""
         ...
 
@@ -54,14 +54,14 @@ class Transport(Protocol):
         """Return how many bytes these had."""
         ...
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Start sending a contiguous array. The caller must not change it until the request is done.
 
         room_bytes: how many of its bytes, at its end, the receiver has room for beside what it expects.
         """
         ...
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """Start receiving exactly `buf.nbytes` bytes into a contiguous array, or exactly `room_bytes` less.
 
         A shorter message is a ShapeMismatch. A longer one must not come: MPI may write it behind the array. Where ranks
@@ -101,11 +101,11 @@ class Group:
         """The host of each of its ranks."""
         return tuple(self.transport.hosts[rank] for rank in self.ranks)
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         """Do what `Transport.isend` does, to the group's rank `dest`."""
         return self.transport.isend(buf, self.ranks[dest], tag)
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         """Do what `Transport.irecv` does, from the group's rank `source`."""
         return self.transport.irecv(buf, self.ranks[source], tag)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
-from mpikv.engine.request import Completion, Request, Waiter, Waking, wakes
+from mpikv.engine.operation import Completion, Operation, Waiter, Waking, wakes
 from mpikv.errors import MpikvError
 from mpikv.transports.base import Incoming, Transport
 from mpikv.transports.threads import Fabric
@@ -110,10 +110,10 @@ class Faults:
 class _DelayedReceive(Waking):
     """A receive that was asked for, and that the transport below is told of only later."""
 
-    def __init__(self, transport: FaultyTransport, start: Callable[[], Request], due: int) -> None:
+    def __init__(self, transport: FaultyTransport, start: Callable[[], Operation], due: int) -> None:
         self._transport = transport
         self._start = start
-        self._started: Request | None = None
+        self._started: Operation | None = None
         self._waiter: Waiter | None = None
         self.due = due  # the look from which on it may be started
 
@@ -186,7 +186,7 @@ class FaultyTransport:
     def _free(self, route: Route, due: int) -> bool:
         return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Do what `Transport.isend` does."""
         if not self.lives():
             return Completion()
@@ -194,7 +194,7 @@ class FaultyTransport:
         self.sent_bytes += buf.nbytes
         return self._inner.isend(buf, dest, tag, room_bytes)
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """Do what `Transport.irecv` does, later."""
         if not self.lives():
             return Completion()

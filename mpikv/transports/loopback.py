@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Any
 
-from mpikv.engine.request import Completion, Request
+from mpikv.engine.operation import Completion, Operation
 
 
 class Loopback:
@@ -22,15 +22,15 @@ class Loopback:
         self._sent: defaultdict[int, deque[tuple[Any, Completion]]] = defaultdict(deque)
         self._asked: defaultdict[int, deque[tuple[Any, Completion]]] = defaultdict(deque)
 
-    def send(self, array: Any, tag: int) -> Request:
+    def send(self, array: Any, tag: int) -> Operation:
         """Hand over an array of a space. Once this is done it may be changed, behind what is in the store's stream."""
         return self._meet(array, self._sent[tag], tag)
 
-    def receive(self, into: Any, tag: int) -> Request:
+    def receive(self, into: Any, tag: int) -> Operation:
         """Copy what is handed over into an array of the same length; None: it is thrown away."""
         return self._meet(into, self._asked[tag], tag)
 
-    def _meet(self, array: Any, mine: deque[tuple[Any, Completion]], tag: int) -> Request:
+    def _meet(self, array: Any, mine: deque[tuple[Any, Completion]], tag: int) -> Operation:
         done = Completion()
         mine.append((array, done))
         sent, asked = self._sent[tag], self._asked[tag]

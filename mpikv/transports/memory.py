@@ -29,7 +29,7 @@ from functools import partial
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Done, Request
+from mpikv.engine.operation import Done, Operation
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.rings import LONGEST_BYTES, RingReader, RingWriter, ring_begin, rings_bytes
@@ -119,7 +119,7 @@ class LocalTransport:
 
     # --- sending
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Start sending a contiguous array. The caller must not change it until the request is done."""
         if dest not in self._writers:
             return self.inner.isend(buf, dest, tag, room_bytes)
@@ -196,7 +196,7 @@ class LocalTransport:
 
     # --- receiving
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """Do what `Transport.irecv` does; a message through memory never comes shorter by `room_bytes`."""
         if source not in self._readers:
             return self.inner.irecv(buf, source, tag, room_bytes)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Request
+from mpikv.engine.operation import Operation
 
 
 class Mover(Protocol):
@@ -124,7 +124,7 @@ class Arrived:
         self.data = data  # (n_bytes,) of uint8, nobody else's
         self.referred = referred  # offset in the memory, -1: it is not
 
-    def receive(self, buf: HostArray) -> Request:
+    def receive(self, buf: HostArray) -> Operation:
         """Start receiving it into `buf`, which is contiguous and has `n_bytes` bytes."""
         receiving = Receiving(self._transport, buf.reshape(-1).view(np.uint8), buf.nbytes)
         self._transport.match(receiving, self)

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.request import Completion, Request
+from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
@@ -109,7 +109,7 @@ class MpiIncoming:
         self.source = status.Get_source()
         self.n_bytes = status.Get_elements(MPI.BYTE)
 
-    def receive(self, buf: HostArray) -> Request:
+    def receive(self, buf: HostArray) -> Operation:
         """Receive it into `buf`."""
         return start(self._message.Irecv, buf)
 
@@ -136,13 +136,13 @@ class MpiTransport:
         self.meeting: MPI.Request | None = None  # of the last `allgather_bytes`
         self._polled_s = 0.0
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """MPI_Isend of the bytes of `buf`."""
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes
         return self._polled(start(self.comm.Isend, buf, dest, tag), None)
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """MPI_Irecv into the bytes of `buf`; MPI leaves alone what a shorter message does not reach."""
         expected = (source, tag, buf.nbytes, buf.nbytes - room_bytes)
         return self._polled(start(self.comm.Irecv, buf, source, tag), expected)

@@ -38,7 +38,7 @@ from typing import TypeVar
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.request import Completion, Request, wakes
+from mpikv.engine.operation import Completion, Operation, wakes
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
 from mpikv.transports.base import Incoming, Transport
@@ -88,7 +88,7 @@ class _Asked(Completion):
 
     __slots__ = ("_n_bytes", "_peer", "_request", "_tag")
 
-    def __init__(self, request: Request, n_bytes: int, peer: _RankLink, tag: int) -> None:
+    def __init__(self, request: Operation, n_bytes: int, peer: _RankLink, tag: int) -> None:
         super().__init__()
         self._request, self._n_bytes, self._peer, self._tag = request, n_bytes, peer, tag
         self.wake()
@@ -128,14 +128,14 @@ class _RankLink:
         self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
         self.asking_bytes = 0
         self.expected: dict[int, int] = {}  # how many more it has been told than have come, by tag
-        self.under_way: deque[tuple[Request, _Sending | None]] = deque()  # None: a bundle
+        self.under_way: deque[tuple[Operation, _Sending | None]] = deque()  # None: a bundle
         self.unread_bytes = 0  # sent, and not known to be taken
         self.unasked_bytes = 0  # of these at most so many left without being asked for
         self.taken_bytes = 0  # of what has come, and not told yet
         self.looked_at: list[_Asked] = []  # long messages that do not say when they have come
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
         self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
-        self.coming: deque[tuple[HostArray, Request]] = deque()  # bundles
+        self.coming: deque[tuple[HostArray, Operation]] = deque()  # bundles
         self.has_priorities = False  # it waits to be asked, and for room
         self.knows_priorities = False  # it was told that this rank does
         self.error: Exception | None = None
@@ -188,7 +188,7 @@ class OrderedTransport:
 
     # --- sending
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Send it when its turn comes."""
         peer = self._peers.get(dest)
         if peer is None:
@@ -268,7 +268,7 @@ class OrderedTransport:
         return True
 
     @staticmethod
-    def _sent(peer: _RankLink, request: Request, n_bytes: int, sending: _Sending | None) -> None:
+    def _sent(peer: _RankLink, request: Operation, n_bytes: int, sending: _Sending | None) -> None:
         peer.under_way.append((request, sending))
         peer.unread_bytes += n_bytes
 
@@ -303,7 +303,7 @@ class OrderedTransport:
 
     # --- receiving
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """Receive a message, and ask for it where it is long."""
         peer = self._peers.get(source)
         if peer is None:

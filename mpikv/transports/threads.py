@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import MACHINE_CLOCK, Clock
-from mpikv.engine.request import Completion, Request
+from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Transport
 
@@ -129,7 +129,7 @@ class _Incoming:
         self.source = message.source
         self.n_bytes = message.data.nbytes
 
-    def receive(self, buf: HostArray) -> Request:
+    def receive(self, buf: HostArray) -> Operation:
         self._message.move_to(buf)
         return self._message
 
@@ -151,7 +151,7 @@ class ThreadTransport:
         self.sent_messages = 0
         self.sent_bytes = 0
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Put a message in the mailbox of `dest`; a short one is copied."""
         data = buf.reshape(-1).view(np.uint8)
         if data.nbytes <= EAGER_BYTES:
@@ -168,7 +168,7 @@ class ThreadTransport:
             self._fabric.bytes_between[self.rank, dest] += data.nbytes
         return message
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """Post a receive."""
         receive = _PostedReceive(self, buf, room_bytes)
         with self._fabric.lock:

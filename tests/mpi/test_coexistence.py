@@ -7,7 +7,7 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, kv, optimizers
-from mpikv.engine.request import Predicate
+from mpikv.engine.operation import Predicate
 from mpikv.transports import wire
 
 SETTINGS = Config(timeout_s=30)

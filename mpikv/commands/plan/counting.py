@@ -14,7 +14,7 @@ from typing import Any
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.common.clock import MACHINE_CLOCK
-from mpikv.engine.request import Done, Request, Steps
+from mpikv.engine.operation import Done, Operation, Steps
 
 
 class Counting:
@@ -45,12 +45,12 @@ class Counting:
         """Return the bytes of all messages that were sent."""
         return sum(n_bytes for _, n_bytes in self.sent)
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Count a message that is sent."""
         self.sent.append((dest, buf.nbytes))
         return Done()
 
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         """Count a message that is received."""
         self.received.append((source, buf.nbytes))
         return Done()

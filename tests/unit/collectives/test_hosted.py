@@ -11,7 +11,7 @@ from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
-from mpikv.engine.request import wakes
+from mpikv.engine.operation import wakes
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.placement.algorithms import bounds_of

@@ -11,7 +11,7 @@ import pytest
 
 from mpikv.engine.backoff import Backoff, wait_until
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Completion, Done
+from mpikv.engine.operation import Completion, Done
 from mpikv.engine.running import Running, run
 from mpikv.errors import MpikvError
 

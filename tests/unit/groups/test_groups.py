@@ -15,7 +15,7 @@ from mpikv.collectives import shared
 from mpikv.common.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.request import Predicate
+from mpikv.engine.operation import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups.call import Options

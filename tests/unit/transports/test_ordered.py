@@ -12,7 +12,7 @@ import pytest
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.labelled import NOTE_BYTES
-from mpikv.engine.request import Completion, Request
+from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
 from mpikv.transports.ordered import LATE_BYTES, TOLD_BYTES, WINDOW_BYTES, OrderedTransport
@@ -37,7 +37,7 @@ class Pair:
         pair = self
 
         class Logged(ThreadTransport):
-            def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+            def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
                 pair.left.append((dest, tag))
                 return super().isend(buf, dest, tag, room_bytes)
 
@@ -45,12 +45,12 @@ class Pair:
         peers = [[other for other in range(2) if hosts[other] != hosts[rank]] for rank in range(2)]
         self.ranks = [OrderedTransport(inner[i], peers[i], BUCKET_BYTES, self.priorities) for i in range(2)]
 
-    def send(self, key: int, values: HostArray, priority: int = 0) -> Request:
+    def send(self, key: int, values: HostArray, priority: int = 0) -> Operation:
         """From rank 0 to rank 1."""
         self.priorities[key] = priority
         return self.ranks[0].isend(values, 1, tag(key))
 
-    def receive(self, key: int, n_bytes: int) -> tuple[HostArray, Request]:
+    def receive(self, key: int, n_bytes: int) -> tuple[HostArray, Operation]:
         buf = np.zeros(n_bytes, np.uint8)
         return buf, self.ranks[1].irecv(buf, 0, tag(key))
 
@@ -344,7 +344,7 @@ def test_a_message_of_another_length_names_its_rank_and_tag() -> None:
 
 def test_all_that_waits_for_a_rank_that_cannot_be_reached_fails() -> None:
     class Broken(ThreadTransport):
-        def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+        def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
             request = Completion()
             request.finish(ConnectionError("gone"))
             return request

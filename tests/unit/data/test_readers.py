@@ -30,7 +30,7 @@ from mpikv.data import (
 from mpikv.data.recordio import encoded
 
 Files = dict[str, bytes]
-PICTURES = Path(__file__).parents[1] / "fixtures" / "records" / "pictures"
+PICTURES = Path(__file__).parents[2] / "fixtures" / "records" / "pictures"
 
 
 def idx(array: Any) -> bytes:

@@ -1,6 +1,6 @@
-"""What is under way, as it looks to those who wait for it: a request, and generators that yield requests.
+"""What is under way, as it looks to those who wait for it: operations, and generators that yield them.
 
-Whoever waits for a request asks it again and again. A request whose type is `Waking` makes that unnecessary: it
+Whoever waits for an operation asks it again and again. An operation whose type is `Waking` makes that unnecessary: it
 promises to wake the one who waits when there is a reason to ask again.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Request(Protocol):
+class Operation(Protocol):
     """Something under way. `test` never waits, and once it has said True it goes on saying so."""
 
     def test(self) -> bool:
@@ -21,20 +21,20 @@ class Request(Protocol):
 
 
 class Waiter(Protocol):
-    """Somebody who waits for a request, and does nothing else until the request wakes him."""
+    """Somebody who waits for an operation, and does nothing else until it wakes him."""
 
     def wake(self) -> None:
-        """Ask the request again: it may be done. May be called more than once, and by any thread."""
+        """Ask the operation again: it may be done. May be called more than once, and by any thread."""
         ...
 
 
 class Waking:
-    """Base of the requests that wake whoever waits for them. One generator at a time waits for such a request."""
+    """Base of operations that wake whoever waits for them. One generator at a time waits for such an operation."""
 
     __slots__ = ()
 
     def test(self) -> bool:
-        """Return what `Request.test` does."""
+        """Return what `Operation.test` does."""
         raise NotImplementedError
 
     def wakes(self, waiter: Waiter) -> bool:
@@ -46,7 +46,7 @@ class Waking:
         raise NotImplementedError
 
 
-def wakes(request: Request | None, waiter: Waiter) -> bool:
+def wakes(request: Operation | None, waiter: Waiter) -> bool:
     """Return whether `request` has promised to wake `waiter`."""
     return isinstance(request, Waking) and request.wakes(waiter)
 
@@ -84,7 +84,7 @@ class Completion(Waking):
 
 
 # The body of a collective or of a server's loop: it yields each request that it must wait for, and returns its result.
-Steps = Generator[Request, None, T]
+Steps = Generator[Operation, None, T]
 
 
 class Done:
