@@ -25,7 +25,7 @@ from mpikv.placement.keys import Key, KeyInfo
 
 
 @dataclass(frozen=True)
-class Compression:
+class KeyCompression:
     """Of one key. push: of what workers send. pull: of what owners send back. force: also where it loses time."""
 
     push: Codec = IDENTITY
@@ -42,7 +42,7 @@ class Compression:
         """Whether values travel encoded or as they are, whichever is found to be faster."""
         return not self.plain and not self.force
 
-    def for_shape(self, shape: tuple[int, ...]) -> Compression:
+    def for_shape(self, shape: tuple[int, ...]) -> KeyCompression:
         """That of a key of this shape."""
         return replace(self, push=self.push.for_shape(shape), pull=self.pull.for_shape(shape))
 
@@ -57,10 +57,10 @@ class Compression:
         return self.push.name if len(params) == 1 else json.dumps(params, sort_keys=True)
 
 
-NONE = Compression()
+NONE = KeyCompression()
 
 
-def make(params: Mapping[str, Any] | str | None) -> Compression:
+def make(params: Mapping[str, Any] | str | None) -> KeyCompression:
     """Make one of a codec's name, or of a dict with its name as 'type', its parameters, 'pull' and 'force'.
 
     pull: a codec in the same form; default none, and without error feedback unless it asks for it: a value comes whole
@@ -76,17 +76,17 @@ def make(params: Mapping[str, Any] | str | None) -> Compression:
     if not isinstance(force, bool):
         raise TypeError(f"compression: 'force' is True or False, not {shown(force)}")
     push = registry.create({name: value for name, value in given.items() if name not in ("pull", "force")})
-    found = Compression(push, registry.create(given.get("pull", IDENTITY), feedback=False), force)
+    found = KeyCompression(push, registry.create(given.get("pull", IDENTITY), feedback=False), force)
     return NONE if found.plain else found
 
 
-Codecs = Callable[[str], Compression]
+Codecs = Callable[[str], KeyCompression]
 """Makes the codecs of a key of the text that all ranks agreed on: `of_text`, or one whose codecs only cost time."""
 
 
 @lru_cache(maxsize=256)
-def of_text(text: str) -> Compression:
-    """The one of a text that `Compression.text` made. Raises what `make` raises."""
+def of_text(text: str) -> KeyCompression:
+    """The one of a text that `KeyCompression.text` made. Raises what `make` raises."""
     return make(json.loads(text) if text.startswith("{") else text)
 
 
@@ -107,8 +107,8 @@ class Compressions:
     suspended: what is pushed and pulled now travels as it is, on all workers alike: weights, which are not gradients.
     """
 
-    of_new_keys: Compression = NONE
-    of_keys: dict[Key, Compression] = field(default_factory=dict)
+    of_new_keys: KeyCompression = NONE
+    of_keys: dict[Key, KeyCompression] = field(default_factory=dict)
     suspended: bool = False
 
     @property
@@ -116,7 +116,7 @@ class Compressions:
         """Whether some key may be compressed."""
         return not self.of_new_keys.plain or not all(one.plain for one in self.of_keys.values())
 
-    def set(self, found: Compression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:
+    def set(self, found: KeyCompression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:
         """Compress these keys so, or all others (None); return None. known: keys that are initialised.
 
         Returns a key for which it is too late, if there is one, and changes nothing then.
@@ -144,7 +144,7 @@ class Compressions:
         finally:
             self.suspended = before
 
-    def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> Compression:
+    def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> KeyCompression:
         """That of a key which is initialised now. links: whether ranks of the store are on several hosts.
 
         Integers are never compressed. Where all ranks are on one host, memory is faster than any codec.

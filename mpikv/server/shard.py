@@ -23,7 +23,7 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.reductions import BY_CODE
 from mpikv.codecs.base import Codec
 from mpikv.codecs.base import State as CodecState
-from mpikv.codecs.compression import Compression
+from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
@@ -125,7 +125,7 @@ class ServedShard:
         *,
         begin: int,
         part_elems: int,
-        compression: Compression,
+        compression: KeyCompression,
         version: int,
         owner: Owner,
         pool: Pool,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mpikv.arrays import compiled
 from mpikv.arrays.as_numpy import dtype_of
-from mpikv.codecs.compression import Compression
+from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
@@ -46,7 +46,7 @@ class KeyEvents(NamedTuple):
     agreed: Callable[[KeyInfo], None] | None = None
 
 
-def check_pull(call: str, key: Key, travels: Compression) -> None:
+def check_pull(call: str, key: Key, travels: KeyCompression) -> None:
     """ConfigError where owners would send back an updated value by a codec that is for sums of gradients."""
     if isinstance(travels.pull, ErrorFeedback) and travels.pull.codec.rounds:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mpikv.codecs.compression import Compression, Compressions
+from mpikv.codecs.compression import Compressions, KeyCompression
 from mpikv.collectives.nccl import Nccl
 from mpikv.collectives.nccl_introduction import introduce
 from mpikv.config import Config
@@ -37,7 +37,7 @@ def spawn_stores(
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
-    compression: Compression | None = None,
+    compression: KeyCompression | None = None,
     spaces: Sequence[Spaces] | None = None,
     gpus: Sequence[Gpu | None] | None = None,
 ) -> list[T]:

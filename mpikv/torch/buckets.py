@@ -24,7 +24,7 @@ import torch
 from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.calls.request import Request
-from mpikv.codecs.compression import NONE, Compression
+from mpikv.codecs.compression import NONE, KeyCompression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
@@ -248,7 +248,7 @@ def make_buckets(
     *,
     limit_bytes: int,
     tail_elems: int,
-    compression: Compression,
+    compression: KeyCompression,
 ) -> list[GradientBucket]:
     """Buckets for parameters in the order in which their gradients appear. Collective, blocks.
 
@@ -296,7 +296,7 @@ def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) 
     return [tensors.on_gpu(array).view(getattr(torch, dtype)) for array in made]
 
 
-def _for_form(compression: Compression, form: Form) -> Compression:
+def _for_form(compression: KeyCompression, form: Form) -> KeyCompression:
     """That of a parameter's gradient, which has a bucket of its own if its shape makes a difference."""
     in_order = form.stride == tuple(torch.empty(form.size, device="meta").stride())
     return compression.for_shape(form.size) if in_order else compression

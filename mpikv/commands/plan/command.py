@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpikv.codecs import compression
-from mpikv.codecs.compression import Compression
+from mpikv.codecs.compression import KeyCompression
 from mpikv.commands.plan import allreduce, servers
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.report import PlanRow, document, lines, mark
@@ -81,7 +81,7 @@ def _settings(options: argparse.Namespace) -> StepSettings:
     )
 
 
-def _compression(options: argparse.Namespace) -> Compression:
+def _compression(options: argparse.Namespace) -> KeyCompression:
     params = {"type": "none"} if options.compression is None else _params("--compression", options.compression)
     return compression.make(params if options.pull is None else params | {"pull": _params("--pull", options.pull)})
 

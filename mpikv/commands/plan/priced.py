@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.compression import Compression
+from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.identity import IDENTITY
 
 
@@ -74,10 +74,10 @@ class Priced(Codec):
         self._spend(out.size * self._speed.add_s)
 
 
-def priced(compression: Compression, speeds: Speeds, spend: Callable[[float], None]) -> Compression:
+def priced(compression: KeyCompression, speeds: Speeds, spend: Callable[[float], None]) -> KeyCompression:
     """Return the same with codecs that encode nothing; what travels as it is still does."""
 
     def of(codec: Codec) -> Codec:
         return codec if codec == IDENTITY else Priced(codec, speeds[codec], spend)
 
-    return Compression(of(compression.push), of(compression.pull), compression.force)
+    return KeyCompression(of(compression.push), of(compression.pull), compression.force)

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression as compressions
-from mpikv.codecs.compression import Codecs, Compression
+from mpikv.codecs.compression import Codecs, KeyCompression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.commands.plan.costs import Costs, Link, servers_s
 from mpikv.commands.plan.counting import Counting
@@ -75,7 +75,7 @@ class Loads(NamedTuple):
     elems: np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def keys_of(workload: Workload, servers: int, compression: Compression, codecs: Codecs) -> list[ClientKey]:
+def keys_of(workload: Workload, servers: int, compression: KeyCompression, codecs: Codecs) -> list[ClientKey]:
     """Return where the keys live and how they travel. codecs: makes their codecs, of a text."""
     members = Members(("",) * servers, (), tuple(range(servers)), config=CONFIG)
     loads, keys = [0] * servers, []
@@ -89,7 +89,7 @@ def keys_of(workload: Workload, servers: int, compression: Compression, codecs: 
 
 
 def counted(
-    workload: Workload, servers: int, compression: Compression, speeds: Speeds
+    workload: Workload, servers: int, compression: KeyCompression, speeds: Speeds
 ) -> tuple[Counting, list[ClientKey]]:
     """Count what one worker sends, receives, encodes and decodes in one step. It is the last rank.
 

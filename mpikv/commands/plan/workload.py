@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from mpikv.codecs import compression as compressions
-from mpikv.codecs.compression import Compression
+from mpikv.codecs.compression import KeyCompression
 from mpikv.commands import models
 from mpikv.commands.plan.priced import NO_SPEEDS, Speeds
 
@@ -54,7 +54,7 @@ class StepSettings(NamedTuple):
     synchronous; shared: they are on the workers' hosts.
     """
 
-    compression: Compression = compressions.NONE
+    compression: KeyCompression = compressions.NONE
     speeds: Speeds = NO_SPEEDS
     compute_s: float = 0.0
     per_host: int = 1

@@ -14,7 +14,7 @@ from mpikv import ShapeMismatch, optimizers
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.compression import Compression, Compressions, make
+from mpikv.codecs.compression import Compressions, KeyCompression, make
 from mpikv.codecs.identity import IDENTITY
 from mpikv.strategies.client_key import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
@@ -110,12 +110,12 @@ SIZES = (1, 5, 8, 9, 40, 67)  # float32: 8 make a partition
 MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
 
 
-def forced(codec: str, **params: Any) -> Compression:
+def forced(codec: str, **params: Any) -> KeyCompression:
     """Used although all ranks are on one host."""
     return make({"type": codec, "force": True, **params})
 
 
-def run(mode: Mode, body: Any, codec: str | Compression, **changes: Any) -> list[Any]:
+def run(mode: Mode, body: Any, codec: str | KeyCompression, **changes: Any) -> list[Any]:
     with long_messages() if mode.memory == "long" else contextlib.nullcontext():
         return spawn_stores(
             mode.name,

@@ -13,7 +13,7 @@ from store_modes import Mode, every_way, long_messages, mode_id
 from mpikv import ConfigError, MpikvError, Parameter, ShapeMismatch, Trainer, kv, optimizers
 from mpikv.codecs import compression, registry
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.compression import NONE, Compression, make
+from mpikv.codecs.compression import NONE, KeyCompression, make
 from mpikv.strategies.client_key import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
 from mpikv.transports import wire
@@ -146,7 +146,7 @@ MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_a
 PULL16 = make({"type": "none", "pull": "fp16", "force": True})
 
 
-def run(mode: Mode, body: Any, found: Compression, **changes: Any) -> list[Any]:
+def run(mode: Mode, body: Any, found: KeyCompression, **changes: Any) -> list[Any]:
     with long_messages() if mode.memory == "long" else contextlib.nullcontext():
         return spawn_stores(
             mode.name,

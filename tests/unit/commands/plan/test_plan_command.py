@@ -18,7 +18,7 @@ from jobs import ROOT
 import mpikv
 from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
-from mpikv.codecs.compression import Compression
+from mpikv.codecs.compression import KeyCompression
 from mpikv.commands.plan import allreduce, calibrate, servers, units
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.commands.plan.priced import Speed
@@ -227,7 +227,7 @@ FEW = ((300,), (270_001,), (7,), (0,), (400, 10, 10), (30, 40))  # several piece
 FAST = Speed(1e-9, 2e-9, 3e-9)
 
 
-def speeds_of(travels: Compression) -> dict[Codec, Speed]:
+def speeds_of(travels: KeyCompression) -> dict[Codec, Speed]:
     return dict.fromkeys((travels.push, travels.pull), FAST)
 
 
