@@ -18,7 +18,7 @@ from mpikv.arrays.row_sparse import RowSparse, is_sparse
 from mpikv.calls.allocation import make_arrays
 from mpikv.calls.forms import CallForms, CallItem, Keys, Targets, Values, finished
 from mpikv.calls.prepared import PreparedCalls, may_come_again
-from mpikv.calls.request import Request, writable
+from mpikv.calls.request import Request, not_given, writable
 from mpikv.calls.rows import RowCalls
 from mpikv.codecs import compression
 from mpikv.common import checks
@@ -666,7 +666,7 @@ class KVStore:
         """Errors of calls made before `close`, of which no caller knows."""
         yield from self.session.not_given()
         for request in self._outstanding:
-            yield from request.not_given()
+            yield from not_given(request, self.session.given)
 
     def __enter__(self) -> KVStore:
         self._check_open("with")

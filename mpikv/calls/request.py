@@ -12,6 +12,7 @@ from mpikv.arrays import tensors
 from mpikv.calls.forms import Values, finished
 from mpikv.common import checks
 from mpikv.session.base import Pending, Session
+from mpikv.session.given import GivenErrors
 
 
 class Request:
@@ -31,21 +32,21 @@ class Request:
 
     def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
         self._session = session
-        self._pending = pending
+        self.pending = pending
         self._form = form
         self._result: Any = None
 
     def test(self) -> bool:
         """Return whether the call is done. Never blocks. Raises the error that ended the call, if one did."""
         self._session.check_process("test")
-        if self._pending:
+        if self.pending:
             self._session.progress()
             try:
-                self._pending = [entry for entry in self._pending if not entry.request.test()]
+                self.pending = [entry for entry in self.pending if not entry.request.test()]
             except Exception as error:
-                self._session.given.note(error, (entry.waiting.key_id for entry in self._pending))
+                self._session.given.note(error, (entry.waiting.key_id for entry in self.pending))
                 raise
-        if self._pending:
+        if self.pending:
             return False
         self.held = {}
         return True
@@ -58,23 +59,24 @@ class Request:
         """
         if timeout_s is not None:
             timeout_s = checks.seconds("timeout_s", timeout_s)
-        while self._pending:
+        while self.pending:
             self._session.check_process("wait")
-            self._session.wait(self._pending[0], timeout_s, self._pending)
-            self._pending.pop(0)
+            self._session.wait(self.pending[0], timeout_s, self.pending)
+            self.pending.pop(0)
         self.held = {}
         if self._form is not None:
             self._result, self._form = finished(self._form), None
         return self._result
 
-    def not_given(self) -> Iterator[BaseException]:
-        """The errors that have ended the call, and of which no caller knows. Never blocks."""
-        for pending in self._pending:
-            try:
-                pending.request.test()
-            except Exception as error:  # noqa: BLE001 - `close` of the store raises it
-                if not self._session.given.has(error, (pending.waiting.key_id,)):
-                    yield error
+
+def not_given(request: Request, given: GivenErrors) -> Iterator[BaseException]:
+    """The errors that have ended a call, and of which no caller knows. Never blocks."""
+    for pending in request.pending:
+        try:
+            pending.request.test()
+        except Exception as error:  # noqa: BLE001 - `close` of the store raises it
+            if not given.has(error, (pending.waiting.key_id,)):
+                yield error
 
 
 def writable(arrays: Values) -> dict[int, Any]:

@@ -34,7 +34,7 @@ CHECKED = (TypeError, ValueError, LookupError)  # by argument checks, and raised
 OF_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 # A function that only calls another one with the user's arguments: a TypeError raised in it says that they do not fit.
 CALLS_ON = "call_and_tell"
-HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # of the package
 STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 INSTALLED = ("site-packages", "dist-packages")  # folders in that of the standard library
 

@@ -26,7 +26,7 @@ from mpikv.collectives.shared_plans import Update, always, staged_plan, update_p
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.common_calls import CommonCalls
+from mpikv.hostmemory.common_calls import WAIT_S, CommonCalls
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import aligned
@@ -55,7 +55,12 @@ class Direct:
         self._queues = queues
         self._owner = owner
         counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
-        self._together = CommonCalls(counters, step=session.engine.step, clock=session.engine.clock)
+        self._together = CommonCalls(
+            counters,
+            step=session.engine.step,
+            clock=session.engine.clock,
+            wait_s=min(WAIT_S, session.members.config.timeout_s / 4),  # the wait in the queues comes after it
+        )
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
         # Counts calls and pushes, to tell which was the last; the queues may have been used before.

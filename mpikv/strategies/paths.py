@@ -69,8 +69,11 @@ class KeyPaths:
         return self.usual.shared or (self.plain is not None and self.plain.shared)
 
     @property
-    def writes_outs(self) -> bool:
-        """Whether a round writes the value to the caller's arrays as it comes."""
+    def home_is_shared(self) -> bool:
+        """Whether the home of the value is in memory that the ranks of a host share.
+
+        A round then writes the value to the caller's arrays as it comes.
+        """
         return self.usual.shared and self.usual.staging is None
 
     @property

@@ -185,8 +185,8 @@ class PlacedKeys:
         self._place(queue, reserved)
         if self._session.rank == 0:
             value = self.first_values.pop(info.key)
-            # Memory that the ranks of a host share begins as zeros, and takes no pages before it is written to.
-            if reserved is None or info.space == DEVICE or value.view(np.uint8).any():
+            # Memory of the host that its ranks share begins as zeros, and takes no pages before it is written to.
+            if info.space == DEVICE or not queue.paths.home_is_shared or value.view(np.uint8).any():
                 queue.space.copy(queue.own, value)
         self.queues[info.id] = queue
         queue.has_value = queue.paths.share_now()

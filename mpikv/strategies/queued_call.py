@@ -89,7 +89,7 @@ class QueuedCall(PreparedCall):
         if isinstance(queue, Bucket) or value.dtype != paths.dtype:
             return Round(queue.space.cast(value, paths.dtype), under), Sink(info, outs, spaces)  # copied in any case
         in_place = any(address_of(value) == address_of(out) for out in outs)
-        if paths.writes_outs:
+        if paths.home_is_shared:
             return Round(value, under, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
         if in_place or not paths.changes:
             return Round(value, under, callers=True, changeable=in_place), Sink(info, outs, spaces)

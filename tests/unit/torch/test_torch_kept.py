@@ -18,7 +18,7 @@ from store_modes import Mode  # noqa: E402
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import UnsupportedError  # noqa: E402
-from mpikv.strategies.direct import DirectCall  # noqa: E402
+from mpikv.strategies.direct import Direct  # noqa: E402
 
 KEEP = {
     "itself": lambda grad: grad,
@@ -265,7 +265,7 @@ def test_programs_have_the_gradients_of_one_process(mode: Mode, program: Any) ->
 @pytest.mark.parametrize("program", [cleared, zeroed, synchronized_late])
 def test_where_workers_come_too_late_for_one_call_of_all(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results_of(program, Parts(), 1.5)
-    monkeypatch.setattr(DirectCall, "run", lambda *_: False)
+    monkeypatch.setattr(Direct, "run", lambda *_: False)
 
     def body(store: Any) -> None:
         assert results_of(program, mt.DistributedModel(Parts(), store), store.rank + 1.0) == expected

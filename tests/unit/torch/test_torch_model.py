@@ -583,8 +583,13 @@ def test_between_hosts_buckets_leave_during_the_backward_pass(mode: Mode) -> Non
         model = mt.DistributedModel(torch.nn.Sequential(*layers), store, bucket_bytes=300)
         sent: list[str] = []
         before: list[int] = []
-        begin = store.strategy.begin
-        store.strategy.begin = lambda infos, *rest: (sent.append(infos[0].key), begin(infos, *rest))[1]
+        prepare = store.strategy.prepare
+
+        def noted(entries: Any, *rest: Any, **named: Any) -> Any:
+            sent.append(entries[0].info.key)
+            return prepare(entries, *rest, **named)
+
+        store.strategy.prepare = noted
         layers[0].register_full_backward_pre_hook(lambda *_: before.append(len(sent)))
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()

@@ -41,7 +41,7 @@ def test_here() -> None:
     workers, servers = programs(words)
     assert workers[:4] == ["/v/mpirun", "--oversubscribe", "--bind-to", "none"]
     assert workers[workers.index("-n") :] == [
-        *("-n", "2", sys.executable, "-I", "-S", str(quick.HERE), "rank", "worker", "0", "0", "--"),
+        *("-n", "2", sys.executable, "-I", "-S", str(Path(quick.__file__)), "rank", "worker", "0", "0", "--"),
         *("python", "t.py"),
     ]
     assert servers[-7:] == ["server", "0", "2", "--", sys.executable, "-m", "mpikv.server"]

@@ -16,7 +16,7 @@ from mpikv.errors import ConfigError
 
 SCRIPTS = batch.repository_scripts()
 JOBS = {"slurm": BatchJob("slurm", command=("true",)), "sge": BatchJob("sge", command=("true",))}
-TEMPLATES = ROOT / "mpikv" / "launch" / "templates"
+TEMPLATES = ROOT / "mpikv" / "commands" / "launch" / "templates"
 
 
 def test_scripts_of_the_repository_are_the_templates() -> None:
