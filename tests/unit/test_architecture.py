@@ -47,7 +47,8 @@ def exists(name: str) -> bool:
 
 def test_every_function_that_is_named_exists() -> None:
     # `module.Class.method`, with folders in front where there are some; `pyproject.toml` is none.
-    found = re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", PAGE.read_text())
+    pages = [PAGE, *(PAGE.parent / "paths").glob("*.md")]
+    found = [name for page in pages for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", page.read_text())]
     functions = [name for name in found if not name.endswith((".py", ".toml", ".md")) and name != "store.push"]
     assert len(functions) > 25
     assert [name for name in functions if not exists(name)] == []
