@@ -30,7 +30,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.hostmemory.common_calls import FREE
 from mpikv.hostmemory.counters import Counters, Reached
-from mpikv.hostmemory.sums import Way, way_of
+from mpikv.hostmemory.sums import Adder, adder_of
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
 
@@ -44,13 +44,13 @@ WORDS = FREE + 2  # of the decision on calls, and of their steps
 
 
 class Sum(NamedTuple):
-    """`out` becomes what `way` makes of `sources`; then it is copied to `copies`, then `after` is called."""
+    """`out` becomes what `adder` makes of `sources`; then it is copied to `copies`, then `after` is called."""
 
     out: HostArray
     sources: tuple[HostArray, ...]
     copies: tuple[HostArray, ...]
     after: Callable[[], None] | None
-    way: Way
+    adder: Adder
 
 
 def summed(
@@ -61,8 +61,8 @@ def summed(
     op: Reduction = SUM,
 ) -> Sum:
     """A `Sum`, or what another reduction makes of one array of each rank."""
-    way = way_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
-    return Sum(out, tuple(sources), tuple(copies), after, way)
+    adder = adder_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
+    return Sum(out, tuple(sources), tuple(copies), after, adder)
 
 
 class Copies:
@@ -129,8 +129,8 @@ def copy_all(copies: Copies) -> None:
 
 def add_all(sums: Sequence[Sum]) -> None:
     """Do sums one after another."""
-    for out, sources, copies, after, way in sums:
-        way(out, sources)
+    for out, sources, copies, after, adder in sums:
+        adder(out, sources)
         for copy in copies:
             copy[...] = out
         if after is not None:

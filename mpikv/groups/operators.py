@@ -12,7 +12,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
-from mpikv.hostmemory.sums import Way, way_of
+from mpikv.hostmemory.sums import Adder, adder_of
 
 
 class Operator(NamedTuple):
@@ -29,9 +29,9 @@ class Operator(NamedTuple):
         if kind not in self.kinds:
             raise UnsupportedError(f"{self.name} of {dtype}: it is defined for NumPy's kinds {', '.join(self.kinds)}")
 
-    def way(self, dtype: np.dtype[Any]) -> Way:
+    def adder(self, dtype: np.dtype[Any]) -> Adder:
         """Return how all ranks' arrays of this dtype are combined."""
-        return way_of(dtype, self.combine, self.finish if self.mean else None)
+        return adder_of(dtype, self.combine, self.finish if self.mean else None)
 
     def finish(self, total: HostArray, size: int) -> None:
         """Make the result of what everything has been combined to."""

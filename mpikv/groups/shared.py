@@ -115,11 +115,11 @@ class SharedCalls:
         return self._chunked(arrays, partial(self._allreduce, operator))
 
     def _allreduce(self, operator: Operator, i: int, values: HostArray) -> Chunk:
-        chunk, way = Chunk(), operator.way(values.dtype)
+        chunk, adder = Chunk(), operator.adder(values.dtype)
         slots = [self._slot(rank, i, values.dtype, values.size) for rank in range(self.size)]
         if values.nbytes <= TINY_BYTES:
             chunk.fills.append(slots[self.rank], values)
-            chunk.sums.append(Sum(values, tuple(slots), (), None, way))
+            chunk.sums.append(Sum(values, tuple(slots), (), None, adder))
             return chunk
         for rank in range(self.size):
             begin, end = part_of(rank, self.size, values.size, values.itemsize)
@@ -202,7 +202,7 @@ class SharedCalls:
 
 
 def _sum(temporary: HostArray, sources: Sequence[HostArray], out: HostArray, operator: Operator) -> Sum:
-    return Sum(temporary, tuple(sources), (out,), None, operator.way(out.dtype))
+    return Sum(temporary, tuple(sources), (out,), None, operator.adder(out.dtype))
 
 
 def _parts(array: HostArray, room_bytes: int = CHUNK_BYTES) -> list[slice]:

@@ -19,7 +19,7 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.compiled import add_half, cast_into
 
 Combine = Callable[..., object]  # of two arrays, with the result in `out`: one of NumPy's functions, or like it
-Way = Callable[[HostArray, Sequence[HostArray]], None]  # `out` becomes what the arrays make
+Adder = Callable[[HostArray, Sequence[HostArray]], None]  # `out` becomes what the arrays make
 
 
 def in_order(out: HostArray, sources: Sequence[HostArray], combine: Combine = np.add) -> None:
@@ -40,9 +40,9 @@ def newest_first(combine: Combine) -> Combine:
     return lambda total, source, out: combine(source, total, out=out)
 
 
-def way_of(
+def adder_of(
     dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
-) -> Way:
+) -> Adder:
     """Return how arrays of this dtype are combined, as a function to be called again and again.
 
     finish: called with the result, before it is rounded, and the number of arrays.

@@ -1,4 +1,4 @@
-"""Which way keys in GPUs' memory go between the workers of a store: one value, which all settle on when it is made.
+"""Which path keys in GPUs' memory take between the workers of a store: one value, which all settle on when it is made.
 
 Every worker tells whether it uses a GPU, and which. The first of these paths that can be gone is taken, or the one that
 MPIKV_DEVICE_PATH names:

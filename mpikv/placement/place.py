@@ -1,4 +1,4 @@
-"""Where a key lives and which way its gradients go: one pure value, the same on every rank.
+"""Where a key lives and which path its gradients take: one pure value, the same on every rank.
 
 `Members` is what all keys of a store have in common: its ranks, their hosts, the settings. `place` makes of it and of
 one key the key's `Placement`: the path, the algorithm, the owners, and the bounds of what each of them owns. All of it
@@ -57,7 +57,7 @@ def place(
     updated: bool = False,
     encoded: bool | None = None,
 ) -> Placement:
-    """Where a key lives and which way it goes.
+    """Where a key lives and which path its gradients take.
 
     whole: one owner has all of it, since its optimizer's formula needs the whole value. room: whether the memory that a
     host's workers share has room for it. load_bytes: for servers: what each of them holds already. wire: how its values
@@ -67,42 +67,42 @@ def place(
     if members.path == "servers":
         return on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire)
     size = len(members.workers)
-    way = members.device_path_of(info)
+    device_path = members.device_path_of(info)
     on_host: Path = members.path if room or not members.shares_memory else "messages"
     if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):
-        here = way == "host" or wire.on_device  # where the key is
+        here = device_path == "host" or wire.on_device  # where the key is
         # Else it has its owners: one worker's copy of the sum comes up to the device, not all.
         gathers = here and not updated and wire.gathers(info.n_bytes, size)
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else bounds_in_steps(info, size, wire)
         algorithm = "gather" if gathers else "owners"
         if here:
-            plain = None if wire.force else _plain_way(members, info, on_host, bounds)
+            plain = None if wire.force else _plain_path(members, info, on_host, bounds)
             host = on_host if plain is not None and plain[0] == "staged" else None
             return Placement("encoded", algorithm, tuple(range(size)), bounds, host=host, plain=plain)
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
-    if way == "nccl":
+    if device_path == "nccl":
         algorithm = "nccl" if updated else "nccl_allreduce"
-    elif members.path == "direct" or way == "ipc":
-        # A call that does not go the direct way must add in the same order: it is a matter of time which way it goes.
+    elif members.path == "direct" or device_path == "ipc":
+        # A call that does not go the direct path must add in the same order: which path it goes is a matter of time.
         algorithm = "naive"
     else:
         forced = members.config.host_algorithm
-        if way == "mpi" and forced == "native":  # whose collectives take no device memory
+        if device_path == "mpi" and forced == "native":  # whose collectives take no device memory
             forced = "auto"
         n_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
         algorithm = choose(n_bytes, size, forced, members.worker_hosts)
-        if way == "mpi" and forced == "auto" and algorithm == "hierarchical":
+        if device_path == "mpi" and forced == "auto" and algorithm == "hierarchical":
             algorithm = "ring"  # in long messages: a GPU is slow to begin each, and MPI copies within a host by itself
     if whole:
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
-    elif way in {"ipc", "nccl", "mpi"} and algorithm != "hierarchical":
+    elif device_path in {"ipc", "nccl", "mpi"} and algorithm != "hierarchical":
         bounds = _device_bounds(info, most_owners(algorithm, size), size)
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
-    path: Path = on_host if way == "host" else way
-    if way == "ipc" and size == 1:
+    path: Path = on_host if device_path == "host" else device_path
+    if device_path == "ipc" and size == 1:
         path = "messages"  # of which there are none
-    return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
+    return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if device_path == "staged" else None)
 
 
 def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
@@ -116,19 +116,19 @@ def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
     return core + (info.n_elems,) * (size + 1 - len(core))
 
 
-def _plain_way(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
+def _plain_path(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
     """The path and the algorithm of an encoded key's rounds as they are; None: the path of encoded ones.
 
     They are those of a key without compression, but with these bounds. on_host: its path, or what it would be there.
     """
-    way = members.device_path_of(info)
-    if on_host == "native" or way == "nccl" or sum_dtype(info.dtype) != info.dtype:
+    device_path = members.device_path_of(info)
+    if on_host == "native" or device_path == "nccl" or sum_dtype(info.dtype) != info.dtype:
         return None  # it may have no communicator; halves go encoded
     size = len(members.workers)
     algorithm = choose(info.n_bytes, size, members.config.host_algorithm, members.worker_hosts)
     if bounds[most_owners(algorithm, size)] != info.n_elems:
         algorithm = "ring"  # whose ranks may all be owners
-    return on_host if way == "host" else way, algorithm
+    return on_host if device_path == "host" else device_path, algorithm
 
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:

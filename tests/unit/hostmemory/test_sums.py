@@ -10,7 +10,7 @@ import pytest
 
 from mpikv.arrays.reductions import REDUCTIONS
 from mpikv.groups.operators import OPERATORS
-from mpikv.hostmemory.sums import in_order, newest_first, way_of
+from mpikv.hostmemory.sums import adder_of, in_order, newest_first
 
 NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 SIZES = (1, 2, 3, 8)
@@ -58,9 +58,9 @@ def test_which_nan_it_is():
 def test_the_sign_of_zero():
     minus, plus = np.array([-0.0], np.float32), np.array([0.0], np.float32)
     for sources, negative in (([minus], True), ([minus, minus], True), ([minus, plus], False), ([plus, minus], False)):
-        for way in (in_order, way_of(minus.dtype, np.add, lambda total, count: None)):
+        for adder in (in_order, adder_of(minus.dtype, np.add, lambda total, count: None)):
             out = np.ones(1, np.float32)
-            way(out, sources)
+            adder(out, sources)
             assert np.signbit(out[0]) == negative
 
 
@@ -71,9 +71,9 @@ def test_short_floats_are_rounded_once_or_not_at_all(dtype, count):
     wide = reduce(np.add, [source.astype(np.float32) for source in sources])
     for out_dtype in (np.dtype(np.float32), dtype):
         out = np.empty(501, out_dtype)
-        way_of(dtype)(out, sources)
+        adder_of(dtype)(out, sources)
         assert out.tobytes() == wide.astype(out_dtype).tobytes()
-    way_of(dtype)(sources[0], sources)
+    adder_of(dtype)(sources[0], sources)
     assert sources[0].tobytes() == wide.astype(dtype).tobytes()
 
 
@@ -93,6 +93,6 @@ def test_what_a_reduction_and_an_operator_make(kind, dtype):
     mean = one.mean if of_group else one.is_mean
     expected = (np.divide(expected, exact.type(3)) if mean else expected).astype(found)
     out = np.empty(33, found)
-    way = one.way(found) if of_group else way_of(found, one.combine, one.finish if mean else None)
-    way(out, sources)
+    adder = one.adder(found) if of_group else adder_of(found, one.combine, one.finish if mean else None)
+    adder(out, sources)
     assert out.tobytes() == expected.tobytes()

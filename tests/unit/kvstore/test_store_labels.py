@@ -28,7 +28,7 @@ SIZES = (0, 1, 2, 5, 24, 300)
 DTYPES = tuple(np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
 
-class Way(NamedTuple):
+class Form(NamedTuple):
     """How a round goes. hosts: of each rank, one letter each; '': all on one. memory: as in `store_modes.Mode`."""
 
     workers: int
@@ -55,29 +55,35 @@ class Way(NamedTuple):
 
 
 ALGORITHMS = ("naive", "ring", "halving_doubling")
-BY_MESSAGES = tuple(Way(w, algorithm=a) for w in (2, 3, 5) for a in ALGORITHMS)
-DIRECT = (Way(2), Way(3), Way(5))
+BY_MESSAGES = tuple(Form(w, algorithm=a) for w in (2, 3, 5) for a in ALGORITHMS)
+DIRECT = (Form(2), Form(3), Form(5))
 HOSTS = (
-    Way(3, hosts="abc"),
-    Way(4, hosts="aabb"),
-    Way(5, hosts="aabbb"),
-    Way(5, hosts="ababb", memory="off"),
-    Way(6, hosts="aabbcc", memory="off"),
+    Form(3, hosts="abc"),
+    Form(4, hosts="aabb"),
+    Form(5, hosts="aabbb"),
+    Form(5, hosts="ababb", memory="off"),
+    Form(6, hosts="aabbcc", memory="off"),
 )
 SERVERS = tuple(
-    Way(w, servers=s, memory=memory, part_bytes=part)
+    Form(w, servers=s, memory=memory, part_bytes=part)
     for (w, s, part), memory in itertools.product(((2, 1, 1 << 20), (3, 2, 64), (5, 3, 64)), ("auto", "off", "long"))
 )
-WAYS = (*BY_MESSAGES, *DIRECT, *HOSTS, *SERVERS)
-FEW = (Way(3, algorithm="ring"), Way(3), Way(3, hosts="aab"), Way(3, hosts="abc"), Way(3, servers=2, part_bytes=64))
+FORMS = (*BY_MESSAGES, *DIRECT, *HOSTS, *SERVERS)
+FEW = (
+    Form(3, algorithm="ring"),
+    Form(3),
+    Form(3, hosts="aab"),
+    Form(3, hosts="abc"),
+    Form(3, servers=2, part_bytes=64),
+)
 
 
-def way_id(way: Way) -> str:
-    return f"{way.workers}w{way.servers}s-{way.algorithm}-{way.hosts or 'one'}-{way.memory}-{way.part_bytes}"
+def form_id(form: Form) -> str:
+    return f"{form.workers}w{form.servers}s-{form.algorithm}-{form.hosts or 'one'}-{form.memory}-{form.part_bytes}"
 
 
-EVERY_WAY = pytest.mark.parametrize("way", WAYS, ids=way_id)
-SOME_WAYS = pytest.mark.parametrize("way", FEW, ids=way_id)
+EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=form_id)
+SOME_FORMS = pytest.mark.parametrize("form", FEW, ids=form_id)
 
 # The factor of each worker, step by step: alike; the last batch; alike again, also in the step in which all change; and
 # one worker alone, who then goes on with what it has.
@@ -125,8 +131,8 @@ def exchange(store, call: str, keys, grads, outs) -> None:
 
 
 @pytest.mark.grid(1)
-@EVERY_WAY
-def test_each_gradient_counts_with_its_own_factor(way: Way) -> None:
+@EVERY_FORM
+def test_each_gradient_counts_with_its_own_factor(form: Form) -> None:
     # Each size in two dtypes, each dtype in three sizes.
     shapes = [(n, DTYPES[(i + k) % len(DTYPES)]) for i, n in enumerate(SIZES) for k in (0, 1)]
 
@@ -146,16 +152,16 @@ def test_each_gradient_counts_with_its_own_factor(way: Way) -> None:
             found.append([out.astype(np.float64) for out in outs])
         return found
 
-    for found in way.run(body):
+    for found in form.run(body):
         for step, values in enumerate(found):
             for (n, dtype), value in zip(shapes, values, strict=True):
-                assert value.tolist() == expected(n, way.workers, step + 1).tolist(), (step, n, dtype)
+                assert value.tolist() == expected(n, form.workers, step + 1).tolist(), (step, n, dtype)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("call", CALLS)
-@SOME_WAYS
-def test_each_call_in_each_step(way: Way, call: str) -> None:
+@SOME_FORMS
+def test_each_call_in_each_step(form: Form, call: str) -> None:
     def body(store):
         keys = list(range(3))
         optimizer = optimizers.create("test")
@@ -168,15 +174,17 @@ def test_each_call_in_each_step(way: Way, call: str) -> None:
             exchange(store, call, keys, grads, outs)
         return [out.tolist() for out in outs]
 
-    wanted = [expected(n, way.workers, len(FACTORS)).tolist() for n in (1, 7, 40)]
-    assert way.run(body) == [wanted] * way.workers
+    wanted = [expected(n, form.workers, len(FACTORS)).tolist() for n in (1, 7, 40)]
+    assert form.run(body) == [wanted] * form.workers
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.workers == 2 or way.algorithm == "naive"], ids=way_id)
-def test_which_bits_results_have(way: Way) -> None:
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form.workers == 2 or form.algorithm == "naive"], ids=form_id
+)
+def test_which_bits_results_have(form: Form) -> None:
     """With the factor that was agreed on no bit changes, also where the rate does, and where factors have differed
     before; with another one each gradient is multiplied by the ratio of the two, rounded once, and then all is as
-    before. So it is in every way.
+    before. So it is in every form.
     """
     n, agreed = 200, 1 / 48
     steps = [(1 / 48, 0.3), (1 / 48, 0.3), (1 / 7, 0.3), (1 / 7, 0.07), (1 / 48, 0.3), None, (1 / 48, 0.3), (0.1, 0.2)]
@@ -196,7 +204,7 @@ def test_which_bits_results_have(way: Way) -> None:
             found.append(out)
         return found
 
-    results = way.run(body)
+    results = form.run(body)
     optimizer = optimizers.create("sgd", wd=0.01, rescale_grad=agreed)
     for step, attributes in enumerate(steps):
         assert len({found[step].tobytes() for found in results}) == 1
@@ -210,22 +218,22 @@ def test_which_bits_results_have(way: Way) -> None:
             optimizer.update("w", new, total, optimizer.init(new))
             return new
 
-        reference = ReferenceStore(way.workers, update=update)
+        reference = ReferenceStore(form.workers, update=update)
         reference.init("w", before)
-        for worker in range(way.workers):
+        for worker in range(form.workers):
             gradient = numbers(worker, step)
             reference.push(worker, "w", [gradient if factor == agreed else gradient * np.float32(factor / agreed)])
         assert results[0][step].tobytes() == reference.pull(0, "w").tobytes(), step
 
 
-@SOME_WAYS
-def test_rounds_ahead_in_any_order(way: Way) -> None:
+@SOME_FORMS
+def test_rounds_ahead_in_any_order(form: Form) -> None:
     """Every worker pushes rounds of several keys in an order of its own, far ahead, each under labels of its own."""
     n_keys, n_rounds, n = 4, 12, 20
 
     def factor(worker: int, key: int, round_: int) -> float:
         random = np.random.default_rng([key, round_])
-        alike, odd = random.random() < 0.5, int(random.integers(way.workers))
+        alike, odd = random.random() < 0.5, int(random.integers(form.workers))
         common = float(2.0 ** random.integers(-2, 2))
         if alike or (worker != odd and random.random() < 0.5):
             return common
@@ -249,11 +257,11 @@ def test_rounds_ahead_in_any_order(way: Way) -> None:
         sum(
             factor(w, key, i) * small_numbers(n, w, i + 1, np.float64)
             for i in range(n_rounds)
-            for w in range(way.workers)
+            for w in range(form.workers)
         ).tolist()
         for key in range(n_keys)
     ]
-    assert way.run(body) == [wanted] * way.workers
+    assert form.run(body) == [wanted] * form.workers
 
 
 # --- other attributes
@@ -285,7 +293,7 @@ def without_bundles(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Config", functools.partial(Config, bucket_bytes=0))
 
 
-def refused_step(way: Way, set_attributes, *, steps: int = 1, attribute: str = "learning_rate") -> None:
+def refused_step(form: Form, set_attributes, *, steps: int = 1, attribute: str = "learning_rate") -> None:
     """All is well for some steps; then the attributes differ. Both names, on all workers; nothing is updated.
 
     The arrays for the result hold the stored value then, or what they held.
@@ -311,26 +319,26 @@ def refused_step(way: Way, set_attributes, *, steps: int = 1, attribute: str = "
         store.close()  # which says nothing that was said
         return before == after, texts
 
-    for unchanged, texts in way.run(body):
+    for unchanged, texts in form.run(body):
         assert unchanged
         for text in texts:  # of one key or the other
             assert f"round {steps + 1}: different attributes" in text
-            assert all(text.count(f"worker {i} on ") == 1 for i in range(way.workers))
+            assert all(text.count(f"worker {i} on ") == 1 for i in range(form.workers))
             assert text.count(f": {attribute}=") == 2
             assert "nothing was updated" in text
 
 
-@EVERY_WAY
-def test_another_rate_is_an_error_on_all(way: Way) -> None:
+@EVERY_FORM
+def test_another_rate_is_an_error_on_all(form: Form) -> None:
     def odd(optimizer, rank):
         optimizer.learning_rate = 0.2 if rank == 1 else 0.1
         optimizer.rescale_grad = 0.5
 
-    refused_step(way, odd)
+    refused_step(form, odd)
 
 
-@SOME_WAYS
-def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: Way, monkeypatch) -> None:
+@SOME_FORMS
+def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(form: Form, monkeypatch) -> None:
     """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
     before, armed, late = QueuedCall._lent_round, threading.Event(), threading.Event()
 
@@ -351,33 +359,33 @@ def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: 
 
     monkeypatch.setattr(QueuedCall, "_lent_round", slow)
     without_bundles(monkeypatch)  # which leave at the end of a call
-    refused_step(way, odd)
-    assert late.is_set() == (not way.servers)  # to those all keys go in one message
+    refused_step(form, odd)
+    assert late.is_set() == (not form.servers)  # to those all keys go in one message
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("attribute", DIFFERENT)
-@pytest.mark.parametrize("way", [FEW[0], FEW[1], FEW[-1]], ids=way_id)
-def test_every_attribute_counts(way: Way, attribute: str) -> None:
+@pytest.mark.parametrize("form", [FEW[0], FEW[1], FEW[-1]], ids=form_id)
+def test_every_attribute_counts(form: Form, attribute: str) -> None:
     def odd(optimizer, rank):
         setattr(optimizer, attribute, DIFFERENT[attribute][rank == 1])
 
-    refused_step(way, odd, steps=2, attribute=attribute)
+    refused_step(form, odd, steps=2, attribute=attribute)
 
 
-@SOME_WAYS
-def test_who_has_changed_is_found_out_whoever_it_is(way: Way) -> None:
+@SOME_FORMS
+def test_who_has_changed_is_found_out_whoever_it_is(form: Form) -> None:
     """Worker 1 stays as it was, the others change: one of them alone, or both alike."""
     for changed in ({0}, {2}, {0, 2}):
 
         def odd(optimizer, rank, changed=frozenset(changed)):
             optimizer.learning_rate = 0.4 if rank in changed else 0.1
 
-        refused_step(way, odd, steps=2)
+        refused_step(form, odd, steps=2)
 
 
-@SOME_WAYS
-def test_an_attribute_changed_for_one_push_alone(way: Way) -> None:
+@SOME_FORMS
+def test_an_attribute_changed_for_one_push_alone(form: Form) -> None:
     """Worker 0 changes it, pushes, and changes it back, far ahead of the others."""
 
     def body(store):
@@ -392,13 +400,13 @@ def test_an_attribute_changed_for_one_push_alone(way: Way) -> None:
         value = store.pull("b").tolist()
         return value, refused(store.close)  # the first who can say it
 
-    for value, *texts in way.run(body):
-        assert value == [-3.0 * way.workers] * 9
+    for value, *texts in form.run(body):
+        assert value == [-3.0 * form.workers] * 9
         assert all("round 4" in text and "learning_rate=1.0" in text for text in texts)
 
 
-@SOME_WAYS
-def test_integers_cannot_be_scaled(way: Way) -> None:
+@SOME_FORMS
+def test_integers_cannot_be_scaled(form: Form) -> None:
     def body(store):
         optimizer = optimizers.create("test")
         store.init("w", np.zeros(9, np.int32))
@@ -411,13 +419,13 @@ def test_integers_cannot_be_scaled(way: Way) -> None:
         store.close()
         return value, text
 
-    for value, *texts in way.run(body):
-        assert value == [way.workers] * 9
+    for value, *texts in form.run(body):
+        assert value == [form.workers] * 9
         assert all("integers cannot be scaled" in text and "rescale_grad=3.0" in text for text in texts)
 
 
-@SOME_WAYS
-def test_optimizers_of_their_own_keys(way: Way) -> None:
+@SOME_FORMS
+def test_optimizers_of_their_own_keys(form: Form) -> None:
     """Two slots: the factors of one differ, those of the other do not; an optimizer that needs the whole key."""
 
     def body(store):
@@ -436,11 +444,11 @@ def test_optimizers_of_their_own_keys(way: Way) -> None:
     lars = optimizers.create("lars", learning_rate=0.5)
     state = lars.init(single)
     for step in range(len(FACTORS)):
-        total = expected(30, way.workers, step + 1) - expected(30, way.workers, step)
+        total = expected(30, form.workers, step + 1) - expected(30, form.workers, step)
         lars.rescale_grad = 0.25
         state = lars.update("b", single, total.astype(np.float32), state)
-    for a, b in way.run(body):
-        assert a == expected(30, way.workers, len(FACTORS)).tolist()
+    for a, b in form.run(body):
+        assert a == expected(30, form.workers, len(FACTORS)).tolist()
         np.testing.assert_allclose(b, single, rtol=1e-5)
 
 
@@ -462,11 +470,11 @@ def test_asynchronous_pushes_count_with_their_own_attributes() -> None:
 # --- counts
 
 
-COUNTED = (*BY_MESSAGES, *HOSTS, Way(5, hosts="abcde"), Way(2, hosts="ab"), Way(3), Way(3, 2))
+COUNTED = (*BY_MESSAGES, *HOSTS, Form(5, hosts="abcde"), Form(2, hosts="ab"), Form(3), Form(3, 2))
 
 
-@pytest.mark.parametrize("way", COUNTED, ids=way_id)
-def test_messages(way: Way, monkeypatch) -> None:
+@pytest.mark.parametrize("form", COUNTED, ids=form_id)
+def test_messages(form: Form, monkeypatch) -> None:
     """As many in a step that changes attributes as in one that does not; also where workers' factors differ."""
     without_bundles(monkeypatch)
     shapes = (1, 2, 30, 300)
@@ -495,17 +503,19 @@ def test_messages(way: Way, monkeypatch) -> None:
         store.barrier()
         return counts
 
-    for counts in way.run(body):
+    for counts in form.run(body):
         assert all(control == 0 for _, control, _ in counts)
         messages = [messages for messages, _, _ in counts]
-        if way == Way(3):  # who has another factor than the agreed one has to copy: then each key has its own round
+        if form == Form(3):  # who has another factor than the agreed one has to copy: then each key has its own round
             assert [declined for _, _, declined in counts] == [0, 0, 0, 1, 1, 1, 0]
-        if not way.servers:  # whom workers tell new attributes in a message, once for all keys
+        if not form.servers:  # whom workers tell new attributes in a message, once for all keys
             assert messages == [messages[0]] * len(counts)
 
 
-@pytest.mark.parametrize("way", [Way(3, algorithm="ring"), Way(5, algorithm="halving_doubling"), *HOSTS], ids=way_id)
-def test_messages_of_another_op(way: Way) -> None:
+@pytest.mark.parametrize(
+    "form", [Form(3, algorithm="ring"), Form(5, algorithm="halving_doubling"), *HOSTS], ids=form_id
+)
+def test_messages_of_another_op(form: Form) -> None:
     def body(store):
         store.init("w", np.ones(30, np.float32))
         counts = []
@@ -517,12 +527,12 @@ def test_messages_of_another_op(way: Way) -> None:
         store.barrier()
         return counts
 
-    for counts in way.run(body):
+    for counts in form.run(body):
         assert counts == [counts[0]] * len(counts)
 
 
-@EVERY_WAY
-def test_another_op_is_an_error_on_all(way: Way) -> None:
+@EVERY_FORM
+def test_another_op_is_an_error_on_all(form: Form) -> None:
     def body(store):
         shapes = [3, 300]
         store.init(["a", "b"], [np.zeros(n, np.float32) for n in shapes])
@@ -532,9 +542,9 @@ def test_another_op_is_an_error_on_all(way: Way) -> None:
         store.close()
         return [text]
 
-    for texts in way.run(body):
+    for texts in form.run(body):
         for text in texts:  # of one key or the other
             assert "round 2: another op of pushpull on different workers" in text
-            assert "worker 1 on localhost: op='max'" in text or way.hosts
+            assert "worker 1 on localhost: op='max'" in text or form.hosts
             assert "op='sum'" in text
             assert "nothing was updated" in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_store_labels import Way, way_id
+from test_store_labels import Form, form_id
 
 from mpikv import ConfigError, Parameter, Trainer
 from mpikv.testing.stores import spawn_stores
@@ -16,21 +16,21 @@ SHAPES = {"a": (3, 5), "b": (1,), "c": (40,), "d": ()}
 LAST, ALWAYS = (2.0, 1.0, 4.0, 2.0, 0.5, 2.0), (2.0, 1.0, 2.0, 4.0, 2.0, 2.0)
 BATCHES = ((2.0,) * 6, LAST, (2.0,) * 6, (4.0,) * 6, ALWAYS, ALWAYS, (2.0,) * 6)
 
-EVERY_WAY = pytest.mark.parametrize(
-    "way",
+EVERY_FORM = pytest.mark.parametrize(
+    "form",
     [
-        Way(2),
-        Way(3),
-        Way(3, algorithm="ring"),
-        Way(5, algorithm="halving_doubling"),
-        Way(3, hosts="abc"),
-        Way(3, hosts="aab"),
-        Way(4, hosts="aabb", memory="off"),
-        Way(2, servers=1),
-        Way(3, servers=2, part_bytes=64),
-        Way(3, servers=2, part_bytes=64, memory="off"),
+        Form(2),
+        Form(3),
+        Form(3, algorithm="ring"),
+        Form(5, algorithm="halving_doubling"),
+        Form(3, hosts="abc"),
+        Form(3, hosts="aab"),
+        Form(4, hosts="aabb", memory="off"),
+        Form(2, servers=1),
+        Form(3, servers=2, part_bytes=64),
+        Form(3, servers=2, part_bytes=64, memory="off"),
     ],
-    ids=way_id,
+    ids=form_id,
 )
 ON_STORE = pytest.mark.parametrize("on_store", [True, False], ids=["store", "own"])
 
@@ -61,8 +61,8 @@ def expected(name: str, workers: int, steps: int) -> Any:
 @pytest.mark.grid
 @ON_STORE
 @pytest.mark.parametrize("how", ["step", "push_grad", "some handed over", "later"])
-@EVERY_WAY
-def test_each_gradient_is_divided_by_its_own_batch_size(way: Way, how: str, on_store: bool) -> None:
+@EVERY_FORM
+def test_each_gradient_is_divided_by_its_own_batch_size(form: Form, how: str, on_store: bool) -> None:
     def body(store):
         parameters, trainer = made(store, on_store)
         found = []
@@ -78,15 +78,15 @@ def test_each_gradient_is_divided_by_its_own_batch_size(way: Way, how: str, on_s
             found.append([parameter.data.tolist() for parameter in parameters.values()])
         return found
 
-    for found in way.run(body):
+    for found in form.run(body):
         for step, values in enumerate(found):
-            assert values == [expected(name, way.workers, step + 1).tolist() for name in SHAPES], step
+            assert values == [expected(name, form.workers, step + 1).tolist() for name in SHAPES], step
 
 
 @pytest.mark.grid
 @ON_STORE
-@EVERY_WAY
-def test_sizes_that_differ_in_the_first_step(way: Way, on_store: bool) -> None:
+@EVERY_FORM
+def test_sizes_that_differ_in_the_first_step(form: Form, on_store: bool) -> None:
     def body(store):
         parameters, trainer = made(store, on_store)
         for sizes in (LAST, LAST, BATCHES[0]):
@@ -96,10 +96,10 @@ def test_sizes_that_differ_in_the_first_step(way: Way, on_store: bool) -> None:
         return [parameter.data.tolist() for parameter in parameters.values()]
 
     wanted = [
-        sum(gradient(name, w, 0) / sizes[w] for sizes in (LAST, LAST, BATCHES[0]) for w in range(way.workers)).tolist()
+        sum(gradient(name, w, 0) / sizes[w] for sizes in (LAST, LAST, BATCHES[0]) for w in range(form.workers)).tolist()
         for name in SHAPES
     ]
-    assert way.run(body) == [wanted] * way.workers
+    assert form.run(body) == [wanted] * form.workers
 
 
 @ON_STORE
@@ -119,14 +119,14 @@ def test_steps_of_the_size_of_the_first_one_are_made_together(on_store: bool) ->
         store.barrier()
         return counts[1:]
 
-    for counts in Way(2).run(body):
+    for counts in Form(2).run(body):
         assert counts == [[1, 0], [1, 0], [0, 0], [1, 0]]
 
 
 @pytest.mark.grid
 @ON_STORE
-@EVERY_WAY
-def test_all_workers_hold_the_same_bits(way: Way, on_store: bool) -> None:
+@EVERY_FORM
+def test_all_workers_hold_the_same_bits(form: Form, on_store: bool) -> None:
     """With factors that are no powers of two, momentum and two trainers on one store."""
 
     def body(store):
@@ -139,14 +139,14 @@ def test_all_workers_hold_the_same_bits(way: Way, on_store: bool) -> None:
                 trainer.step(7 if step % 3 else 3 + store.rank + i)
         return [bits(parameters) for parameters, _ in trainers]
 
-    results = way.run(body)
+    results = form.run(body)
     assert all(result == results[0] for result in results)
 
 
 @pytest.mark.grid
 @ON_STORE
-@EVERY_WAY
-def test_another_rate_stops_all_workers(way: Way, on_store: bool) -> None:
+@EVERY_FORM
+def test_another_rate_stops_all_workers(form: Form, on_store: bool) -> None:
     def body(store):
         parameters, trainer = made(store, on_store, optimizer="sgd", learning_rate=0.5)
         write(parameters, store.rank, 0)
@@ -161,25 +161,25 @@ def test_another_rate_stops_all_workers(way: Way, on_store: bool) -> None:
         store.close()
         return before == after, str(caught.value)
 
-    for unchanged, text in way.run(body):
+    for unchanged, text in form.run(body):
         assert unchanged
         assert "learning_rate=0.25" in text
         assert "learning_rate=0.5" in text
 
 
 BY_MESSAGES = [
-    Way(2, algorithm="naive"),
-    Way(3, algorithm="ring"),
-    Way(5, algorithm="halving_doubling"),
-    Way(3, hosts="abc"),
-    Way(3, hosts="aab"),
-    Way(5, hosts="aabbb", memory="off"),
+    Form(2, algorithm="naive"),
+    Form(3, algorithm="ring"),
+    Form(5, algorithm="halving_doubling"),
+    Form(3, hosts="abc"),
+    Form(3, hosts="aab"),
+    Form(5, hosts="aabbb", memory="off"),
 ]
 
 
 @pytest.mark.parametrize("how", ["step", "push_grad"])
-@pytest.mark.parametrize("way", BY_MESSAGES, ids=way_id)
-def test_a_step_that_changes_attributes_sends_no_message_more(way: Way, how: str) -> None:
+@pytest.mark.parametrize("form", BY_MESSAGES, ids=form_id)
+def test_a_step_that_changes_attributes_sends_no_message_more(form: Form, how: str) -> None:
     """A rate set by hand in every step, sizes that change together, and sizes that differ. In the first step workers
     agree on the factor that is applied.
     """
@@ -202,16 +202,16 @@ def test_a_step_that_changes_attributes_sends_no_message_more(way: Way, how: str
         store.barrier()
         return counts
 
-    found = way.run(body)
+    found = form.run(body)
     assert any(counts[0][0] for counts in found)
     for rank, ((_, agreeing), *counts) in enumerate(found):
-        assert agreeing == (way.workers - 1 if rank == 0 else 1)
+        assert agreeing == (form.workers - 1 if rank == 0 else 1)
         assert counts == [[counts[0][0], 0]] * len(counts)
 
 
 @pytest.mark.parametrize("names", [("b",), ("b", "d")], ids=["one key", "bucket"])
-@pytest.mark.parametrize("way", BY_MESSAGES, ids=way_id)
-def test_fewer_elements_than_workers(way: Way, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("form", BY_MESSAGES, ids=form_id)
+def test_fewer_elements_than_workers(form: Form, names: tuple[str, ...]) -> None:
     """Those who own nothing count as well, and learn of an error in the same step."""
 
     def body(store):
@@ -222,19 +222,19 @@ def test_fewer_elements_than_workers(way: Way, names: tuple[str, ...]) -> None:
             trainer.step(sizes[store.rank])
             found.append([float(parameter.data.sum()) for parameter in parameters.values()])
         before = bits(parameters)
-        trainer.optimizer.wd = 0.5 if store.rank == way.workers - 1 else 0.0
-        with pytest.raises(ConfigError, match=rf"wd=0\.0.* worker {way.workers - 1} on \S+: wd=0\.5"):
+        trainer.optimizer.wd = 0.5 if store.rank == form.workers - 1 else 0.0
+        with pytest.raises(ConfigError, match=rf"wd=0\.0.* worker {form.workers - 1} on \S+: wd=0\.5"):
             trainer.step(2)
         store.close()
         assert before == bits(parameters)
         return found
 
-    wanted = [[float(expected(name, way.workers, i + 1).sum()) for name in names] for i in range(len(BATCHES))]
-    assert way.run(body) == [wanted] * way.workers
+    wanted = [[float(expected(name, form.workers, i + 1).sum()) for name in names] for i in range(len(BATCHES))]
+    assert form.run(body) == [wanted] * form.workers
 
 
-@pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
-def test_allreduce_and_update_with_equal_attributes(way: Way) -> None:
+@pytest.mark.parametrize("form", [Form(3), Form(3, hosts="abc"), Form(3, servers=1)], ids=form_id)
+def test_allreduce_and_update_with_equal_attributes(form: Form) -> None:
     """What lies between them may take any time; where all change together nothing is wrong."""
 
     def body(store):
@@ -251,12 +251,12 @@ def test_allreduce_and_update_with_equal_attributes(way: Way) -> None:
         sum(gradient(name, w, i) / size for i, size in enumerate((2, 2, 4, 4, 2)) for w in range(3)).tolist()
         for name in SHAPES
     ]
-    assert way.run(body) == [wanted] * 3
+    assert form.run(body) == [wanted] * 3
 
 
 @pytest.mark.parametrize("attribute", ["batch_size", "learning_rate"])
-@pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
-def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str) -> None:
+@pytest.mark.parametrize("form", [Form(3), Form(3, hosts="abc"), Form(3, servers=1)], ids=form_id)
+def test_allreduce_and_update_with_different_attributes(form: Form, attribute: str) -> None:
     """Who differs from the start finds out before anybody updates, else in the next call; all do."""
 
     def body(store):
@@ -279,14 +279,14 @@ def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str
         store.close()  # which says nothing that was said
         return before == bits(parameters), str(caught.value)
 
-    for unchanged, text in way.run(body):
+    for unchanged, text in form.run(body):
         assert unchanged
         assert ("rescale_grad=0.25" if attribute == "batch_size" else "learning_rate=1.5") in text
         assert "worker 2" in text
 
 
-@pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
-def test_what_the_last_update_was_made_with_is_compared_by_close(way: Way) -> None:
+@pytest.mark.parametrize("form", [Form(3), Form(3, hosts="abc"), Form(3, servers=1)], ids=form_id)
+def test_what_the_last_update_was_made_with_is_compared_by_close(form: Form) -> None:
     def body(store):
         parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
         for step in range(2):
@@ -298,7 +298,7 @@ def test_what_the_last_update_was_made_with_is_compared_by_close(way: Way) -> No
         with pytest.raises(ConfigError, match=r"close: .*worker 2 on \S+: the last update's learning_rate=1\.5"):
             store.close()
 
-    way.run(body)
+    form.run(body)
 
 
 def test_trainers_that_update_by_themselves_compare_their_optimizers() -> None:
@@ -309,8 +309,8 @@ def test_trainers_that_update_by_themselves_compare_their_optimizers() -> None:
     spawn_stores("dist_sync", 2, body)
 
 
-@pytest.mark.parametrize("way", [Way(2), Way(2, hosts="ab"), Way(2, servers=1)], ids=way_id)
-def test_states_that_are_loaded(way: Way, tmp_path) -> None:
+@pytest.mark.parametrize("form", [Form(2), Form(2, hosts="ab"), Form(2, servers=1)], ids=form_id)
+def test_states_that_are_loaded(form: Form, tmp_path) -> None:
     """Attributes that come from a file reach all workers alike; one that is changed afterwards is found."""
 
     def body(store):
@@ -331,6 +331,6 @@ def test_states_that_are_loaded(way: Way, tmp_path) -> None:
         store.close()
         return rate, bits(parameters)
 
-    results = way.run(body)
+    results = form.run(body)
     assert results[0] == results[1]
     assert results[0][0] == 0.5
