@@ -186,7 +186,7 @@ class PlacedKeys:
         if self._session.rank == 0:
             value = self.first_values.pop(info.key)
             # Memory of the host that its ranks share begins as zeros, and takes no pages before it is written to.
-            if info.space == DEVICE or not queue.paths.home_is_shared or value.view(np.uint8).any():
+            if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.home_is_shared:
                 queue.space.copy(queue.own, value)
         self.queues[info.id] = queue
         queue.has_value = queue.paths.share_now()
