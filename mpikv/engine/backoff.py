@@ -16,7 +16,7 @@ FIRST_NAP_S = 20e-6
 NAP_GROWTH = 1.3  # a nap is then about a quarter of the time waited so far: what comes meanwhile is seen so much later
 SHORT_NAPS = 2  # after more of them, 200 us, a message was not about to come: it has crossed a link, or a rank is late
 LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
-LONG_WAIT = 1200  # naps, less than a second, after which they are four times as long: 4 % of a core for a waiting rank
+LONG_WAIT = 400  # naps, a fifth of a second, after which they are four times as long: 4 % of a core for a waiting rank
 LONGEST_TURN = 0.05
 
 
