@@ -235,8 +235,10 @@ def swapped(net: Any, optimizer: Any, x: float, hold: Any) -> None:
 
 PROGRAMS = [
     *(cleared, zeroed, accumulated, retained, twice_forward, synchronized_late, synchronized_late_in_place),
-    *(replaced, clipped, scaled, swapped),
+    *(replaced, clipped, swapped),
 ]
+if hasattr(torch.amp, "GradScaler"):  # since PyTorch 2.3 on processors, too
+    PROGRAMS.append(scaled)
 
 
 def results_of(program: Any, net: Any, factor: float) -> list[list[float]]:
