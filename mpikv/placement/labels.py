@@ -145,7 +145,7 @@ class AttributeLog:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _Slot] = {}  # none: nothing can differ, and nobody need ask
         self._count = 0
 
     def watch(self, slot: int, optimizer: Attributed, *, exact: bool = False, scales: bool = True) -> None:
@@ -153,11 +153,11 @@ class AttributeLog:
 
         exact: all keys of the slot count as such. scales: whether pushes are scaled, else only those in `scaling`.
         """
-        self._slots[slot] = _Slot(optimizer, exact=exact, scales=scales)
+        self.slots[slot] = _Slot(optimizer, exact=exact, scales=scales)
 
     def under(self, slot: int, *, exact: bool) -> tuple[Under, dict[str, Any] | None]:
         """What a push of now is made under, and its attributes where they are new under that number."""
-        one = self._slots.get(slot)
+        one = self.slots.get(slot)
         if one is None:
             return NOTHING, None
         exact = one.scales and one.is_exact(exact)
@@ -182,43 +182,43 @@ class AttributeLog:
 
     def as_set(self, slot: int) -> Label:
         """The label of a slot whose attributes nobody has changed, which is the same on all workers."""
-        one = self._slots.get(slot)
+        one = self.slots.get(slot)
         return PLAIN if one is None else one.as_set
 
     # --- the factor of a trainer's slot
 
     def own_factor(self, slot: int) -> float:
         """This worker's."""
-        return float(self._slots[slot].optimizer.attributes()[FACTOR])
+        return float(self.slots[slot].optimizer.attributes()[FACTOR])
 
     def agree(self, slot: int, factor: float) -> None:
         """All workers have agreed that owners apply this factor."""
-        self._slots[slot].agreed = factor
-        self._slots[slot].forget()
+        self.slots[slot].agreed = factor
+        self.slots[slot].forget()
 
     def factor(self, slot: int) -> float:
         """What the sum of a round is to be multiplied by: the agreed factor, or the one that is equal everywhere."""
-        return self.own_factor(slot) if self._slots[slot].is_exact(False) else self._slots[slot].agreed
+        return self.own_factor(slot) if self.slots[slot].is_exact(False) else self.slots[slot].agreed
 
     @contextmanager
     def scaling(self, slot: int) -> Iterator[None]:
         """A block in which pushes are scaled: of gradients that an update is made with here, with the agreed factor."""
-        self._slots[slot].scales = True
+        self.slots[slot].scales = True
         try:
             yield
         finally:
-            self._slots[slot].scales = False
+            self.slots[slot].scales = False
 
     def updated(self, slot: int) -> None:
         """This worker has made such an update. The next push tells the others what with."""
-        one = self._slots[slot]
+        one = self.slots[slot]
         one.update = {f"the last update's {name}": value for name, value in one.optimizer.attributes().items()}
         one.sent = False
         one.forget()
 
     def updates(self) -> list[Any]:
         """What updates were made with that no push has brought, for a comparison at the end."""
-        return [[slot, one.update] for slot, one in sorted(self._slots.items()) if not one.sent]
+        return [[slot, one.update] for slot, one in sorted(self.slots.items()) if not one.sent]
 
 
 _PLAIN_TYPES = (type(None), bool, int, float, str)

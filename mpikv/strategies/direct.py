@@ -220,7 +220,8 @@ class Direct:
             if self._session.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
-            label = self._number_attributes(call)  # may raise, so before the others count on this worker
+            # It may raise, so before the others count on this worker.
+            label = self._number_attributes(call) if self._session.attributes.slots else 0
             if label is None:
                 self.declined += 1
                 return False
