@@ -9,10 +9,12 @@ the result, and names it and its values to the others (spaces/peers).
 
 Nothing has to be given back between rounds. Ranks read each other's values before the result is complete, nobody ends
 a round before it is complete, and none of its elements changes until all ranks have begun the next round. The same
-holds for where a rank's values are. The digest of its labels (labels.py), or that it knows of different ones, others
-read until they end the round, when it may be in the next one. So it has two words, for rounds by turns. Who writes to
-one of them again, two rounds later, has ended the round between, which was complete only after all had begun it, and so
-ended the one before.
+holds for where a rank's values are.
+
+Other ranks read the digest of a rank's labels (placement/labels.py) until they end the round, and the rank may have
+begun the next one by then. So each rank has two words for it, and uses them by turns. A word is safe to write again two
+rounds later: the rank has then ended the round between, a round ends only after all ranks have begun it, and a rank
+that has begun it has ended the one before, in which it read the word.
 """
 
 from __future__ import annotations

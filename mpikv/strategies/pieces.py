@@ -83,7 +83,8 @@ class Pieces:
     def with_owed(self, values: HostArray) -> HostArray:
         """Return the values of a round that travel as they are, with what earlier ones owe; then in new memory.
 
-        values: (n,), in the key's dtype. What it cannot say of the sum stays owed, until a round is encoded again.
+        values: (n,), in the key's dtype. What of a codec's remainder the dtype cannot hold stays with the codec
+        until a round is encoded again.
         """
         if not self._owes:
             return values
