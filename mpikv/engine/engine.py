@@ -119,9 +119,7 @@ class Engine:
 
     def start(self, steps: Steps[T], name: str) -> Running[T]:
         """Start a generator, and run it until it has to wait for the first time."""
-        running = Running(steps, name)
-        running.started = True
-        return self.take(running)
+        return self.take(Running(steps, name, started=True))
 
     def take(self, running: Running[T]) -> Running[T]:
         """Move a generator on that was begun without an engine, as `start` does."""

@@ -19,14 +19,17 @@ class Running(Waking, Generic[T]):
 
     queue: where it puts itself when it is woken, so that the engine finds it. asked: whether the request that it waits
     for wakes nobody, so that the engine has to resume it again and again to find out whether the request is done.
+    started: whether nobody but who tests it learns of its error, so that the engine keeps it for the end of the store.
     """
 
-    def __init__(self, steps: Steps[T], name: str, queue: deque[Running[Any]] | None = None) -> None:
+    def __init__(
+        self, steps: Steps[T], name: str, queue: deque[Running[Any]] | None = None, *, started: bool = False
+    ) -> None:
         self.name = name
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
-        self.started = False  # by `Engine.start`: nobody but who tests it learns of its error
+        self.started = started
         self.raised = False  # whether `test` has raised it
         self.woken = True  # something has happened since it was last moved on
         self.asked = True

@@ -301,9 +301,8 @@ class PsStrategy(Strategy):
         pushes, pulls = items[0].total is not None, items[0].sink is not None
         kind = wire.PUSHPULL if pushes and pulls else wire.PUSH if pushes else wire.PULL
         call = CALLS[kind]
-        running = Running(self._steps(kind, items, priority), call)
-        running.started = True  # by the engine: `close` tells of an error of a push that nobody waits for
-        self._engine.take(running)
+        # As `Engine.start` does, with a function less between the call and the transport.
+        running = self._engine.take(Running(self._steps(kind, items, priority), call, started=True))
         return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
 
     def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
