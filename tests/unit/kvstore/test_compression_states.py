@@ -270,43 +270,11 @@ def part(worker: int, begin: int, end: int, **state: Any) -> Part:
     return Part("w", (10,), np.dtype(np.float32), begin, end, state, worker)
 
 
-def test_shares() -> None:
-    saved = [
-        part(worker, *piece, residual=np.full(5, worker + 1.0, np.float32), count=np.array(worker))
-        for worker in range(2)
-        for piece in ((0, 5), (5, 10))
-    ]
-    same = shares(saved, 2)
-    assert [[one.worker for one in given] for given in same] == [[0, 0], [1, 1]]
-    assert [one.state["residual"][0] for given in same for one in given] == [1.0, 1.0, 2.0, 2.0]
-    other = shares(saved, 4)
-    assert [len(given) for given in other] == [2] * 4
-    for given in other:
-        for one in given:
-            assert one.state["residual"].tolist() == [0.75] * 5
-            assert one.state["residual"].dtype == np.float32
-            assert one.state["count"] == 0
-    assert saved[0].state["residual"].tolist() == [1.0] * 5
-    assert shares([], 3) == [[], [], []]
-
-
 def test_shares_of_workers_that_owe_nothing() -> None:
     """A worker whose codec has no residual, since it pushed as it is, say, owes nothing."""
     saved = [part(0, 0, 2, count=np.array(0)), part(1, 0, 2, residual=np.array([3, 6], np.float32))]
     for given in (shares(saved, 3), shares(saved[::-1], 3)):
         assert [one.state["residual"].tolist() for some in given for one in some] == [[1, 2]] * 3
-
-
-def test_pieces_that_are_cut_anew() -> None:
-    codec = Rest()
-    states = {(0, 4): {"residual": np.arange(4, dtype=np.float32)}, (4, 6): {"residual": np.array([4, 5], np.float32)}}
-    found = cut_anew(codec, states, [(0, 3), (3, 6), (6, 9), (4, 6)])
-    assert {piece: state["residual"].tolist() for piece, state in found.items()} == {
-        (0, 3): [0, 1, 2],
-        (3, 6): [3, 4, 5],
-        (4, 6): [4, 5],
-    }
-    assert not np.may_share_memory(found[4, 6]["residual"], states[4, 6]["residual"])
 
 
 def test_what_another_codec_remembered() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 
 import numpy as np
 import pytest
-from store_modes import DTYPES, Mode, every_way, mode_id
+from store_modes import Mode, every_way, mode_id
 from test_store_network import unruly  # noqa: F401 - a fixture
 
 from mpikv import PeerError, StallError, optimizers
@@ -35,58 +34,6 @@ def part_bytes(dtype):
 
 def values_of(n, worker, round_, dtype):
     return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - 3).astype(dtype)
-
-
-def dtypes_modes_bounds():
-    """float32 in every mode, cut and whole; the other signed dtypes each in four modes, which take turns."""
-    float32 = np.dtype(np.float32)
-    yield from ((float32, mode, bound) for mode in SERVED for bound in (10, NEVER))
-    others = [dtype for dtype in DTYPES if dtype not in (float32, np.uint8)]
-    turns = itertools.cycle(itertools.product(SERVED, (10, NEVER)))
-    for dtype in others:
-        for mode, bound in itertools.islice(turns, 0, 20, 5):
-            yield dtype, mode, bound
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(("dtype", "mode", "bound"), list(dtypes_modes_bounds()))
-def test_every_size(dtype, mode, bound):
-    """`push`, `pull`, `pushpull` in place and into another array, alone and as lists; exact sums of small integers."""
-    W = mode.workers
-
-    def total(n, round_):
-        return sum(values_of(n, worker, round_, dtype).astype(np.int64) for worker in range(W))
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        keys = [str(n) for n in SIZES]
-        store.init(keys, [np.zeros(n, dtype) for n in SIZES])
-        found = []
-        for round_ in range(1, 5):
-            mine = [values_of(n, store.rank, round_, dtype) for n in SIZES]
-            if round_ == 1:
-                store.push(keys, mine)
-                for value in mine:
-                    value.fill(99)  # the store took what it needs
-            elif round_ == 2:
-                for key, value in zip(keys, mine, strict=True):
-                    store.pushpull(key, value)
-            elif round_ == 3:
-                store.pushpull(keys, mine, [np.empty(n, np.float64) for n in SIZES])
-            else:
-                for key, value in reversed(list(zip(keys, mine, strict=True))):
-                    store.push(key, value)
-            store.barrier()
-            found.append([value.astype(np.int64).tolist() for value in store.pull(keys)])
-            store.barrier()
-        return found
-
-    expected, sums = [], [np.zeros(n, np.int64) for n in SIZES]
-    for round_ in range(1, 5):
-        sums = [old + total(n, round_) for old, n in zip(sums, SIZES, strict=True)]
-        expected.append([value.tolist() for value in sums])
-    found = mode.run(body, partition_bytes=part_bytes(dtype), bigarray_bound_elems=bound)
-    assert found == [expected] * W
 
 
 OPTIMIZERS = {

@@ -51,7 +51,7 @@ def test_learning_rate_changed_between_pushes(mode):
 @SYNC_KINDS
 def test_each_round_has_the_rate_it_was_pushed_under(mode):
     """All workers push rounds ahead without waiting, at paces of their own."""
-    rates = [2.0**i for i in range(8)]
+    rates = [1.0, 2.0, 4.0, 8.0, 1.0, 8.0, 1.0, 1.0]  # also back to what it was
 
     def body(store):
         store.init("w", np.zeros(N, np.float32))
@@ -64,7 +64,7 @@ def test_each_round_has_the_rate_it_was_pushed_under(mode):
             outs.append(store.pull_async("w"))
         return [uniform(out.wait()) for out in outs]
 
-    expected = [-mode.workers * (2.0 ** (i + 1) - 1) for i in range(len(rates))]
+    expected = [-mode.workers * sum(rates[: i + 1]) for i in range(len(rates))]
     assert mode.run(body, late=True) == [expected] * mode.workers
 
 
@@ -89,20 +89,6 @@ def test_a_change_does_not_reach_back(mode):
         return uniform(store.pull("late")), uniform(store.pull("soon"))
 
     assert mode.run(body) == [(-1.0 * mode.workers, -64.0 * mode.workers)] * mode.workers
-
-
-@SYNC_KINDS
-def test_a_change_that_is_taken_back(mode):
-    def body(store):
-        store.init("w", np.zeros(N, np.float32))
-        optimizer = optimizers.create("sgd", learning_rate=1.0)
-        store.set_optimizer(optimizer)
-        for rate in (8.0, 1.0, 8.0, 1.0, 1.0):
-            optimizer.learning_rate = rate
-            store.push("w", ones())
-        return uniform(store.pull("w"))
-
-    assert mode.run(body) == [-19.0 * mode.workers] * mode.workers
 
 
 @SYNC_KINDS
@@ -139,12 +125,6 @@ def test_attributes_of_two_optimizers_do_not_meet(mode):
 
     W = mode.workers
     assert mode.run(body) == [(-22.0 * W, -30.0 * W)] * W
-
-
-def test_a_wrong_value_is_told_where_it_is_set():
-    optimizer = optimizers.create("sgd", learning_rate=1.0)
-    with pytest.raises(ValueError, match="learning_rate"):
-        optimizer.learning_rate = -1.0
 
 
 def test_owner_remembers_attributes_that_are_still_in_use():

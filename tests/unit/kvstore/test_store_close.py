@@ -14,7 +14,7 @@ from mpikv.arrays.as_numpy import host_view
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey
 
-SYNC_KINDS = pytest.mark.parametrize("mode", FEW_DIST_SYNC, ids=mode_id)
+SYNC_KINDS = pytest.mark.parametrize("mode", [Mode("dist_sync", 3), *FEW_DIST_SYNC], ids=mode_id)
 DIST = pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
 LIMIT_S = 0.5
 

@@ -17,7 +17,7 @@ import pytest
 from fake_cupy import Machine
 from fake_gpus import DeviceFabric, gpus_of, one_gpu, spaces_of
 
-from mpikv import codecs, kv, optimizers
+from mpikv import codecs, optimizers
 from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
@@ -265,6 +265,8 @@ def test_servers(name: str, servers: int) -> None:
     n = 100_000
 
     def body(store: Any, cupy: Any) -> Any:
+        if name == "dist_async":
+            store.set_optimizer("test")
         store.init(["w", "s"], [cupy.zeros(n, F4), cupy.zeros(3, F4)])
         store.barrier()
         for _ in range(2):
@@ -280,22 +282,13 @@ def test_servers(name: str, servers: int) -> None:
         assert host[0] == out.get()[0]
         return out.get()[0], small.get()[2], down, up
 
-    if name == "dist_async":
-
-        def added(store: Any, cupy: Any) -> Any:
-            store.set_optimizer(optimizers.create("test")) if "test" in optimizers.names() else None
-            return body(store, cupy)
-
-        found, _ = run("staged", added, servers=servers, name=name)
-        assert len({one[:2] for one in found}) == 1
-        return
     found, _ = run("staged", body, servers=servers, name=name)
-    assert [one[:2] for one in found] == [(3.0, 3.0)] * 3
+    assert [one[:2] for one in found] == [(6.0, 6.0) if name == "dist_async" else (3.0, 3.0)] * 3
     if servers:
         assert [one[2:] for one in found] == [(4 * n + 12, 4 * n + 12)] * 3
 
 
-@pytest.mark.parametrize("codec", ["fp16", "1bit", "topk", "int8", "randomk"])
+@pytest.mark.parametrize("codec", ["fp16", "1bit", "topk"])
 def test_compressed_pushes_to_servers_cross_as_what_travels(codec: str) -> None:
     n, one = 200_003, codecs.create(codec)
 
@@ -420,4 +413,3 @@ def test_what_does_not_fit_is_refused() -> None:
         store.push("w", cupy.zeros(6, F4))
     with pytest.raises(ShapeMismatch, match="this array is float64"):
         store.push("w", cupy.zeros((2, 3)))
-    assert isinstance(kv.create, type(run))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from direct_stores import F32, LARGE, TIMEOUT_S, numbers, refused, run
 
-from mpikv import MpikvError, PeerError, StallError, optimizers
+from mpikv import MpikvError, StallError, optimizers
 from mpikv.hostmemory.common_calls import CommonCalls
 
 
@@ -108,40 +108,6 @@ def test_no_counts_of_shared_memory_where_there_is_none():
 
 
 # --- what goes wrong
-
-
-def test_unequal_pushes_at_the_end():
-    def body(store):
-        value = np.ones(4, F32)
-        store.init(["v", "w"], [value, value])
-        for _ in range(3):
-            store.pushpull(["v", "w"], [value, value])
-        if store.rank == 0:
-            store.push("w", value)
-        return refused(store.close)
-
-    first, *others = run(3, body)
-    assert first[0] is PeerError
-    assert "key 'w' was pushed 4 times here and 3 times by worker 1" in first[1]
-    assert others == [(None, "")] * 2
-
-
-def test_a_worker_that_closes_early_is_told_at_once():
-    def body(store):
-        value = np.ones(4, F32)
-        store.init("w", value)
-        for _ in range(3):
-            store.pushpull("w", value)
-        if store.rank == 1:
-            return None
-        kind, text = refused(store.pushpull, "w", value)
-        with contextlib.suppress(PeerError):
-            store.close()
-        return kind, text
-
-    kind, text = run(2, body, timeout_s=3600)[0]
-    assert kind is PeerError
-    assert "worker 1 on localhost closed its store after 3 pushes" in text
 
 
 def test_the_report_of_a_stall_says_where_the_other_is():

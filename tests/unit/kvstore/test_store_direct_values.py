@@ -206,51 +206,6 @@ def test_two_optimizers_on_one_store():
     both_ways(2, body)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (4, 1)])
-def test_states_saved_after_direct_rounds(tmp_path, first, second):
-    """Loaded by another number of workers, they go on as those of one store that never stopped."""
-    n, optimizer = 1001, ("adam", {"learning_rate": 0.01})
-
-    def rounds(store, begin, end):
-        for round_ in range(begin, end):
-            # The sum over the workers is the same, however many there are.
-            value = gradient(0, round_, n) if store.rank == 0 else np.zeros(n, F32)
-            store.pushpull("w", value)
-
-    def save(store):
-        store.init("w", np.linspace(-1, 1, n).astype(F32))
-        store.set_optimizer(optimizers.create(*optimizer[:1], **optimizer[1]))
-        rounds(store, 0, 4)
-        store.save_optimizer_states(tmp_path / "states")
-        return store.pull("w")
-
-    def load(store):
-        store.init("w", weights)
-        store.set_optimizer(optimizers.create(*optimizer[:1], **optimizer[1]))
-        rounds(store, 7, 8)  # what is loaded replaces the states of other rounds
-        store.load_optimizer_states(tmp_path / "states")
-        before = store.pull("w")
-        rounds(store, 4, 6)
-        return before, store.pull("w")
-
-    weights = run(first, save)[0]
-    results = run(second, load)
-
-    def straight(store):
-        store.init("w", weights)
-        store.set_optimizer(optimizers.create(*optimizer[:1], **optimizer[1]))
-        store.load_optimizer_states(tmp_path / "states")
-        rounds(store, 4, 6)
-        return store.pull("w")
-
-    untouched = run(second, straight, shared_memory="off")[0]
-    expected = local_reference(1, 6, optimizer, n)
-    assert weights.tobytes() == expected[3].tobytes()
-    assert untouched.tobytes() == expected[5].tobytes()
-    for before, after in results:
-        np.testing.assert_allclose(after - before, untouched - weights, rtol=0, atol=1e-6)
-
-
 # --- where the value is
 
 

@@ -201,7 +201,7 @@ def test_arrays_of_other_libraries(mode):
 
 
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
-@SYNC_KINDS
+@pytest.mark.parametrize("mode", [Mode("local", 1), Mode("dist_sync", 3), *FEW_DIST_SYNC], ids=mode_id)
 def test_subclasses_of_ndarray(mode):
     def body(store):
         store.init("a", np.zeros((3, 4), np.float32))
@@ -209,6 +209,9 @@ def test_subclasses_of_ndarray(mode):
         store.push("a", np.matrix(np.ones((3, 4), np.float32)))
         store.pull("a", matrix)
         store.pull("a", [masked, matrix])
+        for value in (matrix, masked):
+            value[...] = 1
+            store.pushpull("a", value)
         return np.unique(np.asarray(matrix)).tolist(), np.unique(masked.data).tolist(), type(store.pull("a"))
 
     W = float(mode.workers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 from direct_stores import numbers
@@ -40,38 +39,6 @@ def both_ways(hosts, body, *, through_memory=True):
 
 @pytest.mark.grid(1)
 @HOSTS
-@pytest.mark.parametrize("n", [1, 1000, LARGE])
-def test_every_kind_of_call(hosts, n):
-    def body(store):
-        found = []
-        store.init("w", np.full(n, 3, F32))
-        found.append(store.pull("w").tobytes())
-        value, out = numbers(store, n), np.empty(n, F32)
-        for seed in range(3):
-            value[:] = numbers(store, n, seed)
-            store.pushpull("w", value)
-            found.append(value.tobytes())
-            value[:] = numbers(store, n, 10 + seed)
-            before = value.copy()
-            store.pushpull("w", value, out)
-            assert value.tobytes() == before.tobytes()
-            found.append(out.tobytes())
-            value[:] = numbers(store, n, 20 + seed)
-            store.push("w", value)
-            value[:] = 7
-            store.push("w", numbers(store, n, 30 + seed))
-            found.append(store.pull("w").tobytes())
-            request = store.pushpull_async("w", numbers(store, n, 40 + seed), out)
-            request.wait()
-            found.append(out.tobytes())
-        return found
-
-    results = both_ways(hosts, body)
-    assert results == [results[0]] * len(hosts)
-
-
-@pytest.mark.grid(1)
-@HOSTS
 @pytest.mark.parametrize("n", [5, LARGE])
 def test_arrays_of_empty(hosts, n):
     def body(store):
@@ -98,48 +65,6 @@ def test_arrays_of_empty(hosts, n):
         return found
 
     both_ways(hosts, body)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.int8, np.uint8, np.int32, np.int64])
-def test_dtypes(dtype):
-    def body(store):
-        found = []
-        for n in (3, 50_001):
-            store.init(n, np.zeros(n, dtype))
-            value = (numbers(store, n) % 50).astype(dtype)
-            store.pushpull(n, value)
-            found.append(value.tobytes())
-        return found
-
-    both_ways("aab", body)
-
-
-@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
-def test_keys_in_another_order_and_grouping_on_every_worker(hosts):
-    keys = [f"k{i}" for i in range(12)]
-
-    def body(store):
-        rng = np.random.default_rng(store.rank)
-        values = {key: numbers(store, 10 ** (i % 6), i) for i, key in enumerate(keys)}
-        store.init(keys, [np.zeros_like(values[key]) for key in keys])
-        for _ in range(4):
-            order = [keys[i] for i in rng.permutation(len(keys))]
-            while order:
-                n = int(rng.integers(1, 5))
-                some, order = order[:n], order[n:]
-                how = rng.integers(3)
-                if how == 0:
-                    store.push(some, [values[key].copy() for key in some])
-                elif how == 1:
-                    store.pushpull_async(some, [values[key].copy() for key in some])
-                else:
-                    for key in some:
-                        store.push(key, values[key].copy())
-        store.wait_all()
-        return [store.pull(key).tobytes() for key in keys]
-
-    results = both_ways(hosts, body)
-    assert results == [results[0]] * len(hosts)
 
 
 @HOSTS
@@ -185,7 +110,7 @@ def test_buckets_of_a_trainer(hosts, on_store):
     assert results == [results[0]] * len(hosts)
 
 
-@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("late", [0, 3])
 def test_who_does_not_come_is_named(late):
     def body(store):
         store.init("w", np.zeros(LARGE, F32))
@@ -194,7 +119,7 @@ def test_who_does_not_come_is_named(late):
         store.pushpull("w", np.ones(LARGE, F32))
 
     with pytest.raises(RankError) as caught:
-        spawn_stores("dist_sync", 4, body, hosts="aabb", config=Config(timeout_s=3.0))
+        spawn_stores("dist_sync", 4, body, hosts="aabb", config=Config(timeout_s=1.0))
     for rank, error in caught.value.errors.items():
         assert isinstance(error, StallError)
         if rank != late:

@@ -9,7 +9,6 @@ import pytest
 from store_modes import FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import KeyExists, KeyNotInitialized, PeerError, ShapeMismatch, optimizers
-from mpikv.testing.ranks import RankError
 
 SYNC_KINDS = pytest.mark.parametrize(
     "mode",
@@ -171,18 +170,6 @@ def test_a_worker_several_rounds_ahead(mode):
 
 
 @SYNC_KINDS
-def test_push_push_pull(mode):
-    def body(store):
-        store.init("a", full(0))
-        store.push("a", full(1))
-        store.push("a", full(2 + store.rank))
-        return store.pull("a").tolist()
-
-    W = mode.workers
-    assert mode.run(body) == [[float(2 * W + W * (W - 1) // 2)] * 4] * W
-
-
-@SYNC_KINDS
 def test_random_programs(mode):
     """Every worker pushes the same rounds of the same keys, in an order and with pulls and naps of its own."""
     rounds = 4
@@ -235,15 +222,3 @@ def test_the_number_of_workers_that_push_is_not_what_counts():
 
     for mode in (Mode("dist_sync", 2), Mode("dist_sync", 2, 1)):
         assert mode.run(body) == [[8.0] * 4, ([6.0] * 4, [8.0] * 4)]
-
-
-def test_a_rank_error_names_every_failed_rank():
-    """The tool these tests stand on: a worker's exception reaches the test."""
-
-    def body(store):
-        store.init("a", full(0))
-        raise ZeroDivisionError(store.rank)
-
-    with pytest.raises(RankError) as caught:
-        Mode("dist_sync", 2).run(body)
-    assert {rank: error.args for rank, error in caught.value.errors.items()} == {0: (0,), 1: (1,)}

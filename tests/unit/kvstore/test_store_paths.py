@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from store_modes import ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, Mode, mode_id
+from store_modes import ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, Mode, every_way, mode_id
 
 from mpikv.config import Config
 from mpikv.testing.paths import DTYPES, check_path
@@ -34,6 +34,14 @@ def test_synchronous_stores(mode: Mode, dtypes: Any) -> None:
 @pytest.mark.parametrize("mode", ASYNC, ids=mode_id)
 def test_asynchronous_stores(mode: Mode, dtypes: Any) -> None:
     check(mode, dtypes)
+
+
+@pytest.mark.parametrize("bound_elems", [8, 10**9], ids=["cut", "whole"])
+@pytest.mark.parametrize(
+    "mode", every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2)), ids=mode_id
+)
+def test_values_in_partitions(mode: Mode, bound_elems: int) -> None:
+    check(mode, ["float32", "int64"], partition_bytes=1000, bigarray_bound_elems=bound_elems)
 
 
 @pytest.mark.grid

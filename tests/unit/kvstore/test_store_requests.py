@@ -173,22 +173,6 @@ def test_a_result_in_place_of_the_value_is_made_there(mode, monkeypatch):
     assert [one[1:3] for one in found] == [(0, True)] * W
 
 
-@SYNC_KINDS
-def test_many_keys_under_way_and_any_order_of_waiting(mode):
-    keys = list(range(40))
-
-    def body(store):
-        store.init(keys, [full(0, key + 1) for key in keys])
-        order = np.random.default_rng(store.rank).permutation(keys)
-        requests = {key: store.pushpull_async(int(key), full(key + 1, key + 1), priority=int(-key)) for key in order}
-        values = {key: store.pull(int(key)) for key in reversed(order)}
-        for key in np.random.default_rng(9 + store.rank).permutation(keys):
-            requests[key].wait()
-        return [np.unique(values[key]).tolist() for key in keys]
-
-    assert mode.run(body) == [[[float(mode.workers * (key + 1))] for key in keys]] * mode.workers
-
-
 @pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
 def test_close_finishes_what_is_under_way(mode):
     def body(store):

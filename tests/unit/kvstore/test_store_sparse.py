@@ -1,7 +1,4 @@
-"""Row-sparse keys in every mode, beside the reference store, which is dense; and what they cost.
-
-The arithmetic is that of MXNet's own test: worker r pushes r + 1 into row r mod 2.
-"""
+"""Row-sparse keys in every mode, beside the reference store, which is dense; and what they cost."""
 
 from __future__ import annotations
 
@@ -46,38 +43,6 @@ def weight(num_workers, row, rounds):
     return 1 + sum((r + 1) * RATE * rounds for r in range(num_workers) if r % 2 == row)
 
 
-def mxnet_body(shape, dtype="float32"):
-    def body(store):
-        store.set_optimizer(optimizers.create("test", rescale_grad=RATE))
-        store.init("rows", RowSparse.of(np.ones(shape, dtype)))
-        found = []
-        for _ in range(3):
-            mine = np.full((1, *shape[1:]), store.rank + 1, dtype)
-            store.push("rows", RowSparse([store.rank % 2], mine, shape))
-            out = RowSparse.zeros(shape, dtype)
-            store.row_sparse_pull("rows", out, row_ids=[1, 0, 1, shape[0] - 1])
-            found.append([out.indices.tolist(), [np.unique(row).tolist() for row in out.values]])
-        return found
-
-    def expected(workers):
-        rows = ([weight(workers, p, i + 1) for p in (0, 1)] for i in range(3))
-        return [[[0, 1, shape[0] - 1], [[first], [second], [1]]] for first, second in rows]
-
-    return body, expected
-
-
-@each("mode", [LOCAL, Mode("device", 1), *WORKERS, *SERVERS], ids=mode_id)
-def test_mxnets_arithmetic(mode):
-    body, expected = mxnet_body((6, 5))
-    assert mode.run(body) == [expected(mode.workers)] * mode.workers
-
-
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 3, 2)], ids=mode_id)
-def test_mxnets_arithmetic_in_its_own_size(mode):
-    body, expected = mxnet_body((1200, 1200))
-    assert mode.run(body) == [expected(3)] * 3
-
-
 @each("mode", ASYNC, ids=mode_id)
 def test_asynchronous_stores_reach_the_same_sum(mode):
     def body(store):
@@ -112,7 +77,7 @@ def drawn(seed, workers, devices, rounds, dtype):
 
 @each("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32"])
 @each("update", [False, True])
-@each("mode", [LOCAL, *WORKERS[1:], *SERVERS], ids=mode_id)
+@each("mode", [LOCAL, Mode("device", 1), *WORKERS, *SERVERS], ids=mode_id)
 @pytest.mark.grid
 def test_beside_the_reference(mode, update, dtype):
     pushed = drawn(7, mode.workers, 2, 4, dtype)

@@ -43,7 +43,8 @@ def start(store, name, values=None):
 def rounds(store, name, first, last):
     for round_ in range(first, last):
         for key in SHAPES:
-            store.push(key, gradient(store, key, round_).astype(dtype_of(name)))
+            call = store.push if round_ % 3 == 1 else store.pushpull
+            call(key, gradient(store, key, round_).astype(dtype_of(name)))
     store.barrier()
     found = {key: store.pull(key) for key in SHAPES}
     store.barrier()
@@ -57,6 +58,7 @@ def bits(values):
 ON_DEVICE = [FEW_ON_DEVICE[0], FEW_ON_DEVICE[2]]  # of many pairs
 SYNC = (
     Mode("local", 1),
+    Mode("dist_sync", 3),
     *(mode for mode in FEW_DIST_SYNC if not mode.device or mode in ON_DEVICE),
     Mode("dist_sync", 2, 1),
     Mode("dist_sync", 5, 0, "halving_doubling"),
