@@ -91,3 +91,15 @@ def test_one_worker_of_a_dist_store_gives_the_bits_of_a_local_store():
         local = _bits(Mode("local", 1), optimizer, 1)
         for mode in (Mode("dist_sync", 1), Mode("dist_sync", 1, 2), *([Mode("dist_async", 1)] if optimizer else [])):
             assert _bits(mode, optimizer, 1) == local, (name, mode)
+
+
+def test_float16_counts_the_workers_in_float32():
+    """2048 + 1 + 1 is 2048 when added in float16."""
+
+    def body(store):
+        store.init("w", np.zeros(3, np.float16))
+        store.push("w", np.full(3, 2048 if store.rank == 0 else 1, np.float16))
+        return store.pull("w").tolist()
+
+    for mode in (Mode("dist_sync", 3, 0, "naive"), Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 2)):
+        assert mode.run(body) == [[2050.0] * 3] * 3

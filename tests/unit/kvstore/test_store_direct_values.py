@@ -169,23 +169,6 @@ def test_an_attribute_that_cannot_be_sent(patient):
     assert both_ways(2, body, timeout_s=3.0) == [sums, [*sums[:2], "TypeError", *sums[2:]]]
 
 
-def test_an_attribute_that_is_put_right_after_an_error():
-    def body(store):
-        store.init("w", np.zeros(10, F32))
-        optimizer = optimizers.create("sgd", learning_rate=1.0)
-        store.set_optimizer(optimizer)
-        value = np.ones(10, F32)
-        store.pushpull("w", value)
-        optimizer.lr_mult["w"] = np.float32(2)
-        kind, _ = refused(store.pushpull, "w", np.ones(10, F32))
-        optimizer.lr_mult["w"] = 2.0
-        value[:] = 1
-        store.pushpull("w", value)
-        return kind, float(value[0])
-
-    assert run(2, body) == [(TypeError, -6.0)] * 2
-
-
 def test_two_optimizers_on_one_store():
     def body(store):
         store.init(["a", "b", "c"], [np.zeros(40, F32)] * 3)

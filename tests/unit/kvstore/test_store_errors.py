@@ -165,33 +165,24 @@ def test_with_block_closes_and_lets_exceptions_through():
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("mode", [Mode("local", 1), Mode("dist_sync", 1), Mode("dist_async", 1)], ids=mode_id)
-def test_an_exception_in_the_optimizer_reaches_the_only_worker_at_once(mode):
+def pull_with_failing_optimizer(store):
     def fails(weight, grad, state):
         raise ZeroDivisionError("of the user's")
 
-    def body(store):
-        store.init("a", full(0, 2))
-        store.set_optimizer(fails)
-        store.push("a", full(1, 2))
-        store.pull("a")
+    store.init("a", full(0, 2))
+    store.set_optimizer(fails)
+    store.push("a", full(1, 2))
+    store.pull("a")
 
+
+@pytest.mark.parametrize("mode", [Mode("local", 1), Mode("dist_sync", 1), Mode("dist_async", 1)], ids=mode_id)
+def test_an_exception_in_the_optimizer_reaches_the_only_worker_at_once(mode):
     with pytest.raises((ZeroDivisionError, RankError), match="of the user's"):
-        mode.run(body, timeout_s=5)
+        mode.run(pull_with_failing_optimizer, timeout_s=5)
 
 
 def test_an_exception_in_a_servers_optimizer_ends_the_server():
-    def fails(weight, grad, state):
-        raise ZeroDivisionError("of the user's")
-
-    def body(store):
-        store.init("a", full(0, 2))
-        store.set_optimizer(fails)
-        store.push("a", full(1, 2))
-        store.pull("a")
-
     with pytest.raises(RankError) as caught:
-        Mode("dist_sync", 1, 1).run(body, timeout_s=0.5)
-    errors = [error for error in caught.value.errors.values() if isinstance(error, ZeroDivisionError)]
-    (error,) = errors
+        Mode("dist_sync", 1, 1).run(pull_with_failing_optimizer, timeout_s=0.5)
+    (error,) = (error for error in caught.value.errors.values() if isinstance(error, ZeroDivisionError))
     assert "'a'" in "".join([*map(str, error.args), *getattr(error, "__notes__", [])])

@@ -31,30 +31,16 @@ def own_order(rank):
 @pytest.mark.grid
 @ALL_KINDS
 @pytest.mark.parametrize("n", [4, LARGE])
-def test_keys_initialised_and_pushed_in_different_orders(mode, n):
+def test_a_key_can_be_used_as_soon_as_its_own_init_returned(mode, n):
     def body(store):
         store.set_optimizer(optimizers.create("test"))
         for key in own_order(store.rank):
             store.init(key, full(ord(key) if store.rank == 0 else -1, n))
-        for key in own_order(store.rank + 10):
             store.push(key, full(1, n))
-        store.barrier()
-        return {key: np.unique(store.pull(key)).tolist() for key in own_order(store.rank + 20)}
-
-    assert mode.run(body) == [{key: [float(ord(key) + mode.workers)] for key in KEYS}] * mode.workers
-
-
-@ALL_KINDS
-def test_a_key_can_be_used_as_soon_as_its_own_init_returned(mode):
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        for key in own_order(store.rank):
-            store.init(key, full(0, LARGE))
-            store.push(key, full(1, LARGE))
         store.barrier()
         return [np.unique(store.pull(key)).tolist() for key in KEYS]
 
-    assert mode.run(body) == [[[float(mode.workers)]] * len(KEYS)] * mode.workers
+    assert mode.run(body) == [[[float(ord(key) + mode.workers)] for key in KEYS]] * mode.workers
 
 
 @ALL_KINDS
