@@ -154,8 +154,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     transport = processes.transport
     found = worker_device.find(spec, config, topology(transport.hosts).local_rank[transport.rank])
     try:
-        told = processes.compare(_introduction(spec, config, found.told))
-        spec, roles = _settle(told, transport.hosts, config)
+        announced = processes.compare(_introduction(spec, config, found.told))
+        spec, roles = _settle(announced, transport.hosts, config)
     except MpikvError:
         transport.close()
         raise
@@ -170,7 +170,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         if members.path != "servers":
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
-        devices = [Told(**told[rank]["device"]) for rank in members.workers]
+        devices = [Told(**announced[rank]["device"]) for rank in members.workers]
         members, nccl = device_trials.settled(members, devices, memory, processes, found.gpu)
     except MpikvError:
         transport.close()
@@ -242,23 +242,23 @@ def _introduction(spec: StoreSpec | None, config: Config, device: Told) -> dict[
     return {"type": type_, "num_servers": config.num_servers, "settings": settings, "device": device._asdict()}
 
 
-def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
-    """The roles that follow from what all ranks told. The same on every rank, and so is a ConfigError."""
+def _settle(announced: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
+    """The roles that follow from what all ranks announced. The same on every rank, and so is a ConfigError."""
     called = labels(hosts)
-    by_program = tuple(rank for rank, entry in enumerate(told) if entry["type"] is None)
-    others = [rank for rank in range(len(told)) if rank not in by_program]
+    by_program = tuple(rank for rank, entry in enumerate(announced) if entry["type"] is None)
+    others = [rank for rank in range(len(announced)) if rank not in by_program]
     if not others:
         raise ConfigError(
             "all ranks run `python -m mpikv.server`: there is no worker (mpirun -n 4 python train.py : -n 2 ...)"
         )
-    types = [_type_name(told[rank]["type"]) for rank in others]
-    numbers = [told[rank]["num_servers"] for rank in others]
+    types = [_type_name(announced[rank]["type"]) for rank in others]
+    numbers = [announced[rank]["num_servers"] for rank in others]
     names = [called[rank] for rank in others]
     if len(set(types)) > 1:
         raise ConfigError(f"kv.create: the type of the store differs between ranks: {grouped(types, names)}")
     if len(set(numbers)) > 1:
         raise ConfigError(f"kv.create: the number of servers differs between ranks: {grouped(numbers, names)}")
-    spec = StoreSpec(*told[others[0]]["type"])
+    spec = StoreSpec(*announced[others[0]]["type"])
     if by_program:
         if numbers[0] not in (0, len(by_program)):
             raise ConfigError(

@@ -56,7 +56,7 @@ class KVStore:
     """
 
     def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
-        # For what is built on a store, as trainers are; they are no part of the calls that users make.
+        # For what is built on a store, as trainers are; users do not need them.
         self.session, self.strategy = session, strategy
         self.workers_group = WorkersGroup(session, strategy.reserve) if isinstance(session, Workers) else None
         self._pid = session.pid
@@ -383,7 +383,7 @@ class KVStore:
         if type(priority) is not int:
             _check_priority(priority)
         reduction, prepared = SUM, self._prepared
-        if op is not SUM_NAME:  # an equal string goes the longer way
+        if op is not SUM_NAME:  # an equal string takes the longer path
             reduction = self._forms.reduction("pushpull", key, op)
             if reduction is not SUM:
                 prepared = self._prepared_by.setdefault(op, PreparedCalls())

@@ -195,7 +195,7 @@ class CallForms:
     ) -> tuple[Targets, Any]:
         """Return where the results of each key go, and the form of what the call returns.
 
-        place: says for each array of `values` where its result goes.
+        place: where the result of each array of `values` goes.
         """
         grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
 
@@ -210,7 +210,7 @@ class CallForms:
         return list(grouped.values()), form
 
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
-        """Make room for a result."""
+        """Make an array for a result."""
         what = f"{call}: the result of key {shown(info.key)}"
         space = self._session.spaces.device
         made = None

@@ -22,7 +22,7 @@ from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import host_view, is_elsewhere
 from mpikv.strategies.base import PreparedCall
 
-KEPT_LISTS = 16  # more than a program has trainers, or parts of a model that it pushes in turn
+KEPT_LISTS = 16  # more than a program has trainers, or groups of layers that it pushes in turn
 KEPT_SINGLES = 4096
 
 Listed = (list, tuple)

@@ -1,7 +1,7 @@
 """Calls on row-sparse keys: their arguments checked, their rows added over this worker's devices, ids put in order.
 
-What a call has for row-sparse keys is taken out of it here; all else goes the way of dense keys (calls.py). Everything
-of a call is checked before anything is sent. Local.
+What a call has for row-sparse keys is taken out of it here; the rest is done as for dense keys (forms.py). All of a
+call is checked before anything is sent. Local.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def assemble(
     memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
     server asks all workers to stop, once it does. compressions: how the values of keys travel.
-    spaces: where this rank's part of the values is, default host memory. nccl: this worker's rank of the communicator,
+    spaces: where this rank's shard of each value is, default host memory. nccl: this worker's rank of the communicator,
     where keys go by NCCL and there are several workers. Raises MpikvError where an optimizer ended a server.
     """
     links = None
@@ -115,7 +115,7 @@ def assemble(
 
         strategy = AllreduceStrategy(session, serve_rows, memory, nccl)
     else:
-        handed = Loopback()
-        service = None if members.servers else serve(reached, members.workers, core(), handed)
-        strategy = PsStrategy(session, service, handed)
+        loopback = Loopback()
+        service = None if members.servers else serve(reached, members.workers, core(), loopback)
+        strategy = PsStrategy(session, service, loopback)
     return KVStore(session, strategy, on_device=spec.on_device)

@@ -1,4 +1,4 @@
-"""The trials by which the workers of a store settle on the ways of keys in device memory (device_paths.py).
+"""The trials by which the workers of a store settle on the paths of keys in device memory (device_paths.py).
 
 Each is made by all of them together while the store is made, and all hear how it went.
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def settled(
-    members: Members, told: Sequence[Told], memory: HostMemory | None, processes: Processes, gpu: Gpu | None
+    members: Members, announced: Sequence[Told], memory: HostMemory | None, processes: Processes, gpu: Gpu | None
 ) -> tuple[Members, NcclComm | None]:
     """With the paths of keys in device memory, and this worker's rank of a communicator where some go by NCCL.
 
-    told: by each worker of its GPU. gpu: this rank's. Collective where a worker asks for a GPU. Raises
+    announced: by each worker of its GPU. gpu: this rank's. Collective where a worker asks for a GPU. Raises
     ConfigError on all ranks where what the settings ask for cannot be done.
     """
-    if all(one == Told() for one in told):
+    if all(one == Told() for one in announced):
         return members, None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
@@ -56,7 +56,7 @@ def settled(
             processes.transport.rank,
             processes.gather,
             timeout_s,
-            gpus=[f"{host} {one.uuid}" for host, one in zip(members.worker_hosts, told, strict=True)],
+            gpus=[f"{host} {one.uuid}" for host, one in zip(members.worker_hosts, announced, strict=True)],
             take=lambda: None if gpu is None else gpu.take(),
         )
         made[0] = found.comm
@@ -67,7 +67,7 @@ def settled(
         "mpi": lambda: _takes_device_memory(members, processes, gpu),
         "nccl": by_nccl,
     }
-    return device_paths.settle(told, members, trials).of(members), made[0]
+    return device_paths.settle(announced, members, trials).of(members), made[0]
 
 
 def _takes_device_memory(members: Members, processes: Processes, gpu: Gpu | None) -> str:

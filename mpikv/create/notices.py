@@ -1,7 +1,7 @@
-"""Things that may surprise a user, each told once, by one rank, as a Python warning at the line of the program that is
+"""Things that may surprise a user, each shown once, by one rank, as a Python warning at the line of the program that is
 meant.
 
-One is a variable that looks as if it said something to this library, and says nothing. The other is a program that was
+One is a variable that looks like a setting of this library and is none. The other is a program that was
 started as several ranks, or by `multiprocessing`, whose stores do not reach each other, so that each of them trains a
 model of its own.
 """

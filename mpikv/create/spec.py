@@ -13,7 +13,7 @@ from mpikv.common.checks import meant, shown, wrong
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """What a store's name says: over several processes or not, synchronous or not, on the device or in host memory."""
+    """What a store's name means: over several processes or not, synchronous or not, on the device or in host memory."""
 
     distributed: bool
     synchronous: bool

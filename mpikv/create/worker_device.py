@@ -28,7 +28,7 @@ CUPY = "cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 
 
 class WorkerGpu(NamedTuple):
-    """gpu: None where none is used. told: what the other ranks are told of it. warning: for the user."""
+    """gpu: None where none is used. told: what the other ranks learn of it. warning: for the user."""
 
     gpu: Gpu | None = None
     told: Told = Told()
@@ -79,7 +79,7 @@ def find(
 ) -> WorkerGpu:
     """The GPU of a rank. spec: None for a program that is only a server. local_rank: among the ranks of its host.
 
-    ask, open_gpu: of CUDA's driver, and of one GPU, for tests. Never raises: what is wrong is told to all.
+    ask, open_gpu: of CUDA's driver, and of one GPU, for tests. Never raises: what is wrong is announced to all.
     """
     asker = asks(spec, config, modules)
     if not asker:

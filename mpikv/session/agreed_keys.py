@@ -2,7 +2,7 @@
 
 Every worker proposes its new keys. The first verdict on a key begins it here: its number, and what the strategy has
 reserved for it, are the same everywhere. An `init` may return before all workers have come to that key (agreement.py);
-if they turn out to disagree, the next use of the key says so.
+if they turn out to disagree, the next use of the key raises the error.
 
 Cost: two messages per worker and `init`, however many keys it has.
 """
@@ -111,7 +111,7 @@ class KeySession(CollectiveSession):
             else:
                 self._released.add(name)
         elif name in self._released:
-            # `init` has returned already, so the next use of the key tells.
+            # `init` has returned already, so the next use of the key raises it.
             self._released.discard(name)
             self._broken[name] = decision.exception()
             self._events.broken(self.infos.pop(name))

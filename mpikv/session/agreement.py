@@ -7,7 +7,7 @@ hanging:
 
 - Some workers wait for each other and for nobody else. If it is for an `init` that the others have made or can still
   come to, they initialise keys in different orders, which is allowed: they are released with a provisional verdict and
-  go on; the final one follows. Anything else is an error that says where each worker is.
+  go on; the final one follows. Anything else is an error that names the call in which each worker is.
 - A worker has closed its store. Whatever else is proposed can never be complete.
 
 Cost: two messages per worker and proposal. No clock, no MPI.
@@ -161,7 +161,7 @@ class Agreement:
         return [Verdict(worker, *item, result, None, final=True) for worker in range(len(self._labels))]
 
     def _fail(self, item: Item, workers: Sequence[int]) -> list[Verdict]:
-        """Tell these workers of an item's error; who proposes it later is told then."""
+        """Send an item's error to these workers; to others when they propose it."""
         proposal = self._open[item]
         assert proposal.error is not None
         if len(proposal.payloads) == len(self._labels):
@@ -186,7 +186,7 @@ class Agreement:
         return verdicts
 
     def _untangle(self, stuck: set[int]) -> list[Verdict]:
-        """Find a way on for workers that wait for each other in different calls."""
+        """Release workers that wait for each other in different calls."""
         waiting = {worker: sorted(self._waiting[worker], key=str) for worker in sorted(stuck)}
         inits = {worker: [item for item in items if item[0] == "init"] for worker, items in waiting.items()}
         elsewhere = {worker for worker, items in inits.items() if not items}

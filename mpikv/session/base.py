@@ -1,8 +1,8 @@
 """What a session is: the workers of one store as seen by one of them.
 
 A store holds a session and a strategy. The session is the same for every mode over several processes: the keys that
-the workers agreed on, waiting with a limit, stopping together, what a worker says of itself, and the end. The strategy
-moves values. `Session` itself is that of one process, which agrees with itself at once.
+the workers agreed on, waiting with a limit, stopping together, reports of what a worker is doing, and the end. The
+strategy moves values. `Session` itself is that of one process, which agrees with itself at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Updater = Callable[[Key, Any, Any], None]
 
 
 class Pending(NamedTuple):
-    """A transfer under way, and what to say of a wait for it. others: of the further keys that end with it."""
+    """A transfer under way, and what reports of a wait for it contain. others: of further keys that end with it."""
 
     request: Operation
     waiting: Waiting
@@ -49,7 +49,7 @@ class NewKey(NamedTuple):
 class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
-    name: the store's type. spaces: where this worker's part of its values is. infos: what was agreed on each key.
+    name: the store's type. spaces: where this worker's shards are. infos: what was agreed on each key.
     any_sparse: whether one of them is row-sparse. synchronous: whether all workers make the same steps.
     shares_memory: whether all workers add in memory that they share, so that no value travels over a link.
     compressions: how the values of keys travel that are initialised from now on. pid: the process whose session it

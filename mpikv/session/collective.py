@@ -2,7 +2,7 @@
 
 An agreement has a topic, and no name but its count: the third `barrier` of each worker is one. What worker 0 alone can
 do (`decide`) it does, and everybody gets its result or its error. Bytes that are too long for control messages go by
-a tree of ordinary ones (collectives/blobs.py).
+a tree of separate ones (collectives/blobs.py).
 
 Cost: two control messages per worker and agreement.
 """

@@ -18,7 +18,7 @@ ALL = "all"  # the call needs every worker
 
 
 def need(waiting: Waiting | None) -> Any:
-    """What a worker tells of its wait: `ALL`, a round as [key id, round], or None where it needs no other worker."""
+    """What a worker sends about its wait: `ALL`, a round as [key id, round], or None where it needs no other worker."""
     if waiting is None:
         return None
     if waiting.round is not None and waiting.key_id is not None:

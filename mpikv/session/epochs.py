@@ -1,8 +1,8 @@
 """Whether the epochs of all workers have as many batches.
 
-Every worker says at the begin of an epoch how many rounds it has pushed since the last one began: as a rule one for
-each batch. Workers whose numbers differ are out of step from then on, and nothing shows it before the last one waits
-for a worker that has left, epochs later.
+Every worker announces at the begin of an epoch how many rounds it has pushed since the last one began: usually one
+for each batch. Workers whose numbers differ are out of step from then on, and nothing shows it before the last one
+waits for a worker that has left, epochs later.
 
 Cost: one message to worker 0 per worker and epoch, for which nobody waits.
 """
@@ -25,7 +25,7 @@ class Epochs:
         self._warned = False
 
     def begin(self, worker: int, count: int, epoch: int, batches: int) -> str | None:
-        """What is to be said, once for all epochs. count: of this worker's begins. epoch: the one that it begins."""
+        """The message to send, once for all epochs. count: of this worker's begins. epoch: the one that it begins."""
         known = self._batches.setdefault(count, {})
         known[worker] = batches
         if len(known) < len(self._labels):

@@ -1,8 +1,8 @@
-"""Who has closed the store, as a pure state machine at worker 0: each tells it, and it tells those still at work.
+"""Who has closed the store, as a pure state machine at worker 0: each informs it, and it informs those still at work.
 
 A worker that waits for a round must know whether somebody who is missing in it has ended. But programs end together, as
 a rule: a message from each worker to each other would grow with the square of their number and be of use to nobody. So
-worker 0 waits a moment, and then tells those who have not left what they need: of each key the fewest pushes that
+worker 0 waits a moment, and then sends those who have not left what they need: of each key the fewest pushes that
 anybody left with, and who it was. It does so again, in growing intervals, only when that has changed.
 
 Cost: one message per worker; where some leave earlier than others, usually one more for each of those others. The time

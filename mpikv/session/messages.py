@@ -1,6 +1,6 @@
 """Control messages between the ranks of one store: how they are sent, received and acted on.
 
-A message is a dict, which travels as JSON. Its `kind` says which part of the session acts on it. A listener, one
+A message is a dict, which travels as JSON. Its `kind` decides which object of the session acts on it. A listener, one
 generator in the progress engine, receives every message and acts on it at once, also while this rank's program
 computes. So a rank that waits too long can ask the others what they are doing.
 
@@ -75,7 +75,7 @@ class ControlMessages:
         self._sending.append(self._transport.isend(data, rank, self._tag))
 
     def send_to(self, worker: int, message: Message) -> None:
-        """Send to a worker; the message says who this one is."""
+        """Send to a worker; the message names the sender."""
         self.send(self.workers.ranks[worker], {"worker": self.workers.rank, **message})
 
     def sent(self) -> bool:

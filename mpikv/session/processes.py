@@ -51,26 +51,26 @@ class Processes:
         return [everybodys[rank] for rank in ranks_here(self.transport)]
 
     def compare(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank told; the `settings` must be the same on all. Collective, blocks.
+        """Return what every rank announced; the `settings` must be the same on all. Collective, blocks.
 
         mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
         the same on every rank, where a setting differs between ranks, or what they make.
         """
         name = self._call.partition("(")[0]
-        told = [json.loads(text) for text in self.gather(json.dumps({**mine, "call": name}).encode())]
-        calls = [entry["call"] for entry in told]
+        announced = [json.loads(text) for text in self.gather(json.dumps({**mine, "call": name}).encode())]
+        calls = [entry["call"] for entry in announced]
         if len(set(calls)) > 1:
             raise ConfigError(
                 "all ranks of a job make a store or are its servers, or all make a process group, which has no servers "
                 f"(mpikv launch -s 0): {grouped(calls, labels(self.transport.hosts))}"
             )
-        for setting in told[0]["settings"]:
-            values = [entry["settings"][setting] for entry in told]
+        for setting in announced[0]["settings"]:
+            values = [entry["settings"][setting] for entry in announced]
             if len(set(values)) > 1:
                 differs = grouped(values, labels(self.transport.hosts))
                 raise ConfigError(f"{name}: {setting} differs between ranks: {differs}")
         self.transport.hosts = pretended(self.transport.hosts, self._config.fake_hosts)
-        return told
+        return announced
 
     def memory(self) -> HostMemory | None:
         """Open the memory of this host; None where its ranks cannot share any. Collective, blocks.

@@ -12,7 +12,7 @@ A program reads `stop_requested` once per step. Somebody wishes to stop: a rank 
   in a call that all must make (`barrier`, or `close` after its last step), perhaps for those that are held. Then they
   go on, for one read, and are asked anew.
 
-So in both, either every worker's read says True, at which all of them are together, or none does.
+So in both, either every worker's read returns True, all at the same step, or none does.
 
 Cost: nothing but a counter until somebody wishes to stop; then three messages per worker (asynchronous: two more for
 each time that they had to go on). No clock, no MPI.
@@ -49,7 +49,7 @@ class StopReader:
 
     def __init__(self, *, common: bool) -> None:
         self.reads = 0  # that have returned
-        self.stop_at: int | None = None  # the first read that says True
+        self.stop_at: int | None = None  # the first read that returns True
         self._common = common
         self._question: int | None = None  # that has no decision yet
         self._held = False  # inside a read that waits for the decision
@@ -121,7 +121,7 @@ class Leader:
         return self._decide()
 
     def end(self) -> None:
-        """Note that all workers have closed the store: nobody reads any more, and nobody is told anything any more."""
+        """Note that all workers have closed the store: nobody reads any more, and nothing is sent any more."""
         self._ended = True
 
     def _ask(self) -> list[Order]:

@@ -1,6 +1,6 @@
 """The session of one worker of several: what all strategies between processes share, put together.
 
-It has the workers and their engine, and the parts that each have a file: control messages, waits with a limit,
+It has the workers and their engine, and helpers that each have a file: control messages, waits with a limit,
 agreements, stopping together, the keys and the optimizers that all agreed on. A strategy adds where values live and how
 gradients travel.
 """
@@ -37,7 +37,7 @@ from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 from mpikv.transports.ordered import OrderedTransport
 
-MISSING = "Not arrived"  # what a report says where workers are missing
+MISSING = "Not arrived"  # in a report, before the workers that are missing
 CALLS_ID, CALLS_NAME = -(1 << 31), "collective calls"  # as if they were pushes of a key, which is in no other list
 REPORTS = 64  # each is a question to all workers, answered within milliseconds
 
@@ -165,7 +165,7 @@ class Workers(OptimizerSession):
             raise
 
     def _explain(self, error: StallError, others: Sequence[Waiting], limit_s: float) -> None:
-        """Of several keys that end together, tell of one that somebody has not come to, not of the first one."""
+        """Of several keys that end together, name one that somebody has not come to, not the first one."""
         if MISSING in str(error):
             return
         for waiting in others[:REPORTS]:
