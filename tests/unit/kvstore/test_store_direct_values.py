@@ -169,26 +169,6 @@ def test_an_attribute_that_cannot_be_sent(patient):
     assert both_ways(2, body, timeout_s=3.0) == [sums, [*sums[:2], "TypeError", *sums[2:]]]
 
 
-def test_two_optimizers_on_one_store():
-    def body(store):
-        store.init(["a", "b", "c"], [np.zeros(40, F32)] * 3)
-        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0), ["a"])
-        values = [np.empty(40, F32) for _ in range(3)]
-        found = []
-        for step in range(5):
-            if step == 3:
-                store.strategy.set_optimizer(optimizers.create("test"), ["b"])
-            for i, value in enumerate(values):
-                value[:] = numbers(store, 40, step * 3 + i)
-            for keys in (["a", "b"], ["b"], ["c", "a"]):
-                arrays = [values["abc".index(key)] for key in keys]
-                store.pushpull(keys, arrays)
-                found += [array.copy() for array in arrays]
-        return found
-
-    both_ways(2, body)
-
-
 # --- where the value is
 
 

@@ -48,27 +48,6 @@ def test_after_a_barrier_every_push_before_it_counts(mode, unruly):
     assert mode.run(body) == [expected] * W
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.synchronous], ids=mode_id)
-def test_rounds_of_many_keys(mode, unruly):
-    keys = list(range(6))
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        for key in np.random.default_rng(store.rank).permutation(keys).tolist():
-            store.init(key, full(key, 5 * key + 1))
-        outs = []
-        for round_ in range(1, 5):
-            for key in np.random.default_rng([store.rank, round_]).permutation(keys).tolist():
-                store.push(key, full(round_, 5 * key + 1))
-                outs.append((key, round_, store.pull_async(key)))
-        return [(key, round_, np.unique(out.wait()).tolist()) for key, round_, out in outs]
-
-    for found in mode.run(body):
-        for key, round_, values in found:
-            assert values == [key + mode.workers * round_ * (round_ + 1) / 2], (key, round_)
-
-
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_same_bits(workers, unruly):
     def body(store):

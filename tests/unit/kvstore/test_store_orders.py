@@ -184,7 +184,7 @@ def test_random_programs(mode):
         store.wait_all()
         return [(key, round_, np.unique(out).tolist()) for key, round_, out in seen]
 
-    for seen in mode.run(body):
+    for seen in mode.run(body, late=True):
         assert seen
         for key, round_, found in seen:
             assert found == [mode.workers * round_ * (round_ + 1) / 2], (key, round_)
