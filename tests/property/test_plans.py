@@ -1,15 +1,14 @@
-"""Laws of plans, bounds, roles and messages."""
+"""Laws of plans, bounds and messages."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv.placement.keys import even_bounds, partitions, plan_of_bounds, whole_bounds
-from mpikv.server.roles import assign
 from mpikv.transports import wire
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
@@ -19,11 +18,10 @@ parts = st.integers(1, 40)
 def check_plan(plan, n, owners):
     """Covers [0, n) exactly, in order, without empty shards, by owners that exist."""
     position = 0
-    for shard in plan:
-        assert shard.begin == position
-        assert shard.end > shard.begin
-        assert 0 <= shard.owner < owners
-        position = shard.end
+    for owner, begin, end in plan:
+        assert begin == position < end
+        assert 0 <= owner < owners
+        position = end
     assert position == n
 
 
@@ -46,34 +44,6 @@ def test_whole_bounds(n, count, data):
     assert {shard.owner for shard in plan} == ({owner} if n else set())
 
 
-hosts = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24)
-
-
-@given(hosts, st.data(), st.sampled_from(["spread", "last"]))
-def test_roles(hosts, data, placement):
-    n = data.draw(st.integers(0, len(hosts) - 1))
-    roles = assign(hosts, n, placement)
-    assert sorted(roles.workers + roles.servers) == list(range(len(hosts)))
-    assert list(roles.workers) == sorted(roles.workers)
-    assert list(roles.servers) == sorted(roles.servers)
-    assert len(roles.servers) == n
-    assert 0 in roles.workers
-    assert assign(hosts, n, placement) == roles
-
-
-@given(hosts, st.data())
-def test_spread_gives_every_host_its_share(hosts, data):
-    """A host has two servers more than another only where that one has no rank left to give."""
-    n = data.draw(st.integers(0, len(hosts) - 1))
-    roles = assign(hosts, n)
-    size = Counter(hosts)
-    given_up = Counter(hosts[rank] for rank in roles.servers)
-    for one in size:
-        for other in size:
-            left = size[other] - given_up[other] - (other == hosts[0])
-            assert given_up[one] <= given_up[other] + 1 or left == 0
-
-
 number = st.integers(0, 2**32 - 1)
 priority = st.integers(-(2**63), 2**63 - 1)
 headers = st.builds(
@@ -90,18 +60,13 @@ headers = st.builds(
 )
 
 
-@given(headers, st.binary(max_size=100))
-def test_requests_come_back(header, payload):
-    for data in (payload, np.frombuffer(payload, np.uint8)):
-        found, rest = wire.parse_request(wire.request(header, data))
-        assert found == header
-        assert rest.tobytes() == payload
-
-
 @given(st.lists(st.tuples(headers, st.binary(max_size=100)), min_size=1, max_size=8))
-def test_several_requests_come_back(requests):
+def test_requests_come_back(requests):
+    """Several in a message, and one, which has a function of its own."""
     found = wire.parse_requests(wire.requests(requests))
     assert [(header, payload.tobytes()) for header, payload in found] == requests
+    (header, payload), (one, rest) = requests[0], wire.parse_requests(wire.request(*requests[0]))[0]
+    assert (one, rest.tobytes()) == (header, payload)
     assert all(
         payload.ctypes.data % wire.ALIGN_BYTES == found[0][1].ctypes.data % wire.ALIGN_BYTES for _, payload in found
     )
@@ -110,7 +75,7 @@ def test_several_requests_come_back(requests):
 @given(st.integers(-(10**30), 10**30))
 def test_any_priority_fits_a_header(priority):
     header = wire.Header(wire.PUSH, priority=wire.clamped(priority))
-    assert wire.parse_request(wire.request(header))[0] == header
+    assert wire.parse_requests(wire.request(header))[0][0] == header
     assert wire.clamped(priority) == priority or abs(priority) >= 2**63 - 1
 
 
@@ -136,8 +101,6 @@ def test_control_messages_come_back(message):
 
 @given(json_values, st.binary(max_size=60))
 def test_texts_with_data_come_back(value, data):
-    import json
-
     text, rest = wire.split_text(np.frombuffer(wire.with_text(json.dumps(value).encode(), data), np.uint8))
     assert text == value
     assert rest.tobytes() == data

@@ -1,4 +1,4 @@
-"""Which way keys in device memory go: settled from what workers told, with a reason for each better way left."""
+"""Which path keys in device memory go: settled from what workers say, with a reason for each better path left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def members_of(
 
 # Hosts, settings, outcomes of trials: the path, and the better ones that it is not.
 CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
-    ("a", {}, {}, "ipc", []),
     ("aa", {}, {}, "ipc", []),
     ("aa", {}, {"ipc": "no"}, "nccl", ["ipc"]),
     ("aa", {}, {"ipc": "no", "nccl": "no"}, "mpi", ["ipc", "nccl"]),
@@ -41,9 +40,7 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("ab", {"algorithm": "ring"}, {}, "mpi", ["ipc", "nccl"]),
     ("aabb", {"device_path": "staged"}, {}, "staged", ["ipc", "nccl", "mpi"]),
     ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["ipc", "nccl"]),
-    ("aa", {"device_path": "nccl"}, {"nccl": ""}, "nccl", ["ipc"]),
     ("ab", {"algorithm": "nccl"}, {}, "nccl", ["ipc"]),
-    ("aa", {"algorithm": "nccl", "device_path": "nccl"}, {}, "nccl", ["ipc"]),
     ("aa", {"device_path": "host"}, {}, "host", ["ipc", "nccl", "mpi", "staged"]),
     ("aa", {"device_path": "ipc"}, {"ipc": ""}, "ipc", []),
     ("aa", {"synchronous": False}, {}, "staged", ["ipc", "nccl", "mpi"]),
@@ -52,10 +49,8 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("aaa", {"servers": 1}, {}, "staged", ["ipc", "nccl", "mpi"]),
     ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["ipc", "nccl"]),
     ("aab", {"servers": 1}, {}, "mpi", ["ipc", "nccl"]),
-    ("aabb", {"servers": 2}, {}, "mpi", ["ipc", "nccl"]),
     ("aab", {"servers": 1}, {"mpi": "no"}, "staged", ["ipc", "nccl", "mpi"]),
     ("aab", {"servers": 1, "device_path": "staged"}, {}, "staged", ["ipc", "nccl", "mpi"]),
-    ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["ipc", "nccl", "mpi", "staged"]),
 ]
 
 
@@ -79,6 +74,9 @@ def test_reasons_are_those_of_the_trials() -> None:
     assert dict(choice.reasons) == outcomes
     assert describe(choice) == "staged (not ipc: no ipc here; not nccl: no nccl here; not mpi: no mpi here)"
     assert describe(choose(gpus(2), members_of("ab"), {})) == "nccl (not ipc: the workers are on 2 hosts)"
+    assert describe(choose(gpus(2), members_of("aaa", servers=1), {})) == (
+        "staged (not ipc, nccl: servers own the keys; not mpi: servers are reached through the memory of their host)"
+    )
     ring = choose(gpus(2), members_of("ab", algorithm="ring"), {})
     assert dict(ring.reasons)["nccl"] == "MPIKV_ALGORITHM=ring asks for another algorithm"
 
@@ -87,61 +85,53 @@ def test_without_a_gpu_keys_are_on_the_host() -> None:
     choice = choose([*gpus(1), NONE], members_of("ab"), {})
     assert choice.path == "host"
     assert set(dict(choice.reasons).values()) == {"worker 1 on b uses no GPU: CuPy is not installed"}
-
-
-@pytest.mark.parametrize("path", ["ipc", "mpi", "nccl", "staged"], ids=str.upper)
-def test_a_path_that_is_asked_for_and_cannot_be_gone(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"MPIKV_DEVICE_PATH={path}: worker 1 on b uses no GPU: CuPy is not"):
-        choose([*gpus(1), NONE], members_of("ab", device_path=path), {})
-
-
-@pytest.mark.parametrize("path", ["ipc", "nccl"], ids=str.upper)
-def test_ways_between_workers_where_servers_own_the_keys(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"MPIKV_DEVICE_PATH={path}: servers own the keys"):
-        choose(gpus(1), members_of("ab", servers=1, device_path=path), {})
-    with pytest.raises(ConfigError, match="MPIKV_DEVICE_PATH=mpi: servers are reached through the memory of their"):
-        choose(gpus(1), members_of("aa", servers=1, device_path="mpi"), {})
-    choice = choose(gpus(2), members_of("aaa", servers=1), {})
-    assert describe(choice) == (
-        "staged (not ipc, nccl: servers own the keys; not mpi: servers are reached through the memory of their host)"
-    )
     choice = choose([NONE], members_of("ab", servers=1), {})
     assert describe(choice) == "host (not ipc, nccl, mpi, staged: worker 0 on a uses no GPU: CuPy is not installed)"
 
 
-def test_trials_that_fail_where_a_path_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="MPIKV_DEVICE_PATH=mpi: not built for it"):
-        choose(gpus(2), members_of("ab", device_path="mpi"), {"mpi": "not built for it"})
-    with pytest.raises(ConfigError, match="MPIKV_DEVICE_PATH=ipc: the workers are on 2 hosts"):
-        choose(gpus(2), members_of("ab", device_path="ipc"), {})
-    same = [one._replace(uuid="GPU-0") for one in gpus(2)]
-    with pytest.raises(
-        ConfigError, match=r"MPIKV_DEVICE_PATH=nccl: NCCL needs .* worker 0 on a and worker 1 on a share"
-    ):
-        choose(same, members_of("aa", device_path="nccl"), {})
-    assert choose(same, members_of("ab", device_path="nccl"), {}).path == "nccl"  # of the same name on two hosts
-    with pytest.raises(ConfigError, match="MPIKV_ALGORITHM=nccl: worker 0 on a: CuPy is built without NCCL"):
-        choose(gpus(2), members_of("ab", algorithm="nccl"), {"nccl": "worker 0 on a: CuPy is built without NCCL"})
-    with pytest.raises(ConfigError, match="MPIKV_ALGORITHM=nccl: worker 1 on b uses no GPU: CuPy is not installed"):
-        choose([*gpus(1), NONE], members_of("ab", algorithm="nccl"), {})
-    with pytest.raises(ConfigError, match="MPIKV_ALGORITHM=nccl: servers own the keys"):
-        choose(gpus(1), members_of("ab", servers=1, algorithm="nccl"), {})
-    # By default it is a reason.
-    choice = choose([*gpus(2), gpus(2)[1]], members_of("abb"), {})
-    assert choice.path == "mpi"
-    assert dict(choice.reasons)["nccl"].endswith("worker 1 on b and worker 2 on b share one")
+SAME = [one._replace(uuid="GPU-0") for one in gpus(2)]
+WITHOUT, NO_GPU = [*gpus(1), NONE], "worker 1 on b uses no GPU: CuPy is not installed"
+
+# What workers have, hosts, settings, outcomes of trials: what is raised, behind the setting.
+REFUSED: list[tuple[list[Told], str, dict[str, Any], dict[str, str], str]] = [
+    *((WITHOUT, "ab", {"device_path": path}, {}, NO_GPU) for path in ("ipc", "mpi", "nccl", "staged")),
+    (WITHOUT, "ab", {"algorithm": "nccl"}, {}, NO_GPU),
+    *((gpus(1), "ab", {"servers": 1, "device_path": path}, {}, "servers own the keys") for path in ("ipc", "nccl")),
+    (gpus(1), "ab", {"servers": 1, "algorithm": "nccl"}, {}, "servers own the keys"),
+    (gpus(1), "aa", {"servers": 1, "device_path": "mpi"}, {}, "servers are reached through the memory of their"),
+    (gpus(2), "ab", {"device_path": "mpi"}, {"mpi": "not built for it"}, "not built for it"),
+    (gpus(2), "ab", {"device_path": "ipc"}, {}, "the workers are on 2 hosts"),
+    (SAME, "aa", {"device_path": "nccl"}, {}, "NCCL needs .* worker 0 on a and worker 1 on a share"),
+    (gpus(2), "ab", {"algorithm": "nccl"}, {"nccl": "no NCCL"}, "no NCCL"),
+]
+
+
+@pytest.mark.parametrize(("told", "hosts", "settings", "outcomes", "text"), REFUSED)
+def test_what_cannot_be(
+    told: list[Told], hosts: str, settings: dict[str, Any], outcomes: dict[str, str], text: str
+) -> None:
+    ((name, value),) = [(name, value) for name, value in settings.items() if name != "servers"]
+    with pytest.raises(ConfigError, match=f"MPIKV_{name.upper()}={value}: {text}"):
+        choose(told, members_of(hosts, **settings), outcomes)
 
 
 @pytest.mark.parametrize("path", ["ipc", "mpi", "staged", "host"], ids=str.upper)
-def test_settings_that_ask_for_two_ways(path: str) -> None:
+def test_settings_that_ask_for_two_paths(path: str) -> None:
     with pytest.raises(ConfigError, match=f"MPIKV_ALGORITHM=nccl, but MPIKV_DEVICE_PATH={path}: give one of the two"):
         choose(gpus(2), members_of("ab", algorithm="nccl", device_path=path), {})
 
 
-def test_what_one_worker_cannot_do_all_are_told() -> None:
+def test_what_one_worker_cannot_do_is_an_error_for_all() -> None:
     told = [*gpus(1), Told(error="MPIKV_LOCAL_DEVICE=7, but this process sees one GPU")]
     with pytest.raises(ConfigError, match="worker 1 on b: MPIKV_LOCAL_DEVICE=7, but"):
         choose(told, members_of("ab"), {})
+
+
+def test_which_gpus_are_one() -> None:
+    assert choose(SAME, members_of("ab", device_path="nccl"), {}).path == "nccl"  # of the same name on two hosts
+    choice = choose([*gpus(2), gpus(2)[1]], members_of("abb"), {})
+    assert choice.path == "mpi"
+    assert dict(choice.reasons)["nccl"].endswith("worker 1 on b and worker 2 on b share one")
 
 
 @pytest.mark.parametrize(

@@ -10,81 +10,33 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from mpikv.config import PLACEMENTS
 from mpikv.errors import ConfigError
 from mpikv.server.roles import Roles, assign
 
-
-def test_no_servers():
-    for placement in ("spread", "hosts", "last"):
-        assert assign(["a"] * 3, 0, placement) == Roles((0, 1, 2), ())
-        assert assign(["a"], 0, placement) == Roles((0,), ())
-
-
-def test_last():
-    assert assign(["a", "a", "b", "b"], 2, "last") == Roles((0, 1), (2, 3))
-
-
-def test_spread_over_hosts():
-    hosts = ["a", "a", "a", "b", "b", "b", "c", "c", "c"]
-    assert assign(hosts, 3).servers == (2, 5, 8)
-    assert assign(hosts, 6).servers == (1, 2, 4, 5, 7, 8)
-    assert len({hosts[rank] for rank in assign(hosts, 2).servers}) == 2
-    assert assign(["a", "b", "c"] * 2, 3).servers == (3, 4, 5)
-
-
-# What launchers make of hosts and slots. Slurm: --distribution=block, cyclic, plane=2; SGE's parallel environments:
-# $fill_up (blocks, the last host with the rest), $round_robin; mpirun with a host file of different slots.
+# What launchers make of hosts and slots; the servers that `spread` takes where one and where two are asked for, and those
+# of `hosts`, by their number. Slurm: --distribution=block, cyclic, plane=2; SGE's parallel environments: $fill_up
+# (blocks, the last host with the rest), $round_robin; mpirun with a host file of different slots.
 LAYOUTS = {
-    "slurm block 2x4": "aaaabbbb",
-    "slurm cyclic 2x4": "abababab",
-    "slurm plane=2 2x4": "aabbaabb",
-    "slurm block, 5 tasks on 2 nodes": "aaabb",
-    "slurm cyclic, 5 tasks on 2 nodes": "ababa",
-    "sge fill_up, 2 slots each": "aabbc",
-    "sge round_robin": "abcab",
-    "slots 1, 3": "abbb",
-    "slots 3, 1": "aaab",
-    "one each": "abcd",
+    "slurm block 2x4": ("aaaabbbb", (7,), (3, 7), {4: (4, 5, 6, 7)}),
+    "slurm cyclic 2x4": ("abababab", (7,), (6, 7), {4: (1, 3, 5, 7)}),
+    "slurm plane=2 2x4": ("aabbaabb", (7,), (5, 7), {4: (2, 3, 6, 7)}),
+    "slurm block, 5 tasks on 2 nodes": ("aaabb", (2,), (2, 4), {2: (3, 4)}),
+    "slurm cyclic, 5 tasks on 2 nodes": ("ababa", (4,), (3, 4), {2: (1, 3)}),
+    "sge fill_up, 2 slots each": ("aabbc", (3,), (1, 3), {1: (4,), 2: (2, 3), 3: (2, 3, 4)}),
+    "sge round_robin": ("abcab", (4,), (3, 4), {1: (2,), 2: (1, 4), 3: (1, 2, 4)}),
+    "slots 1, 3": ("abbb", (3,), (2, 3), {3: (1, 2, 3)}),
+    "slots 3, 1": ("aaab", (2,), (2, 3), {1: (3,)}),
+    "one each": ("abcd", (3,), (2, 3), {1: (3,), 2: (2, 3), 3: (1, 2, 3)}),
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "one", "two"),
-    [
-        ("slurm block 2x4", (7,), (3, 7)),
-        ("slurm cyclic 2x4", (7,), (6, 7)),
-        ("slurm plane=2 2x4", (7,), (5, 7)),
-        ("slurm block, 5 tasks on 2 nodes", (2,), (2, 4)),
-        ("slurm cyclic, 5 tasks on 2 nodes", (4,), (3, 4)),
-        ("sge fill_up, 2 slots each", (3,), (1, 3)),
-        ("sge round_robin", (4,), (3, 4)),
-        ("slots 1, 3", (3,), (2, 3)),
-        ("slots 3, 1", (2,), (2, 3)),
-        ("one each", (3,), (2, 3)),
-    ],
-)
-def test_spread_on_what_launchers_make(layout, one, two):
-    hosts = LAYOUTS[layout]
-    assert assign(hosts, 1).servers == one
-    assert assign(hosts, 2).servers == two
-
-
-@pytest.mark.parametrize(
-    ("layout", "works"),
-    [
-        ("slurm block 2x4", {0: (), 4: (4, 5, 6, 7)}),
-        ("slurm cyclic 2x4", {0: (), 4: (1, 3, 5, 7)}),
-        ("slurm plane=2 2x4", {0: (), 4: (2, 3, 6, 7)}),
-        ("slurm block, 5 tasks on 2 nodes", {0: (), 2: (3, 4)}),
-        ("sge fill_up, 2 slots each", {0: (), 1: (4,), 2: (2, 3), 3: (2, 3, 4)}),
-        ("sge round_robin", {0: (), 1: (2,), 2: (1, 4), 3: (1, 2, 4)}),
-        ("slots 1, 3", {0: (), 3: (1, 2, 3)}),
-        ("slots 3, 1", {0: (), 1: (3,)}),
-        ("one each", {0: (), 1: (3,), 2: (2, 3), 3: (1, 2, 3)}),
-    ],
-)
-def test_hosts_of_their_own(layout, works):
-    hosts = LAYOUTS[layout]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_launchers_make(layout):
+    hosts, one, two, works = LAYOUTS[layout]
+    assert (assign(hosts, 1).servers, assign(hosts, 2).servers) == (one, two)
+    assert assign(hosts, 2, "last").servers == (len(hosts) - 2, len(hosts) - 1)
+    works = {0: (), **works}
     for n in range(len(hosts)):
         if n in works:
             assert assign(hosts, n, "hosts").servers == works[n]
@@ -93,8 +45,12 @@ def test_hosts_of_their_own(layout, works):
                 assign(hosts, n, "hosts")
 
 
+def test_spread_over_three_hosts():
+    assert [assign("aaabbbccc", n).servers for n in (3, 6)] == [(2, 5, 8), (1, 2, 4, 5, 7, 8)]
+    assert assign("aaaaa", 2) == Roles((0, 1, 2), (3, 4))
+
+
 def test_the_last_hosts_that_fit():
-    assert assign("aabbccdd", 4, "hosts").servers == (4, 5, 6, 7)
     assert assign("aabcccdd", 3, "hosts").servers == (2, 6, 7)  # d and b, the last ones that make three
     assert assign("abccddd", 2, "hosts").servers == (2, 3)
 
@@ -111,29 +67,18 @@ def test_numbers_that_work_are_named():
         assign(list(map(str, many)), 3, "hosts")
 
 
-def test_rank_0_stays_a_worker():
-    for hosts in (["a", "b", "c"], ["a", "b", "b"], ["a", "a", "b"], ["a"] * 3):
-        for n in (0, 1, 2):
-            assert 0 in assign(hosts, n).workers
-            assert 0 in assign(hosts, n, "last").workers
-
-
-def test_one_host():
-    assert assign(["a"] * 5, 2) == Roles((0, 1, 2), (3, 4))
-
-
-@pytest.mark.parametrize("n", [3, 4, 100])
-@pytest.mark.parametrize("placement", ["spread", "hosts", "last"])
-def test_no_worker_left(n, placement):
-    with pytest.raises(ConfigError, match=rf"{n} servers among 3 ranks.*-n {n + 1}.*MPIKV_NUM_SERVERS"):
-        assign(["a"] * 3, n, placement)
-
-
-def test_what_is_no_request():
-    with pytest.raises(ConfigError, match="-1 servers"):
-        assign(["a"] * 3, -1)
-    with pytest.raises(ConfigError, match="spread, hosts, last, not by 'first'"):
-        assign(["a"] * 3, 1, "first")
+@pytest.mark.parametrize(
+    ("n", "placement", "text"),
+    [
+        *((3, placement, r"3 servers among 3 ranks.*-n 4.*MPIKV_NUM_SERVERS") for placement in PLACEMENTS),
+        (100, "spread", r"100 servers among 3 ranks.*-n 101"),
+        (-1, "spread", "-1 servers"),
+        (1, "first", "spread, hosts, last, not by 'first'"),
+    ],
+)
+def test_what_cannot_be(n, placement, text):
+    with pytest.raises(ConfigError, match=text):
+        assign("aaa", n, placement)
 
 
 @st.composite
@@ -151,9 +96,10 @@ def layouts(draw):
 def test_spread(hosts, data):
     """Just so many; rank 0 works; a host has two more than another only where that one has no more to give."""
     n = data.draw(st.integers(0, len(hosts) - 1))
-    roles = assign(hosts, n)
-    assert sorted(roles.workers + roles.servers) == list(range(len(hosts)))
-    assert (len(roles.servers), 0 in roles.workers) == (n, True)
+    for roles in (assign(hosts, n, "last"), assign(hosts, n)):
+        assert sorted(roles.workers + roles.servers) == list(range(len(hosts)))
+        assert (roles.workers, roles.servers) == (tuple(sorted(roles.workers)), tuple(sorted(roles.servers)))
+        assert (len(roles.servers), 0 in roles.workers) == (n, True)
     size, share = Counter(hosts), Counter(hosts[rank] for rank in roles.servers)
     for host in size:
         full = share[host] == size[host] - (host == hosts[0])
@@ -184,7 +130,7 @@ def test_whole_hosts(hosts, data):
     assert sum(weight[host] for host in servers) == max(sum(weight[host] for host in one) for one in fitting)
 
 
-@given(layouts(), st.data(), st.sampled_from(["spread", "hosts", "last"]))
+@given(layouts(), st.data(), st.sampled_from(PLACEMENTS))
 def test_names_do_not_matter(hosts, data, placement):
     """Only which ranks share a host counts."""
     n = data.draw(st.integers(0, len(hosts) - 1))
