@@ -14,8 +14,8 @@ from mpikv.config import PLACEMENTS
 from mpikv.errors import ConfigError
 from mpikv.server.roles import Roles, assign
 
-# What launchers make of hosts and slots; the servers that `spread` takes where one and where two are asked for, and those
-# of `hosts`, by their number. Slurm: --distribution=block, cyclic, plane=2; SGE's parallel environments: $fill_up
+# What launchers make of hosts and slots; the servers that `spread` takes where one and where two are asked for, and
+# those of `hosts`, by their number. Slurm: --distribution=block, cyclic, plane=2; SGE's environments: $fill_up
 # (blocks, the last host with the rest), $round_robin; mpirun with a host file of different slots.
 LAYOUTS = {
     "slurm block 2x4": ("aaaabbbb", (7,), (3, 7), {4: (4, 5, 6, 7)}),

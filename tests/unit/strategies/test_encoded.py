@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from store_modes import Mode
 
 from mpikv import optimizers
-from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.compression import make
 from mpikv.collectives.labelled import NOTE_BYTES
 from mpikv.config import Config
 from mpikv.errors import ConfigError, StallError
-from mpikv.placement.keys import KeyInfo, even_bounds
+from mpikv.placement.keys import even_bounds
 from mpikv.strategies import pieces
-from mpikv.strategies.pieces import Pieces, piece_elems
+from mpikv.strategies.pieces import piece_elems
 from mpikv.testing.ranks import RankError
 from mpikv.testing.reference import add
 from mpikv.testing.stores import spawn_stores
@@ -85,27 +84,20 @@ def rounds(n: int, dtype: Any = F32, optimizer: str = "", n_rounds: int = 3, cou
 def expected_counts(
     codec: Any, back: Any, dtype: np.dtype[Any], n: int, workers: int, *, gathers: bool
 ) -> list[tuple[int, int]]:
-    """Of each worker, by the formula that the module promises, from the lengths of pieces alone."""
-    longest = piece_elems(codec, dtype)
+    """Messages and bytes of each worker, by the formula that the module promises, from the lengths of pieces alone."""
 
-    def of(begin: int, end: int, one: Any) -> tuple[int, int]:
-        cuts = [*range(begin, end, longest if one is codec else piece_elems(one, dtype)), end]
-        return len(cuts) - 1, sum(one.wire_bytes(b - a, dtype) for a, b in pairwise(cuts))
+    def of(begin: int, end: int, one: Any) -> np.ndarray:
+        cuts = [*range(begin, end, piece_elems(one, dtype)), end]
+        return np.array([len(cuts) - 1, sum(one.wire_bytes(b - a, dtype) for a, b in pairwise(cuts))])
 
-    bounds, found = even_bounds(n, workers), []
+    spans, found = list(pairwise(even_bounds(n, workers))), []
     for me in range(workers):
         if gathers:
-            messages, n_bytes = of(0, n, codec)
-            found.append(((workers - 1) * messages, (workers - 1) * n_bytes))
-            continue
-        pushed = [of(bounds[owner], bounds[owner + 1], codec) for owner in range(workers) if owner != me]
-        messages, n_bytes = of(bounds[me], bounds[me + 1], back)
-        found.append(
-            (
-                sum(one[0] for one in pushed) + (workers - 1) * messages,
-                sum(one[1] for one in pushed) + (workers - 1) * n_bytes,
-            )
-        )
+            total = (workers - 1) * of(0, n, codec)
+        else:
+            pushed = sum(of(*spans[owner], codec) for owner in range(workers) if owner != me)
+            total = pushed + (workers - 1) * of(*spans[me], back)
+        found.append(tuple(total.tolist()))
     return found
 
 
@@ -113,9 +105,9 @@ def expected_counts(
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("codec", ["fp16", "bf16", REVERSED, SIGN])
+@pytest.mark.parametrize("codec", ["fp16", REVERSED, SIGN])
 @pytest.mark.parametrize("optimizer", ["", "sgd"])
 def test_the_bits_are_those_of_a_server(codec: str, n: int, workers: int, optimizer: str, short_pieces: None) -> None:
     """And messages and bytes are what the placement's algorithm costs: the owners' where an optimizer is set."""
@@ -130,7 +122,7 @@ def test_the_bits_are_those_of_a_server(codec: str, n: int, workers: int, optimi
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("memory", ["hosts", "one host by messages"])
@@ -163,13 +155,6 @@ def test_half_precision_with_a_float32_master(dtype: Any) -> None:
     assert run(3, body) == run(3, body, servers=1)
 
 
-def test_gathered_values_are_those_of_owners(short_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered = run(3, rounds(LARGE, counts=False), SIGN)
-    monkeypatch.setattr("mpikv.placement.encoding.Wire.gathers", lambda *_: False)
-    owners = run(3, rounds(LARGE, counts=False), SIGN)
-    assert gathered == owners
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 3 * pieces.STEP_ELEMS), min_size=1, max_size=4),
@@ -179,12 +164,12 @@ def test_gathered_values_are_those_of_owners(short_pieces: None, monkeypatch: py
     seed=st.integers(0, 2**16),
 )
 def test_any_sizes_in_any_order(sizes: list[int], workers: int, codec: str, dtype: Any, seed: int) -> None:
-    """Keys of a call travel side by side; each worker pushes them in another order and some calls ahead."""
+    """Each worker pushes keys in another order and some calls ahead; the bits are those of a server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "MOST_ELEMS", pieces.STEP_ELEMS)
 
         def body(store: Any) -> Any:
-            order, found = np.random.default_rng([seed, store.rank]), {}
+            order = np.random.default_rng([seed, store.rank])
             store.init(list(range(len(sizes))), [np.zeros(n, dtype) for n in sizes])
             requests = []
             for round_ in range(2):
@@ -193,30 +178,17 @@ def test_any_sizes_in_any_order(sizes: list[int], workers: int, codec: str, dtyp
                     requests.append((store.pushpull_async(key, value, np.empty_like(value)), value))
             for request, _ in requests:
                 request.wait()
-            for key in range(len(sizes)):
-                found[key] = store.pull(key).tobytes()
-            return found
+            return [store.pull(key).tobytes() for key in range(len(sizes))]
 
-        found = run(workers, body, codec if codec == "none" else {"type": codec, "force": True})
-    for key, n in enumerate(sizes):
-        one = Pieces(KeyInfo(key, key, (n,), dtype, codec), registry.create(codec))
-        encoders = [Pieces(KeyInfo(key, key, (n,), dtype, codec), registry.create(codec)) for _ in range(workers)]
-        for round_ in range(2):
-            total = np.zeros(n, sum_dtype(dtype))
-            for worker in range(workers):
-                if n:
-                    term = np.empty_like(total)
-                    one.decode(encoders[worker].encode(numbers(n, worker, round_, dtype), (0, n)), term)
-                    total = term if worker == 0 else total + term
-        assert [of_worker[key] for of_worker in found] == [total.astype(dtype).tobytes()] * workers
+        compression = codec if codec == "none" else {"type": codec, "force": True}
+        assert run(workers, body, compression) == run(workers, body, compression, servers=1)
 
 
 @pytest.mark.parametrize("op", ["mean", "min", "max", "prod"])
 def test_reductions(op: str) -> None:
     def body(store: Any) -> Any:
         store.init(["h", "w"], [np.zeros(9, np.float16), np.zeros(67, F32)])
-        values = [numbers(9, store.rank, 0, np.float16), numbers(67, store.rank, 0)]
-        store.pushpull(["h", "w"], values, op=op)
+        store.pushpull(["h", "w"], values := [numbers(9, store.rank, 0, np.float16), numbers(67, store.rank, 0)], op=op)
         return [value.tobytes() for value in values]
 
     compression = {"type": "fp16", "force": True}
@@ -332,11 +304,7 @@ def test_what_is_owed_stays_owed_when_owners_come() -> None:
 @pytest.mark.parametrize("optimizer", ["", "sgd"])
 def test_what_comes_back_is_rounded_for_all(optimizer: str, short_pieces: None) -> None:
     """All workers, the owner too, see the values rounded; it updates the exact ones."""
-
-    def exact(store: Any) -> Any:
-        return rounds(LARGE, optimizer=optimizer, counts=False)(store)
-
-    plain = run(3, exact, {"type": REVERSED, "force": True})
+    plain = run(3, rounds(LARGE, optimizer=optimizer, counts=False), {"type": REVERSED, "force": True})
     rounded = run(3, rounds(LARGE, optimizer=optimizer), {"type": REVERSED, "pull": "fp16", "force": True})
     half = registry.create({"type": "fp16", "error_feedback": False})
     for bits, _ in rounded:
@@ -387,22 +355,16 @@ def test_what_the_way_back_loses_is_made_up_for_by_the_owner() -> None:
     ],
 )
 def test_which_keys_go_encoded(hosts: str, compression: Any, path: str, algorithm: str) -> None:
+    """Integers never do."""
+
     def body(store: Any) -> Any:
-        store.init("w", np.zeros(1000, F32))
+        store.init(["w", "i"], [np.zeros(1000, F32), np.zeros(1000, np.int32)])
         store.pushpull("w", value := np.ones(1000, F32))
         placement = placement_of(store)
+        assert placement_of(store, "i").path != "encoded"
         return placement.path, placement.algorithm, np.unique(value).size
 
     assert run(len(hosts), body, compression, hosts=hosts) == [(path, algorithm, 1)] * len(hosts)
-
-
-def test_integers_travel_as_they_are() -> None:
-    def body(store: Any) -> Any:
-        store.init("w", np.zeros(9, np.int32))
-        store.pushpull("w", value := np.arange(9, dtype=np.int32))
-        return placement_of(store).path, value.tolist()
-
-    assert run(2, body, {"type": SIGN, "force": True}) == [("messages", list(range(0, 18, 2)))] * 2
 
 
 def test_keys_that_travel_together_have_one_codec() -> None:
@@ -432,19 +394,17 @@ def test_keys_that_travel_together_have_one_codec() -> None:
 def test_callers_arrays_stay_as_they_are() -> None:
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, F32))
-        for round_ in range(2):  # the second one by a prepared call
-            value, out = numbers(67, store.rank, round_), np.empty(67, F32)
-            before = value.tobytes()
-            for _ in range(2):
-                store.pushpull("w", value, out)
-                assert value.tobytes() == before
+        value, out = numbers(67, store.rank, 0), np.empty(67, F32)
+        before = value.tobytes()
+        for _ in range(2):  # the second time by a prepared call
+            store.pushpull("w", value, out)
+            assert value.tobytes() == before
         return out.tobytes()
 
     assert len(set(run(3, body, {"type": "fp16", "force": True}))) == 1
 
 
-@pytest.mark.parametrize("codec", ["fp16", SIGN])
-def test_keys_on_a_gpu_go_staged(codec: str) -> None:
+def test_keys_on_a_gpu_go_staged() -> None:
     """The bits of the host; a codec for the way back leaves them uncompressed."""
 
     def body(store: Any) -> Any:
@@ -456,7 +416,7 @@ def test_keys_on_a_gpu_go_staged(codec: str) -> None:
             found.append(np.asarray(store.pull("w")).tobytes())
         return found
 
-    mode = Mode("dist_sync", 3, device="staged", codec=codec)
+    mode = Mode("dist_sync", 3, device="staged", codec=SIGN)
     assert mode.run(body) == mode._replace(device="").run(body)
 
 
@@ -471,6 +431,6 @@ def test_a_worker_that_does_not_push() -> None:
             store.pushpull("w", np.ones(67, F32))
 
     with pytest.raises(RankError) as caught:
-        run(3, body, "fp16", timeout_s=0.5)
+        run(3, body, "fp16", timeout_s=0.2)
     stalls = [error for error in caught.value.errors.values() if isinstance(error, StallError)]
     assert any("key 'w'" in str(error) and "round 2" in str(error) for error in stalls)
