@@ -1,4 +1,4 @@
-"""Laws of placements: every element has one owner, and every rank finds the same."""
+"""Laws of bounds and placements: every element has one owner, and every rank finds the same."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.config import Config
 from mpikv.placement.algorithms import bounds_of, most_owners
-from mpikv.placement.keys import KeyInfo
+from mpikv.placement.keys import KeyInfo, ShardPlan, even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import add_load, as_told, least_loaded
 from mpikv.placement.place import place
-from mpikv.placement.placement import Placement
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
 dtypes = st.sampled_from(["int8", "float16", "float32", "float64"])
+parts = st.integers(1, 40)
 loads = st.lists(st.integers(0, 10**9), min_size=1, max_size=12)
 NAMES = ["auto", *ALGORITHMS, "native"]
 
@@ -39,15 +39,41 @@ def key(number: int, n_elems: int, dtype: str = "float32") -> KeyInfo:
     return KeyInfo(number, number, (n_elems,), np.dtype(dtype))
 
 
-def check_shards(found: Placement, n_elems: int, owners: int) -> None:
+def check_plan(plan: ShardPlan, n_elems: int, owners: int) -> None:
     """Covers [0, n) exactly, in order, without empty shards, by owners that exist."""
     position = 0
-    for owner, begin, end in found.shards:
-        assert begin == position
-        assert end > begin
+    for owner, begin, end in plan:
+        assert begin == position < end
         assert 0 <= owner < owners
         position = end
     assert position == n_elems
+
+
+@given(sizes, parts)
+def test_even_bounds(n, count):
+    bounds = even_bounds(n, count)
+    lengths = np.diff(bounds).tolist()
+    assert (bounds[0], bounds[-1], len(lengths)) == (0, n, count)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+    assert lengths[-1] >= 0
+    check_plan(plan_of_bounds(bounds), n, count)
+
+
+@given(sizes, parts, st.data())
+def test_whole_bounds(n, count, data):
+    owner = data.draw(st.integers(0, count - 1))
+    plan = plan_of_bounds(whole_bounds(n, count, owner))
+    check_plan(plan, n, count)
+    assert {shard.owner for shard in plan} == ({owner} if n else set())
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 60))
+def test_partitions(begin, n, length):
+    found = partitions(begin, begin + n, length)
+    assert [at for part in found for at in range(*part)] == list(range(begin, begin + n))
+    assert all(0 < end - first <= length for first, end in found)
+    assert len(found) == -(-n // length)
 
 
 @given(members(), st.builds(key, st.integers(0, 10**6), sizes, dtypes), st.booleans(), st.booleans(), st.data())
@@ -57,7 +83,7 @@ def test_each_element_has_one_owner(store, info, whole, room, data):
     found = place(store, info, whole=whole, room=room, load_bytes=held)
     assert (found.bounds[0], found.bounds[-1], len(found.bounds)) == (0, n, len(found.owners) + 1)
     assert list(found.bounds) == sorted(found.bounds)
-    check_shards(found, n, n_owners)
+    check_plan(found.shards, n, n_owners)
     if whole:
         assert len(found.shards) == (n > 0)
     assert (found.algorithm == "") == (found.path == "servers") == (found.part_elems > 0)

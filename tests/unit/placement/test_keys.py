@@ -1,4 +1,4 @@
-"""Keys, bounds and plans at the edges; tests/property/test_plans.py has their laws."""
+"""Keys, bounds and plans at the edges; tests/property/test_placement_property.py has their laws."""
 
 from __future__ import annotations
 

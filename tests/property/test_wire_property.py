@@ -1,4 +1,4 @@
-"""Laws of plans, bounds and messages."""
+"""Messages to servers and between workers: what is written is read."""
 
 from __future__ import annotations
 
@@ -8,41 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.placement.keys import even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.transports import wire
-
-sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
-parts = st.integers(1, 40)
-
-
-def check_plan(plan, n, owners):
-    """Covers [0, n) exactly, in order, without empty shards, by owners that exist."""
-    position = 0
-    for owner, begin, end in plan:
-        assert begin == position < end
-        assert 0 <= owner < owners
-        position = end
-    assert position == n
-
-
-@given(sizes, parts)
-def test_even_bounds(n, count):
-    bounds = even_bounds(n, count)
-    lengths = np.diff(bounds).tolist()
-    assert (bounds[0], bounds[-1], len(lengths)) == (0, n, count)
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] - lengths[-1] <= 1
-    assert lengths[-1] >= 0
-    check_plan(plan_of_bounds(bounds), n, count)
-
-
-@given(sizes, parts, st.data())
-def test_whole_bounds(n, count, data):
-    owner = data.draw(st.integers(0, count - 1))
-    plan = plan_of_bounds(whole_bounds(n, count, owner))
-    check_plan(plan, n, count)
-    assert {shard.owner for shard in plan} == ({owner} if n else set())
-
 
 number = st.integers(0, 2**32 - 1)
 priority = st.integers(-(2**63), 2**63 - 1)
@@ -77,14 +43,6 @@ def test_any_priority_fits_a_header(priority):
     header = wire.Header(wire.PUSH, priority=wire.clamped(priority))
     assert wire.parse_requests(wire.request(header))[0][0] == header
     assert wire.clamped(priority) == priority or abs(priority) >= 2**63 - 1
-
-
-@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 60))
-def test_partitions(begin, n, length):
-    found = partitions(begin, begin + n, length)
-    assert [at for part in found for at in range(*part)] == list(range(begin, begin + n))
-    assert all(0 < end - first <= length for first, end in found)
-    assert len(found) == -(-n // length)
 
 
 json_values = st.recursive(
