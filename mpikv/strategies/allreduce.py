@@ -74,7 +74,7 @@ class AllreduceStrategy(Strategy):
                 self._session.wait(Pending(RoundReached(queue, 0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
-        self._rows.proposed(values)
+        self._rows.client.proposed(values)
         if error is not None:
             raise error
 
@@ -96,7 +96,7 @@ class AllreduceStrategy(Strategy):
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """One message to each worker that owns some of the rows, and its answer."""
-        return self._rows.pull(info, ids, priority, call)
+        return self._rows.client.pull(info, ids, priority, call)
 
     def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
         """One message to each owner, and its answer."""

@@ -23,11 +23,13 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
-from mpikv.engine.operation import Operation, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
+from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.observe.stall import Waiting
+from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.client_key import ClientKey, PieceMessages, Route, Value
+from mpikv.strategies.client_key import INLINE_BYTES, ClientKey, PieceMessages, Route, Value
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.loopback import Loopback
@@ -94,6 +96,12 @@ class Item(NamedTuple):
         """Whether the answer comes as it is."""
         return bool(self.plain & wire.PLAIN_ANSWER)
 
+    def pushed(self, begin: int, end: int) -> HostArray | None:
+        """What travels of elements [begin, end); None where nothing is pushed."""
+        if self.total is None:
+            return None
+        return self.key.encode(self.total, begin, end, plain=self.pushes_plain)
+
 
 class Tags:
     """Numbers that nothing outstanding uses."""
@@ -120,6 +128,12 @@ class Tags:
         self._free.extend(tags)
 
 
+def check_owners(number: int, what: str) -> None:
+    """Raise ConfigError where a worker has too few tags to ask all owners at a time, or to cut a key over all."""
+    if number >= wire.PAYLOAD_TAGS:
+        raise ConfigError(f"{number} {what}: a worker can ask at most {wire.PAYLOAD_TAGS - 1} at a time")
+
+
 class Exchange:
     """A call under way: a request that moves itself on, for whoever waits for it."""
 
@@ -134,6 +148,12 @@ class Exchange:
     def steps(self) -> Steps[None]:
         """For an engine, where nobody waits any more."""
         yield self
+
+
+def wait_for_tags(session: Workers, client: Client, replies: int, payloads: int = 0) -> None:
+    """Wait until a call may take so many: a program that never waits for its requests does so after thousands."""
+    if not client.allows(replies, payloads):
+        session.wait_for(Predicate(lambda: client.allows(replies, payloads)), "wait for earlier pushes and pulls")
 
 
 class EndingTogether:
@@ -207,30 +227,29 @@ class Client:
 
     def ask_small(self, item: Item, value: HostArray) -> tuple[Operation, int]:
         """Push and pull one key that is one small shard, into `value`; the answer to wait for, and the tag to give."""
-        key = item.key
-        (route,) = key.routes
+        (route,) = item.key.routes
         tag = self.reply_tags.take()
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
-        header = wire.Header(
-            wire.PUSHPULL, key.info.id, tag, item.attributes, item.round, op=item.op.code, plain=item.plain
-        )
-        self.send(
-            route.owner,
-            [
-                (
-                    header,
-                    None
-                    if item.total is None
-                    else key.encode(item.total, route.begin, route.end, plain=item.pushes_plain),
-                )
-            ],
-        )
+        numbers = wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round
+        header = wire.Header(*numbers, op=item.op.code, plain=item.plain)
+        self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
         """Whether a call that needs so many tags may begin."""
         return self.reply_tags.allow(replies) and self.payload_tags.allow(payloads)
+
+    def check_call(self, keys: Sequence[ClientKey]) -> None:
+        """Raise UnsupportedError for a call with more large shards than there are tags, which could never be sent."""
+        most = self.payload_tags.count
+        if len(keys) * len(self._servers) > most:  # hardly ever
+            large = sum(not route.inline for key in keys for route in key.routes)
+            if large > most:
+                raise UnsupportedError(
+                    f"a call with {large} shards of more than {INLINE_BYTES >> 10} KiB: at most {most} can be on their "
+                    "way at a time; give fewer keys in one call"
+                )
 
     @staticmethod
     def tags_needed(items: Sequence[Item]) -> tuple[int, int]:
@@ -293,17 +312,8 @@ class _Transfer:
         self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
-        return wire.Header(
-            self._kind,
-            item.key.info.id,
-            reply_tag,
-            item.attributes,
-            item.round,
-            payload_tag,
-            self._priority,
-            item.op.code,
-            item.plain,
-        )
+        numbers = self._kind, item.key.info.id, reply_tag, item.attributes, item.round, payload_tag, self._priority
+        return wire.Header(*numbers, item.op.code, item.plain)
 
     def send_small(self, items: Sequence[Item], values: Sequence[Value | None]) -> None:
         """The shards that travel behind their headers, in as few messages as there are servers."""
@@ -311,11 +321,12 @@ class _Transfer:
         for item, value in zip(items, values, strict=True):
             for route in item.routes:
                 if route.inline:
-                    by_server.setdefault(route.owner, []).append(_Small(item, value, route))
-        for server, small in by_server.items():
-            for chunk in _chunks(small):
-                tag = self._expect(server, [one.answer() for one in chunk if one.value is not None])
-                self._client.send(server, [(self._header(one.item, tag), one.payload()) for one in chunk])
+                    small = _Small(item, value, (route.begin, route.end), route.n_bytes)
+                    by_server.setdefault(route.owner, []).append(small)
+        for server, shards in by_server.items():
+            for some in _messages(shards):
+                tag = self._expect(server, [one.piece(*span) for _, one, span, _ in some if one is not None])
+                self._client.send(server, [(self._header(item, tag), item.pushed(*span)) for item, _, span, _ in some])
 
     def _expect(self, server: int, parts: list[HostArray]) -> int:
         """Post the receive of an answer, before the question leaves, so that it needs no copy on its way."""
@@ -341,24 +352,16 @@ class _Transfer:
             payload_tag = client.payload_tags.take()
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
-        pieces = (
-            []
-            if total is None
-            else [item.key.encode(total, begin, end, plain=item.pushes_plain) for begin, end in route.parts]
-        )
+        pieces = [piece for part in route.parts if (piece := item.pushed(*part)) is not None]
         answers = [] if value is None else [value.piece(begin, end) for begin, end in route.parts]
         one_array = False
         if total is not None and value is not None and not client.through_memory[server]:
             as_it_is = item.answered_plain and (item.key.sends_as_it_is or item.pushes_plain)
             one_array = as_it_is and _overlap(total, value.array)
         if self._many:
-            sender = Sender(
-                client,
-                [(server, piece) for piece in pieces],
-                wire.TAG_PAYLOAD + payload_tag,
-                PARTS_UNDER_WAY,
-                lambda: len(route.parts),
-            )
+            outgoing = [(server, piece) for piece in pieces]
+            tag = wire.TAG_PAYLOAD + payload_tag
+            sender = Sender(client, outgoing, tag, PARTS_UNDER_WAY, lambda: len(route.parts))
             targets = [(server, answer) for answer in answers]
             may_ask = (lambda: sender.left) if one_array else None
             self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
@@ -397,31 +400,22 @@ def _overlap(total: SpaceArray, value: SpaceArray | PieceMessages) -> bool:
 
 
 class _Small(NamedTuple):
+    """A shard behind its header: elements [begin, end) of a key, and how many bytes of a push travel."""
+
     item: Item
     value: Value | None
-    route: Route
-
-    def answer(self) -> HostArray:
-        """Where its answer goes."""
-        assert self.value is not None
-        return self.value.piece(self.route.begin, self.route.end)
-
-    def payload(self) -> HostArray | None:
-        """What it pushes."""
-        item, route = self.item, self.route
-        if item.total is None:
-            return None
-        return item.key.encode(item.total, route.begin, route.end, plain=item.pushes_plain)
+    span: tuple[int, int]
+    n_bytes: int
 
 
-def _chunks(small: list[_Small]) -> list[list[_Small]]:
-    """Cut into messages of about MESSAGE_BYTES."""
-    chunks: list[list[_Small]] = [[]]
+def _messages(shards: Sequence[_Small]) -> list[list[_Small]]:
+    """The shards for one server, by messages of about MESSAGE_BYTES."""
+    messages: list[list[_Small]] = [[]]
     n_bytes = 0
-    for one in small:
+    for one in shards:
         if n_bytes > MESSAGE_BYTES:
-            chunks.append([])
+            messages.append([])
             n_bytes = 0
-        chunks[-1].append(one)
-        n_bytes += wire.HEADER_BYTES + one.route.n_bytes
-    return chunks
+        messages[-1].append(one)
+        n_bytes += wire.HEADER_BYTES + one.n_bytes
+    return messages

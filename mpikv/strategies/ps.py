@@ -43,7 +43,7 @@ from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
-from mpikv.strategies.exchange import Client, EndingTogether, Exchange, Item, Target, soon
+from mpikv.strategies.exchange import Client, EndingTogether, Exchange, Item, Target, check_owners, soon, wait_for_tags
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
@@ -105,6 +105,7 @@ class PsStrategy(Strategy):
         self._session = session
         members = self._members = session.members
         self._servers = members.owners
+        check_owners(len(self._servers), "servers")
         self._labels = [f"server {i} (rank {rank} on {members.hosts[rank]})" for i, rank in enumerate(self._servers)]
         self._keys: dict[int, ClientKey] = {}
         self._choices = Choices()
@@ -182,7 +183,7 @@ class PsStrategy(Strategy):
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
         self._wait_for_line()
-        self._wait_for_tags(len(payloads), 0)
+        wait_for_tags(self._session, self._client, len(payloads))
         answers = [
             self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
             for server, payload in enumerate(payloads)
@@ -197,15 +198,6 @@ class PsStrategy(Strategy):
         if device is not None and device.waiting:
             self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
 
-    def _wait_for_tags(self, replies: int, payloads: int) -> None:
-        """A program that never waits for its requests does so here, after some thousands of them."""
-
-        def enough() -> bool:
-            return self._client.allows(replies, payloads)
-
-        if not enough():
-            self._session.wait_for(Predicate(enough), "wait for earlier pushes and pulls")
-
     # --- keys
 
     def init(self, values: Sequence[NewKey]) -> None:
@@ -213,15 +205,14 @@ class PsStrategy(Strategy):
         if self._rank == 0:
             spaces = self._session.spaces
             for new in values:
-                if isinstance(new.value, RowSparse):
-                    self._rows.first_rows[new.key] = new.value
-                else:
+                if not new.sparse:
                     value = new.value if new.space == HOST else spaces.named(new.space).to_host(new.value)
                     self._first_values[new.key] = value
+        self._rows.propose(values)
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
-            self._rows.first_rows.pop(new.key, None)
+        self._rows.proposed(values)
         if error is not None:
             raise error
 
@@ -272,7 +263,7 @@ class PsStrategy(Strategy):
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
             item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
             items.append(item if key.choice is None or item.pushes_plain else self._chosen(item, key.choice))
-        self._wait_for_tags(*self._client.tags_needed(items))
+        wait_for_tags(self._session, self._client, *self._client.tags_needed(items))
         return items
 
     def _chosen(self, item: Item, choice: CodecChoice) -> Item:
@@ -290,6 +281,7 @@ class PsStrategy(Strategy):
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Straight from the caller's own arrays where they are lent."""
+        self._client.check_call([self._keys[entry.info.id] for entry in entries])
         lent = all(entry.outs is not None for entry in entries)
         return PsCall(self, self._session, entries, op, waits=waits and lent)
 
@@ -331,7 +323,7 @@ class PsStrategy(Strategy):
     def _start_small(self, entry: Entry, op: Reduction) -> list[Pending]:
         """The shortest path there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
-            self._wait_for_tags(1, 0)
+            wait_for_tags(self._session, self._client, 1)
         info, total, sink = entry[:3]
         assert sink is not None
         key, under = self._keys[info.id], self._count_push(info)
@@ -426,7 +418,7 @@ class PsStrategy(Strategy):
         """Wait for a key's value as it is. The codec of pulls, which might remember what it has lost, has no part."""
         sink = Sink(key.info, outs, self._session.spaces)
         item = Item(key, None, sink, key.routes, key.pushed, plain=wire.PLAIN_ANSWER)
-        self._wait_for_tags(*self._client.tags_needed([item]))
+        wait_for_tags(self._session, self._client, *self._client.tags_needed([item]))
         running = self._engine.start(self._steps(wire.PULL, [item], 0), "pull")
         self._session.wait(Pending(running, self._waiting("pull", key)))
 

@@ -25,14 +25,14 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Operation, Predicate, Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Under, scaled
 from mpikv.placement.place import place_rows
-from mpikv.session.base import Pending
+from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.strategies.exchange import Client
+from mpikv.strategies.exchange import Client, wait_for_tags
 from mpikv.transports import wire
 
 
@@ -59,16 +59,26 @@ class RowClient:
     def __init__(self, session: Workers, client: Client, labels: Sequence[str]) -> None:
         self._session, self._client, self._labels = session, client, labels
         self._keys: dict[int, _Key] = {}
-        self.first_rows: dict[Key, RowSparse] = {}  # at worker 0, of keys that are being agreed on
+        self._first_rows: dict[Key, RowSparse] = {}  # at worker 0, of keys that are being agreed on
 
     # --- keys
+
+    def propose(self, values: Sequence[NewKey]) -> None:
+        """Keep the first rows of these, at worker 0, until all have agreed."""
+        if self._session.rank == 0:
+            self._first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
+
+    def proposed(self, values: Sequence[NewKey]) -> None:
+        """All workers have come, or failed."""
+        for new in values:
+            self._first_rows.pop(new.key, None)
 
     def begin(self, info: KeyInfo) -> None:
         """The key exists from now on; worker 0 sends its first rows. Under the engine's lock."""
         key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
         if self._session.rank:
             return
-        first = self.first_rows.pop(info.key)
+        first = self._first_rows.pop(info.key)
         for piece in self._pieces(key, first.indices, key.owners):
             begin, end = key.bounds[piece.owner : piece.owner + 2]
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
@@ -127,18 +137,13 @@ class RowClient:
         if not owners:
             return values, []
         session = self._session
-        self._wait_for_tags(len(owners))
+        wait_for_tags(session, self._client, len(owners))
         header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
         steps = self._asking(header, self._pieces(key, ids, owners), values)
         running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
         labels = tuple(self._labels[owner] for owner in owners)
         waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
         return values, [Pending(running, waiting)]
-
-    def _wait_for_tags(self, number: int) -> None:
-        if not self._client.allows(number, 0):
-            enough = Predicate(lambda: self._client.allows(number, 0))
-            self._session.wait_for(enough, "wait for earlier pushes and pulls")
 
     def _asking(self, header: wire.Header, pieces: Sequence[_Piece], values: HostArray) -> Steps[None]:
         client = self._client
@@ -156,7 +161,7 @@ class RowClient:
         """See `Strategy.changed_rows`. An answer is as long as its owner says."""
         key, session, client = self._keys[info.id], self._session, self._client
         header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
-        self._wait_for_tags(len(key.owners))
+        wait_for_tags(session, client, len(key.owners))
         name = f"changed rows of key {shown(info.key)}"
         answers = [session.engine.start(client.answer(owner, header, None), name) for owner in key.owners]
         round_ = key.pushed if session.synchronous else None

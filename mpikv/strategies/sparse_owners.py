@@ -13,17 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 
-from mpikv.arrays.as_numpy import HostArray
-from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.engine.operation import Predicate, Steps
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Under
-from mpikv.session.base import NewKey, Pending
+from mpikv.session.base import NewKey
 from mpikv.session.workers import Workers
-from mpikv.strategies.exchange import Client
+from mpikv.strategies.exchange import Client, check_owners
 from mpikv.strategies.sparse import RowClient
 from mpikv.transports import wire
 
@@ -76,14 +74,10 @@ class WorkersRows:
         return self._server is not None
 
     def propose(self, values: Sequence[NewKey]) -> None:
-        """Keep the first rows of these, at worker 0, until all have agreed."""
-        if self._session.rank == 0:
-            self.client.first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
-
-    def proposed(self, values: Sequence[NewKey]) -> None:
-        """All workers have come, or failed."""
-        for new in values:
-            self.client.first_rows.pop(new.key, None)
+        """See `RowClient.propose`."""
+        if any(new.sparse for new in values):
+            check_owners(self._session.num_workers, "workers, each with rows")
+        self.client.propose(values)
 
     def begin(self, info: KeyInfo) -> None:
         """A key that the workers agreed on. Under the engine's lock."""
@@ -104,10 +98,6 @@ class WorkersRows:
             text = json.dumps([slot, json.loads(under.label.text)]).encode()
             self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         self.client.push(info, total, under, priority)
-
-    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """See `Strategy.pull_rows`."""
-        return self.client.pull(info, ids, priority, call)
 
     def _send_all(self, header: wire.Header, payload: bytes | None = None) -> None:
         with self._session.engine.lock:
