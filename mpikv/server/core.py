@@ -156,18 +156,9 @@ class ServerCore:
         if header.kind != wire.PULL:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
-            events += shard.pull(
-                PendingPull(
-                    worker,
-                    header.reply_tag,
-                    header.round,
-                    priority=header.priority,
-                    batch=batch,
-                    index=index,
-                    plain=bool(header.plain & wire.PLAIN_ANSWER),
-                    handed=bool(header.plain & wire.HANDED_ANSWER),
-                )
-            )
+            plain, handed = bool(header.plain & wire.PLAIN_ANSWER), bool(header.plain & wire.HANDED_ANSWER)
+            pull = PendingPull(worker, header.reply_tag, header.round, header.priority, batch, index, plain, handed)
+            events += shard.pull(pull)
         return events
 
     # --- keys

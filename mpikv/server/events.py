@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -97,33 +98,20 @@ class Batch:
         return ServerReply(self._worker, self._tag, data, self._priority, ready=ready and Predicate(joined))
 
 
+@dataclass(slots=True, eq=False)
 class PendingPull:
     """A pull of one shard. version: what it waits for. part: the next partition to be answered.
 
-    batch, index: it is that answer of the batch. plain: it comes as it is, whatever the key's codec. handed: it is
-    handed over in device memory, within the process.
+    batch, index: it is that answer of the batch. plain: the answer travels uncompressed, whatever the key's codec.
+    handed: it is handed over in device memory, within the process.
     """
 
-    __slots__ = ("batch", "handed", "index", "part", "plain", "priority", "tag", "version", "worker")
-
-    def __init__(
-        self,
-        worker: int,
-        tag: int,
-        version: int,
-        *,
-        priority: int,
-        batch: Batch | None = None,
-        index: int = 0,
-        plain: bool = True,
-        handed: bool = False,
-    ) -> None:
-        self.worker = worker
-        self.tag = tag
-        self.version = version
-        self.priority = priority
-        self.batch = batch
-        self.index = index
-        self.plain = plain
-        self.handed = handed
-        self.part = 0
+    worker: int
+    tag: int
+    version: int
+    priority: int
+    batch: Batch | None
+    index: int
+    plain: bool
+    handed: bool
+    part: int = 0

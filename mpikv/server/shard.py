@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,21 +66,6 @@ class Push:
     partitions. travels: how. handed: whether partitions are handed over in device memory, within the process.
     """
 
-    __slots__ = (
-        "arrived",
-        "attributes",
-        "fetched",
-        "handed",
-        "inline",
-        "op",
-        "priority",
-        "round",
-        "tag",
-        "travels",
-        "whole",
-        "worker",
-    )
-
     def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None, travels: Travels) -> None:
         self.travels = travels
         self.worker = worker
@@ -94,6 +80,7 @@ class Push:
         self.whole: HostArray | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Unit:
     """Elements `[begin, end)` of the shard that are updated at one time.
 
@@ -101,18 +88,15 @@ class Unit:
     of this version, by their first elements. pull_states: of the codec, by the same.
     """
 
-    __slots__ = ("begin", "block", "encoded", "end", "policy", "pull_states", "seen", "state", "version")
-
-    def __init__(self, begin: int, block: ReadableMemory, policy: Policy, version: int, seen: list[int]) -> None:
-        self.begin = begin
-        self.end = begin + block.array.size
-        self.block = block
-        self.policy = policy
-        self.version = version
-        self.seen = seen
-        self.state: State | None = None
-        self.encoded: dict[int, HostArray] = {}
-        self.pull_states: dict[int, CodecState] = {}
+    begin: int
+    end: int
+    block: ReadableMemory
+    policy: Policy
+    version: int
+    seen: list[int]
+    state: State | None = None
+    encoded: dict[int, HostArray] = field(default_factory=dict)
+    pull_states: dict[int, CodecState] = field(default_factory=dict)
 
 
 class ServedShard:
@@ -149,17 +133,7 @@ class ServedShard:
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[PendingPull] = []
-        bounds = self._bounds()
-        self.units = [
-            Unit(
-                b,
-                ReadableMemory(self._values.copy(values[b:e]), self._values.give),
-                policy(),
-                version,
-                [version] * len(labels),
-            )
-            for b, e in bounds
-        ]
+        self.units = self._cut(values, [policy() for _ in self._bounds()], version, [version] * len(labels))
         self._counts = self.units[0].policy.counts
 
     # --- cutting
@@ -167,6 +141,17 @@ class ServedShard:
     def _bounds(self) -> tuple[tuple[int, int], ...]:
         optimizer = self._owner.optimizer_of(self.info.id)
         return self.parts if optimizer is None or optimizer.elementwise else ((0, self._n),)
+
+    def _cut(self, values: HostArray, policies: Sequence[Policy], version: int, seen: list[int]) -> list[Unit]:
+        """Units with copies of the values."""
+        return [
+            Unit(begin, end, self._readable(values[begin:end]), policy, version, list(seen))
+            for (begin, end), policy in zip(self._bounds(), policies, strict=True)
+        ]
+
+    def _readable(self, values: HostArray) -> ReadableMemory:
+        """A copy of values that replies are sent from."""
+        return ReadableMemory(self._values.copy(values), self._values.give)
 
     def _unit(self, part: int) -> Unit:
         return self.units[part if len(self.units) > 1 else 0]
@@ -189,16 +174,7 @@ class ServedShard:
         states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
         for unit in old:
             unit.block.leave()
-        self.units = [
-            Unit(
-                begin,
-                ReadableMemory(self._values.copy(values[begin:end]), self._values.give),
-                policy,
-                old[0].version,
-                list(old[0].seen),
-            )
-            for (begin, end), policy in zip(bounds, policies, strict=True)
-        ]
+        self.units = self._cut(values, policies, old[0].version, old[0].seen)
         self._values.give(values)
         if states:
             self.set_states(states)
@@ -364,7 +340,7 @@ class ServedShard:
             unit.block = ReadableMemory(self._values.own(terms[0]), self._values.give)
             return
         if unit.block.readers:
-            block = ReadableMemory(self._values.copy(unit.block.array), self._values.give)
+            block = self._readable(unit.block.array)
             unit.block.leave()
             unit.block = block
         given = terms
