@@ -69,7 +69,7 @@ class Members:
 
     @cached_property
     def path(self) -> Path:
-        """The path of every key, as long as the memory has room for it."""
+        """The path of every key, as long as the memory has space for it."""
         if self._on_servers:
             return "servers"
         if not self.shares_memory:

@@ -1,6 +1,6 @@
 """Which servers own a key, and in what pieces its values travel to them.
 
-Where each server's load decides, worker 0 chooses, and tells the others its choice (`Placement.told`, `as_told`).
+Where each server's load decides, worker 0 chooses, and announces its choice (`Placement.announced`, `as_announced`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def on_server(info: KeyInfo, server: int, part_elems: int) -> Placement:
     return Placement("servers", "", (server,), (0, info.n_elems), part_elems)
 
 
-def as_told(members: Members, info: KeyInfo, told: Sequence[int], wire: Wire | None = None) -> Placement:
-    """The placement that worker 0 has told (`Placement.told`). wire: see `place`."""
-    server, part_elems = told
+def as_announced(members: Members, info: KeyInfo, announced: Sequence[int], wire: Wire | None = None) -> Placement:
+    """The placement that worker 0 has announced (`Placement.announced`). wire: see `place`."""
+    server, part_elems = announced
     if server != EVENLY:
         return on_server(info, server, part_elems)
     return _evenly(info, len(members.owners), part_elems, wire)

@@ -3,7 +3,7 @@
 `Members` is what all keys of a store have in common: its ranks, their hosts, the settings. `place` makes of it and of
 one key the key's `Placement`: the path, the algorithm, the owners, and the bounds of what each of them owns. All of it
 follows from what all ranks agreed on at `init`, so that each computes it by itself and nobody asks. Only where servers
-own the keys worker 0 chooses, by the bytes that each server holds already, and tells the others its choice (`told`).
+own the keys worker 0 chooses, by the bytes that each server holds already, and announces its choice (`announced`).
 
 The paths:
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mpikv.placement.keys import ShardPlan, plan_of_bounds
 from mpikv.placement.members import Path
 
-EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
+EVENLY = -1  # announced in place of a key's only owner: the key is cut evenly over all servers
 
 
 class Placement(NamedTuple):
@@ -37,6 +37,6 @@ class Placement(NamedTuple):
         """The parts that are not empty."""
         return tuple(shard._replace(owner=self.owners[shard.owner]) for shard in plan_of_bounds(self.bounds))
 
-    def told(self) -> list[int]:
-        """What worker 0 tells the others of a key on servers, whatever their number: its only owner, and part_elems."""
+    def announced(self) -> list[int]:
+        """What worker 0 announces of a key on servers, whatever their number: its only owner, and part_elems."""
         return [self.owners[0] if len(self.owners) == 1 else EVENLY, self.part_elems]

@@ -69,7 +69,7 @@ class ServerCore:
         self.rows = RowCore(labels, policy, self.owner)
         self._shards: dict[int, ServedShard] = {}
         self._early: dict[int, list[_Data]] = {}
-        self._coming = [0] * len(labels)  # partitions asked for and not here yet, per worker
+        self._expected = [0] * len(labels)  # partitions asked for and not here yet, per worker
         self._flushes: list[Waiting] = []
         self._changes: list[Waiting] = []
         self._gone: set[int] = set()
@@ -78,7 +78,7 @@ class ServerCore:
     @property
     def finished(self) -> bool:
         """Whether every worker has said goodbye and nothing is on its way here."""
-        return self._drained and not any(self._coming)
+        return self._drained and not any(self._expected)
 
     # --- events
 
@@ -108,7 +108,7 @@ class ServerCore:
 
     def arrived(self, fetch: Fetch, data: HostArray) -> list[Event]:
         """A partition that was asked for is here, in the array that `target` gave, or that the pool refers to."""
-        self._coming[fetch.push.worker] -= 1
+        self._expected[fetch.push.worker] -= 1
         if fetch.shard is None:
             return []
         return self._counted(fetch.shard.arrived(fetch.push, fetch.part, data))
@@ -124,14 +124,14 @@ class ServerCore:
         """Note what was asked for; then do what waited for nothing being on its way."""
         self._asked(events)
         if self._flushes:
-            ready = [waiting for waiting in self._flushes if not self._coming[waiting[0]]]
-            self._flushes = [waiting for waiting in self._flushes if self._coming[waiting[0]]]
+            ready = [waiting for waiting in self._flushes if not self._expected[waiting[0]]]
+            self._flushes = [waiting for waiting in self._flushes if self._expected[waiting[0]]]
             events += [self._acknowledge(worker, header) for worker, header, _ in ready]
-        while self._changes and not any(self._coming):
+        while self._changes and not any(self._expected):
             worker, header, payload = self._changes.pop(0)
             change = {wire.OPTIMIZER: self._set_optimizer, wire.SAVE: self._save, wire.LOAD: self._load}[header.kind]
             events.append(change(worker, header, payload))
-        if len(self._gone) == len(self._labels) and not self._drained and not any(self._coming):
+        if len(self._gone) == len(self._labels) and not self._drained and not any(self._expected):
             self._drained = True
             events += self._asked([event for shard in self._shards.values() for event in shard.drain()])
         return events
@@ -139,7 +139,7 @@ class ServerCore:
     def _asked(self, events: list[Event]) -> list[Event]:
         for event in events:
             if isinstance(event, Fetch):
-                self._coming[event.push.worker] += 1
+                self._expected[event.push.worker] += 1
         return events
 
     # --- data

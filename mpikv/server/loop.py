@@ -55,7 +55,7 @@ class _WorkerLink:
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
         self.held = 0  # partitions in the worker's memory
         self.sending: deque[tuple[Operation, ServerReply]] = deque()
-        self.coming: deque[ServerReply] = deque()  # replies whose values are still being copied from a GPU
+        self.copying: deque[ServerReply] = deque()  # replies whose values are still being copied from a GPU
 
 
 class _Traffic:
@@ -73,7 +73,7 @@ class _Traffic:
         self._order = 0
         self._message: tuple[Operation, int, HostArray] | None = None
         self._complete = False  # whether the message has been received
-        self._sending = self._coming = 0
+        self._sending = self._copying = 0
         self._copied: deque[Operation] = deque()
 
     def test(self) -> bool:
@@ -82,8 +82,8 @@ class _Traffic:
         found = self._complete
         for peer in self._peers:
             found |= bool(peer.receiving) and peer.receiving[0][0].test()
-            if self._coming:
-                found |= bool(peer.coming) and self._is_there(peer.coming[0])
+            if self._copying:
+                found |= bool(peer.copying) and self._is_there(peer.copying[0])
         if self._sending:
             found |= self._reap()
         return found
@@ -121,7 +121,7 @@ class _Traffic:
     def idle(self) -> bool:
         """Whether every reply has left."""
         self._forget(0)
-        return not self._sending and not self._coming and not self._copied and self._flushed()
+        return not self._sending and not self._copying and not self._copied and self._flushed()
 
     def _flushed(self) -> bool:
         """Whether the last records have left."""
@@ -129,7 +129,7 @@ class _Traffic:
 
     def last(self) -> Operation:
         """What is to be waited for when no more requests come."""
-        if self._sending or self._coming:
+        if self._sending or self._copying:
             return self
         return self._copied[0] if self._copied else Predicate(self._flushed)
 
@@ -146,10 +146,10 @@ class _Traffic:
             if peer.receiving and peer.receiving[0][0].test():
                 request, fetch, array = peer.receiving.popleft()
                 self._take(self._core.arrived(fetch, self._borrowed(peer, request, fetch) if array is None else array))
-            while peer.coming and self._is_there(peer.coming[0]):
-                self._coming -= 1
+            while peer.copying and self._is_there(peer.copying[0]):
+                self._copying -= 1
                 self._order += 1
-                self._reply(peer, peer.coming.popleft())
+                self._reply(peer, peer.copying.popleft())
             if peer.fetches or peer.replies:
                 self._start(peer)
 
@@ -171,8 +171,8 @@ class _Traffic:
                 if event.ready is None:
                     self._reply(peer, event)
                 else:
-                    peer.coming.append(event)
-                    self._coming += 1
+                    peer.copying.append(event)
+                    self._copying += 1
             elif isinstance(event, Refusal):
                 self._refuse(event)
             else:
@@ -275,7 +275,7 @@ def run_server(
 ) -> None:
     """Serve in this thread until the end. Raises what the core raises, and StallError when all workers are silent.
 
-    asked_to_stop: who or what asked this rank to end the program after its step, or None; worker 0 is told once.
+    asked_to_stop: who or what asked this rank to end the program after its step, or None; worker 0 gets it once.
     """
     running = Running(serve(transport, workers, core), "server")
     clock, local = transport.clock, transport.local

@@ -17,7 +17,7 @@ from mpikv.config import PLACEMENTS
 from mpikv.errors import ConfigError
 from mpikv.placement.topology import topology
 
-MANY = 8  # more numbers than these are said as the first ones and the last
+MANY = 8  # of more numbers an error names the first ones and the last
 
 
 class Roles(NamedTuple):

@@ -33,7 +33,7 @@ from mpikv.optimizers.states import Part, part_of
 from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NOTHING, Under, scaled
-from mpikv.placement.on_servers import add_load, as_told, on_server
+from mpikv.placement.on_servers import add_load, as_announced, on_server
 from mpikv.placement.place import place
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey, Pending
@@ -142,14 +142,14 @@ class PsStrategy(Strategy):
             self._members, info, whole=self._whole, load_bytes=self._loads, wire=compression.wire_of(info)
         )
         add_load(self._loads, placement, info.dtype.itemsize)
-        return placement.told()
+        return placement.announced()
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
         if info.sparse:
             self._rows.begin(info)
             return
-        placement = as_told(self._members, info, reserved, compression.wire_of(info))
+        placement = as_announced(self._members, info, reserved, compression.wire_of(info))
         key = self._keys[info.id] = ClientKey(
             info, placement, choice=self._choice(info), space=self._session.spaces.of(info)
         )
@@ -205,7 +205,7 @@ class PsStrategy(Strategy):
         if self._rank == 0:
             spaces = self._session.spaces
             for new in values:
-                if not new.sparse:
+                if not isinstance(new.value, RowSparse):
                     value = new.value if new.space == HOST else spaces.named(new.space).to_host(new.value)
                     self._first_values[new.key] = value
         self._rows.propose(values)

@@ -11,7 +11,7 @@ from mpikv.config import Config
 from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import KeyInfo, ShardPlan, even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load, as_told, least_loaded
+from mpikv.placement.on_servers import add_load, as_announced, least_loaded
 from mpikv.placement.place import place
 from mpikv.server.roles import assign
 
@@ -91,14 +91,14 @@ def test_each_element_has_one_owner(store, info, whole, room, data):
 
 @given(members(), sizes, st.integers(0, 10**6), st.booleans(), st.data())
 def test_every_rank_finds_the_same(store, n, number, whole, data):
-    """From its own copy of what all know; for servers from what worker 0 tells, which is short."""
+    """From its own copy of what all know; for servers from what worker 0 announces, which is short."""
     info, n_owners = key(number, n), len(store.owners)
     held = data.draw(st.lists(st.integers(0, 10**9), min_size=n_owners, max_size=n_owners))
     first = place(store, info, whole=whole, load_bytes=held)
     copy = Members(*(getattr(store, name) for name in Members.__dataclass_fields__))
     if first.path == "servers":
-        assert len(first.told()) == 2
-        assert as_told(copy, key(number, n), first.told()) == first
+        assert len(first.announced()) == 2
+        assert as_announced(copy, key(number, n), first.announced()) == first
     else:
         assert place(copy, key(number, n), whole=whole) == first
 

@@ -14,7 +14,7 @@ from mpikv.config import Config
 from mpikv.optimizers.states_file import load_states
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import as_told
+from mpikv.placement.on_servers import as_announced
 from mpikv.placement.place import place
 from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.testing.stores import spawn_stores
@@ -132,7 +132,7 @@ def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
     assert found.part_elems % row == 0
     assert piece_elems(codec.push, F32) % row == 0
     if servers:
-        assert as_told(members, info, found.told(), wire) == found
+        assert as_announced(members, info, found.announced(), wire) == found
 
 
 @pytest.mark.parametrize("shape", [(1, 1 << 20), (2, 1 << 19), (1 << 20, 1)])

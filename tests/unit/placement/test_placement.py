@@ -11,7 +11,7 @@ from mpikv.arrays.as_numpy import dtype_of
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load, as_told, on_server
+from mpikv.placement.on_servers import add_load, as_announced, on_server
 from mpikv.placement.place import place
 
 WHOLE = {"whole": True}
@@ -154,7 +154,7 @@ def test_on_servers(row: tuple[int, int, list[int], int, int, bool, list[tuple[i
     info = key(3, n, {2: "float16", 4: "float32", 8: "float64"}[itemsize])
     found = place(members, info, whole=whole, load_bytes=held)
     assert (found.path, found.algorithm, list(found.shards), found.part_elems) == ("servers", "", shards, part_elems)
-    assert as_told(members, info, found.told()) == found
+    assert as_announced(members, info, found.announced()) == found
 
 
 def test_an_asynchronous_store_without_servers_has_one_in_every_worker() -> None:
