@@ -1,256 +1,234 @@
-"""Every formula against itself written again: float64, element after element, from MXNet's text and the papers."""
+"""Every optimizer of this library: its defaults, and its formula written again in NumPy, from MXNet's text and papers."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
+import inspect
+import itertools
+import json
 import pickle
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent import futures
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_gpus import one_gpu
 
 from mpikv import optimizers
 from mpikv.arrays.as_numpy import sum_dtype
-from mpikv.optimizers import FactorScheduler
+from mpikv.optimizers import FactorScheduler, Optimizer
+from mpikv.spaces.device import DeviceSpace
 
-# Each reference updates the lists in place. `h` holds the hyperparameters, `s` is the state, a dict of lists.
-
-
-def clip(x: float, bound: float | None) -> float:
-    return x if bound is None or bound <= 0 else max(-bound, min(bound, x))
+# Each reference returns the new weight. `h` has the hyperparameters, the rate `lr` and the update's number `t`; `s` is
+# the state, whose arrays begin as 0.
 
 
-def sign(x: float) -> float:
-    return (x > 0) - (x < 0)
+def clip(x: Any, bound: float | None) -> Any:
+    return x if bound is None or bound <= 0 else np.clip(x, -bound, bound)
 
 
-def zeros(s: dict[str, Any], n: int, *names: str) -> None:
-    for name in names:
-        s.setdefault(name, [0.0] * n)
+def clipped(g: Any, h: Any, decay: Any = 0.0) -> Any:
+    return clip(h.rescale_grad * g + decay, h.clip_gradient)
 
 
-def plain_sum(w, g, s, t, h):
-    for i in range(len(w)):
-        w[i] += h["rescale_grad"] * g[i]
+def plain_sum(w, g, s, h):
+    return w + h.rescale_grad * g
 
 
-def sgd(w, g, s, t, h):
-    mu = h["momentum"]
-    zeros(s, len(w), "m")
-    for i in range(len(w)):
-        rescaled = h["lr"] * (clip(h["rescale_grad"] * g[i], h["clip_gradient"]) + h["wd"] * w[i])
-        s["m"][i] = mu * s["m"][i] + rescaled
-        w[i] -= s["m"][i]
+def sgd(w, g, s, h):
+    s["m"] = h.momentum * s["m"] - h.lr * (clipped(g, h) + h.wd * w)
+    return w + s["m"]
 
 
-def nag(w, g, s, t, h):
-    zeros(s, len(w), "m")
-    for i in range(len(w)):
-        full = clip(h["rescale_grad"] * g[i], h["clip_gradient"]) + h["wd"] * w[i]
-        # The documented form, with the state free of the rate; equal to the kernel's while the rate stays the same.
-        s["m"][i] = h["momentum"] * s["m"][i] + full
-        w[i] -= h["lr"] * (full + h["momentum"] * s["m"][i])
+def nag(w, g, s, h):
+    full = clipped(g, h) + h.wd * w  # with a state free of the rate, as documented: the kernel's while the rate stays
+    s["m"] = h.momentum * s["m"] + full
+    return w - h.lr * (full + h.momentum * s["m"])
 
 
-def signum(w, g, s, t, h):
-    zeros(s, len(w), "m")
-    mu = h["momentum"]
-    for i in range(len(w)):
-        if mu == 0:
-            w[i] = (1 - h["lr"] * (h["wd"] + h["wd_lh"])) * w[i] - h["lr"] * sign(h["rescale_grad"] * g[i])
-            continue
-        full = clip(h["rescale_grad"] * g[i], h["clip_gradient"]) + h["wd"] * w[i]
-        s["m"][i] = mu * s["m"][i] + (1 - mu) * full
-        w[i] = (1 - h["lr"] * h["wd_lh"]) * w[i] - h["lr"] * sign(s["m"][i])
+def signum(w, g, s, h):
+    if h.momentum == 0:
+        return (1 - h.lr * (h.wd + h.wd_lh)) * w - h.lr * np.sign(h.rescale_grad * g)
+    s["m"] = h.momentum * s["m"] + (1 - h.momentum) * (clipped(g, h) + h.wd * w)
+    return (1 - h.lr * h.wd_lh) * w - h.lr * np.sign(s["m"])
 
 
-def dcasgd(w, g, s, t, h):
-    zeros(s, len(w), "m")
-    s.setdefault("previous", list(w))
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i], h["clip_gradient"])
-        late = h["lamda"] * grad * grad * (w[i] - s["previous"][i])
-        s["m"][i] = h["momentum"] * s["m"][i] - h["lr"] * (grad + h["wd"] * w[i] + late)
-        s["previous"][i] = w[i]
-        w[i] += s["m"][i]
+def dcasgd(w, g, s, h):
+    late = h.lamda * clipped(g, h) ** 2 * (w - s.setdefault("previous", w))
+    s["m"] = h.momentum * s["m"] - h.lr * (clipped(g, h) + h.wd * w + late)
+    s["previous"] = w
+    return w + s["m"]
 
 
-def adam(w, g, s, t, h):
-    zeros(s, len(w), "m", "v")
-    rate = h["lr"] * math.sqrt(1 - h["beta2"] ** t) / (1 - h["beta1"] ** t)
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i] + h["wd"] * w[i], h["clip_gradient"])
-        s["m"][i] = h["beta1"] * s["m"][i] + (1 - h["beta1"]) * grad
-        s["v"][i] = h["beta2"] * s["v"][i] + (1 - h["beta2"]) * grad**2
-        w[i] -= rate * s["m"][i] / (math.sqrt(s["v"][i]) + h["epsilon"])
+def means(g, s, h):
+    s["m"] = h.beta1 * s["m"] + (1 - h.beta1) * g
+    s["v"] = h.beta2 * s["v"] + (1 - h.beta2) * g**2
+    return s["m"], s["v"], np.sqrt(1 - h.beta2**h.t) / (1 - h.beta1**h.t)
 
 
-def adamw(w, g, s, t, h):
-    zeros(s, len(w), "m", "v")
-    rate = h["lr"]
-    if h["correct_bias"]:
-        rate *= math.sqrt(1 - h["beta2"] ** t) / (1 - h["beta1"] ** t)
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i], h["clip_gradient"])
-        s["m"][i] = h["beta1"] * s["m"][i] + (1 - h["beta1"]) * grad
-        s["v"][i] = h["beta2"] * s["v"][i] + (1 - h["beta2"]) * grad**2
-        w[i] -= rate * (s["m"][i] / (math.sqrt(s["v"][i]) + h["epsilon"]) + h["wd"] * w[i])
+def adam(w, g, s, h):
+    m, v, correction = means(clipped(g, h, h.wd * w), s, h)
+    return w - h.lr * correction * m / (np.sqrt(v) + h.epsilon)
 
 
-def adagrad(w, g, s, t, h):
-    zeros(s, len(w), "h")
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i], h["clip_gradient"])
-        s["h"][i] += grad**2
-        w[i] += -h["lr"] * (grad / math.sqrt(s["h"][i] + h["eps"]) + h["wd"] * w[i])
+def adamw(w, g, s, h):
+    m, v, correction = means(clipped(g, h), s, h)
+    return w - h.lr * (correction if h.correct_bias else 1) * (m / (np.sqrt(v) + h.epsilon) + h.wd * w)
 
 
-def rmsprop(w, g, s, t, h):
-    zeros(s, len(w), "n", "g", "delta")
-    g1, g2 = h["gamma1"], h["gamma2"]
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i] + h["wd"] * w[i], h["clip_gradient"])
-        s["n"][i] = (1 - g1) * grad**2 + g1 * s["n"][i]
-        if h["centered"]:
-            s["g"][i] = (1 - g1) * grad + g1 * s["g"][i]
-            below = math.sqrt(s["n"][i] - s["g"][i] ** 2 + h["epsilon"])
-            s["delta"][i] = g2 * s["delta"][i] - h["lr"] * grad / below
-            w[i] += s["delta"][i]
-        else:
-            w[i] -= h["lr"] * grad / math.sqrt(s["n"][i] + h["epsilon"])
-        w[i] = clip(w[i], h["clip_weights"])
+def adagrad(w, g, s, h):
+    s["h"] += clipped(g, h) ** 2
+    return w - h.lr * (clipped(g, h) / np.sqrt(s["h"] + h.eps) + h.wd * w)
 
 
-def adadelta(w, g, s, t, h):
-    zeros(s, len(w), "g", "d")
-    rho, eps = h["rho"], h["epsilon"]
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i], h["clip_gradient"])
-        s["g"][i] = rho * s["g"][i] + (1 - rho) * grad**2
-        delta = math.sqrt(s["d"][i] + eps) / math.sqrt(s["g"][i] + eps) * grad
-        s["d"][i] = rho * s["d"][i] + (1 - rho) * delta**2
-        w[i] -= delta + h["wd"] * w[i]
+def rmsprop(w, g, s, h):
+    g = clipped(g, h, h.wd * w)
+    s["n"] = (1 - h.gamma1) * g**2 + h.gamma1 * s["n"]
+    if not h.centered:
+        return clip(w - h.lr * g / np.sqrt(s["n"] + h.epsilon), h.clip_weights)
+    s["g"] = (1 - h.gamma1) * g + h.gamma1 * s["g"]
+    s["delta"] = h.gamma2 * s["delta"] - h.lr * g / np.sqrt(s["n"] - s["g"] ** 2 + h.epsilon)
+    return clip(w + s["delta"], h.clip_weights)
 
 
-def ftrl(w, g, s, t, h):
-    zeros(s, len(w), "z", "n")
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i], h["clip_gradient"])
-        s["z"][i] += grad - (math.sqrt(s["n"][i] + grad**2) - math.sqrt(s["n"][i])) * w[i] / h["lr"]
-        s["n"][i] += grad**2
-        z = s["z"][i]
-        below = (h["beta"] + math.sqrt(s["n"][i])) / h["lr"] + h["wd"]
-        w[i] = (sign(z) * h["lamda1"] - z) / below if abs(z) > h["lamda1"] else 0.0
+def adadelta(w, g, s, h):
+    g = clipped(g, h)
+    s["g"] = h.rho * s["g"] + (1 - h.rho) * g**2
+    delta = np.sqrt(s["d"] + h.epsilon) / np.sqrt(s["g"] + h.epsilon) * g
+    s["d"] = h.rho * s["d"] + (1 - h.rho) * delta**2
+    return w - delta - h.wd * w
 
 
-def norm(values) -> float:
-    return math.sqrt(math.fsum(value**2 for value in values))
+def ftrl(w, g, s, h):
+    g, before = clipped(g, h), s["n"]
+    s["n"] = before + g**2
+    s["z"] += g - (np.sqrt(s["n"]) - np.sqrt(before)) * w / h.lr
+    z, below = s["z"], (h.beta + np.sqrt(s["n"])) / h.lr + h.wd
+    return np.where(abs(z) > h.lamda1, (np.sign(z) * h.lamda1 - z) / below, 0.0)
 
 
-def lars(w, g, s, t, h):
-    mu = h["momentum"]
-    if h["momentum_correction"] and s.get("last"):
-        mu *= h["lr"] / s["last"]
-    s["last"] = h["lr"]
-    w_norm, g_norm = norm(w), norm(h["rescale_grad"] * x for x in g)
-    rate = h["lr"]
-    if w_norm > 0 and g_norm > 0:
-        rate *= h["eta"] * w_norm / (g_norm + h["wd"] * w_norm + h["eps"])
-    sgd(w, g, s, t, {**h, "lr": rate, "momentum": mu})
+def lars(w, g, s, h):
+    momentum = h.momentum * (h.lr / s["last"] if h.momentum_correction and s["last"] else 1)
+    s["last"] = h.lr
+    w_norm, g_norm = np.linalg.norm(w), np.linalg.norm(h.rescale_grad * g)
+    ratio = h.eta * w_norm / (g_norm + h.wd * w_norm + h.eps) if w_norm > 0 and g_norm > 0 else 1
+    return sgd(w, g, s, SimpleNamespace(**{**vars(h), "lr": h.lr * ratio, "momentum": momentum}))
 
 
-def lamb(w, g, s, t, h):
-    zeros(s, len(w), "m", "v")
-    step = []
-    for i in range(len(w)):
-        grad = clip(h["rescale_grad"] * g[i], h["clip_gradient"])
-        s["m"][i] = h["beta1"] * s["m"][i] + (1 - h["beta1"]) * grad
-        s["v"][i] = h["beta2"] * s["v"][i] + (1 - h["beta2"]) * grad**2
-        m, v = s["m"][i], s["v"][i]
-        if h["bias_correction"]:
-            m, v = m / (1 - h["beta1"] ** t), v / (1 - h["beta2"] ** t)
-        step.append(m / (math.sqrt(v) + h["epsilon"]) + h["wd"] * w[i])
-    r1, r2 = norm(w), norm(step)
-    if h["lower_bound"]:
-        r1 = max(r1, h["lower_bound"])
-    if h["upper_bound"]:
-        r1 = min(r1, h["upper_bound"])
-    ratio = r1 / r2 if r1 > 0 and r2 > 0 else 1.0
-    for i in range(len(w)):
-        w[i] -= h["lr"] * ratio * step[i]
+def lamb(w, g, s, h):
+    m, v, _ = means(clipped(g, h), s, h)
+    if h.bias_correction:
+        m, v = m / (1 - h.beta1**h.t), v / (1 - h.beta2**h.t)
+    change = m / (np.sqrt(v) + h.epsilon) + h.wd * w
+    r1, r2 = np.linalg.norm(w), np.linalg.norm(change)
+    r1 = max(r1, h.lower_bound or 0.0)
+    r1 = min(r1, h.upper_bound or np.inf)
+    return w - h.lr * (r1 / r2 if r1 > 0 and r2 > 0 else 1.0) * change
 
 
-REFERENCES = {
-    "test": plain_sum,
-    "sgd": sgd,
-    "nag": nag,
-    "signum": signum,
-    "dcasgd": dcasgd,
-    "adam": adam,
-    "adamw": adamw,
-    "adagrad": adagrad,
-    "rmsprop": rmsprop,
-    "adadelta": adadelta,
-    "ftrl": ftrl,
-    "lars": lars,
-    "lamb": lamb,
+class Known(NamedTuple):
+    """An optimizer. defaults: MXNet 1.9's (AdamW: of 2.0, the first to have it). own: parameters to test it with."""
+
+    cls: type[Optimizer]
+    reference: Callable[..., Any]
+    defaults: dict[str, Any]
+    own: tuple[dict[str, Any], ...] = ()
+
+
+ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6}
+MOMENTUM = {"learning_rate": 0.01, "momentum": 0.0}
+RMSPROP = {"learning_rate": 0.001, "gamma1": 0.9, "gamma2": 0.9, "epsilon": 1e-8, "centered": False}
+ALL = {
+    "adadelta": Known(optimizers.AdaDelta, adadelta, {"rho": 0.9, "epsilon": 1e-5}, ({"rho": 0.5, "epsilon": 1e-2},)),
+    "adagrad": Known(optimizers.AdaGrad, adagrad, {"learning_rate": 0.01, "eps": 1e-7}, ({"eps": 0.1},)),
+    "adam": Known(
+        optimizers.Adam,
+        adam,
+        {**ADAM, "epsilon": 1e-8, "lazy_update": True},
+        ({"beta1": 0.5, "beta2": 0.8, "epsilon": 1e-3},),
+    ),
+    "adamw": Known(
+        optimizers.AdamW,
+        adamw,
+        {**ADAM, "correct_bias": True},
+        ({"correct_bias": False}, {"beta1": 0.0, "epsilon": 0.01}),
+    ),
+    "dcasgd": Known(
+        optimizers.DCASGD, dcasgd, {**MOMENTUM, "lamda": 0.04}, ({"momentum": 0.9, "lamda": 0.3}, {"lamda": 2.0})
+    ),
+    "ftrl": Known(
+        optimizers.Ftrl, ftrl, {"learning_rate": 0.1, "lamda1": 0.01, "beta": 1.0}, ({"lamda1": 0.8, "beta": 0.5},)
+    ),
+    "lamb": Known(
+        optimizers.LAMB,
+        lamb,
+        {**ADAM, "lower_bound": None, "upper_bound": None, "bias_correction": True},
+        ({"bias_correction": False}, {"lower_bound": 5.0}, {"upper_bound": 0.5}, {"beta1": 0.0, "lower_bound": 0.0}),
+    ),
+    "lars": Known(
+        optimizers.LARS,
+        lars,
+        {**MOMENTUM, "eta": 0.001, "eps": 0.0, "momentum_correction": True},
+        ({"momentum": 0.9}, {"momentum": 0.9, "eta": 0.5, "eps": 0.1}),
+    ),
+    "nag": Known(optimizers.NAG, nag, MOMENTUM, ({"momentum": 0.9}, {"momentum": 0.5})),
+    "rmsprop": Known(
+        optimizers.RMSProp,
+        rmsprop,
+        {**RMSPROP, "clip_weights": None},
+        ({"centered": True}, {"gamma1": 0.5, "clip_weights": 0.7}, {"centered": True, "gamma2": 0.2}),
+    ),
+    "sgd": Known(
+        optimizers.SGD,
+        sgd,
+        {**MOMENTUM, "lazy_update": True},
+        ({"momentum": 0.9}, {"momentum": 0.9, "lazy_update": False}),
+    ),
+    "signum": Known(
+        optimizers.Signum,
+        signum,
+        {"learning_rate": 0.01, "momentum": 0.9, "wd_lh": 0.0},
+        ({"momentum": 0.0}, {"momentum": 0.5, "wd_lh": 0.1}, {"momentum": 0.0, "wd_lh": 0.1}),
+    ),
+    "test": Known(optimizers.Test, plain_sum, {}),
 }
-
-COMMON = [
+DEFAULTS = {"rescale_grad": 1.0, "wd": 0.0, "clip_gradient": None, "lr_scheduler": None, "multi_precision": False}
+COMMON = (
     {},
     {"rescale_grad": 0.25, "learning_rate": 0.03},
     {"wd": 0.1, "learning_rate": 0.05},
     {"clip_gradient": 0.5, "rescale_grad": 1.5, "wd": 0.05},
     {"clip_gradient": -1.0, "rescale_grad": 1.0},
-]
-OWN = {
-    "sgd": [{"momentum": 0.9}, {"momentum": 0.9, "lazy_update": False}],
-    "nag": [{"momentum": 0.9}, {"momentum": 0.5}],
-    "signum": [{"momentum": 0.0}, {"momentum": 0.5, "wd_lh": 0.1}, {"momentum": 0.0, "wd_lh": 0.1}],
-    "dcasgd": [{"momentum": 0.9, "lamda": 0.3}, {"lamda": 2.0}],
-    "adam": [{"beta1": 0.5, "beta2": 0.8, "epsilon": 1e-3}],
-    "adamw": [{"correct_bias": False}, {"beta1": 0.0, "epsilon": 0.01}],
-    "adagrad": [{"eps": 0.1}],
-    "rmsprop": [{"centered": True}, {"gamma1": 0.5, "clip_weights": 0.7}, {"centered": True, "gamma2": 0.2}],
-    "adadelta": [{"rho": 0.5, "epsilon": 1e-2}],
-    "ftrl": [{"lamda1": 0.8, "beta": 0.5}],
-    "lars": [{"momentum": 0.9}, {"momentum": 0.9, "eta": 0.5, "eps": 0.1}],
-    "lamb": [{"bias_correction": False}, {"lower_bound": 5.0}, {"upper_bound": 0.5}, {"beta1": 0.0}],
-}
-CASES = [(name, {**common, **own}) for name in REFERENCES for own in [{}, *OWN.get(name, [])] for common in COMMON]
-
+)
 STEPS = 6
+EACH = pytest.mark.parametrize("name", ALL)
 
 
 def data(shape: tuple[int, ...], dtype: Any = np.float64) -> tuple[np.ndarray, list[np.ndarray]]:
     """A weight and gradients, float32 values so that both sides begin with the same numbers; some are zero."""
     rng = np.random.default_rng(7)
-    weight = rng.standard_normal(shape).astype(np.float32)
-    grads = [rng.standard_normal(shape).astype(np.float32) for _ in range(STEPS)]
-    if weight.size > 3:
-        weight.flat[1] = 0.0
-        for grad in grads:
-            grad.flat[2] = 0.0
-    return weight.astype(dtype), [grad.astype(dtype) for grad in grads]
+    weight, *grads = rng.standard_normal((1 + STEPS, *shape)).astype(np.float32).astype(dtype)
+    weight.flat[1] = 0.0
+    for grad in grads:
+        grad.flat[2] = 0.0
+    return weight, grads
 
 
-def expected(
-    name: str, optimizer: optimizers.Optimizer, weight: np.ndarray, grads: list[np.ndarray], rates=None
-) -> list:
+def expected(optimizer: Optimizer, weight: np.ndarray, grads: list[np.ndarray], rates: Any = None) -> np.ndarray:
     """The weight after the reference has seen all gradients."""
-    w: list[float] = weight.astype(np.float64).reshape(-1).tolist()
-    state: dict[str, Any] = {}
+    w, state = weight.astype(np.float64), defaultdict(float)
     for t, grad in enumerate(grads, 1):
-        h = {**optimizer.attributes(), "lr": rates[t - 1] if rates else optimizer.learning_rate}
-        REFERENCES[name](w, grad.astype(np.float64).reshape(-1).tolist(), state, t, h)
+        h = SimpleNamespace(**optimizer.attributes(), t=t, lr=rates[t - 1] if rates else optimizer.learning_rate)
+        w = ALL[optimizer.name].reference(w, grad.astype(np.float64), state, h)
     return w
 
 
-def run(optimizer: optimizers.Optimizer, weight: np.ndarray, grads: list[np.ndarray], key: Any = "w") -> dict[str, Any]:
+def run(optimizer: Optimizer, weight: np.ndarray, grads: list[np.ndarray], key: Any = "w") -> dict[str, Any]:
     state = optimizer.init(weight)
     for t, grad in enumerate(grads, 1):
         before = grad.copy()
@@ -260,34 +238,32 @@ def run(optimizer: optimizers.Optimizer, weight: np.ndarray, grads: list[np.ndar
     return state
 
 
+@EACH
+def test_names_and_defaults(name: str) -> None:
+    cls = ALL[name].cls
+    assert type(optimizers.create(name)) is type(optimizers.create(cls.__name__.upper())) is cls
+    assert optimizers.create(name).elementwise == (name not in ("lamb", "lars"))
+    found = optimizers.create(name).attributes()
+    for parameter, value in {**DEFAULTS, **ALL[name].defaults}.items():
+        assert (found[parameter], type(found[parameter])) == (value, type(value)), parameter
+    # Every parameter of the constructor is an attribute and can travel; nothing else is.
+    own = set(inspect.signature(cls).parameters) - {"common"}
+    assert set(found) == own | set(DEFAULTS) | {"learning_rate", "lr_mult", "wd_mult"}
+    assert optimizers.names() == tuple(sorted(ALL))
+
+
 # float64: some 20 roundings of 1e-16 per step, and up to 1e3 of cancellation in the centered variance. float32: values
 # are below 4 in size, so that some 20 roundings of 6e-8 per step and 6 steps make 3e-5 at the very worst.
-@pytest.mark.parametrize(("name", "parameters"), CASES, ids=str)
+@EACH
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-11), (np.float32, 1e-5)])
-def test_formula(name: str, parameters: dict[str, Any], dtype: Any, tolerance: float) -> None:
-    optimizer = optimizers.create(name, **parameters)
-    weight, grads = data((3, 5), dtype)
-    wanted = expected(name, optimizer, weight, grads)
-    state = run(optimizer, weight, grads)
-    np.testing.assert_allclose(weight.reshape(-1), wanted, rtol=tolerance, atol=tolerance)
-    assert all(value.dtype == dtype for value in state.values() if isinstance(value, np.ndarray))
-
-
-def test_one_step_by_hand() -> None:
-    """Figures worked out on paper, so that the reference itself is checked."""
-    weight, grad = np.array([1.0, -2.0]), np.array([0.5, 4.0])
-    sgd_ = optimizers.create("sgd", learning_rate=0.1, wd=0.1, clip_gradient=1.0, rescale_grad=2.0)
-    run(sgd_, weight, [grad])
-    # 1 - 0.1 (1 + 0.1) and -2 - 0.1 (1 - 0.2)
-    np.testing.assert_allclose(weight, [0.89, -2.08], rtol=1e-15)
-    weight = np.array([1.0, 1.0])
-    # The first step of Adam is lr in size, whatever the gradient.
-    run(optimizers.create("adam", learning_rate=0.01, epsilon=0.0), weight, [np.array([3.0, -1e-3])])
-    np.testing.assert_allclose(weight, [0.99, 1.01], rtol=1e-12)
-    weight = np.array([3.0, 4.0])
-    # |w| = 5, |g| = 10: the rate is 0.1 * 5 / 10.
-    run(optimizers.create("lars", learning_rate=1.0, eta=0.1), weight, [np.array([6.0, 8.0])])
-    np.testing.assert_allclose(weight, [2.7, 3.6], rtol=1e-15)
+def test_formula(name: str, dtype: Any, tolerance: float) -> None:
+    for own, common in itertools.product(({}, *ALL[name].own), COMMON):
+        optimizer = optimizers.create(name, **common, **own)
+        weight, grads = data((3, 5), dtype)
+        wanted = expected(optimizer, weight, grads)
+        state = run(optimizer, weight, grads)
+        np.testing.assert_allclose(weight, wanted, rtol=tolerance, atol=tolerance, err_msg=repr(optimizer))
+        assert all(value.dtype == dtype for value in state.values() if isinstance(value, np.ndarray))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "lars", "lamb"])
@@ -296,18 +272,12 @@ def test_a_schedule_gives_the_rate_of_each_update(name: str) -> None:
     optimizer = optimizers.create(name, lr_scheduler=schedule, **({"momentum": 0.9} if name in ("sgd", "lars") else {}))
     assert optimizer.learning_rate == 0.08
     weight, grads = data((4,))
-    wanted = expected(name, optimizer, weight, grads, [schedule(t) for t in range(1, STEPS + 1)])
+    wanted = expected(optimizer, weight, grads, [schedule(t) for t in range(1, STEPS + 1)])
     run(optimizer, weight, grads)
     np.testing.assert_allclose(weight, wanted, rtol=1e-12)
 
 
-def test_an_explicit_learning_rate_replaces_the_schedules() -> None:
-    schedule = FactorScheduler(2, 0.5, base_lr=0.08)
-    assert optimizers.create("sgd", learning_rate=1.0, lr_scheduler=schedule).lr_scheduler(3) == 0.5
-    assert schedule(3) == 0.04
-
-
-@pytest.mark.parametrize("name", [name for name in REFERENCES if name not in ("test", "adadelta")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("test", "adadelta")])
 def test_factors_per_key(name: str) -> None:
     weight, grads = data((4,))
     plain = optimizers.create(name, learning_rate=0.02, wd=0.02)
@@ -322,56 +292,31 @@ def test_factors_per_key(name: str) -> None:
     assert not np.allclose(third, weight, rtol=1e-6)
 
 
-def test_lars_leaves_out_keys_by_their_endings() -> None:
-    weight, grads = data((4,))
-    lars_ = optimizers.create("lars", learning_rate=0.1)
-    sgd_ = optimizers.create("sgd", learning_rate=0.1)
-    wanted = weight.copy()
-    run(sgd_, wanted, grads)
-    for key, same in (("fc_bias", True), ("bn_gamma", True), ("bn_beta", True), ("fc_weight", False), (0, False)):
-        value = weight.copy()
-        run(lars_, value, grads, key)
-        assert np.allclose(value, wanted) == same, key
-    lars_.skip = ()
-    run(lars_, weight, grads, "fc_bias")
-    assert not np.allclose(weight, wanted)
-
-
-@pytest.mark.parametrize("name", REFERENCES)
+@EACH
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision(name: str, dtype: Any) -> None:
+    """Without a master copy every update is the float32 one, rounded once; with one, the weight is that one rounded."""
     weight, grads = data((3, 5), dtype)
     grads = [grad.astype(np.float32) for grad in grads]
-    parameters = {"wd": 0.05, "rescale_grad": 0.5}
-    # Without a master copy: every update is the float32 one, rounded once.
-    optimizer = optimizers.create(name, **parameters)
-    value, state = weight.copy(), optimizer.init(weight)
-    check = weight.astype(np.float32)
-    check_state = optimizer.init(check)
-    if "previous" in state:
-        assert np.array_equal(state["previous"], check_state["previous"])
-    for grad in grads:
-        state = optimizer.update("w", value, grad, state)
-        check_state = optimizer.update("w", check, grad, check_state)
-        check = check.astype(dtype).astype(np.float32)
-        assert np.array_equal(value.astype(np.float32), check)
-    assert "master" not in state
-    # With one: the weight is the rounded float32 weight at all times.
-    optimizer = optimizers.create(name, multi_precision=True, **parameters)
-    value, state = weight.copy(), optimizer.init(weight)
-    wide = weight.astype(np.float32)
-    wide_state = optimizer.init(wide)
-    for grad in grads:
-        state = optimizer.update("w", value, grad, state)
-        wide_state = optimizer.update("w", wide, grad, wide_state)
-        assert np.array_equal(state["master"].reshape(3, 5), wide)
-        assert np.array_equal(value, wide.astype(dtype))
-    assert state["master"].dtype == np.float32
-    assert "master" not in wide_state
+    for master in (False, True):
+        optimizer = optimizers.create(name, multi_precision=master, wd=0.05, rescale_grad=0.5)
+        value, state, wide = weight.copy(), optimizer.init(weight), weight.astype(np.float32)
+        wide_state = optimizer.init(wide)
+        if "previous" in state:
+            assert np.array_equal(state["previous"], wide_state["previous"])
+        for grad in grads:
+            state = optimizer.update("w", value, grad, state)
+            wide_state = optimizer.update("w", wide, grad, wide_state)
+            if master:
+                assert np.array_equal(state["master"].reshape(3, 5), wide)
+            else:
+                wide = wide.astype(dtype).astype(np.float32)
+            assert np.array_equal(value, wide.astype(dtype))
+        assert ("master" in state, "master" in wide_state) == (master, False)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [name for name in REFERENCES if optimizers.create(name).sums])
+@pytest.mark.parametrize("name", [name for name in ALL if optimizers.create(name).sums])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", ml_dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_sum_that_is_added_block_by_block(name: str, dtype: Any, count: int) -> None:
@@ -391,8 +336,7 @@ def test_a_sum_that_is_added_block_by_block(name: str, dtype: Any, count: int) -
     assert one.tobytes() == other.tobytes()
     assert dtype == "int32" or not np.array_equal(one, first)  # some steps round to none
     assert set(state) == set(other_state)
-    for part, value in state.items():
-        assert np.array_equal(value, other_state[part]), part
+    assert all(np.array_equal(value, other_state[part]) for part, value in state.items())
 
 
 class Nested(optimizers.SGD):
@@ -419,60 +363,138 @@ def test_threads_share_an_optimizer() -> None:
     """Each update has its temporaries for itself; a copy begins without any."""
     optimizer = optimizers.create("adam")
     grads = np.random.default_rng(0).standard_normal((16, 50_000)).astype(np.float32)
-    alone = [np.ones_like(grad) for grad in grads]
-    together = [np.ones_like(grad) for grad in grads]
+    alone, together = np.ones_like(grads), np.ones_like(grads)
 
     def update(weight: np.ndarray, grad: np.ndarray) -> None:
-        state = optimizer.init(weight)
-        for _ in range(3):
-            optimizer.update("w", weight, grad, state)
+        run(optimizer, weight, [grad] * 3)
 
-    for weight, grad in zip(alone, grads, strict=True):
-        update(weight, grad)
+    list(map(update, alone, grads))
     with futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(update, together, grads))
     assert np.array_equal(alone, together)
     for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert len(pickle.dumps(copied)) < 1000
-        update(together[0], grads[0])
+        run(copied, together[0], grads[:1])
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@EACH
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
-def test_integers_are_updated_in_floats_and_rounded(name: str, dtype: str) -> None:
-    optimizer = optimizers.create(name, learning_rate=0.5)
-    weight = np.array([10, 20, 100, 0, 5], dtype)
-    grads = [np.array([1, 3, 0, 2, 7], dtype)] * 2
-    work = np.float32 if dtype in ("int8", "uint8") else np.float64
-    wide = weight.astype(work)
+def test_integers_are_updated_in_floats_rounded_and_stay_in_their_range(name: str, dtype: str) -> None:
+    limits, work = np.iinfo(dtype), np.float32 if dtype in ("int8", "uint8") else np.float64
+    weight, optimizer = np.array([10, 20, 100, 0, 5], dtype), optimizers.create(name, learning_rate=0.5)
+    grad, wide = np.array([1, 3, 0, 2, 7], dtype), weight.astype(work)
     state, wide_state = optimizer.init(weight), optimizer.init(wide)
-    limits = np.iinfo(dtype)
-    for grad in grads:
+    for _ in range(2):
         state = optimizer.update(0, weight, grad, state)
         wide_state = optimizer.update(0, wide, grad.astype(work), wide_state)
         wide = np.clip(np.rint(wide), limits.min, limits.max)
         assert np.array_equal(weight, wide.astype(dtype))
-
-
-def test_integers_stay_in_their_range() -> None:
-    for dtype in ("int8", "uint8", "int32", "int64"):
-        limits = np.iinfo(dtype)
-        weight = np.array([limits.max, limits.min, 0], dtype)
-        optimizer = optimizers.create("test", rescale_grad=1e30)
-        optimizer.update(0, weight, np.array([1, 0, 1], dtype), optimizer.init(weight))
-        top = limits.max if dtype != "int64" else 2**63 - 1024  # the largest float64 below 2^63
-        assert weight.tolist() == [top, limits.min, top]
+    weight, optimizer = np.array([limits.max, limits.min, 0], dtype), optimizers.create("test", rescale_grad=1e30)
+    optimizer.update(0, weight, np.array([1, 0, 1], dtype), optimizer.init(weight))
+    top = limits.max if dtype != "int64" else 2**63 - 1024  # the largest float64 below 2^63
+    assert weight.tolist() == [top, limits.min, top]
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0])
 @pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize("bounds", [{}, {"lower_bound": 0.5}, {"upper_bound": 0.001}, {"lower_bound": 0.0}])
-def test_norms_that_are_zero_or_small(name: str, scale: float, zero_grad: bool, bounds: dict[str, float]) -> None:
-    optimizer = optimizers.create(name, rescale_grad=-0.5, wd=0.1, **(bounds if name == "lamb" else {}))
+def test_norms_that_are_zero_or_small(name: str, scale: float, zero_grad: bool) -> None:
+    bounds = [{}, {"lower_bound": 0.5}, {"upper_bound": 0.001}, {"lower_bound": 0.0}] if name == "lamb" else [{}]
+    for more in bounds:
+        optimizer = optimizers.create(name, rescale_grad=-0.5, wd=0.1, **more)
+        weight, grads = data((4,))
+        weight *= scale
+        grads = [grad * (not zero_grad) for grad in grads]
+        wanted = expected(optimizer, weight, grads)
+        run(optimizer, weight, grads)
+        np.testing.assert_allclose(weight, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_lars_leaves_out_keys_by_their_endings() -> None:
     weight, grads = data((4,))
-    weight *= scale
-    grads = [grad * (not zero_grad) for grad in grads]
-    wanted = expected(name, optimizer, weight, grads)
-    run(optimizer, weight, grads)
-    np.testing.assert_allclose(weight, wanted, rtol=1e-12, atol=1e-15)
+    left_out, wanted = optimizers.create("lars", learning_rate=0.1), weight.copy()
+    run(optimizers.create("sgd", learning_rate=0.1), wanted, grads)
+    for key, same in (("fc_bias", True), ("bn_gamma", True), ("bn_beta", True), ("fc_weight", False), (0, False)):
+        value = weight.copy()
+        run(left_out, value, grads, key)
+        assert np.allclose(value, wanted) == same, key
+    left_out.skip = ()
+    run(left_out, weight, grads, "fc_bias")
+    assert not np.allclose(weight, wanted)
+
+
+@EACH
+def test_shapes(name: str) -> None:
+    """0-dimensional, empty, and non-contiguous weights and gradients."""
+    optimizer = optimizers.create(name)
+    for shape in ((), (0,), (3, 0), (1,), (2, 3)):
+        weight, grad = np.ones(shape, np.float32), np.full(shape, 0.5, np.float32)
+        state = run(optimizer, weight, [grad])
+        assert (weight != 1.0).all()
+        assert all(value.shape == (weight.size,) for value in state.values() if isinstance(value, np.ndarray))
+    plain, grad = np.random.default_rng(0).standard_normal((2, 4, 6))
+    around = np.zeros((8, 12))
+    for view in (around[::2, ::2], np.zeros((6, 4)).T):
+        view[...] = apart = plain.copy()
+        run(optimizer, view, [np.asfortranarray(grad)])
+        run(optimizer, apart, [grad])
+        assert np.array_equal(view, apart)
+        assert not np.array_equal(apart, plain)
+    assert not around[1::2].any()
+
+
+@EACH
+def test_on_a_gpu(name: str) -> None:
+    """What the host makes; nothing is waited for, also of keys that have no norm; launches hang on no length."""
+    cupy, gpu = one_gpu()
+    space = DeviceSpace(gpu)
+    common = ({}, {"wd": 0.1, "clip_gradient": 0.3, "rescale_grad": -0.5})
+    for own, more, key in itertools.product(({}, *ALL[name].own), common, ("w", "bias", "zeros")):
+        counts = []
+        for n in (273, 70_001):
+            optimizer = optimizers.create(name, **own, **more)
+            weight = np.linspace(-1, 1, n, dtype=np.float32) * np.float32(key != "zeros")
+            grad = np.linspace(2, -3, n, dtype=np.float32)
+            there, on_gpu = space.from_host(weight), space.from_host(grad)
+            before = [cupy.machine.counts[one] for one in ("syncs", "gets", "sets")]
+            launches = cupy.machine.counts["launches"]
+            with space.here():
+                state = optimizer.init(there)
+                for _ in range(2):
+                    state = optimizer.update(key, there, on_gpu, state)
+            counts.append(cupy.machine.counts["launches"] - launches)
+            assert [cupy.machine.counts[one] for one in ("syncs", "gets", "sets")] == before
+            for part, value in run(optimizer, weight, [grad] * 2, key).items():
+                if isinstance(value, np.ndarray):
+                    np.testing.assert_allclose(space.to_host(state[part]), value, rtol=1e-5, atol=1e-30)
+            np.testing.assert_allclose(space.to_host(there), weight, rtol=1e-5, atol=1e-7)
+        assert counts[0] == counts[1]
+
+
+@EACH
+def test_attributes_travel(name: str) -> None:
+    there = optimizers.create(name)
+    there.learning_rate = np.float32(0.5)
+    there.wd = 1
+    there.rescale_grad = -2.5
+    there.clip_gradient = 3
+    there.multi_precision = True
+    there.set_lr_mult({"b": 0.5, "a": 2})
+    there.set_wd_mult({3: 0, -1: 1.5, np.int64(7): 1})
+    there.lr_scheduler = FactorScheduler(5, 0.5, base_lr=0.25, warmup_steps=3)
+    for field, default in ALL[name].defaults.items():
+        if isinstance(default, float) and field != "learning_rate":
+            setattr(there, field, 0.125)
+    sent = json.loads(json.dumps(there.attributes()))
+    assert sent["lr_mult"] == [["a", 2.0], ["b", 0.5]]
+    assert sent["wd_mult"] == [[-1, 1.5], [3, 0.0], [7, 1.0]]
+    here, config = optimizers.create(name), json.dumps(there.config(), sort_keys=True)
+    assert json.dumps(here.config(), sort_keys=True) != config
+    here.set_attributes(sent)
+    rebuilt = optimizers.from_config(json.loads(json.dumps(there.config())))
+    for other in (here, rebuilt, copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+        assert type(other) is type(there)
+        assert json.dumps(other.config(), sort_keys=True) == config
+        assert other.lr_mult == {"a": 2.0, "b": 0.5}
+        assert other.wd_mult == {3: 0.0, -1: 1.5, 7: 1.0}
+        assert other.lr_scheduler == there.lr_scheduler

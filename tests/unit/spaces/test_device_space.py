@@ -14,7 +14,6 @@ import pytest
 from fake_cupy import Machine, RaceError
 from fake_gpus import gpu_of, one_gpu
 
-from mpikv import optimizers
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.spaces import gpu as gpu_module
 from mpikv.spaces.device import DeviceSpace
@@ -225,30 +224,6 @@ def test_what_the_store_holds_is_given_back() -> None:
     space.close()
     space.close()
     assert space.stats()["device_bytes"] == 0
-
-
-@pytest.mark.parametrize("name", sorted(optimizers.names()))
-def test_formulas_are_those_of_the_host(made: Any, name: str) -> None:
-    """On the fake, which calculates as NumPy does, to the bit; launches do not grow with the length."""
-    cupy, space = made
-    counts = []
-    for n in (7, 70_001):
-        optimizer = optimizers.create(name)
-        weight = np.linspace(-1, 1, n, dtype=F4)
-        grad = np.linspace(2, -3, n, dtype=F4)
-        there = space.from_host(weight)
-        state, other = optimizer.init(weight), None
-        before = cupy.machine.counts["launches"], cupy.machine.counts["syncs"]
-        with space.here():
-            on_gpu = space.from_host(grad)
-            other = optimizer.init(there)
-            for _ in range(2):
-                state = optimizer.update("w", weight, grad, state)
-                other = optimizer.update("w", there, on_gpu, other)
-        counts.append(cupy.machine.counts["launches"] - before[0])
-        assert cupy.machine.counts["syncs"] == before[1]
-        np.testing.assert_allclose(space.to_host(there), weight, rtol=1e-6)
-    assert counts[0] == counts[1]
 
 
 def test_cupy_that_is_too_old_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
