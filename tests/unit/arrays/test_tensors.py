@@ -22,7 +22,11 @@ from mpikv.arrays.tensors import new_like
 from mpikv.errors import UnsupportedError
 
 DTYPES = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-SHAPES = pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 2)])
+ARRAYS = pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((dtype, (2, 3)) for dtype in SUPPORTED_DTYPES), *((np.dtype("f4"), one) for one in ((), (0,), (3,), (0, 2)))],
+    ids=str,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +52,7 @@ def numbers(shape, dtype):
     return (np.arange(np.prod(shape, dtype=int)) % 5 + 1).astype(dtype).reshape(shape)
 
 
-@DTYPES
-@SHAPES
+@ARRAYS
 def test_a_tensor_is_read_and_written_to_where_it_is(torch, dtype, shape):
     values = numbers(shape, dtype)
     tensor = tensor_of(torch, values)
@@ -149,8 +152,7 @@ def on_a_gpu(torch):
     return made
 
 
-@DTYPES
-@SHAPES
+@ARRAYS
 def test_a_tensor_on_a_gpu(on_a_gpu, dtype, shape):
     """It is copied to the host to be read, and copied into to be written to; what it is like is known without."""
     values = numbers(shape, dtype)
@@ -188,8 +190,7 @@ def test_stores_take_tensors_on_a_gpu(on_a_gpu, workers, servers, memory):
     mode.run(body)
 
 
-@DTYPES
-@SHAPES
+@ARRAYS
 def test_jax_arrays_are_read_and_never_written_to(jax, dtype, shape):
     values = numbers(shape, dtype)
     array = jax.numpy.asarray(values)
@@ -213,8 +214,7 @@ def test_what_jax_traces_has_no_values(jax, transformation):
     getattr(jax, transformation)(function)(jax.numpy.ones((2, 3)) if transformation == "vmap" else jax.numpy.ones(3))
 
 
-@DTYPES
-@SHAPES
+@ARRAYS
 @pytest.mark.parametrize("library", ["torch", "jax", "numpy", "device"])
 def test_new_arrays(request, library, dtype, shape):
     values = numbers(shape, dtype)

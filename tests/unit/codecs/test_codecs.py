@@ -11,7 +11,6 @@ import pytest
 from store_modes import DTYPES, Mode, every_way, long_messages, mode_id
 
 from mpikv import ShapeMismatch, optimizers
-from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import Compressions, KeyCompression, make
@@ -71,31 +70,10 @@ class Packed(Codec):
 
 
 HALF, PACKED = Half(), Packed()
-KNOWN = (HALF, PACKED)
 
 
 def small_numbers(n: int, worker: int = 0, round_: int = 0, dtype: Any = FLOAT32) -> np.ndarray:
     return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - (3 if np.dtype(dtype).kind != "u" else 0)).astype(dtype)
-
-
-# --- by itself
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("codec", [IDENTITY, *KNOWN], ids=lambda codec: codec.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [0, 1, 2, 7, 1000])
-def test_the_contract(codec: Any, dtype: np.dtype[Any], n: int) -> None:
-    values = small_numbers(n, dtype=dtype)
-    before = values.tobytes()
-    data = codec.encode(values, codec.init(n))
-    assert data.flags.c_contiguous
-    assert data.nbytes == codec.wire_bytes(n, dtype)
-    assert data.dtype == (np.uint8 if codec.wire_dtype(dtype) is None else codec.wire_dtype(dtype))
-    out = np.full(n, 99, sum_dtype(dtype))
-    codec.decode(data, out)
-    assert np.array_equal(out, values.astype(out.dtype))
-    assert values.tobytes() == before
 
 
 def test_the_identity_copies_nothing() -> None:

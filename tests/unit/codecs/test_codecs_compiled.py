@@ -20,27 +20,11 @@ CODECS: tuple[Codec, ...] = (
     *(Int8(), Int8(1), Int8(3), Int8(1 << 20), ErrorFeedback(Int8()), ErrorFeedback(Int8(7))),
     *(Float16(), BFloat16(), ErrorFeedback(Float16()), ErrorFeedback(BFloat16())),
 )
-LENGTHS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 255, 256, 257, 1023, 1024, 1025, 100_003)
+LENGTHS = (0, 1, 3, 4, 7, 8, 9, 255, 257, 1024, 1025, 30_003)
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 TINY = float(np.finfo(np.float32).tiny)
-ODD = [
-    np.nan,
-    -np.nan,
-    np.inf,
-    -np.inf,
-    0.0,
-    -0.0,
-    1e-45,
-    -1e-45,
-    TINY,
-    -TINY,
-    3.4e38,
-    -3.4e38,
-    0.5,
-    -0.5,
-    127.5,
-    4e-36,
-]
+ODD = [127.5, 4e-36]
+ODD += [sign * one for one in (np.nan, np.inf, 0.0, 1e-45, TINY, 3.4e38, 0.5) for sign in (1, -1)]
 
 
 @pytest.fixture(autouse=True)
@@ -136,35 +120,6 @@ def test_all_that_may_come(codec: Codec, dtype: Any, monkeypatch: pytest.MonkeyP
         assert found == bits.tobytes()
 
 
-def test_bfloat16_where_rounding_changes() -> None:
-    """Each number of bfloat16, NaNs, too; and between it and the next one the middle, and float32 beside these."""
-    pytest.importorskip("numba")
-    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
-    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    values = (upper[:, None] | lower).reshape(-1).view(np.float32)
-    found = np.empty(values.size, np.uint16)
-    assert compiled.run("bf16", values, found)
-    with np.errstate(all="ignore"):
-        assert found.tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
-
-
-def test_float16_where_rounding_changes() -> None:
-    """Each half, what is in the middle to the next one, and the float32 on both sides of these, of both signs."""
-    pytest.importorskip("numba")
-    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
-    middles = np.append((halves[1:] + halves[:-1]) / 2, np.float32(65520))
-    exact = np.concatenate([halves, middles, np.array([np.inf, np.nan, 3e38, 1e-45], np.float32)])
-    values = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-1))])
-    values = np.concatenate([values, -values])
-    found = np.empty(values.size, np.float16)
-    assert compiled.run("fp16", values, compiled.LARGEST, found.view(np.uint16))
-    with np.errstate(over="ignore"):
-        expected = values.astype(np.float16)
-    beyond = np.isinf(expected) & np.isfinite(values)
-    expected[beyond] = np.copysign(np.float16(65504), values[beyond])
-    assert found.tobytes() == expected.tobytes()
-
-
 def _near_halves(half: Any) -> np.ndarray:
     """float32: each number of this dtype, the middle of each two, and the floats beside these."""
     every = np.arange(1 << 16, dtype=np.uint16).view(half).astype(np.float32)
@@ -201,7 +156,7 @@ def test_keys_of_half_precision_are_rounded_and_widened_as_numpy_does_it(
 
 @pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
 def test_other_arrays_are_cast_and_added_by_numpy(half: Any) -> None:
-    """Not contiguous, other dtypes, numbers."""
+    """Not contiguous, other dtypes, numbers, of two axes."""
     values, out = np.arange(20, dtype=np.float32), np.zeros(10, half)
     compiled.cast_into(out, values[::2])
     assert np.array_equal(out, values[::2].astype(half))
@@ -209,6 +164,10 @@ def test_other_arrays_are_cast_and_added_by_numpy(half: Any) -> None:
     assert np.array_equal(out, np.arange(10).astype(half))
     compiled.cast_into(out, 3)
     assert np.array_equal(out, np.full(10, 3).astype(half))
+    square, found = np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((2, 3), half)
+    compiled.cast_into(found, square)
+    assert np.array_equal(found, square)
+    assert not compiled.add_half(square, found)
     assert not compiled.add_half(np.zeros(10), out)
     assert not compiled.add_half(np.zeros(10, np.float32), np.zeros(10, np.float32))
 
@@ -279,15 +238,6 @@ def test_lengths_that_do_not_fit(name: str) -> None:
             arguments[place] = arguments[place][:length]
             assert not compiled.run(name, *arguments)
             assert all(np.array_equal(one, other) for one, other in zip(whole, before, strict=True))
-
-
-def test_arrays_of_two_axes() -> None:
-    values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    found = np.zeros((2, 3), np.float16)
-    compiled.cast_into(found, values)
-    assert np.array_equal(found, values)
-    total = np.zeros((2, 3), np.float32)
-    assert not compiled.add_half(total, found)
 
 
 def test_a_residual_of_another_length() -> None:

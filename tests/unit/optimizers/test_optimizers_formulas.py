@@ -1,4 +1,4 @@
-"""Every optimizer of this library: its defaults, and its formula written again in NumPy, from MXNet's text and papers."""
+"""Every optimizer of this library: its defaults, and its formula written again in NumPy, from MXNet and the papers."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_create_from_other_things() -> None:
     sgd = optimizers.SGD(learning_rate=0.5)
     assert optimizers.create(sgd) is sgd
     assert optimizers.create(optimizers.Adam, beta1=0.5).beta1 == 0.5
-    with pytest.raises(TypeError, match="torch.optim is wanted"):
+    with pytest.raises(TypeError, match=r"torch\.optim is wanted"):
         optimizers.create(("sgd", {}))
     for wrong in (None, {}, {"name": "sgd"}, {"name": "sgd", "attributes": 3}):
         with pytest.raises(ValueError, match="config is a dict with 'name' and 'attributes'"):
