@@ -25,10 +25,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32, empty
-from mpikv.codecs.sparse import Sparse
+from mpikv.codecs.sparse import Sparse, count
 from mpikv.common.checks import whole
 
 _PUSH, _VALUE = np.dtype("<u8"), np.dtype("<f4")
@@ -40,19 +39,18 @@ _LONGEST = 1 << 32  # of a piece: so that a hash times a length fits into 64 bit
 class RandomK(Sparse):
     """Values at positions that are drawn. ratio: which share is sent, more than 0 and at most 1. seed: of the draw."""
 
-    ratio: float = 0.01
     seed: int = 0
 
     name = "randomk"
     host_state: ClassVar[tuple[str, ...]] = ("pushes",)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", shares.ratio("randomk: ratio", self.ratio))
+        super().__post_init__()
         object.__setattr__(self, "seed", whole("randomk: seed", self.seed, 0, _MASK))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """The number of the push, and the values."""
-        return _PUSH.itemsize + shares.count(self.ratio, n_elems) * _VALUE.itemsize
+        return _PUSH.itemsize + count(self.ratio, n_elems) * _VALUE.itemsize
 
     def init(self, n_elems: int) -> State:
         """Nothing was pushed."""
@@ -80,7 +78,7 @@ class RandomK(Sparse):
 
     def _positions(self, start: Any, n_elems: int, array: HostArray) -> HostArray:
         """The positions, where `array` is. start: a number, or (1,)."""
-        k = shares.count(self.ratio, n_elems)
+        k = count(self.ratio, n_elems)
         bounds = _bounds(k, n_elems) if isinstance(array, np.ndarray) else _bounds_like(k, n_elems, array)
         drawn = _mix(np.arange(k, dtype=np.uint64, like=array) + start) >> np.uint64(32)
         lengths = (bounds[1:] - bounds[:-1]).astype(np.uint64)

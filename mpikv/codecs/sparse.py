@@ -1,17 +1,30 @@
-"""What codecs have in common that send some of the values: the others decode to 0, and cost nothing to add."""
+"""What the codecs have in common that send a share of the values: the others decode to 0, and cost nothing to add."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import Codec
+from mpikv.common.checks import number
 
 
+@dataclass(frozen=True)
 class Sparse(Codec):
-    """A codec that sends some of the values."""
+    """A codec that sends some of the values. ratio: which share of them, more than 0 and at most 1."""
+
+    ratio: float = 0.01
 
     on_device = True
+
+    def __post_init__(self) -> None:
+        found = number(f"{self.name}: ratio", self.ratio)
+        if not 0 < found <= 1:
+            raise ValueError(f"{self.name}: ratio must be more than 0 and at most 1, not {found:g}")
+        object.__setattr__(self, "ratio", found)
 
     @abstractmethod
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
@@ -34,3 +47,13 @@ class Sparse(Codec):
         """Subtract the values that were sent; a difference with 0 changes nothing."""
         positions, values = self.sent(data, out.size)
         out[positions] -= values
+
+
+@lru_cache(maxsize=1024)
+def count(ratio: float, n_elems: int) -> int:
+    """How many of n values are sent: max(1, ceil(ratio n)), 0 where n is.
+
+    `ratio` counts as the decimal number that a user has written: in floating point 0.07 * 100 is more than 7.
+    """
+    sent = Fraction(repr(ratio)) * n_elems
+    return min(n_elems, max(1, -(-sent.numerator // sent.denominator)))

@@ -30,10 +30,9 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32, empty
-from mpikv.codecs.sparse import Sparse
+from mpikv.codecs.sparse import Sparse, count
 from mpikv.common.checks import whole
 from mpikv.errors import MpikvError
 
@@ -50,20 +49,19 @@ class TopK(Sparse):
     whole_elems: pieces of at most so many values are sent as they are; 0: none.
     """
 
-    ratio: float = 0.01
     whole_elems: int = 0
 
     name = "topk"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", shares.ratio("topk: ratio", self.ratio))
+        super().__post_init__()
         object.__setattr__(self, "whole_elems", whole("topk: whole_elems", self.whole_elems, 0, _MOST_ELEMS))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """A position and a value for each that is sent, or all values alone."""
         if n_elems <= self.whole_elems:
             return n_elems * _VALUE.itemsize
-        return shares.count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
+        return count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Find the largest. Raises ValueError for 2^32 values and more."""
@@ -72,7 +70,7 @@ class TopK(Sparse):
         values = as_float32(values)
         if values.size <= self.whole_elems:
             return values.astype(_VALUE).view(np.uint8)
-        positions = largest(values, shares.count(self.ratio, values.size))
+        positions = largest(values, count(self.ratio, values.size))
         data = empty(values, self.wire_bytes(values.size, values.dtype), np.uint8)
         data[: positions.size * _POSITION.itemsize].view(_POSITION)[...] = positions
         data[positions.size * _POSITION.itemsize :].view(_VALUE)[...] = values[positions]

@@ -125,11 +125,6 @@ class RowTable:
         return self.end - self.begin if self._positions is None else self._positions.count
 
     @property
-    def n_state_rows(self) -> int:
-        """How many rows have states."""
-        return self._touched.count if self._states else 0
-
-    @property
     def held_bytes(self) -> int:
         """The memory of all of it."""
         arrays = [self._values, *self._states.values()]
