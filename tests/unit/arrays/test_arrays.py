@@ -77,8 +77,11 @@ def test_kinds():
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", [d for d in SUPPORTED_DTYPES if d != BFLOAT16], ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((d, (2, 3)) for d in SUPPORTED_DTYPES if d != BFLOAT16), *((np.dtype("f4"), one) for one in ((), (0,), (3,)))],
+    ids=str,
+)
 def test_reading_and_writing(kind, dtype, shape):
     n = int(np.prod(shape, dtype=int))
     values = np.arange(n, dtype=dtype).reshape(shape)

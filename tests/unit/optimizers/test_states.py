@@ -84,13 +84,8 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
     loaded = load_states(path)
     assert equal_files(loaded, file)
     assert os.listdir(tmp_path) == ["states"]
-    # Loaded arrays can be updated.
-    assert all(
-        value.flags.writeable
-        for entry in loaded.entries.values()
-        for value in entry.state.values()
-        if isinstance(value, np.ndarray)
-    )
+    arrays = [one for entry in loaded.entries.values() for one in entry.state.values() if isinstance(one, np.ndarray)]
+    assert all(array.flags.writeable for array in arrays)  # so that they can be updated
     save(os.fsencode(path), example(small=True))
     assert equal_files(load_states(str(path)), example(small=True))
     save(path, StatesFile({}))
@@ -142,7 +137,7 @@ def test_every_truncation(tmp_path: pathlib.Path) -> None:
         load_states(path)
 
 
-@pytest.mark.parametrize("flip", [0x01, 0x20, 0x80, 0xFF])
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
 def test_every_flipped_byte(flip: int, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "states"
     file = StatesFile(example(small=True).entries, {"epoch": 3, "note": "ä"})
@@ -293,13 +288,11 @@ def test_foreign_files(kind: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(StatesFileError) as caught:
         load_states(path)
     assert str(caught.value).startswith(f"{path}: ")
+    assert "share" not in kind or "its members claim to be larger than the file together" in str(caught.value)
     with pytest.raises(StatesFileError):
         parts_from_bytes(FOREIGN[kind])
-
-
-def test_rewritten_is_a_fair_test(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "states").write_bytes(rewritten())
-    assert equal_files(load_states(tmp_path / "states"), StatesFile(example(small=True).entries))
+    path.write_bytes(rewritten())  # so it is the change that is refused
+    assert equal_files(load_states(path), StatesFile(example(small=True).entries))
 
 
 def test_a_plain_npz_is_foreign(tmp_path: pathlib.Path) -> None:
@@ -419,9 +412,3 @@ def test_states_that_cannot_be_cut() -> None:
     for begin, end in ((-1, 2), (3, 2), (0, 5)):
         with pytest.raises(ValueError, match="not within a key of 4"):
             slice_state({"t": 0}, begin, end, 4)
-
-
-def test_members_that_share_their_bytes(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "states").write_bytes(sharing())
-    with pytest.raises(StatesFileError, match="its members claim to be larger than the file together"):
-        load_states(tmp_path / "states")
