@@ -12,7 +12,6 @@ from mpikv.commands.launch.ranks import (
     NEEDS_NO_SERVERS,
     JobEnd,
     LaunchedRank,
-    exit_status,
     expected,
     judge,
 )
@@ -98,7 +97,3 @@ def test_expected() -> None:
     found = expected([RankBlock(*block) for block in blocks])
     assert [one.name for one in found.values()] == ["worker 0", "worker 1", "server 0", "worker 2"]
     assert list(found) == [0, 1, 2, 3]
-
-
-def test_exit_status() -> None:
-    assert [exit_status(one) for one in (0, 5, -9)] == [0, 5, 137]
