@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -46,7 +45,3 @@ def test_names() -> None:
     assert set(NAMES) == {"lenet", "resnet18", "resnet50", "transformer12"}
     with pytest.raises(ValueError, match="resnet18"):
         shapes("alexnet")
-
-
-def test_largest_array() -> None:
-    assert max(math.prod(shape) for shape in shapes("resnet18")) == 512 * 512 * 9

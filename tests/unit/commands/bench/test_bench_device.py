@@ -11,7 +11,6 @@ import pytest
 from fake_cupy import Machine
 from jobs import ROOT
 
-from mpikv.__main__ import main
 from mpikv.commands.bench.device import DevicePattern
 from mpikv.spaces.gpu import Gpu
 
@@ -29,22 +28,6 @@ def test_arrays_are_filled_and_compared(dtype: str) -> None:
     assert pattern.is_total(array.get())  # what a pull of a key in host memory returns
     array[1, 49:] = 0
     assert not pattern.is_total(array)
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ["allreduce", "--device-paths", "ipc"],
-            "--device-paths compares paths of arrays on a GPU: give --device, too",
-        ),
-        (["allreduce", "--device", "--algorithms", "ring"], "--algorithms is of arrays in host memory"),
-        (["model", "--device", "--vs", "gloo"], "--vs is of arrays in host memory"),
-    ],
-)
-def test_bad_options(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words]) == 2
-    assert text in capsys.readouterr().err
 
 
 def test_training_on_a_gpu_that_is_not_there() -> None:

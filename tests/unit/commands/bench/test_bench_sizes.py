@@ -15,21 +15,19 @@ from mpikv.commands.numbers import size
 
 
 @pytest.mark.parametrize(
-    ("text", "n_bytes"),
+    ("text", "n_bytes", "printed"),
     [
-        ("4", 4),
-        ("64K", 65536),
-        ("64k", 65536),
-        ("1M", 1 << 20),
-        ("256MiB", 1 << 28),
-        ("1.5K", 1536),
-        ("2G", 2 << 30),
-        ("2 GB", 2 << 30),
-        (" 8 ", 8),
+        ("4", 4, "4"),
+        ("64k", 65536, "64K"),
+        ("256MiB", 1 << 28, "256M"),
+        ("1.5K", 1536, "1536"),
+        ("2 GB", 2 << 30, "2G"),
+        (" 8 ", 8, "8"),
     ],
 )
-def test_sizes_are_read(text: str, n_bytes: int) -> None:
-    assert size(text) == n_bytes
+def test_sizes(text: str, n_bytes: int, printed: str) -> None:
+    assert size(text) == n_bytes == size(printed)
+    assert short(n_bytes) == printed
 
 
 @pytest.mark.parametrize("text", ["", "x", "-4", "0", "1.5", "4T", "1e6", "K", "4 4"])
@@ -45,23 +43,8 @@ def test_sweep() -> None:
     assert sweep(5, 5, 2, 2) == [6]
 
 
-def test_sweep_of_nothing() -> None:
-    with pytest.raises(ValueError, match="smallest size, 1M, is larger than the largest, 4"):
-        sweep(1 << 20, 4, 4, 4)
-    with pytest.raises(ValueError, match="factor"):
-        sweep(4, 8, 1, 4)
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"), [(4, "4"), (1024, "1K"), (1536, "1536"), (3 << 20, "3M"), (1 << 30, "1G")]
-)
-def test_short(n_bytes: int, text: str) -> None:
-    assert short(n_bytes) == text
-    assert size(text) == n_bytes
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_sum_is_exact_in_any_order(dtype: str, size: int) -> None:
     """Against a sum in exact fractions, and every partial sum is a number that the dtype holds."""
     patterns = [Pattern(np.dtype(dtype), rank, size) for rank in range(size)]
