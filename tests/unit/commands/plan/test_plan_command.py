@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,9 @@ LINK = Link(1.25e9, 20e-6)
 SHAPES = ((300,), (20_000,), (1_200_000,), (7,), (500_000,), (90_000,), (0,), (40_000,))
 
 
+ONE = ("--workers", "2", "--servers", "0", "--modes", "sync")
+
+
 def plan(*words: str) -> int:
     return main(["plan", *words])
 
@@ -39,27 +43,25 @@ def plan(*words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [("10gbit", 1.25e9), ("200mbit", 25e6), ("1.5Gbit/s", 187.5e6), ("64kbit", 8e3)],
-)
-def test_rates(text: str, found: float) -> None:
-    assert units.rate(text) == pytest.approx(found)
-
-
-@pytest.mark.parametrize(("text", "found"), [("20us", 20e-6), ("1.5ms", 1.5e-3), ("2s", 2), ("0us", 0), ("5ns", 5e-9)])
-def test_durations(text: str, found: float) -> None:
-    assert units.duration(text) == pytest.approx(found)
-
-
-def test_numbers_of_workers() -> None:
-    assert units.counts("8..1024") == [8, 16, 32, 64, 128, 256, 512, 1024]
-    assert units.counts("3..20,5, 6") == [3, 6, 12, 5]
-    assert units.counts("7") == [7]
-
-
-def test_numbers_of_servers() -> None:
-    assert [count(12) for count in units.server_counts("0,W/2,W,2W,4,w/5,3W/4")] == [0, 6, 12, 24, 4, 2, 9]
-    assert units.server_counts("W/16")[0](8) == 1  # less than one is one
+    ("read", "text", "found"),
+    [
+        (units.rate, "10gbit", 1.25e9),
+        (units.rate, "1.5Gbit/s", 187.5e6),
+        (units.rate, "200mbit", 25e6),
+        (units.rate, "64kbit", 8e3),
+        (units.duration, "20us", 20e-6),
+        (units.duration, "1.5ms", 1.5e-3),
+        (units.duration, "2s", 2),
+        (units.duration, "0us", 0),
+        (units.duration, "5ns", 5e-9),
+        (units.counts, "8..1024", [8, 16, 32, 64, 128, 256, 512, 1024]),
+        (units.counts, "3..20,5, 6", [3, 6, 12, 5]),
+        (lambda text: [count(12) for count in units.server_counts(text)], "0,W/2,W,2W,4,w/5,3W/4,W/16",
+         [0, 6, 12, 24, 4, 2, 9, 1]),
+    ],
+)  # fmt: skip
+def test_what_is_read(read: Callable[[str], object], text: str, found: object) -> None:
+    assert read(text) == pytest.approx(found)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--bytes", "1M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compute-ms", "50")
+    words = ("--bytes", "1M", *ONE, "--compute-ms", "50")
     assert plan(*words, "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)
     (row,) = found["rows"]
@@ -111,16 +113,6 @@ def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["settings"]["workload"] == f"{1 << 20} bytes"
     assert plan(*words) == 0
     assert "overlapped" in capsys.readouterr().out
-
-
-def test_json_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
-    assert plan("--bytes", "64K", "--workers", "2", "--json", str(file)) == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["mode"] for row in rows] == [
-        "allreduce ring", "in workers, async", "servers, sync", "servers, async", "servers, sync", "servers, async"
-    ][: len(rows)]  # fmt: skip
-    assert "65536 bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -138,25 +130,18 @@ def test_json_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--model", "alexnet"], "resnet50"),
         (["--model", "lenet", "--bytes", "1M"], "not allowed with"),
         (["--per-host", "0"], "0 is less than 1"),
-    ],
-)
-def test_wrong_options(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        plan(*words)
-    assert error.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
         (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
         (["--workers", "8", "--servers", "8192", "--modes", "sync"], "more than 4096 messages at a time"),
         (["--workers", "8", "--json", "/nowhere/plan.json"], "no such folder"),
+        ([*ONE, "--compression", "nix"], "unknown compression type 'nix'; known: 1bit"),
+        ([*ONE, "--compression", "{nix"], "--compression {nix: Expecting property name"),
+        ([*ONE, "--pull", '{"type": "topk", "share": 1}'], "compression type 'topk' takes ratio"),
     ],
 )
 def test_what_cannot_be_planned(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(*words) == 2
+    with pytest.raises(SystemExit) as error:
+        sys.exit(plan(*words))
+    assert error.value.code == 2
     assert said in capsys.readouterr().err
 
 
@@ -167,6 +152,16 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- the same counts as real stores
+
+
+def least_of_three(store: KVStore, step: Callable[[], object]) -> tuple[int, int]:
+    """Messages and bytes of a step: an answer of worker 0 to somebody who came late may fall into one of them."""
+    seen = []
+    for _ in range(4):
+        stats = store.stats()
+        seen.append((stats["messages_sent"], stats["bytes_sent"]))
+        step()
+    return min((after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(seen))
 
 
 def counted(
@@ -186,13 +181,7 @@ def counted(
         for parameter in params.values():
             parameter.grad[...] = 1
         trainer.step(1)
-        steps = []
-        for _ in range(3):
-            before = store.stats()
-            trainer.step(1)
-            after = store.stats()
-            steps.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
-        return min(steps)  # an answer of worker 0 to somebody who came late may fall into one of them
+        return least_of_three(store, lambda: trainer.step(1))
 
     hosts = [f"h{i}" for i in range(workers + n_servers)]
     # Messages of several keys that travel together are as many as time lets meet.
@@ -201,13 +190,13 @@ def counted(
     return max(found)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("workers", [2, 3, 5, 8])
 def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
     found = allreduce.predict(Workload("mixed", SHAPES), workers, LINK, Costs())
     assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SHAPES)
 
 
-@pytest.mark.parametrize("n_servers", [1, 2, 3])
+@pytest.mark.parametrize("n_servers", [1, 3])
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
     settings = StepSettings(servers=n_servers, synchronous=name == "dist_sync")
@@ -259,13 +248,7 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
         keys, grads = list(range(len(FEW))), [np.ones(shape, np.float32) for shape in FEW]
         store.init(keys, grads)
         store.pushpull(keys, grads)
-        steps = []
-        for _ in range(3):
-            before = store.stats()
-            store.pushpull(keys, grads)
-            after = store.stats()
-            steps.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
-        return min(steps)
+        return least_of_three(store, lambda: store.pushpull(keys, grads))
 
     travels = compression.make(kind)
     step = StepSettings(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
@@ -288,24 +271,11 @@ def test_what_a_codec_costs_is_measured() -> None:
     assert all(0 < one < 1e-6 for one in calibrate.speed_of(compression.make("fp16").push))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--compression", "nix"], "unknown compression type 'nix'; known: 1bit"),
-        (["--compression", "{nix"], "--compression {nix: Expecting property name"),
-        (["--pull", '{"type": "topk", "share": 1}'], "compression type 'topk' takes ratio"),
-    ],
-)
-def test_codecs_that_no_store_would_take(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--workers", "2", "--servers", "0", "--modes", "sync", *words) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_compressed_plan_says_what_was_assumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibrate, "speed_of", lambda codec: FAST)
-    words = ["--bytes", "4M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compression", "2bit"]
+    words = ["--bytes", "4M", *ONE, "--compression", "2bit"]
     assert plan(*words, "--pull", "fp16", "--no-buckets", "--no-optimizer") == 0
     out = capsys.readouterr().out
     assert "ns for an element by TwoBit(threshold=0.5): encode 1, decode 2, add 3" in out
