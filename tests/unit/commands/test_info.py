@@ -106,12 +106,23 @@ def test_several_ranks_and_settings() -> None:
 
 
 @needs_mpi
-def test_too_many_servers() -> None:
-    job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_NUM_SERVERS": "2"})
+@pytest.mark.parametrize(
+    ("env", "error"),
+    [
+        ({"MPIKV_NUM_SERVERS": "2"}, "ERROR: 2 servers among 2 ranks leave no worker"),
+        ({"MPIKV_INTERFACE": "eth99"}, "ERROR: MPIKV_INTERFACE=eth99: "),
+    ],
+)
+def test_errors_of_a_job(env: dict[str, str], error: str) -> None:
+    """Rank 0 alone speaks."""
+    job = mpirun(2, ["python", "-m", "mpikv", "info"], env=env)
     assert job.status == 1
-    assert "ERROR: 2 servers among 2 ranks leave no worker" in job.stdout
-    assert "worker 0" not in job.stdout
-    assert mpikv_command("info", MPIKV_NUM_SERVERS="2").returncode == 0  # alone, only a remark
+    assert job.stdout.count(error) == 1
+    if "MPIKV_INTERFACE" in env:
+        assert "(127.0.0.1/8" in job.stdout
+    else:
+        assert "worker 0" not in job.stdout
+        assert mpikv_command("info", **env).returncode == 0  # alone, only a remark
 
 
 def test_wrong_and_unknown_variables() -> None:
@@ -170,41 +181,34 @@ def test_without_a_driver() -> None:
     assert found["CUDA-aware MPI"] == "no: no driver (libcuda.so.1 cannot be loaded)"
 
 
+NO_CUPY = "import sys; sys.modules['cupy'] = None"
+OTHER_CUPY = "import sys, types; sys.modules['cupy'] = types.ModuleType('cupy')"  # without anything in it
+THREE = f"{NO_CUPY}; {fake_driver('H100', 'H100', 'A2')}"
+INSTALL = "CuPy is not installed: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
+
+
 @needs_mpi
 @pytest.mark.parametrize(
-    ("setting", "says"), [("0", "no: MPIKV_CUDA_AWARE=0"), ("1", "yes: MPIKV_CUDA_AWARE=1, without a trial")]
-)
-def test_what_is_set_is_believed(setting: str, says: str) -> None:
-    assert rows(mpikv_command("info", MPIKV_CUDA_AWARE=setting).stdout)["CUDA-aware MPI"] == says
-
-
-@needs_mpi
-def test_gpus_without_cupy() -> None:
-    before = f"import sys; sys.modules['cupy'] = None; {fake_driver('H100', 'H100', 'A2')}"
-    found = rows(mpikv_command("info", before=before).stdout)
-    seen = "2 x H100, A2 (CUDA 12.4); in use: gpu:0, by local rank 0; "
-    assert found["GPU"] == f"{seen}CuPy is not installed: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
-    assert found["CUDA-aware MPI"] == "no: the library says no"  # the two wheels
-    assert " gpu:0 " in found["map"]
-    found = rows(mpikv_command("info", before=before, MPIKV_LOCAL_DEVICE="2").stdout)
-    assert "in use: gpu:2, by MPIKV_LOCAL_DEVICE" in found["GPU"]
-    assert " gpu:2 " in found["map"]
-
-
-@needs_mpi
-def test_a_gpu_that_is_not_there() -> None:
-    done = mpikv_command("info", before=fake_driver("H100"), MPIKV_LOCAL_DEVICE="1")
-    assert done.returncode == 1
+    ("before", "env", "status", "says"),
+    [
+        ("", {"MPIKV_CUDA_AWARE": "0"}, 0, {"CUDA-aware MPI": "no: MPIKV_CUDA_AWARE=0"}),
+        ("", {"MPIKV_CUDA_AWARE": "1"}, 0, {"CUDA-aware MPI": "yes: MPIKV_CUDA_AWARE=1, without a trial"}),
+        (THREE, {}, 0, {"GPU": f"2 x H100, A2 (CUDA 12.4); in use: gpu:0, by local rank 0; {INSTALL}", "map": " gpu:0 ",
+                        "CUDA-aware MPI": "no: the library says no"}),
+        (THREE, {"MPIKV_LOCAL_DEVICE": "2"}, 1, {"GPU": "in use: gpu:2, by MPIKV_LOCAL_DEVICE", "map": " gpu:2 "}),
+        (fake_driver("H100"), {"MPIKV_LOCAL_DEVICE": "1"}, 1,
+         {"GPU": "ERROR: MPIKV_LOCAL_DEVICE=1, but this process sees one GPU, number 0: ", "map": "gpu:1 is missing"}),
+        (f"{OTHER_CUPY}; {fake_driver('H100')}", {}, 0,
+         {"GPU": "in use: gpu:0, the only one that is visible; CuPy cannot use it: AttributeError: "}),
+    ],
+)  # fmt: skip
+def test_gpus(before: str, env: dict[str, str], status: int, says: dict[str, str]) -> None:
+    """Of the wheels of MPI no library says that it takes arrays on GPUs."""
+    done = mpikv_command("info", before=before, **env)
+    assert done.returncode == status, done.stdout + done.stderr
     found = rows(done.stdout)
-    assert found["GPU"].startswith("ERROR: MPIKV_LOCAL_DEVICE=1, but this process sees one GPU, number 0: ")
-    assert "gpu:1 is missing" in found["map"]
-
-
-@needs_mpi
-def test_a_cupy_for_another_cuda() -> None:
-    cupy = "import sys, types; c = sys.modules['cupy'] = types.ModuleType('cupy')"  # without anything in it
-    found = rows(mpikv_command("info", before=f"{cupy}; {fake_driver('H100')}").stdout)
-    assert "in use: gpu:0, the only one that is visible; CuPy cannot use it: AttributeError: " in found["GPU"]
+    for label, text in says.items():
+        assert text in found[label]
 
 
 @needs_mpi
@@ -217,11 +221,3 @@ def test_network() -> None:
     assert found["network"].startswith(f"127.0.0.0/8: {ours}")
     assert "UCX_NET_DEVICES=all is set already and counts more" in found["network"]
     assert f"{socket.gethostname()}: lo (127.0.0.1/8" in found["network"]
-
-
-@needs_mpi
-def test_no_such_interface() -> None:
-    job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_INTERFACE": "eth99"})
-    assert job.status != 0
-    assert job.stdout.count("ERROR: MPIKV_INTERFACE=eth99: ") == 1  # rank 0 alone speaks
-    assert "(127.0.0.1/8" in job.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 from dataclasses import replace
@@ -54,23 +53,14 @@ def settings(script: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("90:30", 5430),
-        ("1:30:00", 5400),
-        ("2-0", 172800),
-        ("2-12", 216000),
-        ("1-1:30", 91800),
-        ("1-1:30:15", 91815),
-        (" 0:00:01 ", 1),
-    ],
-)
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-12", 216000), ("1-1:30", 91800), ("1-1:30:15", 91815),
+     (" 0:00:01 ", 1)],
+)  # fmt: skip
 def test_time_as_slurm_reads_it(text: str, seconds: int) -> None:
-    assert parse_time(text) == seconds
-    assert parse_time(time_text(seconds)) == seconds
+    assert parse_time(text) == parse_time(time_text(seconds)) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "1h", "-5", "1:2:3:4", "0", "0:00", "1-", "1.5", "0-0"])
+@pytest.mark.parametrize("text", ["", "soon", "1h", "-5", "1:2:3:4", "0:00", "1-", "1.5", "0-0"])
 def test_no_time(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_time(text)
@@ -118,27 +108,11 @@ def test_sge_options() -> None:
     ]
     assert "-v PATH,OMP_NUM_THREADS" in directives(batch.script(replace(job, passed=("PATH", "OMP_NUM_THREADS"))), "#$")
     assert "STOP_AFTER=7110" in settings(script)
+    for other in JOBS.values():
+        assert not re.search("--time|h_rt=", batch.script(replace(other, time_s=None)))  # the queue's
 
 
-@pytest.mark.parametrize("scheduler", JOBS)
-def test_no_time_limit_is_the_queues(scheduler: str) -> None:
-    script = batch.script(replace(JOBS[scheduler], time_s=None))
-    assert not re.search("--time|h_rt=", script)
-
-
-WORDS = (
-    "python",
-    "a b",
-    "it's",
-    '"',
-    "$HOME `id` \\",
-    "new\nline",
-    "'\\n'\n#$ -N x\n#SBATCH --hold",
-    "*",
-    "-c",
-    "",
-    "ü",
-)
+WORDS = ("a b", "it's", '"', "$HOME `id` \\", "new\nline", "'\\n'\n#$ -N x\n#SBATCH --hold", "*", "-c", "", "ü")
 
 
 @pytest.mark.parametrize("scheduler", JOBS)
@@ -249,9 +223,6 @@ def qstat(*rows: tuple[int, str, str]) -> str:
 )
 def test_grid_engine_states(rows: list[tuple[int, str, str]], state: BatchState | None) -> None:
     assert sge.read_state(qstat(*rows), "17") == state
-
-
-def test_grid_engine_answers_nonsense() -> None:
     with pytest.raises(SchedulerError):
         sge.read_state("<job_info>", "17")
 
@@ -267,11 +238,8 @@ def test_grid_engine_says_why_a_job_waits() -> None:
     assert sge.pending_reason("") == ""
 
 
-def test_roles_are_in_the_script() -> None:
-    for given, servers, requeue in itertools.product(JOBS.values(), (0, 3), (False, True)):
-        job = replace(given, workers=2, servers=servers, requeue=requeue, placement="hosts", distribution="cyclic")
-        lines = settings(batch.script(job))
-        assert f"SERVERS={servers}" in lines
-        assert f"REQUEUE={'yes' if requeue else 'no'}" in lines
-        assert "PLACEMENT=hosts" in lines
-        assert "DISTRIBUTION=cyclic" in lines
+@pytest.mark.parametrize("scheduler", JOBS)
+def test_roles_are_in_the_script(scheduler: str) -> None:
+    job = replace(JOBS[scheduler], servers=3, requeue=True, placement="hosts", distribution="cyclic")
+    assert {"SERVERS=3", "REQUEUE=yes", "PLACEMENT=hosts", "DISTRIBUTION=cyclic"} <= set(settings(batch.script(job)))
+    assert {"SERVERS=0", "REQUEUE=no"} <= set(settings(batch.script(JOBS[scheduler])))

@@ -178,10 +178,8 @@ def test_a_cancelled_job_that_stays(play: Callable[..., Play]) -> None:
 
 
 def test_letters_that_come_in_two_parts(tmp_path: Path) -> None:
-    file = tmp_path / "x"
+    file, text, shown = tmp_path / "x", "Zürich €\n".encode(), ""
     tail = GrowingFile(file)
-    text = "Zürich €\n".encode()
-    shown = ""
     for end in range(len(text) + 1):
         file.write_bytes(text[:end])
         shown += tail.read()
@@ -324,11 +322,7 @@ def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "environ", "says"),
     [
-        (
-            ("slurm", "-n", "2", "--", "true"),
-            {"REFUSE": "Invalid qos"},
-            "Slurm refused the job: sbatch: error: Invalid qos",
-        ),
+        (("slurm", "-n", "2", "--", "true"), {"REFUSE": "bad qos"}, "Slurm refused the job: sbatch: error: bad qos"),
         (("sge", "-n", "2", "--", "true"), {}, "qsub was not found, so Grid Engine cannot be reached from here"),
         (("sge", "-n", "2", "--nodes", "2", "--", "true"), {}, "--nodes is Slurm's"),
         (("slurm", "-n", "2", "--pe", "mpi", "--", "true"), {}, "--pe is Grid Engine's"),
@@ -384,31 +378,18 @@ def test_launch_through_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     assert done.returncode == 7, done.stderr
     assert "mpikv launch: Slurm job 17: 2 workers, 2 servers; output in train-17.out\n" in done.stderr
     lines = settings((tmp_path / "script").read_text())
-    wanted = (
-        "#SBATCH --ntasks=4",
-        "#SBATCH --time=0:10:00",
-        "SERVERS=2",
-        "PROGRAM=(python train.py -n 9)",
-    )
-    for line in wanted:
-        assert line in lines
+    assert {"#SBATCH --ntasks=4", "#SBATCH --time=0:10:00", "SERVERS=2", "PROGRAM=(python train.py -n 9)"} <= set(lines)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("-H", "hosts"), "--hostfile"),
-        (("--hosts", "a,b"), "--hosts"),
-        (("--sync-dst-dir", "/tmp/x"), "--sync-dst-dir"),
-        (("--env-worker", "A=1"), "--env-worker"),
-        (("--env-server", "A=1"), "--env-server"),
-        (("--oversubscribe",), "--oversubscribe"),
-    ],
-)
 @pytest.mark.parametrize("scheduler", ["slurm", "sge"])
+@pytest.mark.parametrize(
+    "words",
+    [("--hostfile", "hosts"), ("--hosts", "a,b"), ("--sync-dst-dir", "/tmp/x"), ("--env-worker", "A=1"),
+     ("--env-server", "A=1"), ("--oversubscribe",)],
+)  # fmt: skip
 def test_launch_options_that_a_scheduler_cannot_have(
-    scheduler: str, words: tuple[str, ...], says: str, in_place: Callable[..., str]
+    scheduler: str, words: tuple[str, ...], in_place: Callable[..., str]
 ) -> None:
     said = in_place("launch", "-n", "2", "--launcher", scheduler, *words, "--dry-run", "true")
-    assert says in said
+    assert words[0] in said
     assert f"not with --launcher {scheduler}" in said
