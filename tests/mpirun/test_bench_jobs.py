@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -30,10 +29,13 @@ def bench(n: int, *words: str, **more: Any) -> Job:
     return mpirun(n, ["python", "-m", "mpikv", "bench", *words], **more)
 
 
-def found_in(job: Job, path: Path) -> dict[str, Any]:
+def measured(n: int, folder: Path, line: str, **more: Any) -> tuple[dict[str, Any], Job]:
+    """What a benchmark of some ranks writes by --json, and its job."""
+    path = folder / "run.json"
+    job = bench(n, *line.split(), "--json", str(path), **more)
     assert job.status == 0, job.output
     assert job.ranks_left == []
-    return json.loads(path.read_text())
+    return json.loads(path.read_text()), job
 
 
 def by(rows: list[dict[str, Any]], what: str) -> list[dict[str, Any]]:
@@ -62,22 +64,9 @@ def test_allreduce(n: int, kind: str, factor: int, tmp_path: Path) -> None:
     found_mpi = find_mpi(kind)
     if found_mpi is None:
         pytest.skip(f"no {kind} wheel here: scripts/test installs both")
-    path = tmp_path / "run.json"
     sizes = list(SIZES) if factor == 4 else ["4", "64", "1K", "16K"]
-    words = [
-        "-b",
-        "4",
-        "-e",
-        "64K",
-        "-f",
-        str(factor),
-        "--iterations",
-        "3",
-        "--algorithms",
-        "naive,ring",
-    ]
-    job = bench(n, "allreduce", *words, "--json", str(path), mpi=found_mpi)
-    found = found_in(job, path)
+    line = f"allreduce -b 4 -e 64K -f {factor} --iterations 3 --algorithms naive,ring"
+    found, job = measured(n, tmp_path, line, mpi=found_mpi)
     rows = found["rows"]
     names = list(dict.fromkeys(row["what"] for row in rows))
     assert [name for name in names if name != "shared"] == ["ordinary", "naive", "ring", RAW]
@@ -105,40 +94,30 @@ def test_allreduce(n: int, kind: str, factor: int, tmp_path: Path) -> None:
     assert job.stdout.count("# mpikv bench allreduce -b 4") == 1
 
 
-def test_pushpull_variants(mpi, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    job = bench(2, "pushpull", "-b", "12", "-e", "12", "--iterations", "2", "--json", str(path), mpi=mpi)
-    rows = found_in(job, path)["rows"]
-    names = [row["what"] for row in rows if not row["what"].startswith("shared")]
-    assert names == ["in place", "out=", "sgd", RAW]
+LENET_BYTES = 4 * 431_080
+
+
+@pytest.mark.parametrize(
+    ("line", "whats", "size"),
+    [
+        ("pushpull -b 12 -e 12", ["in place", "out=", "sgd", RAW], (1, 12)),
+        ("pushpull --keys 50 --key-bytes 1K", ["ordinary", RAW, PACKED], (50, 51200)),
+        ("model --model lenet", ["ordinary", RAW, PACKED], (len(shapes("lenet")), LENET_BYTES)),
+    ],
+)
+def test_sums_of_a_store(mpi, tmp_path: Path, line: str, whats: list[str], size: tuple[int, int]) -> None:
+    rows = measured(2, tmp_path, f"{line} --iterations 2", mpi=mpi)[0]["rows"]
+    assert [row["what"] for row in rows if not row["what"].startswith("shared")] == whats
+    assert {(row["arrays"], row["n_bytes"]) for row in rows} == {size}
     check_rows(rows, 2)
-
-
-def test_pushpull_of_many_keys(mpi, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    words = ["--keys", "50", "--key-bytes", "1K", "--iterations", "2", "--json", str(path)]
-    rows = found_in(bench(2, "pushpull", *words, mpi=mpi), path)["rows"]
-    assert [row["what"] for row in rows if row["what"] != "shared"] == ["ordinary", RAW, PACKED]
-    assert {(row["arrays"], row["n_bytes"]) for row in rows} == {(50, 51200)}
-    check_rows(rows, 2)
-    assert by(rows, "ordinary")[0]["control_messages"] == 0
-
-
-def test_model(mpi, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    job = bench(2, "model", "--model", "lenet", "--iterations", "2", "--json", str(path), mpi=mpi)
-    rows = found_in(job, path)["rows"]
-    assert [row["what"] for row in rows if row["what"] != "shared"] == ["ordinary", RAW, PACKED]
-    assert {(row["arrays"], row["n_bytes"]) for row in rows} == {(len(shapes("lenet")), 431_080 * 4)}
-    check_rows(rows, 2)
+    assert rows[0]["control_messages"] == 0
 
 
 def test_training(tmp_path: Path) -> None:
     """Every way that is there, on a perceptron; all of them end with the weights of the reference."""
     frameworks.need("torch")
-    path = tmp_path / "run.json"
-    words = ["--model", "mlp", "--image-size", "8", "--batch", "2,3", "--steps", "2", "--iterations", "1"]
-    found = found_in(bench(2, "train", *words, "--json", str(path), timeout_s=200), path)
+    line = "train --model mlp --image-size 8 --batch 2,3 --steps 2 --iterations 1"
+    found, _ = measured(2, tmp_path, line, timeout_s=200)
     ways = list(dict.fromkeys(row["what"] for row in found["rows"]))
     left_out = {re.match(r"left out: (.*) \(", note)[1] for note in found["notes"] if "left out" in note}
     assert ways[0] == "alone"
@@ -158,9 +137,7 @@ def test_training(tmp_path: Path) -> None:
 
 def test_servers(mpi, tmp_path: Path) -> None:
     """Two workers; every size and variant is a store of its own, served by the same rank."""
-    path = tmp_path / "run.json"
-    words = ["-b", "4K", "-e", "16K", "--iterations", "2", "--json", str(path)]
-    found = found_in(bench(3, "ps", *words, mpi=mpi), path)
+    found, _ = measured(3, tmp_path, "ps -b 4K -e 16K --iterations 2", mpi=mpi)
     names = ["sync", RAW, "sync-sgd", "async-sgd"]
     wanted = [(n_bytes, name) for n_bytes in (4096, 16384) for name in names]
     assert [(row["n_bytes"], row["what"]) for row in found["rows"]] == wanted
@@ -171,10 +148,8 @@ def test_servers(mpi, tmp_path: Path) -> None:
 
 
 def test_codec(mpi, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    words = ["--codecs", "2bit,int8", "--bytes", "64K", "--iterations", "2", "--json", str(path)]
-    job = bench(1, "codec", *words, mpi=mpi)
-    rows = found_in(job, path)["rows"]
+    found, job = measured(1, tmp_path, "codec --codecs 2bit,int8 --bytes 64K --iterations 2", mpi=mpi)
+    rows = found["rows"]
     assert [(row["what"], row["wire_bytes"]) for row in rows] == [
         ("2bit", 4096),
         ("int8", 16640),
@@ -187,8 +162,7 @@ def test_codec(mpi, tmp_path: Path) -> None:
 
 
 def test_link(mpi, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    (row,) = found_in(bench(3, "link", "--json", str(path), mpi=mpi), path)["rows"]
+    (row,) = measured(3, tmp_path, "link", mpi=mpi)[0]["rows"]
     assert (row["first"], row["second"], row["which"]) == (0, 1, "same host")
     assert row["latency_s"] > 0
     assert row["bytes_per_s"] > 0
@@ -199,7 +173,6 @@ def test_link(mpi, tmp_path: Path) -> None:
     [
         (["ps", "--servers", "2"], "--servers 2 of 2 ranks leave no worker"),  # found when the ranks have met
         (["allreduce", "-n", "3"], "-n 3, but 2 ranks were started"),  # found before
-        (["train", "--model", "lenet", "--image-size", "32"], "lenet takes images of 28 x 28"),
         (["allreduce", "--speed"], "unrecognized arguments: --speed"),  # by argparse
     ],
 )
@@ -275,11 +248,9 @@ def test_starts_mpirun_itself(tmp_path: Path) -> None:
 
 def test_wire(mpi: Any, tmp_path: Path) -> None:
     """Two ranks that count as two hosts: a ring sends each value once, in 4 bytes, in 2, or encoded."""
-    path = tmp_path / "wire.json"
-    words = ("wire", "--model", "lenet", "--codecs", "fp16,2bit", "--iterations", "1")
-    job = bench(2, *words, "--json", str(path), mpi=mpi, env={"MPIKV_FAKE_HOSTS": "2"})
-    rows = {row["what"]: row for row in found_in(job, path)["rows"]}
-    n_bytes = 4 * sum(math.prod(shape) for shape in shapes("lenet"))
+    line, n_bytes = "wire --model lenet --codecs fp16,2bit --iterations 1", LENET_BYTES
+    found, _ = measured(2, tmp_path, line, mpi=mpi, env={"MPIKV_FAKE_HOSTS": "2"})
+    rows = {row["what"]: row for row in found["rows"]}
     assert {row["n_bytes"] for row in rows.values()} == {n_bytes}
     assert sum(row["wrong"] for row in rows.values()) == 0
     assert rows["no bundles"]["bytes_sent"] == n_bytes
