@@ -1,7 +1,7 @@
 """The `mpirun` of this Python environment: where it is, what family it belongs to, and how that spells its options.
 
 Open MPI 5 (PRRTE), Open MPI 4 (ORTE), and the hydra of MPICH and of Intel MPI take the same programs separated by `:`
-and the same `-n`, but differ in the names of everything else. They are told apart by what `mpirun --version` prints.
+and the same `-n`, but differ in the names of everything else. `mpirun --version` shows which one it is.
 Asking costs one start of `mpirun`, about 0.05 s.
 """
 

@@ -101,7 +101,7 @@ TRAINING = {
 
 
 class Kind(NamedTuple):
-    """A benchmark. options: by their names, with what argparse is told. defaults: other ones than theirs."""
+    """A benchmark. options: by their names, with the arguments that argparse gets. defaults: other ones than theirs."""
 
     title: str
     description: str

@@ -12,8 +12,8 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 
-# All integers up to here are exact: two to the power of the digits of the significand; int8 ends at 127.
-EXACT = {"float16": 2048, "bfloat16": 256, "float32": 1 << 24, "float64": 1 << 53, "int8": 127, "uint8": 255}
+# All integers up to here are exact: two to the power of the digits of the significand.
+EXACT = {"float16": 2048, "bfloat16": 256, "float32": 1 << 24, "float64": 1 << 53}
 LONGEST_PERIOD = 13  # prime, so that no chunk or segment of a power of two looks like the one beside it
 BLOCK_ELEMS = LONGEST_PERIOD * 1260  # a multiple of every number up to 10, and small enough for a core's cache
 

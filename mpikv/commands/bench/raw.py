@@ -18,7 +18,7 @@ from mpikv.commands.bench.pattern import Pattern
 from mpikv.commands.bench.report import RAW
 
 PACKED = f"{RAW}, packed"
-SUMS_OF_MPI = ("float32", "float64", "int8", "uint8", "int32", "int64")  # what every MPI can add
+SUMS_OF_MPI = ("float32", "float64", "int32", "int64")  # of the dtypes of `choices`, what every MPI can add
 
 
 def mpi_can_add(dtype: np.dtype[np.generic]) -> bool:

@@ -6,12 +6,10 @@ from mpikv.commands.numbers import BYTES
 
 
 def sweep(min_bytes: int, max_bytes: int, factor: int, itemsize_bytes: int) -> list[int]:
-    """The sizes from `min_bytes` to `max_bytes`, each `factor` times the last, whole elements of `itemsize_bytes`.
+    """The sizes from `min_bytes` to `max_bytes`, each `factor` (2 or more) times the last.
 
-    A size that is no multiple of the element is rounded up. Raises ValueError where nothing is left to measure.
+    A size that is no multiple of `itemsize_bytes` is rounded up. Raises ValueError where nothing is left to measure.
     """
-    if factor < 2:
-        raise ValueError(f"the factor between sizes must be at least 2, not {factor}")
     if min_bytes > max_bytes:
         raise ValueError(f"the smallest size, {short(min_bytes)}, is larger than the largest, {short(max_bytes)}")
     sizes, n_bytes = [], min_bytes

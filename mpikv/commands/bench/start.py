@@ -2,8 +2,8 @@
 command.
 
 It becomes it by exec, so that signals reach `mpirun` and its status is this command's. Where a launcher has started the
-ranks already, `-n` may only repeat their number. What is wrong with the options is told once, by rank 0, although every
-rank finds it.
+ranks already, `-n` may only repeat their number. Every rank finds what is wrong with the options; rank 0 alone prints
+it.
 """
 
 from __future__ import annotations

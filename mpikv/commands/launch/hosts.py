@@ -24,7 +24,7 @@ from mpikv.errors import ConfigError
 USER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 NAME = re.compile(r"\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 ENTRY = re.compile(rf"(?:(?P<user>{USER.pattern})@)?(?P<host>{NAME.pattern})(?::(?P<slots>\d+))?", re.ASCII)
-LIKELY_PORT = 1000  # no host has so many slots; 22, the usual port, cannot be told from a number of slots
+LIKELY_PORT = 1000  # no host has so many slots; 22, the usual port, looks like a number of slots
 OTHER_SCHEDULERS = ("PBS_NODEFILE", "LSB_HOSTS", "COBALT_NODEFILE")
 # Grid Engine's remote shell within a job; the host's name follows. Not -V, which leaves the whole environment, the
 # secret of the job with it, in files that every user of that host can read.

@@ -194,7 +194,7 @@ class BatchSystem(NamedTuple):
     ending: str
 
     def submit(self, text: str, without: Collection[str] = ()) -> str:
-        """Hand over a script; the job's number. without: variables of this environment that the job shall not have.
+        """Submit a script; the job's number. without: variables of this environment that the job shall not have.
 
         Raises ConfigError with the scheduler's words where it refuses, SchedulerError where it does not answer.
         """

@@ -1,4 +1,4 @@
-"""`mpikv submit slurm|sge`: a batch script for a training, handed to the scheduler, and followed with --wait.
+"""`mpikv submit slurm|sge`: a batch script for a training, given to the scheduler, and followed with --wait.
 
 The script is that of `scripts/`, with the options' values at its top. `mpikv launch --launcher slurm|sge` does the same
 and always waits.
@@ -106,7 +106,7 @@ def _run(job: BatchJob, options: argparse.Namespace, command: str, *, wait: bool
 
 
 def _submit(job: BatchJob, text: str, variables: Mapping[str, str]) -> str:
-    """Hand the script over; the job's number."""
+    """Submit the script; the job's number."""
     system = SYSTEMS[job.scheduler]
     try:
         if job.output_dir:

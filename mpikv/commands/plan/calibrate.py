@@ -1,9 +1,9 @@
 """What a message, a byte, an addition and a copy cost on this machine: its `Costs`.
 
-A message's way through Python and MPI is measured with the real stages of a collective, whose one rank sends to itself;
-its way through the kernel with a TCP connection over the loopback, in processor time. Each for two lengths, which gives
-the cost of a message and that of a byte. One message is sent and received, so that each side is half of it. All is done
-piece by piece over arrays that no cache holds, as gradients are.
+A message's path through Python and MPI is measured with the real stages of a collective, whose one rank sends to
+itself; its path through the kernel with a TCP connection over the loopback, in processor time. Each for two lengths,
+which gives the cost of a message and that of a byte. One message is sent and received, so that each side is half of it.
+All is done segment by segment over arrays that no cache holds, as gradients are.
 
 Cost: about two seconds. Needs MPI. Restrictions: a network card's interrupts are not in it, and the loopback copies in
 the sender's time what a card would fetch by itself.

@@ -5,7 +5,7 @@
     core      each rank has one. It pays for each message that it sends or receives, for each of their bytes (MPI and
               the kernel copy them), and for each byte added or copied
 
-Pure, and without any other module of mpikv: whoever has to choose between ways of exchanging a value may ask. A formula
+Pure, and without any other module of mpikv: whoever has to choose between paths of a value may ask. A formula
 takes what a bucket or a step costs each resource, and gives the seconds until the last worker has the last value.
 
 `allreduce_s`: with the cost model of Hockney a message of m bytes takes a + m b, and m bytes are added in m c; p
