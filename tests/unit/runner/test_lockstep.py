@@ -94,12 +94,6 @@ def test_a_test_has_one_outcome_on_all_ranks(run) -> None:
         assert done.said(f"AssertionError: in {part}") == 1
 
 
-def test_all_well(run) -> None:
-    done = run(2, "def test_sum(comm): assert comm.allreduce(1) == 2")
-    assert done.job.status == 0, done.job.output
-    assert done.outcomes == {"test_sum": "passed"}
-
-
 def test_a_deadlock_ends_with_all_stacks(run) -> None:
     done = run(
         3,

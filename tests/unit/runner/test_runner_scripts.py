@@ -75,15 +75,6 @@ def test_help(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [f"scripts/{name}" for name in ("demo", "test", "lint", "docs", "build_ompi_cuda", "_venv.sh", "_bare")]
-    + [".ci/run"],
-)
-def test_shell_syntax(path: str) -> None:
-    subprocess.run(["bash", "-n", ROOT / path], check=True, timeout=20)
-
-
-@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("scripts/lint --nonsense", "unknown option --nonsense"),
