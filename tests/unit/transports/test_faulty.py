@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-
 import numpy as np
 import pytest
 
@@ -11,11 +9,10 @@ from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.engine import Engine
 from mpikv.errors import StallError
-from mpikv.testing.ranks import RankError, spawn
+from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports.base import Arrival
 from mpikv.transports.faulty import Death, Faults, FaultyFabric, Gate, KilledError
-from mpikv.transports.threads import Fabric
 
 
 def pair(*faults: Faults):
@@ -36,7 +33,7 @@ def one(value):
     return np.array([value], np.int64)
 
 
-@pytest.mark.parametrize("seed", [None, *range(20)])
+@pytest.mark.parametrize("seed", [None, *range(5)])
 def test_those_of_one_sender_with_one_tag_stay_in_order(seed):
     me, other = pair(Faults(seed))
     for i in range(10):
@@ -144,23 +141,6 @@ def test_a_rank_that_has_gone_silent_neither_sends_nor_receives():
     assert me.probe(1) is None
     received(other, other.irecv(one(0), 0, 1))
     assert not other.irecv(one(0), 0, 1).test()
-
-
-def test_thread_ranks_on_a_faulty_fabric():
-    counts: collections.Counter[int] = collections.Counter()
-
-    def body(transport):
-        peer = 1 - transport.rank
-        transport.isend(one(transport.rank), peer, 3)
-        value = one(-1)
-        received(transport, transport.irecv(value, peer, 3))
-        counts[transport.rank] = transport.sent_messages
-        return int(value[0])
-
-    fabric = FaultyFabric(2, lambda rank: Faults(seed=rank), ["a", "b"])
-    assert isinstance(fabric, Fabric)
-    assert spawn(2, body, fabric=fabric) == [1, 0]
-    assert counts == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])

@@ -25,13 +25,8 @@ def test_the_smallest_mpi_has_tags_for_thousands_of_keys():
     assert wire.key_tag(limit, wire.TAGS_PER_KEY - 1) > 32767
 
 
-def test_header_keeps_payloads_aligned():
+def test_request_copies_its_payload_and_keeps_it_aligned():
     assert wire.HEADER_BYTES % 16 == 0
-    message = wire.request(wire.Header(wire.PUSH), np.arange(3, dtype=np.float64))
-    assert wire.parse_request(message)[1].view(np.float64).tolist() == [0, 1, 2]
-
-
-def test_request_copies_its_payload():
     payload = np.ones(3, np.float32)
     message = wire.request(wire.Header(wire.PUSH, 1, 2, 3, 4), payload)
     payload[:] = 0
