@@ -150,41 +150,35 @@ def test_memory_does_not_grow_with_the_records(tmp_path: Path) -> None:
 # ---- CIFAR
 
 
-def binary_batch(images: np.ndarray, fields: dict[str, list[int]]) -> bytes:
-    columns = [np.array(values, np.uint8)[:, None] for values in fields.values()]
-    return np.concatenate([*columns, images], axis=1).tobytes()
+def binary(images: np.ndarray, *labels: Any) -> bytes:
+    return np.column_stack([*labels, images]).astype(np.uint8).tobytes()
 
 
 RNG = np.random.default_rng(5)
 IMAGES = RNG.integers(0, 256, (15, 3072)).astype(np.uint8)
-LABELS = RNG.integers(0, 10, 15).tolist()
+LABELS = RNG.integers(0, 10, 15)
 
 
 @pytest.mark.parametrize("below", [True, False])
-def test_cifar10(tmp_path: Path, below: bool) -> None:
-    folder = tmp_path / "cifar-10-batches-bin" if below else tmp_path
-    folder.mkdir(exist_ok=True)
-    for i in range(5):
-        mine = slice(3 * i, 3 * i + 3)
-        (folder / f"data_batch_{i + 1}.bin").write_bytes(binary_batch(IMAGES[mine], {"labels": LABELS[mine]}))
-    (folder / "test_batch.bin").write_bytes(binary_batch(IMAGES[:2], {"labels": [0, 9]}))
-    data = Cifar10(tmp_path)
-    order = RNG.permutation(15)
+def test_cifar(tmp_path: Path, below: bool) -> None:
+    for name in ("cifar-10-batches-bin", "cifar-100-binary"):
+        folder = tmp_path / name if below else tmp_path
+        folder.mkdir(exist_ok=True)
+        if name.startswith("cifar-100"):
+            (folder / "train.bin").write_bytes(binary(IMAGES[:3], [1, 19, 0], [99, 5, 0]))
+            continue
+        for i, start in enumerate(range(0, 15, 3), 1):
+            mine = slice(start, start + 3)
+            (folder / f"data_batch_{i}.bin").write_bytes(binary(IMAGES[mine], LABELS[mine]))
+        (folder / "test_batch.bin").write_bytes(binary(IMAGES[:2], [0, 9]))
+    data, order = Cifar10(tmp_path), RNG.permutation(15)
     images, labels = data.take(order)
     assert np.array_equal(images, IMAGES[order].reshape(15, 3, 32, 32))
-    assert (labels.tolist(), labels.dtype) == ([LABELS[i] for i in order], np.int64)
+    assert (labels.tolist(), labels.dtype) == (LABELS[order].tolist(), np.int64)
     assert data[14][0].shape == (3, 32, 32)
     assert Cifar10(tmp_path, train=False).take([1, 0])[1].tolist() == [9, 0]
     parts = [Cifar10(tmp_path, num_parts=4, part_index=p) for p in range(4)]
-    assert [int(label) for part in parts for label in part.take(range(len(part)))[1]] == LABELS
-
-
-@pytest.mark.parametrize("below", [True, False])
-def test_cifar100(tmp_path: Path, below: bool) -> None:
-    folder = tmp_path / "cifar-100-binary" if below else tmp_path
-    folder.mkdir(exist_ok=True)
-    fields = {"coarse_labels": [1, 19, 0], "fine_labels": [99, 5, 0]}
-    (folder / "train.bin").write_bytes(binary_batch(IMAGES[:3], fields))
+    assert [int(label) for part in parts for label in part.take(range(len(part)))[1]] == LABELS.tolist()
     images, labels = Cifar100(tmp_path).take([0, 1, 2])
     assert np.array_equal(images.reshape(3, 3072), IMAGES[:3])
     assert labels.tolist() == [99, 5, 0]
@@ -193,42 +187,26 @@ def test_cifar100(tmp_path: Path, below: bool) -> None:
 
 # ---- load_images
 
-NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
-
-def write_images(directory: Path) -> None:
-    arrays = np.full((5, 28, 28), 3), np.arange(5), np.full((2, 28, 28), 4), np.arange(2)
-    for i, (name, array) in enumerate(zip(NAMES, arrays, strict=True)):
-        raw = idx_bytes(array)
-        (directory / (name + (".gz" if i % 2 else ""))).write_bytes(gzip.compress(raw) if i % 2 else raw)
-
-
-def test_images_from_files(tmp_path: Path) -> None:
-    write_images(tmp_path)
-    got = load_images(tmp_path)
-    assert got.train_x.shape == (5, 1, 28, 28)
-    assert got.test_x.shape == (2, 1, 28, 28)
-    assert got.train_x.dtype == np.uint8
-    assert (got.train_x == 3).all()
-    assert (got.test_x == 4).all()
-    assert got.train_y.tolist() == [0, 1, 2, 3, 4]
-    assert got.test_y.tolist() == [0, 1]
-    assert got.source == f"5 training and 2 test images from {tmp_path}"
-
-
-def test_debian_directory_comes_before_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a folder, packed or not; without one Debian's comes before the digits."""
+    for start, n, value in (("train", 5, 3), ("t10k", 2, 4)):
+        (tmp_path / f"{start}-images-idx3-ubyte").write_bytes(idx_bytes(np.full((n, 28, 28), value)))
+        (tmp_path / f"{start}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx_bytes(np.arange(n))))
     monkeypatch.setattr(mnist, "DEBIAN_DIR", tmp_path)
-    write_images(tmp_path)
-    assert str(tmp_path) in load_images().source
+    for got in (load_images(tmp_path), load_images()):
+        assert [x.shape for x in (got.train_x, got.test_x)] == [(5, 1, 28, 28), (2, 1, 28, 28)]
+        assert got.train_x.dtype == np.uint8
+        assert [np.unique(x).tolist() for x in (got.train_x, got.test_x)] == [[3], [4]]
+        assert [y.tolist() for y in (got.train_y, got.test_y)] == [[0, 1, 2, 3, 4], [0, 1]]
+        assert got.source == f"5 training and 2 test images from {tmp_path}"
 
 
 def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     monkeypatch.setattr(mnist, "DEBIAN_DIR", tmp_path)
     got = load_images()
-    assert got.train_x.shape == (1500, 1, 28, 28)
-    assert got.test_x.shape == (297, 1, 28, 28)
-    assert got.train_x.dtype == np.uint8
+    assert (got.train_x.shape, got.test_x.shape, got.train_x.dtype) == ((1500, 1, 28, 28), (297, 1, 28, 28), np.uint8)
     small = datasets.load_digits().images
     assert np.array_equal(got.train_x[7, 0, 3:26:3, 3:26:3], np.rint(small[7] * 15.9375))
     assert got.train_x[:, 0, [0, 1, 26, 27]].max() == 0

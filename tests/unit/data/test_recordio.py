@@ -106,31 +106,34 @@ def test_an_index_that_points_into_a_record_is_skipped_there(tmp_path: Path) -> 
     assert skipping.skipped == 1
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
-    path = tmp_path / "a.rec"
-    write_records(path, [b"a"])
-    with pytest.raises(ValueError, match=r"part_index must be in 0\.\.1, as num_parts is 2; got 2"):
-        RecordFile(path, num_parts=2, part_index=2)
-    with pytest.raises(ValueError, match="num_parts must be at least 1"):
-        RecordFile(path, num_parts=0)
-    with pytest.raises(ValueError, match="damaged must be one of 'error', 'skip'"):
-        RecordFile(path, damaged="ignore")  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError):
-        RecordFile(tmp_path / "b.rec")
-    with pytest.raises(IsADirectoryError):
-        RecordFile(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"a\.none"):
-        RecordFile(path, index=tmp_path / "a.none")
-    records = RecordFile(path)
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        ("a.rec", {"num_parts": 2, "part_index": 2}, ValueError, r"part_index must be in 0\.\.1, as .* is 2; got 2"),
+        ("a.rec", {"num_parts": 0}, ValueError, "num_parts must be at least 1"),
+        ("a.rec", {"damaged": "ignore"}, ValueError, "damaged must be one of 'error', 'skip'"),
+        ("a.rec", {"index": "a.none"}, FileNotFoundError, r"a\.none"),
+        ("b.rec", {}, FileNotFoundError, r"b\.rec"),
+        (".", {}, IsADirectoryError, "a folder"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, name: str, options: Any, error: type[Exception], words: str) -> None:
+    write_records(tmp_path / "a.rec", [b"a"])
+    with pytest.raises(error, match=words):
+        RecordFile(tmp_path / name, **options)
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    write_records(tmp_path / "a.rec", [b"a"])
+    records = RecordFile(tmp_path / "a.rec")
     with pytest.raises(ValueError, match="without an index file"):
         records.keys()
     with pytest.raises(TypeError, match="the number of a record is a whole number"):
         records["0"]  # type: ignore[index]
     records.close()
-    with pytest.raises(ValueError, match=r"a\.rec was closed"):
-        list(records)
-    with pytest.raises(ValueError, match=r"a\.rec was closed"):
-        records[0]
+    for read in (lambda: list(records), lambda: records[0]):
+        with pytest.raises(ValueError, match=r"a\.rec was closed"):
+            read()
 
 
 def test_writer_leaves_all_or_nothing(tmp_path: Path) -> None:
@@ -188,28 +191,13 @@ ENDS = [16, 44, 84, 96]
     ("change", "offset", "words", "left"),
     [
         ({0: b"PNG!"}, 0, "no RecordIO head: 50 4e 47 21 instead of 0a 23 d7 ce", [1, 2, 3]),
-        (
-            {4: word(1000)},
-            0,
-            "truncated: its 1000 bytes would end at 1008, the file ends at 96",
-            [1, 2, 3],
-        ),
+        ({4: word(1000)}, 0, "truncated: its 1000 bytes would end at 1008, the file ends at 96", [1, 2, 3]),
         ({4: word(1)}, 0, "no record follows it at 12", [1, 2, 3]),
         ({4: word(36)}, 0, "another record's head lies in it, at 16: its length 36 is wrong", [1, 2, 3]),
         ({16: bytes(4)}, 0, "no record follows it at 16", [2, 3]),
-        (
-            {4: word(3 << 29 | 5)},
-            0,
-            "flag 3 .a last piece. where a whole record or a first piece",
-            [1, 2, 3],
-        ),
+        ({4: word(3 << 29 | 5)}, 0, "flag 3 .a last piece. where a whole record or a first piece", [1, 2, 3]),
         ({4: word(7 << 29 | 5)}, 0, "flag 7 .unknown.", [1, 2, 3]),
-        (
-            {4: word(1 << 29 | 5)},
-            0,
-            "flag 0 .a whole record. where a middle .* the piece at 16",
-            [1, 2, 3],
-        ),
+        ({4: word(1 << 29 | 5)}, 0, "flag 0 .a whole record. where a middle .* the piece at 16", [1, 2, 3]),
         ({88: word(5)}, 84, "truncated: its 5 bytes would end at 100", [0, 1, 2]),
     ],
 )
