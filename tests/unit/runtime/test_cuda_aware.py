@@ -65,16 +65,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 # The questions
 
 
-def test_all_say_yes(world: World) -> None:
+def test_all_say_yes_and_the_trial_answers(world: World) -> None:
     assert find_out("auto", 1) == (True, "tried with 8 MiB on H100")
     assert str(find_out()) == "yes: tried with 8 MiB on A2"
     assert world.trials == [(1, "mpikv.runtime.cuda_trial:CupyMemory"), (0, "mpikv.runtime.cuda_trial:CupyMemory")]
     assert world.asked == ["driver", "library", "cupy"] * 2
-
-
-def test_a_trial_says_no(world: World) -> None:
     world.outcome = CudaSupport(False, "the trial was ended by SIGSEGV")
     assert str(find_out()) == "no: the trial was ended by SIGSEGV on A2"
+    world.outcome, world.cupy = CudaSupport(True, "tried"), False
+    assert find_out(source="another:Source").aware  # needs no CuPy
 
 
 @pytest.mark.parametrize(
@@ -103,11 +102,6 @@ def test_no_question_is_asked_after_the_answer(
     assert find_out(setting, device) == answer
     assert world.asked == ["driver", "library", "cupy"][:asked]
     assert world.trials == []
-
-
-def test_another_source_needs_no_cupy(world: World) -> None:
-    world.cupy = False
-    assert find_out(source="another:Source").aware
 
 
 def test_whether_there_is_cupy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,17 +74,6 @@ def test_the_version_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ask(lambda _: Driver(b"A2")).version == "CUDA 12.4, 570.86.15"
 
 
-def test_no_driver() -> None:
-    def load(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
-
-    assert ask(load) == Devices(problem="no driver (libcuda.so.1 cannot be loaded)")
-
-
-def test_no_gpu() -> None:
-    assert ask(lambda _: Driver()).problem == "the driver shows no GPU to this process"
-
-
 @pytest.mark.parametrize("name", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName"])
 def test_a_driver_that_fails(name: str) -> None:
     found = ask(lambda _: Driver(b"A2", fails=name))
@@ -93,6 +82,20 @@ def test_a_driver_that_fails(name: str) -> None:
     )
 
 
-def test_another_library_of_this_name() -> None:
-    assert ask(lambda _: types.SimpleNamespace()).problem.startswith("no driver: libcuda.so.1 is there, but ")
-    assert ask(lambda _: ctypes.CDLL(None)).problem.startswith("no driver: libcuda.so.1 is there, but ")
+def missing(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("load", "problem"),
+    [
+        (missing, "no driver (libcuda.so.1 cannot be loaded)"),
+        (lambda _: Driver(), "the driver shows no GPU to this process"),
+        (lambda _: types.SimpleNamespace(), "no driver: libcuda.so.1 is there, but "),  # another library of this name
+        (lambda _: ctypes.CDLL(None), "no driver: libcuda.so.1 is there, but "),
+    ],
+)
+def test_no_driver_or_no_gpu(load: Any, problem: str) -> None:
+    found = ask(load)
+    assert found.names == ()
+    assert found.problem.startswith(problem)
