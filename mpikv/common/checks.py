@@ -1,7 +1,7 @@
 """Arguments: what they have to be, and how errors describe what they are.
 
-A checker takes what the argument is called and its value. It returns the value in one plain type (NumPy's numbers
-become Python's), or raises TypeError for another kind of thing and ValueError for one out of range, which say what was
+A checker takes what the argument is called and its value. It returns the value in one type of Python's (NumPy's numbers
+are converted), or raises TypeError for another kind of thing and ValueError for one out of range, which say what was
 expected. Errors repeat what users gave by `shown` alone, which is never long.
 """
 

@@ -99,7 +99,7 @@ class VirtualClock:
                     while len(self._lookers) < lookers and not until():
                         if time.monotonic() > limit_s:
                             raise TimeoutError(f"{len(self._lookers)} threads look at the clock, {lookers} expected")
-                        self._looked.wait(0.005)  # `until` tells nobody when it has changed
+                        self._looked.wait(0.005)  # nothing wakes this thread when `until` has changed
                 if until():
                     return
         finally:

@@ -1,7 +1,7 @@
 """How far a piece of work is: a bar on a terminal, elsewhere a line now and then; and the lines that it prints besides.
 
 Everything that shows progress uses this class, the commands and the examples. The bar is rich's. Where nobody looks (a
-file, a pipe, under mpirun or Slurm) a plain line is due when `LEAST_S` have passed and another `SHARE` of the work is
+file, a pipe, under mpirun or Slurm) a line is due when `LEAST_S` have passed and another `SHARE` of the work is
 done, and after `MOST_S` in any case: a short piece of work has a line for each 5 s, a long one about twenty in all, and
 none is silent for longer than a minute. Bar and lines go to standard error, so that standard output holds results.
 
@@ -48,23 +48,23 @@ class Progress:
         self._bar = _bar(title, total, unit, done) if shown else None
 
     def update(self, n: int = 0, what: str | None = None, **values: float) -> None:
-        """Count `n` more as done. what: is under way now, until told otherwise.
+        """Count `n` more as done. what: is under way from now on.
 
         values: shown besides, such as loss=0.61.
         """
         self.done += n
-        told = what is not None and what != self.what
+        changed = what is not None and what != self.what
         self.what = self.what if what is None else what
         self._values = ", ".join(f"{name} {value:.4f}" for name, value in values.items()) or self._values
         if not self._shown:
             return
         now_s = self._clock()
         if self._bar is not None:
-            if told or self.done >= self.total or now_s - self._drawn_s >= DRAWN_S:
+            if changed or self.done >= self.total or now_s - self._drawn_s >= DRAWN_S:
                 self._drawn_s = now_s
-                said = ", ".join(filter(None, (self.what, self._values)))
+                text = ", ".join(filter(None, (self.what, self._values)))
                 (task,) = self._bar.task_ids
-                self._bar.update(task, completed=self.done, total=self.total, said=said, refresh=True)
+                self._bar.update(task, completed=self.done, total=self.total, text=text, refresh=True)
             return
         waited_s, share = now_s - self._line_s, (self.done - self._line_done) / max(self.total, 1)
         if waited_s >= MOST_S or (waited_s >= LEAST_S and share >= SHARE):
@@ -132,7 +132,7 @@ def _bar(title: str, total: int, unit: str, done: int) -> rich.progress.Progress
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         count,
-        rich_progress.TextColumn("{task.fields[said]}", markup=False),
+        rich_progress.TextColumn("{task.fields[text]}", markup=False),
         rich_progress.TimeRemainingColumn(),
         console=console,
         auto_refresh=False,
@@ -140,7 +140,7 @@ def _bar(title: str, total: int, unit: str, done: int) -> rich.progress.Progress
         redirect_stdout=False,  # it would send results that go to a file to standard error
         redirect_stderr=False,
     )
-    bar.add_task(title, total=total, completed=done, said="")
+    bar.add_task(title, total=total, completed=done, text="")
     bar.start()
     console.show_cursor(True)  # rich hides it, and a process that a signal ends cannot bring it back
     return bar

@@ -67,7 +67,7 @@ def pack(header: ImageHeader, content: bytes) -> bytes:
 def unpack(record: bytes) -> tuple[ImageHeader, bytes]:
     """Return the header and the encoded image of a record. Raises ValueError where it is too short to be one. Local.
 
-    No labels at all cannot be told from one label of 0.0: MXNet writes the same bytes for both, and so does `pack`.
+    No labels look like one label of 0.0: MXNet writes the same bytes for both, and so does `pack`.
 
     >>> data.unpack(data.pack(data.ImageHeader(3.0), b'JPEG'))
     (ImageHeader(label=3.0, id=0, id2=0), b'JPEG')

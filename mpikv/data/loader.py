@@ -132,8 +132,7 @@ class DataLoader:
         return whole + (rest > 0 and self.last == "keep")
 
     def state(self) -> dict[str, Any]:
-        """Return where the loader is, as plain numbers, strings and lists, so that JSON or a checkpoint can keep it.
-        Local.
+        """Return where the loader is, as numbers, strings and lists that JSON or a checkpoint can keep. Local.
 
         Batches count when the loop gets them, not when they are loaded. The state belongs to this worker; where all
         workers take their examples by SplitSampler and `last` is not 'rollover', the state of one is good for all.

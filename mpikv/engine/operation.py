@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Operation(Protocol):
-    """Something under way. `test` never waits, and once it has said True it goes on saying so."""
+    """Something under way. `test` never waits, and once it has returned True it goes on returning it."""
 
     def test(self) -> bool:
         """Return whether it is done. Raises the error if it has failed."""
@@ -21,7 +21,7 @@ class Operation(Protocol):
 
 
 class Waiter(Protocol):
-    """Somebody who waits for an operation, and does nothing else until it wakes him."""
+    """Somebody who waits for an operation, and does nothing else until the operation wakes it."""
 
     def wake(self) -> None:
         """Ask the operation again: it may be done. May be called more than once, and by any thread."""

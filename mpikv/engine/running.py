@@ -63,7 +63,7 @@ class Running(Waking, Generic[T]):
                 self.wake()  # there may be more
         except StopIteration as stop:
             self._end(stop.value)
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits for this
+        except Exception as error:  # noqa: BLE001 - raised to whoever waits for this
             self._end(error=error)
         except BaseException as error:
             # Ctrl-C: it was meant for the caller who happens to step, not for whoever waits for this transfer.

@@ -1,4 +1,4 @@
-"""What a rank is doing in one of its stores, so that others who wait for it can be told.
+"""What a rank is doing in one of its stores, for those who wait for it.
 
 A rank with several stores may wait in one of them while others miss it in another store, and these must learn of it:
 two ranks that close two stores in different orders wait for each other for ever.

@@ -10,10 +10,10 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
   job ends with it (that of a bare `raise SystemExit(3)` cannot be: Python shows it to nobody before its exit handlers);
 - SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
 
-Ranks run the same program, so that most errors are made by all of them. Rank 0 tells its own at once, and the others
-wait for their turn: rank 0's end is theirs. So one rank tells, without a message between them, and a rank whose error
-is its own tells it two or three seconds later. MPI_Abort has the library print a box of its own, so that a mistake
-ends the process instead where `mpirun` takes that for the end of the job, and hydra is told by itself (see unmet.py).
+Ranks run the same program, so that most errors are made by all of them. Rank 0 prints its own at once, and the others
+wait for their turn: rank 0's end is theirs. So one rank prints, without a message between them, and a rank whose error
+is its own prints it two or three seconds later. MPI_Abort has the library print a box of its own, so that a mistake
+ends the process instead where `mpirun` takes that for the end of the job, and hydra is asked by itself (see unmet.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mpikv.observe.activity import Activity
 from mpikv.runtime import launcher, printed, tracebacks, unmet
 from mpikv.runtime.forked import TakesSignals
 
-FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
+FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it kills
 # From an error that all ranks make at once to the end of all by rank 0's: the launcher's time to hear of it (hydra's
 # processes, see unmet.py: 1 s) and to end the others (`mpikv launch` leaves them 1 s for last words).
 TURN_S = 2.5

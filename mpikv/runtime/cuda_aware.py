@@ -29,12 +29,12 @@ from mpikv.runtime import cuda_driver, cuda_trial, library
 
 LIMIT_S = 60.0  # for importing CuPy from a busy file system, and for the first use of a GPU
 BACKSTOP_S = 10.0  # after which the child ends itself where this process does not live to end it
-# What launchers and schedulers tell their ranks. A child that sees it would take itself for one of these ranks.
+# What launchers and schedulers set for their ranks. A child that sees it would take itself for one of these ranks.
 LAUNCHERS = (
     *("OMPI_", "PMIX_", "PRTE_", "ORTE_", "PMI_", "PMI2_", "HYDI_", "HYDRA_", "MPI_LOCAL", "MPIEXEC_"),
     *("MV2_COMM_WORLD_", "SLURM_", "FLUX_", "PALS_", "ALPS_", "JSM_"),
 )
-# Of these, what the user said: where a moved Open MPI lies, and which of its parts carry messages.
+# Of these, what the user has set: where a moved Open MPI lies, and which of its parts carry messages.
 USERS = re.compile(
     r"(PMIX|PRTE)_PREFIX|OMPI_ALLOW_RUN_AS_ROOT\w*|OMPI_MCA_(pml|mtl|btl|bml|accelerator|rcache|mpool|allocator|memory"
     r"|smsc|opal_cuda|opal_common_ucx|mpi_cuda|mpi_common_cuda|mca_base)(_\w+)?"
@@ -128,8 +128,8 @@ def _judge(status: int | None, out: str, err: str, limit_s: float) -> CudaSuppor
     if status < 0:
         return CudaSupport(False, f"the trial was ended by {_signal_name(-status)}")
     try:
-        said = json.loads(out.split("\n")[-2])  # a last line without an end was cut off
-        aware, why = said["aware"], said["why"]
+        answer = json.loads(out.split("\n")[-2])  # a last line without an end was cut off
+        aware, why = answer["aware"], answer["why"]
     except (ValueError, TypeError, LookupError):
         aware, why = False, ""
     if status > 0 or not why:

@@ -28,7 +28,7 @@ NO_CUPY = f"CuPy is not installed: pip install {CUPY_PACKAGES}"
 class Devices(NamedTuple):
     """The GPUs that this process sees, by name. problem: why there is no GPU, "" where there is one.
 
-    version: of the CUDA that the driver serves, and of the driver where the kernel tells it: `CUDA 12.8, 570.86.15`.
+    version: of the CUDA that the driver serves, and of the driver where the kernel shows it: `CUDA 12.8, 570.86.15`.
     """
 
     names: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def has_cupy() -> bool:
 
 
 def _of_kernel_module() -> str:
-    """Return `, VERSION` of the driver's kernel module, "" where it is not told, as in some containers."""
+    """Return `, VERSION` of the driver's kernel module, "" where it is not shown, as in some containers."""
     try:
         found = re.search(r"\d+\.\d+(\.\d+)?", Path(KERNEL_MODULE).read_text())
     except OSError:

@@ -111,7 +111,7 @@ def apply(family: str, value: str, environ: MutableMapping[str, str] | None = No
 
 
 def too_late(family: str, value: str, environ: Mapping[str, str] | None = None) -> str:
-    """Say what to do where the library is initialised already; "" where it was told in time."""
+    """Return what to do where the library is initialised already; "" where the variables were set in time."""
     environ = os.environ if environ is None else environ
     missing = {name: text for name, text in choose(family, value, environ).variables.items() if name not in environ}
     if not missing:
@@ -184,7 +184,7 @@ _IfAddrs._fields_ = (
 
 
 def host_interfaces() -> tuple[Interface, ...]:
-    """Return the interfaces of this host, in the kernel's order. InterfaceError where the system does not tell them."""
+    """Return the interfaces of this host, in the kernel's order. InterfaceError where the system does not list them."""
     lib = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()
     if lib.getifaddrs(ctypes.byref(first)) != 0:

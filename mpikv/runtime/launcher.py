@@ -68,8 +68,8 @@ def size(environ: Mapping[str, str]) -> int:
 
 def torch_size(environ: Mapping[str, str]) -> int:
     """Return how many processes PyTorch's own launcher says that it started; 1 where it says nothing."""
-    said = environ.get(TORCH_SIZE, "")
-    return int(said) if said.isdigit() else 1
+    text = environ.get(TORCH_SIZE, "")
+    return int(text) if text.isdigit() else 1
 
 
 def _size_variable(environ: Mapping[str, str]) -> str | None:
@@ -90,7 +90,7 @@ def ends_jobs(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def let_rank_0_speak(limit_s: float = SILENT_S) -> None:
-    """Let rank 0 be the first to end with an error, since it tells what is wrong. Blocks, at most `limit_s`.
+    """Let rank 0 be the first to end with an error, since it prints what is wrong. Blocks, at most `limit_s`.
 
     Open MPI's mpirun then ends all others, this process, too. Hydra lets all ranks come to their ends.
     """
@@ -178,7 +178,7 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
         elsewhere = bool(prefix and path) and Path(prefix).resolve() not in Path(path).resolve().parents
         mixed = elsewhere or (name != OPEN_MPI and "PMI_SIZE" not in environ)
     else:
-        # Slurm can speak Open MPI's protocol under the same variables as hydra, which cannot: its own variable tells.
+        # Slurm can speak Open MPI's protocol under hydra's variables; hydra cannot, and has one more of its own.
         mixed = name == OPEN_MPI and HYDRA in environ
     if mixed:
         raise _mixture(launcher, f"{name} at {path}", "which cannot talk to it")

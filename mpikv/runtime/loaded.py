@@ -14,7 +14,7 @@ VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING 
 
 
 def loaded_path() -> str:
-    """Return the file of the MPI library that mpi4py uses, or "" where it cannot be told."""
+    """Return the file of the MPI library that mpi4py uses, or "" where it cannot be found out."""
     from mpi4py import MPI  # noqa: PLC0415
 
     wanted = MPI.Get_library_version()

@@ -64,7 +64,7 @@ def _is_pythons(filename: str) -> bool:
 
 
 def mistake(error: BaseException) -> Mistake | None:
-    """Return the mistake that `error` tells of, None where it is something else."""
+    """Return the mistake that `error` reports, None where it is something else."""
     if not isinstance(error, (*MISTAKES, *CHECKED, *OF_PATHS)) and type(error) is not MpikvError:
         return None
     steps = list(_steps(error.__traceback__))
@@ -78,7 +78,7 @@ def mistake(error: BaseException) -> Mistake | None:
         found = True
     elif isinstance(error, OF_PATHS):
         found = is_ours(_file(last)) and (error.filename is not None or _is_raise(last))
-    else:  # an error of the base class that has a cause tells of what the user's own code did
+    else:  # an error of the base class that has a cause reports what the user's own code did
         of_cause = isinstance(error, MpikvError) and error.__cause__ is not None
         found = is_ours(_file(last)) and not of_cause and (misfit or _is_raise(last))
     if not found:

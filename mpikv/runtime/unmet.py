@@ -3,7 +3,7 @@
 A setting of one host alone, or an interface that it lacks, stops a rank before MPI_Init, and MPI_Abort works only after
 MPI_Init. What becomes of the job depends on the launcher:
 
-- hydra (MPICH, Intel MPI) goes on waiting: so it is told to end the job in the words of its own library (PMI 1:
+- hydra (MPICH, Intel MPI) goes on waiting: so it is asked to end the job by the message of its own library (PMI 1:
   `cmd=abort`), through the socket that the rank has for them;
 - Open MPI's mpirun ends the job, unless another rank connects to it at that moment: then it may say PMIX_ERR_UNREACH
   and wait for ever (5.0.11: 1 job in 40). So the rank comes to MPI_Init after all, where all ranks have connected

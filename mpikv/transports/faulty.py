@@ -108,7 +108,7 @@ class Faults:
 
 
 class _DelayedReceive(Waking):
-    """A receive that was asked for, and that the transport below is told of only later."""
+    """A receive that was asked for, and that the transport below begins only later."""
 
     def __init__(self, transport: FaultyTransport, start: Callable[[], Operation], due: int) -> None:
         self._transport = transport

@@ -23,11 +23,11 @@ class Loopback:
         self._asked: defaultdict[int, deque[tuple[Any, Completion]]] = defaultdict(deque)
 
     def send(self, array: Any, tag: int) -> Operation:
-        """Hand over an array of a space. Once this is done it may be changed, behind what is in the store's stream."""
+        """Send an array of a space. Once this is done it may be changed, behind what is in the store's stream."""
         return self._meet(array, self._sent[tag], tag)
 
     def receive(self, into: Any, tag: int) -> Operation:
-        """Copy what is handed over into an array of the same length; None: it is thrown away."""
+        """Copy what is sent into an array of the same length; None: it is thrown away."""
         return self._meet(into, self._asked[tag], tag)
 
     def _meet(self, array: Any, mine: deque[tuple[Any, Completion]], tag: int) -> Operation:

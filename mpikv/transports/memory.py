@@ -1,7 +1,7 @@
 """Messages between ranks of one host through the memory that they share; to all other ranks through MPI.
 
 This is a transport over another one, for a store with servers. Between ranks that share memory a message takes the
-shortest of three ways, and its receiver need not know which:
+shortest of three paths, and its receiver need not know which:
 
 - A short message stands behind its record in a ring (rings.py); it is copied in and out.
 - A message that lies in shared memory already is read there (*by reference*): the record says where it is. It counts as

@@ -26,61 +26,56 @@ class Mover(Protocol):
         ...
 
 
-class Backlogged:
-    """A record that waits until its ring has room for it."""
+class _Polled:
+    """A request that is done once the transport has handled some record."""
 
-    __slots__ = ("_transport", "done", "record")
+    __slots__ = ("_transport", "done")
 
-    def __init__(self, transport: Mover, record: tuple[int, int, int, int, Any]) -> None:
+    def __init__(self, transport: Mover) -> None:
         self._transport = transport
-        self.record = record
         self.done = False
 
     def test(self) -> bool:
-        """Return whether the record has been written."""
+        """Return whether it is done."""
         if not self.done:
             self._transport.poll()
         return self.done
 
 
-class Sending:
-    """A message that is read by reference, or waits until its receiver wants it."""
+class Backlogged(_Polled):
+    """A record that waits until there is space for it in its ring. Done: it has been written."""
 
-    __slots__ = ("_transport", "at", "data", "dest", "done")
+    __slots__ = ("record",)
+
+    def __init__(self, transport: Mover, record: tuple[int, int, int, int, Any]) -> None:
+        super().__init__(transport)
+        self.record = record
+
+
+class Sending(_Polled):
+    """A message that is read by reference, or waits until its receiver wants it. Done: its array may be used again."""
+
+    __slots__ = ("at", "data", "dest")
 
     def __init__(self, transport: Mover, dest: int, data: HostArray) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self.dest = dest
         self.data = data
         self.at = 0  # bytes copied
-        self.done = False
-
-    def test(self) -> bool:
-        """Return whether the sender may use its array again."""
-        if not self.done:
-            self._transport.poll()
-        return self.done
 
 
-class Receiving:
+class Receiving(_Polled):
     """A receive into the array `buf`; with None, a receive by which the message is only looked at, in `view`."""
 
-    __slots__ = ("_at", "_give_back", "_transport", "buf", "done", "n_bytes", "view")
+    __slots__ = ("_at", "_give_back", "buf", "n_bytes", "view")
 
     def __init__(self, transport: Mover, buf: HostArray | None, n_bytes: int) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self.buf = buf
         self.n_bytes = n_bytes
         self.view: HostArray | None = None  # of what is borrowed, (n_bytes,) of uint8
         self._at = 0
         self._give_back: Callable[[], object] | None = None
-        self.done = False
-
-    def test(self) -> bool:
-        """Return whether the whole message has come."""
-        if not self.done:
-            self._transport.poll()
-        return self.done
 
     def take(self, piece: HostArray) -> None:
         """Copy the next bytes of the message."""

@@ -26,7 +26,7 @@ from mpikv.errors import ShapeMismatch
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
 AT_MOST = 512  # requests that one look takes in, where none is done: the others wait for the next
-GLANCE_S = 50e-6  # some ten times what looking at a hundred requests takes
+POLL_AGAIN_S = 50e-6  # some ten times what looking at a hundred requests takes
 HOST_BYTES = 256  # names are at most 255 bytes long (RFC 1035)
 
 
@@ -82,7 +82,7 @@ class PolledRequest(Completion):
     def test(self) -> bool:
         """Whether MPI says it is done."""
         if not self.done:
-            self._transport.glance()
+            self._transport.poll_again()
         return super().test()
 
     def finish(self, error: Exception | None = None) -> None:
@@ -187,9 +187,9 @@ class MpiTransport:
                 self._requests.pop(self._at + i)
                 self._under_way.pop(self._at + i).finish(error)
 
-    def glance(self) -> None:
-        """`poll`, but where much is under way not more often than is worth it."""
-        if len(self._requests) <= FEW or time.monotonic() - self._polled_s > GLANCE_S:
+    def poll_again(self) -> None:
+        """`poll`, unless much is under way and the last poll was a moment ago."""
+        if len(self._requests) <= FEW or time.monotonic() - self._polled_s > POLL_AGAIN_S:
             self.poll()
 
     def probe(self, tag: int) -> MpiIncoming | None:

@@ -8,7 +8,7 @@ that nobody has begun to receive waits here. Long messages leave at once, until 
 send. From then on there is one rule: *nothing is sent that is not taken at the other end, whatever the other end waits
 for.* A long message then leaves when its receiver has asked for it, which it does when it begins to receive it. Bundles
 carry what receivers ask for, how much they have taken, and whether who sends them has priorities: while the other rank
-has none, nobody waits for what it would be told, and it is told with what is sent anyway.
+has none, it waits for nothing that a bundle would say, so these numbers travel with what is sent anyway.
 
 So what is under way gets through, and the sender can afford to have only so many bytes under way to each rank,
 `WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
@@ -44,8 +44,8 @@ from mpikv.transports import wire
 from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
-TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
-LATE_BYTES = 16 * WINDOW_BYTES  # the same while the other rank waits for nothing; far below a count of 32 bits
+REPORT_BYTES = WINDOW_BYTES // 4  # a bundle reports what was taken once it is so much, or leaves anyway
+LATE_BYTES = 16 * WINDOW_BYTES  # the same while the other rank does not wait for it; far below a count of 32 bits
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
 _FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, whether the sender has priorities
@@ -125,19 +125,19 @@ class _RankLink:
         self.short_bytes = 0
         self.held: dict[int, deque[Waiting]] = {}  # long messages that nobody has asked for, by tag
         self.asked: dict[int, int] = {}  # how many more the other one has asked for than have left, by tag
-        self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
+        self.asking: dict[int, int] = {}  # how many this rank asks for in its next bundle, by tag
         self.asking_bytes = 0
-        self.expected: dict[int, int] = {}  # how many more it has been told than have come, by tag
+        self.expected: dict[int, int] = {}  # how many more were asked for than have come, by tag
         self.under_way: deque[tuple[Operation, _Sending | None]] = deque()  # None: a bundle
         self.unread_bytes = 0  # sent, and not known to be taken
         self.unasked_bytes = 0  # of these at most so many left without being asked for
-        self.taken_bytes = 0  # of what has come, and not told yet
+        self.taken_bytes = 0  # of what has come, to be reported in the next bundle
         self.looked_at: list[_Asked] = []  # long messages that do not say when they have come
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
         self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
-        self.coming: deque[tuple[HostArray, Operation]] = deque()  # bundles
-        self.has_priorities = False  # it waits to be asked, and for room
-        self.knows_priorities = False  # it was told that this rank does
+        self.incoming: deque[tuple[HostArray, Operation]] = deque()  # bundles
+        self.has_priorities = False  # it waits to be asked, and while its window is full
+        self.announced_priorities = False  # it has learned that this rank does
         self.error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -172,7 +172,7 @@ class OrderedTransport:
         self._short_bytes = bucket_bytes // 2  # of a longer one at most one would fit into a bundle
         self._peers = {rank: _RankLink() for rank in peers}
         self._active: dict[int, _RankLink] = {}  # with something to send
-        self._incoming: dict[int, _RankLink] = {}  # with bundles that are coming
+        self._incoming: dict[int, _RankLink] = {}  # with bundles that are under way
         self._number = 0
         self._by_priority = False  # whether any was ever given
 
@@ -219,7 +219,7 @@ class OrderedTransport:
         return sending
 
     def flush(self) -> None:
-        """Send what may leave and has room on its link. Does not wait."""
+        """Send what may leave and fits into its window. Does not wait."""
         for dest, peer in tuple(self._active.items()):
             while peer.under_way and self._has_left(peer):
                 pass
@@ -233,23 +233,23 @@ class OrderedTransport:
                     self._sent(peer, request, sending.n_bytes, sending)
                 else:
                     break
-            if self._must_tell(peer):
+            if self._must_report(peer):
                 self._bundle(dest, peer, only_asking=True)
             if not (peer.short or peer.long or peer.under_way):
                 del self._active[dest]
 
-    def _must_tell(self, peer: _RankLink) -> bool:
-        """Whether it waits for what this rank has to tell, or does not know that this rank waits.
+    def _must_report(self, peer: _RankLink) -> bool:
+        """Whether the other rank waits for a report of this one, or has not learned that this one waits.
 
         While messages of a tag have yet to come that it was asked for, it has something to send, and more of them are
         asked for several at a time.
         """
         if peer.has_priorities and (
-            max(peer.asking_bytes, peer.taken_bytes) >= TOLD_BYTES
+            max(peer.asking_bytes, peer.taken_bytes) >= REPORT_BYTES
             or any(peer.expected.get(tag, 0) <= 0 for tag in peer.asking)
         ):
             return True
-        return peer.taken_bytes >= LATE_BYTES or (self._by_priority and not peer.knows_priorities)
+        return peer.taken_bytes >= LATE_BYTES or (self._by_priority and not peer.announced_priorities)
 
     @staticmethod
     def _has_left(peer: _RankLink) -> bool:
@@ -287,7 +287,7 @@ class OrderedTransport:
             n_bytes += size
         peer.short_bytes -= n_bytes
         head = [len(asking), len(sendings), peer.taken_bytes, int(self._by_priority)]
-        peer.taken_bytes, peer.knows_priorities = 0, self._by_priority
+        peer.taken_bytes, peer.announced_priorities = 0, self._by_priority
         for pair in asking.items():
             head += pair
         for sending in sendings:
@@ -329,22 +329,22 @@ class OrderedTransport:
         while (incoming := self._inner.probe(wire.TAG_BUNDLES)) is not None:
             source = incoming.source
             bundle = np.empty(incoming.n_bytes, np.uint8)
-            self._peers[source].coming.append((bundle, incoming.receive(bundle)))
+            self._peers[source].incoming.append((bundle, incoming.receive(bundle)))
             self._incoming[source] = self._peers[source]
         for source, peer in tuple(self._incoming.items()):
             try:
-                while peer.coming and peer.coming[0][1].test():
-                    self._open(source, peer, peer.coming.popleft()[0])
+                while peer.incoming and peer.incoming[0][1].test():
+                    self._open(source, peer, peer.incoming.popleft()[0])
             except Exception as error:  # noqa: BLE001 - as in `_has_left`
-                peer.coming.clear()
+                peer.incoming.clear()
                 peer.fail(error)
-            if not peer.coming:
+            if not peer.incoming:
                 del self._incoming[source]
         for source, peer in self._peers.items():
             looked_at, peer.looked_at = peer.looked_at, []
             for asked in looked_at:
                 asked.wake()
-            if self._must_tell(peer):
+            if self._must_report(peer):
                 self._active[source] = peer
         if self._active:
             self.flush()

@@ -15,7 +15,7 @@ from mpikv.collectives.labelled import NOTE_BYTES
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
-from mpikv.transports.ordered import LATE_BYTES, TOLD_BYTES, WINDOW_BYTES, OrderedTransport
+from mpikv.transports.ordered import LATE_BYTES, REPORT_BYTES, WINDOW_BYTES, OrderedTransport
 from mpikv.transports.threads import EAGER_BYTES, Fabric, ThreadTransport
 
 BUCKET_BYTES = 1000
@@ -176,7 +176,7 @@ def test_one_message_asks_for_all_that_a_rank_begins_to_receive() -> None:
 def test_of_one_key_several_messages_are_asked_for_at_a_time() -> None:
     """16 receives of a key are ahead of its messages, which come one by one, as over a slow link."""
     pair = Pair()
-    n, n_bytes = 100, TOLD_BYTES // 4
+    n, n_bytes = 100, REPORT_BYTES // 4
     pair.send(1, some(4), priority=1)
     pair.poll()
     waiting = [pair.receive(0, n_bytes) for _ in range(16)]
@@ -188,12 +188,12 @@ def test_of_one_key_several_messages_are_asked_for_at_a_time() -> None:
             waiting.append(pair.receive(0, n_bytes))
             pair.ranks[1].flush()
     assert not waiting
-    assert n // 4 - 5 <= pair.left.count((0, wire.TAG_BUNDLES)) <= n // 3  # it asks, and tells what it has taken
+    assert n // 4 - 5 <= pair.left.count((0, wire.TAG_BUNDLES)) <= n // 3  # it asks, and reports what it has taken
     (peer,) = pair.ranks[1]._peers.values()
     assert (peer.asking, peer.expected) == ({}, {})
 
 
-def test_without_priorities_what_was_taken_is_told_rarely() -> None:
+def test_without_priorities_what_was_taken_is_reported_rarely() -> None:
     pair = Pair()
     n = 3 * LATE_BYTES // LONG
     for _ in range(n):
