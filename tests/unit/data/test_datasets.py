@@ -53,7 +53,8 @@ def test_array_dataset_refuses() -> None:
     ):
         with pytest.raises(error, match=words):
             ArrayDataset(*arguments)
-    part = ArrayDataset(np.zeros(5), num_parts=2, part_index=1)
+    part = ArrayDataset(np.arange(5), num_parts=2, part_index=1)
+    assert part[-2] == part[0] == 3
     for bad in (2, -3):
         with pytest.raises(IndexError, match=f"example {bad} of 2 in part 1 of 2"):
             part[bad]
