@@ -9,7 +9,8 @@ Values that are still on their way into the memory (parts.py) are counted as the
 and of an owner's part of the result each segment. This rank's own part of a row comes behind what the others own of it.
 
 Cost per rank, n elements, p ranks: (p-1)n/p elements copied in, unless the values lie in shared memory; (p-1)n/p added;
-n copied out. Scratch: n elements where values are copied in, n/p else. Restrictions: one host.
+n copied out. Scratch: n elements where values are copied in, n/p else. Restrictions: one host. (Why not `hosted` with
+rings of one rank: docs/adr/0042.)
 """
 
 from __future__ import annotations
