@@ -242,14 +242,12 @@ class Client:
 
     def check_call(self, keys: Sequence[ClientKey]) -> None:
         """Raise UnsupportedError for a call with more large shards than there are tags, which could never be sent."""
-        most = self.payload_tags.count
-        if len(keys) * len(self._servers) > most:  # hardly ever
-            large = sum(not route.inline for key in keys for route in key.routes)
-            if large > most:
-                raise UnsupportedError(
-                    f"a call with {large} shards of more than {INLINE_BYTES >> 10} KiB: at most {most} can be on their "
-                    "way at a time; give fewer keys in one call"
-                )
+        large, most = sum(not route.inline for key in keys for route in key.routes), self.payload_tags.count
+        if large > most:
+            raise UnsupportedError(
+                f"a call with {large} shards of more than {INLINE_BYTES >> 10} KiB: at most {most} can be on their way "
+                "at a time; give fewer keys in one call"
+            )
 
     @staticmethod
     def tags_needed(items: Sequence[Item]) -> tuple[int, int]:

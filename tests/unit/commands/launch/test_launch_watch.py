@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.commands.launch import channel, quick, watch
+from mpikv.commands.launch import channel, quick
 from mpikv.commands.launch.connections import MORE_STRANGERS
 from mpikv.commands.launch.output import Output
 from mpikv.commands.launch.placement import RankBlock, place
@@ -137,7 +137,6 @@ IT_IS_KILLED = "mpikv launch: all ranks have ended, and mpirun has not: it is ki
 )  # fmt: skip
 def test_how_a_job_ends(  # noqa: PLR0917
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     commands: list[str],
     options: dict[str, Any],
     starts: dict[str, Any],
@@ -146,8 +145,6 @@ def test_how_a_job_ends(  # noqa: PLR0917
     said: str,
 ) -> None:
     """And nothing of it is left."""
-    monkeypatch.setattr(watch, "LINGERING_S", 0.5)
-    monkeypatch.setattr(watch, "IDLE_SERVERS_S", 0.5)
     job = Job(commands, **options)
     end = job.run(**starts)
     assert end.status == status
