@@ -361,7 +361,9 @@ def test_which_keys_go_encoded(hosts: str, compression: Any, path: str, algorith
         store.init(["w", "i"], [np.zeros(1000, F32), np.zeros(1000, np.int32)])
         store.pushpull("w", value := np.ones(1000, F32))
         placement = placement_of(store)
+        store.pushpull("i", whole := np.arange(1000, dtype=np.int32))
         assert placement_of(store, "i").path != "encoded"
+        assert whole.tolist() == [len(hosts) * i for i in range(1000)]
         return placement.path, placement.algorithm, np.unique(value).size
 
     assert run(len(hosts), body, compression, hosts=hosts) == [(path, algorithm, 1)] * len(hosts)
