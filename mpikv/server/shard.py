@@ -133,7 +133,8 @@ class ServedShard:
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[PendingPull] = []
-        self.units = self._cut(values, [policy() for _ in self._bounds()], version, [version] * len(labels))
+        bounds = self._bounds()
+        self.units = self._cut(bounds, values, [policy() for _ in bounds], version, [version] * len(labels))
         self._counts = self.units[0].policy.counts
 
     # --- cutting
@@ -142,11 +143,18 @@ class ServedShard:
         optimizer = self._owner.optimizer_of(self.info.id)
         return self.parts if optimizer is None or optimizer.elementwise else ((0, self._n),)
 
-    def _cut(self, values: HostArray, policies: Sequence[Policy], version: int, seen: list[int]) -> list[Unit]:
+    def _cut(
+        self,
+        bounds: Sequence[tuple[int, int]],
+        values: HostArray,
+        policies: Sequence[Policy],
+        version: int,
+        seen: list[int],
+    ) -> list[Unit]:
         """Units with copies of the values."""
         return [
             Unit(begin, end, self._readable(values[begin:end]), policy, version, list(seen))
-            for (begin, end), policy in zip(self._bounds(), policies, strict=True)
+            for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
 
     def _readable(self, values: HostArray) -> ReadableMemory:
@@ -174,7 +182,7 @@ class ServedShard:
         states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
         for unit in old:
             unit.block.leave()
-        self.units = self._cut(values, policies, old[0].version, old[0].seen)
+        self.units = self._cut(bounds, values, policies, old[0].version, old[0].seen)
         self._values.give(values)
         if states:
             self.set_states(states)

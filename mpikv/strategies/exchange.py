@@ -231,8 +231,9 @@ class Client:
         tag = self.reply_tags.take()
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
-        numbers = wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round
-        header = wire.Header(*numbers, op=item.op.code, plain=item.plain)
+        header = wire.Header(
+            wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, plain=item.plain
+        )
         self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
         return answer, tag
 
@@ -310,8 +311,17 @@ class _Transfer:
         self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
-        numbers = self._kind, item.key.info.id, reply_tag, item.attributes, item.round, payload_tag, self._priority
-        return wire.Header(*numbers, item.op.code, item.plain)
+        return wire.Header(
+            self._kind,
+            item.key.info.id,
+            reply_tag,
+            item.attributes,
+            item.round,
+            payload_tag,
+            self._priority,
+            item.op.code,
+            item.plain,
+        )
 
     def send_small(self, items: Sequence[Item], values: Sequence[Value | None]) -> None:
         """The shards that travel behind their headers, in as few messages as there are servers."""
@@ -319,12 +329,17 @@ class _Transfer:
         for item, value in zip(items, values, strict=True):
             for route in item.routes:
                 if route.inline:
-                    small = _Small(item, value, (route.begin, route.end), route.n_bytes)
-                    by_server.setdefault(route.owner, []).append(small)
+                    by_server.setdefault(route.owner, []).append(_Small(item, value, route))
         for server, shards in by_server.items():
             for some in _messages(shards):
-                tag = self._expect(server, [one.piece(*span) for _, one, span, _ in some if one is not None])
-                self._client.send(server, [(self._header(item, tag), item.pushed(*span)) for item, _, span, _ in some])
+                tag = self._expect(
+                    server,
+                    [value.piece(route.begin, route.end) for _, value, route in some if value is not None],
+                )
+                self._client.send(
+                    server,
+                    [(self._header(item, tag), item.pushed(route.begin, route.end)) for item, _, route in some],
+                )
 
     def _expect(self, server: int, parts: list[HostArray]) -> int:
         """Post the receive of an answer, before the question leaves, so that it needs no copy on its way."""
@@ -398,12 +413,11 @@ def _overlap(total: SpaceArray, value: SpaceArray | PieceMessages) -> bool:
 
 
 class _Small(NamedTuple):
-    """A shard behind its header: elements [begin, end) of a key, and how many bytes of a push travel."""
+    """A shard that travels behind its header."""
 
     item: Item
     value: Value | None
-    span: tuple[int, int]
-    n_bytes: int
+    route: Route
 
 
 def _messages(shards: Sequence[_Small]) -> list[list[_Small]]:
@@ -415,5 +429,5 @@ def _messages(shards: Sequence[_Small]) -> list[list[_Small]]:
             messages.append([])
             n_bytes = 0
         messages[-1].append(one)
-        n_bytes += wire.HEADER_BYTES + one.n_bytes
+        n_bytes += wire.HEADER_BYTES + one.route.n_bytes
     return messages

@@ -27,13 +27,15 @@ class Mover(Protocol):
 
 
 class _Polled:
-    """A request that is done once the transport has handled some record."""
+    """A request that is done once the transport has handled some record.
+
+    Whoever makes one sets both fields: messages are made too often for a call of this class's own.
+    """
 
     __slots__ = ("_transport", "done")
 
-    def __init__(self, transport: Mover) -> None:
-        self._transport = transport
-        self.done = False
+    _transport: Mover
+    done: bool
 
     def test(self) -> bool:
         """Return whether it is done."""
@@ -48,8 +50,9 @@ class Backlogged(_Polled):
     __slots__ = ("record",)
 
     def __init__(self, transport: Mover, record: tuple[int, int, int, int, Any]) -> None:
-        super().__init__(transport)
+        self._transport = transport
         self.record = record
+        self.done = False
 
 
 class Sending(_Polled):
@@ -58,10 +61,11 @@ class Sending(_Polled):
     __slots__ = ("at", "data", "dest")
 
     def __init__(self, transport: Mover, dest: int, data: HostArray) -> None:
-        super().__init__(transport)
+        self._transport = transport
         self.dest = dest
         self.data = data
         self.at = 0  # bytes copied
+        self.done = False
 
 
 class Receiving(_Polled):
@@ -70,12 +74,13 @@ class Receiving(_Polled):
     __slots__ = ("_at", "_give_back", "buf", "n_bytes", "view")
 
     def __init__(self, transport: Mover, buf: HostArray | None, n_bytes: int) -> None:
-        super().__init__(transport)
+        self._transport = transport
         self.buf = buf
         self.n_bytes = n_bytes
         self.view: HostArray | None = None  # of what is borrowed, (n_bytes,) of uint8
         self._at = 0
         self._give_back: Callable[[], object] | None = None
+        self.done = False
 
     def take(self, piece: HostArray) -> None:
         """Copy the next bytes of the message."""
