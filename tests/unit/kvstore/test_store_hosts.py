@@ -119,7 +119,7 @@ def test_who_does_not_come_is_named(late):
         store.pushpull("w", np.ones(LARGE, F32))
 
     with pytest.raises(RankError) as caught:
-        spawn_stores("dist_sync", 4, body, hosts="aabb", config=Config(timeout_s=1.0))
+        spawn_stores("dist_sync", 4, body, hosts="aabb", config=Config(timeout_s=3.0))
     for rank, error in caught.value.errors.items():
         assert isinstance(error, StallError)
         if rank != late:

@@ -102,7 +102,7 @@ def ending(limit_s: float, stream: int, sign: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("stream", [1, 2])
 def test_ends_the_job_when_what_it_printed_was_read(stream, tmp_path):
     with ending(60, stream, tmp_path / "sign") as process:
-        time.sleep(0.5)  # longer than it waits for what was read
+        time.sleep(1)  # longer than it waits for what was read
         assert process.poll() is None
         assert sum(map(len, process.communicate())) == 50000
         assert process.returncode == 3

@@ -433,6 +433,6 @@ def test_a_worker_that_does_not_push() -> None:
             store.pushpull("w", np.ones(67, F32))
 
     with pytest.raises(RankError) as caught:
-        run(3, body, "fp16", timeout_s=0.2)
+        run(3, body, "fp16", timeout_s=0.5)
     stalls = [error for error in caught.value.errors.values() if isinstance(error, StallError)]
     assert any("key 'w'" in str(error) and "round 2" in str(error) for error in stalls)

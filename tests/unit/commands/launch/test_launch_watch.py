@@ -131,8 +131,8 @@ IT_IS_KILLED = "mpikv launch: all ranks have ended, and mpirun has not: it is ki
          r"^mpirun ended, and worker 0 \(1 of 1 ranks\) never started$", "[mpirun] oh no\n"),
         (["true"] * 2, {}, {"after": "wait; sleep 300"}, 0, "^$", IT_IS_KILLED),  # its ranks have ended, with status 0
         (["true", "sleep 300"], {"blocks": ONE_EACH}, {}, 0, "servers that wait", ""),
-        (["trap : TERM; while :; do sleep 0.1; done"], {"limits": LIMITS._replace(job=0.5)}, {}, 124,
-         "^timed out after 0.5 s$", ""),
+        (["trap : TERM; while :; do sleep 0.1; done"], {"limits": LIMITS._replace(job=1.0)}, {}, 124,
+         "^timed out after 1 s$", ""),
     ],
 )  # fmt: skip
 def test_how_a_job_ends(  # noqa: PLR0917
