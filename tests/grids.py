@@ -6,8 +6,8 @@ value once. What goes wrong does so with one value, or with two that meet. The o
 `scripts/test --full` makes them, too. Parameters of one decorator go together; with the mark `grid` the fields of a
 parameter that is a named tuple count as parameters of their own.
 
-A whole job with each of the two MPIs is made with one of them, mostly MPICH, which starts faster, and with --thorough
-with both. A test with the mark `thorough` is made with that option and --full alone.
+Of those cases of a test that starts whole jobs every run makes a third, at least one, and --thorough all. A test with the
+mark `thorough` is made with that option and --full alone.
 
 Of the examples of a property every run makes a third.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +24,7 @@ import pytest
 
 GRID = "grid"
 THOROUGH = "thorough"
-MPIS = {"openmpi", "mpich"}
-WHOLE_JOBS = "tests/mpirun/"
+WHOLE_JOBS = ("tests/mpirun/", "tests/gpu/test_gpu_jobs.py")
 VARIABLE = "MPIKV_TEST_CASES"  # "thorough" or "full", as the options of scripts/test
 PART_VARIABLE = "MPIKV_TEST_PART"  # K/N: every N-th of the tests that were chosen, from the K-th on
 
@@ -58,7 +56,7 @@ def thin(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("full"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
+    for name, cases in tests.items():
         grid = cases[0].get_closest_marker(GRID)
         if grid:
             brings, strength = [values(case.callspec.params) for case in cases], (*grid.args, 2)[0]
@@ -66,6 +64,8 @@ def thin(items: Sequence[pytest.Item]) -> None:
             brings, strength = [decorators(case) for case in cases], 1
         if grid or not is_thorough():
             kept = covering(brings, strength if is_thorough() else 1)
+            if not is_thorough() and cases[0].nodeid.startswith(WHOLE_JOBS):
+                kept = set(sorted(kept)[zlib.crc32(name.encode()) % min(3, len(kept)) :: 3])
             for i, case in enumerate(cases):
                 if i not in kept:
                     case.add_marker("full")
@@ -73,15 +73,9 @@ def thin(items: Sequence[pytest.Item]) -> None:
 
 def leave_to_thorough(items: Sequence[pytest.Item]) -> None:
     """Give the mark `full` to what is made with --thorough alone, where that is not given."""
-    both: dict[str, dict[str, pytest.Item]] = {}
     for item in () if is_thorough() else items:
         if item.get_closest_marker(THOROUGH):
             item.add_marker("full")
-        if item.nodeid.startswith(WHOLE_JOBS) and (kind := MPIS.intersection(re.split(r"[\[\]-]", item.nodeid))):
-            both.setdefault(item.nodeid.replace(*kind, "*"), {})[kind.pop()] = item
-    for name, cases in both.items():
-        if len(cases) == len(MPIS):
-            cases["mpich" if zlib.crc32(name.encode()) % 3 == 0 else "openmpi"].add_marker("full")
 
 
 def share_out(items: Sequence[pytest.Item]) -> None:

@@ -205,6 +205,7 @@ def test_image_classification(tmp_path: Path) -> None:
     assert "after 4 steps" in again[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_job
 def test_image_classification_without_images_says_how_to_get_them(tmp_path: Path) -> None:
     frameworks.need("torch")
@@ -298,12 +299,13 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
         assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_job
 @pytest.mark.parametrize(
     ("n", "more"),
     [
-        pytest.param(3, [], marks=pytest.mark.thorough),
-        pytest.param(3, ["--num-servers", 1], marks=pytest.mark.thorough),
+        (3, []),
+        (3, ["--num-servers", 1]),
         (None, ["--kv-store", "local"]),
     ],
     ids=str,
@@ -346,6 +348,7 @@ def test_workers_without_examples_take_part(digits: Path) -> None:
     result(run("train_mnist.py", *common, n=4), "2 epochs")
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_job
 def test_asynchronous_training(digits: Path, tmp_path: Path) -> None:
     common = ["--data-dir", digits, "--kv-store", "dist_async", "--batch-size", 16, "--save", tmp_path / "run"]

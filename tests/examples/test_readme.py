@@ -43,7 +43,8 @@ from mpikv.config import KNOWN, VARIABLES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
-LONG = ("docs/performance.md", "docs/pytorch.md", "docs/tutorial.md")  # more than half of all, left to --thorough
+# Left to --thorough: they take most of the time of all documents.
+LONG = {f"docs/{name}.md" for name in ("performance", "pytorch", "tutorial", "jax", "data", "adr/0001-progress-engine")}
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")

@@ -77,6 +77,7 @@ def test_training(tmp_path: Path) -> None:
     assert {"alone", "DistributedModel", "DistributedOptimizer", "Trainer", "DDP, Gloo"} <= set(names(found))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "of"),
     [

@@ -113,6 +113,7 @@ def test_sums_of_a_store(mpi, tmp_path: Path, line: str, whats: list[str], size:
     assert rows[0]["control_messages"] == 0
 
 
+@pytest.mark.thorough
 def test_training(tmp_path: Path) -> None:
     """Every way that is there, on a perceptron; all of them end with the weights of the reference."""
     frameworks.need("torch")
@@ -203,6 +204,7 @@ def test_a_wrong_sum_fails_the_run(mpi, tmp_path: Path) -> None:
     assert "results were wrong" in job.stderr
 
 
+@pytest.mark.thorough
 def test_a_way_of_training_that_is_wrong_fails_the_run(tmp_path: Path) -> None:
     """One that forgets a gradient on one rank, and so gives other weights there."""
     frameworks.need("torch")

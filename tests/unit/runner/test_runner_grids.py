@@ -82,25 +82,22 @@ def test_the_others_are_full(pytester: pytest.Pytester, monkeypatch: pytest.Monk
         pytester.runpytest("-m", "full").assert_outcomes(passed=33 - made, deselected=made)
 
 
-def test_a_job_is_made_with_one_of_the_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Item:
-        def __init__(self, nodeid: str) -> None:
-            self.nodeid, self.left = f"tests/mpirun/test_a.py::{nodeid}", False
-
-        def get_closest_marker(self, name: str) -> None:
-            return None
-
-        def add_marker(self, name: str) -> None:
-            self.left = True
-
-    names = [f"test_{i}[{kind}-{i}]" for i in range(20) for kind in ("openmpi", "mpich")]
-    for cases, made in (("thorough", 41), ("", 21)):
+def test_a_third_of_the_cases_of_whole_jobs(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> None:
+    monkeypatch.setattr(grids, "WHOLE_JOBS", ("test_jobs.py",))
+    pytester.makepyfile(
+        test_jobs="import pytest\n"
+        "@pytest.mark.parametrize('a', range(10))\ndef test_ten(a): pass\n"
+        "@pytest.mark.parametrize('mpi', ['openmpi', 'mpich'])\ndef test_two(mpi): pass\n"
+        "def test_one(): pass\n"
+    )
+    for cases, made in (("thorough", {"ten": 10, "two": 2, "one": 1}), ("", {"ten": 3, "two": 1, "one": 1})):
         monkeypatch.setenv(grids.VARIABLE, cases)
-        items = [Item(name) for name in (*names, "test_alone[mpich]")]
-        grids.leave_to_thorough(items)
-        assert sum(not item.left for item in items) == made
-        assert not items[-1].left
-        assert any(not item.left for item in items[:-1:2])  # some with Open MPI
+        items, _ = pytester.inline_genitems()
+        grids.thin(items)
+        left = [item.name for item in items if not item.get_closest_marker("full")]
+        # Of ten cases three or four, by the name of the test.
+        for name, n in made.items():
+            assert n <= sum(one.startswith(f"test_{name}") for one in left) <= n + (n == 3)
 
 
 def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
