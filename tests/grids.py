@@ -6,8 +6,8 @@ value once. What goes wrong does so with one value, or with two that meet. The o
 `scripts/test --full` makes them, too. Parameters of one decorator go together; with the mark `grid` the fields of a
 parameter that is a named tuple count as parameters of their own.
 
-Of those cases of a test that starts whole jobs every run makes a third, at least one, and --thorough all. A test with the
-mark `thorough` is made with that option and --full alone.
+Of those cases of a test that starts whole jobs every run makes a third, at least one, and --thorough all. A test with
+the mark `thorough` is made with that option and --full alone.
 
 Of the examples of a property every run makes a third.
 """
