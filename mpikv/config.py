@@ -14,6 +14,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError`; at most 1e9 |
+| `MPIKV_STALL_WARN_S` | 2 | seconds of a wait until a table says who waits for whom; `off`: never; see errors.md |
 | `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
 | `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
 | `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -91,6 +93,10 @@ def _seconds(text: str) -> float:
     if not 0 < number <= LONGEST_S:
         raise ValueError(f"must be more than 0 and finite, at most {LONGEST_S:g}")
     return number
+
+
+def _seconds_or_off(text: str) -> float:
+    return math.inf if text.lower() in ("off", "inf") else _seconds(text)
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -180,6 +186,7 @@ VARIABLES = (
     Variable("MPIKV_FAKE_HOSTS", "fake_hosts", _integer(0)),
     Variable("MPIKV_SHARED_MEMORY", "shared_memory", _one_of("auto", "off")),
     Variable("MPIKV_TIMEOUT_S", "timeout_s", _seconds),
+    Variable("MPIKV_STALL_WARN_S", "stall_warn_s", _seconds_or_off),
     Variable("MPIKV_PROGRESS", "progress", _one_of("thread", "calls")),
     Variable("MPIKV_MPI", "mpi", _one_of("auto", "system")),
     Variable("MPIKV_INTERFACE", "interface", _interface),
@@ -213,6 +220,7 @@ class Config:
     fake_hosts: int = 0
     shared_memory: str = "auto"
     timeout_s: float = 300.0
+    stall_warn_s: float = 2.0
     progress: str = "thread"
     mpi: str = "auto"
     interface: str = AUTO_INTERFACE

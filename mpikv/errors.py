@@ -101,6 +101,9 @@ class StallError(MpikvError, TimeoutError):
     behind: tuple[str, int] | None = None
     """A worker that did not come to a round, and how many rounds it lacks to the one that was waited for."""
 
+    deadlock: bool = False
+    """Whether ranks wait for each other, so that no limit would have been long enough."""
+
 
 class PeerError(MpikvError):
     """Another rank failed or left, so that what this rank waits for can never come.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from mpikv.create.spec import StoreSpec
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
+from mpikv.observe.program import Process, this_process
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import Told
 from mpikv.placement.members import Members
@@ -192,6 +194,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         asked_to_stop=listener.why,
         spaces=found.spaces,
         nccl=nccl,
+        store_id=announced[0]["store_id"],
+        processes=[Process(*entry["process"]) for entry in announced],
     )
     if store is None:
         listener.end()
@@ -239,7 +243,8 @@ def _introduction(spec: StoreSpec | None, config: Config, device: Told) -> dict[
         "MPIKV_DEVICE_PATH": config.device_path,
     }
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
-    return {"type": type_, "num_servers": config.num_servers, "settings": settings, "device": device._asdict()}
+    mine = {"process": this_process(), "store_id": uuid.uuid4().hex}  # that of rank 0 is the store's
+    return {"type": type_, "num_servers": config.num_servers, "settings": settings, "device": device._asdict(), **mine}
 
 
 def _settle(announced: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:

@@ -7,7 +7,7 @@ server too, and whether workers and servers of one host talk through memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mpikv.codecs.compression import Compressions
@@ -16,6 +16,7 @@ from mpikv.create.spec import StoreSpec
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
+from mpikv.observe.program import Process
 from mpikv.placement.members import Members
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
@@ -60,6 +61,8 @@ def assemble(
     compressions: Compressions | None = None,
     spaces: Spaces | None = None,
     nccl: NcclComm | None = None,
+    store_id: str = "",
+    processes: Sequence[Process] = (),
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
@@ -67,7 +70,8 @@ def assemble(
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
     server asks all workers to stop, once it does. compressions: how the values of keys travel.
     spaces: where this rank's shard of each value is, default host memory. nccl: this worker's rank of the communicator,
-    where keys go by NCCL and there are several workers. Raises MpikvError where an optimizer ended a server.
+    where keys go by NCCL and there are several workers. store_id, processes: see `Workers`. Raises MpikvError where an
+    optimizer ended a server.
     """
     links = None
     spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
@@ -105,6 +109,8 @@ def assemble(
         links=links,
         compressions=compressions,
         spaces=spaces,
+        store_id=store_id,
+        processes=processes,
     )
     strategy: Strategy
     if members.path != "servers":

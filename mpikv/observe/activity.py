@@ -2,36 +2,62 @@
 
 A rank with several stores may wait in one of them while others miss it in another store, and these must learn of it:
 two ranks that close two stores in different orders wait for each other for ever.
+
+Cost: a call that does not wait notes its name and the time; all else is worked out when somebody asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from mpikv.common.clock import MACHINE_CLOCK, Clock
+from mpikv.observe import program
+from mpikv.observe.deadlock import Blocked, Fact
+from mpikv.observe.stall import Waiting
+
+MOST_NEEDS = (
+    100  # of a call with thousands of keys: workers that miss one of them have most often missed the first ones
+)
 
 
 class Activity:
     """The store call that a rank is in, or was in last, and since when.
 
-    others: the activities of the process's other stores. waits_for: the processes that a call waits for past its limit,
-    and those that these wait for in turn, as far as is known.
+    store: tells the store from others; the same text on all of its workers, as far as stores can meet. me: this worker
+    in it. reached(item): how far this rank has come in what workers must come to. others: the activities of the
+    process's other stores. facts: which waits cannot end before which, as the last inquiry in this store has found.
+    hopeless: a wait, by its id, that can never end, and why.
     """
 
-    def __init__(self, clock: Clock = MACHINE_CLOCK) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock = MACHINE_CLOCK, store: str = "", me: str = "") -> None:
+        self._clock, self.store, self._me = clock, store, me
         self._call: object = None  # whose text says what it is, which is not asked for in every call
         self._last: object = "kv.create"
         self._failed = False  # the last call; the process is about to end then, and others still ask
         self._since_s = self._clock.now_s()
+        self._home, self._native = threading.get_ident(), threading.get_native_id()
+        self._thread = self._home  # of the last call that waited
+        self._n_threads = 0  # that have waited, as far as that matters: one, or more
+        self._n_waits = 0
+        self._needs: Sequence[Waiting] = ()
+        self.reached: Callable[[Any], int] = lambda _item: 0
         self.others: Callable[[], Iterable[Activity]] = tuple
-        self.waits_for: frozenset[str] = frozenset()
+        self.facts: list[Fact] = []
+        self.hopeless: tuple[str, str] | None = None
 
     @contextmanager
-    def during(self, call: object) -> Iterator[None]:
-        """Note a call for as long as it lasts."""
-        self._call, self._since_s, self._failed = call, self._clock.now_s(), False
+    def during(self, call: object, needs: Sequence[Waiting] = ()) -> Iterator[None]:
+        """Note a call for as long as it lasts. needs: the waits that it consists of."""
+        self._since_s, self._failed = self._clock.now_s(), False
+        thread = threading.get_ident()
+        if self._n_threads == 0 or thread != self._thread:
+            self._n_threads, self._thread = self._n_threads + 1, thread
+        self._needs, self._n_waits = needs, self._n_waits + 1
+        self._call = call
         try:
             yield
         except BaseException:
@@ -64,6 +90,62 @@ class Activity:
                 return f"its {other._last} of another store failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
-    def held_by(self) -> frozenset[str]:
-        """Return the processes that this one waits for in its other stores."""
-        return frozenset().union(*(other.waits_for for other in self.others()))
+    # --- for who asks
+
+    def all(self) -> list[Activity]:
+        """This one and those of the process's other stores."""
+        return [self, *self.others()]
+
+    def where(self) -> str:
+        """Return where the program is, and whether it computes: 'at train.py:41 in main, computing'; "" if unknown."""
+        blocked = next((one for one in self.all() if one._call is not None), None)  # noqa: SLF001 - of the same class
+        place = program.position(self._home if blocked is None else blocked._thread)  # noqa: SLF001 - of the same class
+        if not place:
+            return ""
+        computes = None if blocked is not None else program.thread_computes(self._native)
+        return f"at {place}" + {None: "", True: ", computing", False: ", not computing"}[computes]
+
+    def blocked(self) -> Blocked | None:
+        """Return the wait that this rank is in, in any of its stores. None where it is in none, or where several of its
+        threads wait: one of them may come to what others need while another one waits.
+        """
+        for one in self.all():
+            found = one._blocked()  # noqa: SLF001 - of the same class
+            if found is not None:
+                return found
+        return None
+
+    def _blocked(self) -> Blocked | None:
+        call, number, needs = self._call, self._n_waits, self._needs
+        if call is None or self._n_threads > 1:
+            return None
+        place = program.position(self._thread)
+        process = f" (pid {os.getpid()})" if [*self.others()] else ""  # a rank has another number in each store
+        text = f"{self._me}{process} in {call}" + (f" at {place}" if place else "")
+        return Blocked(
+            f"{self.store}/{self._me}/{number}",
+            text,
+            [(self.store, waiting.need) for waiting in needs[:MOST_NEEDS] if waiting.need is not None],
+        )
+
+    def reached_of(self, store: str, item: Any) -> int:
+        """Return how far this rank has come in what workers of a store must come to; -1 where it has no such store."""
+        for one in self.all():
+            if one.store == store:
+                try:
+                    return one.reached(item)
+                except RuntimeError:  # a dict has changed while it was read, by a thread that nobody here waits for
+                    return -1
+        return -1
+
+    def give_up(self, wait: str, why: str) -> None:
+        """Let a wait of this rank raise that it can never end."""
+        for one in self.all():
+            one.hopeless = wait, why
+
+    def why_hopeless(self) -> str | None:
+        """Return why the wait that this rank is in can never end; None where it may."""
+        if self.hopeless is None:
+            return None
+        blocked = self._blocked()
+        return self.hopeless[1] if blocked is not None and blocked.id == self.hopeless[0] else None

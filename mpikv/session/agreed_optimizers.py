@@ -77,7 +77,7 @@ class OptimizerSession(KeySession):
     def agree_on_factor(self, key: Key) -> None:
         """Owners apply worker 0's factor of now to this key, and those beside it, from now on. Collective, blocks."""
         slot, optimizer = self.slot_of(self.infos[key]), self.attributes
-        waiting = Waiting("the first step")
+        waiting = Waiting("the first step", agreed=("factor", self._count("factor")))
         optimizer.agree(slot, self.agreeing.agree("factor", slot, optimizer.own_factor(slot), waiting))
 
     def set_updater(self, updater: Updater) -> None:

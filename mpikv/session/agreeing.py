@@ -20,7 +20,6 @@ from mpikv.session.proposals import Decision, Proposal
 from mpikv.session.stopping import Stopping
 from mpikv.session.waits import Waits
 
-SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
 BLOCK = 100  # verdicts in one message: a worker acts on as many in some milliseconds
 
 
@@ -60,8 +59,7 @@ class Agreeing:
     def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting, *, patient: bool = False) -> Any:
         """Propose and wait. Collective over the workers. Raises what they agreed to raise.
 
-        patient: past the time limit go on waiting as long as every other worker answers that it is alive, and does not
-        wait for this one in another store.
+        patient: past the time limit go on waiting as long as every other worker answers that it is alive.
         """
         proposal, waits = self.propose([(topic, name, payload)]), self._waits
         while True:
@@ -69,13 +67,9 @@ class Agreeing:
                 waits.wait(proposal, waiting)
                 break
             except StallError as stall:
-                if not patient or not waits.all_answered:
+                if not patient or stall.deadlock or not waits.all_answered:
                     raise
-                waits.activity.waits_for = waits.held_by
-                if waits.waits_for_itself:
-                    raise StallError(f"{stall} They wait for this worker in another store: {SAME_ORDER}.") from None
                 print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
-        waits.activity.waits_for = frozenset()
         return proposal.decisions[topic, name].unwrap()
 
     def _proposal_came(self, source: int, message: Message) -> None:

@@ -46,14 +46,26 @@ class CollectiveSession(Session):
         """Block until a request of a whole call is done."""
         self.waits.wait(request, Waiting(call, owners=owners))
 
+    def _reached(self, item: Any) -> int:
+        """How far this worker has come in what others may wait for (`Need`)."""
+        if isinstance(item, int):
+            return self._pushes().get(item, 0)
+        topic, count = item
+        return int(self._counts.get(topic, 0) >= count)
+
+    def _pushes(self) -> dict[int, int]:
+        raise NotImplementedError
+
     def _count(self, topic: str) -> int:
         self._counts[topic] = self._counts.get(topic, 0) + 1
         return self._counts[topic]
 
     def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
         """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
+        count = self._count(topic)
+        waiting = Waiting(call, agreed=(topic, count))
         try:
-            return self.agreeing.agree(topic, self._count(topic), payload, Waiting(call), patient=patient)
+            return self.agreeing.agree(topic, count, payload, waiting, patient=patient)
         except MpikvError as error:
             if not isinstance(error, (StallError, PeerError)):
                 # Refused on every worker that made this call, and others were never in it: the count stays in step.

@@ -12,20 +12,19 @@ its answer.
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 from collections.abc import Callable, Sequence
 
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.observe.activity import Activity
+from mpikv.observe.program import Process
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.placement.keys import Key
-from mpikv.session import cross_waits
 from mpikv.session.given import GivenErrors
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.messages import ControlMessages, Message
+from mpikv.session.questions import Questions
+from mpikv.session.stalls import Stalls
 
 ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers within some milliseconds
 
@@ -33,34 +32,32 @@ ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers 
 class Waits:
     """Of one worker.
 
-    pushes: key id -> how often this worker has pushed that key. check_key(key): raises what became of a key that
-    workers did not agree on after all. given: notes the errors that waits raise.
+    activity: where it notes what it waits for. processes: of all ranks. warn_s: after how long a wait is printed.
+    check_key(key): raises what became of a key that workers did not agree on after all. given: notes the errors that
+    waits raise.
     """
 
     def __init__(
         self,
         messages: ControlMessages,
-        timeout_s: float,
+        activity: Activity,
+        processes: Sequence[Process],
         *,
-        pushes: Callable[[], dict[int, int]],
+        timeout_s: float,
+        warn_s: float,
         check_key: Callable[[Key], None],
         given: GivenErrors,
     ) -> None:
-        self._messages, self._engine = messages, messages.engine
-        self.activity = Activity(self._engine.clock)
-        # Ranks may be threads.
-        self._process = f"{socket.gethostname()} {os.getpid()} {threading.get_ident()}"
+        self._messages, self._engine, self.activity = messages, messages.engine, activity
         self.timeout_s = timeout_s
-        self._pushes, self._check_key, self._given = pushes, check_key, given
-        self._under_way: Waiting | None = None  # what this worker waits for now
-        self.held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
-        self._question = 0
+        self.questions = Questions(messages, activity, processes)
+        self._stalls = Stalls(messages, self.questions, activity, warn_s)
+        self._check_key, self._given = check_key, given
+        self.all_answered = True  # every worker, the last report
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
         messages.acts |= {
             "left": self._left,
             "gone": self._gone,
-            "where": self._where,
-            "here": self._here,
             "refused": self._refused,
         }
         messages.due.append(self._tell_who_has_left)
@@ -69,51 +66,52 @@ class Waits:
     def regroup(self) -> None:
         """Go on among the workers that the messages go to now. What is known of the former ones is forgotten."""
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
-        self._answers: dict[int, Message] = {}
+        self._stalls.regroup()
         self._departures = Departures(self._messages.workers.size) if self._messages.leads else None
 
     # --- waiting
 
-    def wait(self, request: Operation, waiting: Waiting, timeout_s: float | None = None) -> None:
-        """Block until `request` is done.
+    def wait(
+        self, request: Operation, waiting: Waiting, timeout_s: float | None = None, others: Sequence[Waiting] = ()
+    ) -> None:
+        """Block until `request` is done. others: what it waits for besides.
 
         Raises its error; PeerError as soon as what is waited for cannot come any more; StallError after `timeout_s`
-        (default: the store's).
+        (default: the store's), and as soon as workers wait for each other.
         """
         try:
-            self._wait(request, waiting, timeout_s)
+            self._wait(request, waiting, timeout_s, others)
         except Exception as error:
             self._given.note(error)
             raise
 
-    def _wait(self, request: Operation, waiting: Waiting, timeout_s: float | None) -> None:
-        engine = self._engine
+    def _wait(self, request: Operation, waiting: Waiting, timeout_s: float | None, others: Sequence[Waiting]) -> None:
+        engine, stalls = self._engine, self._stalls
         with engine.lock:
             if engine.failure is None and request.test():
                 self.activity.note(waiting)
                 return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        begun_s = asked_s = engine.clock.now_s()
-        asked = False
+        begun_s, early_s = engine.clock.now_s(), stalls.early_s(waiting)
 
         def look() -> None:
-            nonlocal asked_s, asked
             self.check(waiting)
-            now_s = engine.clock.now_s()
-            if waiting.round is None:
-                return
-            if asked and any(cross_waits.for_ever(waiting, self._pushes(), one) for one in self._answers.values()):
-                raise self.report(waiting, round(now_s - begun_s, 1))
-            if now_s - asked_s >= cross_waits.ASK_AFTER_S:
-                asked_s, asked = now_s, True
-                self._ask_where(waiting)
+            waited_s = engine.clock.now_s() - begun_s
+            if waited_s >= early_s:
+                stalls.lasts(waiting, waited_s)
+                why = self.activity.why_hopeless()
+                if why is not None:
+                    raise self.report(waiting, round(waited_s, 1), why)
 
-        self._under_way = waiting
+        well = False
         try:
-            with self.activity.during(waiting):
+            with self.activity.during(waiting, (waiting, *others)):
                 engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
+            well = True
         finally:
-            self._under_way = None
+            waited_s = engine.clock.now_s() - begun_s
+            if waited_s >= early_s:
+                stalls.ended(waiting, waited_s, well=well)
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""
@@ -165,71 +163,42 @@ class Waits:
 
     # --- where everybody is
 
-    def _ask_where(self, waiting: Waiting) -> list[int]:
-        """Ask every other worker where it is. These workers; their answers come to `_answers`."""
-        workers = self._messages.workers
-        others = [worker for worker in range(workers.size) if worker != workers.rank]
-        with self._engine.lock:
-            self._question += 1
-            self._answers = {}
-            key_id = -1 if waiting.key_id is None else waiting.key_id
-            for worker in others:
-                self._messages.send_to(worker, {"kind": "where", "question": self._question, "key_id": key_id})
-        return others
-
-    def _where(self, source: int, message: Message) -> None:
-        here = {"kind": "here", "worker": self._messages.workers.rank, "question": message["question"]}
-        here |= {"process": self._process, "waits_for": sorted(self.activity.held_by())}
-        here |= {"needs": cross_waits.need(self._under_way), "doing": self.activity.text()}
-        self._messages.send(source, {**here, "pushes": self._pushes().get(message["key_id"], 0)})
-
-    def _here(self, _source: int, message: Message) -> None:
-        if message["question"] == self._question:
-            self._answers[message["worker"]] = message
-
-    @property
-    def all_answered(self) -> bool:
-        """Whether every other worker has answered the last question."""
-        return len(self._answers) == self._messages.workers.size - 1
-
-    def report(self, waiting: Waiting, waited_s: float) -> StallError:
-        """Ask every other worker where it is, and say it."""
-        others, clock = self._ask_where(waiting), self._engine.clock
+    def report(self, waiting: Waiting, waited_s: float, why: str = "") -> StallError:
+        """Ask every other worker where it is, and say it. why: there is no hope for this wait."""
+        messages, clock, need = self._messages, self._engine.clock, waiting.need
+        item = None if need is None else need.item
+        question = self.questions.ask([] if item is None else [(self.activity.store, item)])
         deadline = clock.now_s() + ANSWER_S
-        while not self.all_answered and clock.now_s() < deadline:
+        while not question.complete and clock.now_s() < deadline:
             if not self._engine.step():
                 clock.sleep(1e-3)
+        self.all_answered = question.complete
         arrived: dict[str, str] = {}
         missing: dict[str, str] = {}
         silent: list[str] = []
-        held_by: set[str] = set()
         behind: tuple[str, int] | None = None
-        for worker in others:
-            answer, name = self._answers.get(worker), self._messages.names[worker]
-            if answer is None:
-                silent.append(name)
+        for worker, name in enumerate(messages.names):
+            answer = question.answers.get(worker)
+            if worker == messages.workers.rank:
                 continue
-            doing = answer["doing"]
+            if answer is None:
+                state = self.questions.state(worker)
+                silent.append(name + (f" ({state})" if state else ""))
+                continue
+            doing = answer["doing"] + (f"; {answer['where']}" if answer["where"] else "")
             if waiting.round is not None:
-                here = answer["pushes"] >= waiting.round
-                lacks = waiting.round - answer["pushes"]
+                pushes = answer["reached"][0]
+                here = pushes >= waiting.round
+                lacks = waiting.round - pushes
                 if lacks > (0 if behind is None else behind[1]):
                     behind = name, lacks
-                doing = f"pushed it {answer['pushes']} times; {doing}"
+                doing = f"pushed it {pushes} times; {doing}"
             elif waiting.owners:
                 continue  # an answer that depends on no other worker
             else:
                 here = doing.startswith(f"in {waiting} for ")
             (arrived if here else missing)[name] = doing
-            if not here:
-                held_by |= {answer["process"], *answer["waits_for"]}
-        self.held_by = frozenset(held_by)
-        text = stall_text(waiting, self._messages.me, waited_s, arrived=arrived, missing=missing, silent=silent)
+        text = stall_text(waiting, messages.me, waited_s, arrived=arrived, missing=missing, silent=silent, why=why)
         error = StallError(text)
-        error.behind = behind
+        error.behind, error.deadlock = behind, bool(why)
         return error
-
-    @property
-    def waits_for_itself(self) -> bool:
-        """Whether, by the last report, those who have not come wait for this worker in another store."""
-        return self._process in self.held_by

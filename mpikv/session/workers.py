@@ -18,6 +18,7 @@ from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.observe.activity import Activity
+from mpikv.observe.program import Process, this_process
 from mpikv.observe.stall import Waiting
 from mpikv.placement import device_paths
 from mpikv.placement.members import Members
@@ -45,7 +46,8 @@ REPORTS = 64  # each is a question to all workers, answered within milliseconds
 class Workers(OptimizerSession):
     """The session of one worker of several. links: the transport through memory to servers of this host, if any.
 
-    compressions: default none. messages: those that are no values. waits, stopping, agreeing, epochs: what is done by
+    compressions: default none. store_id: tells it from the other stores of a job. processes: of all ranks, default this
+    one. messages: those that are no values. waits, stopping, agreeing, epochs: what is done by
     these messages.
     """
 
@@ -62,6 +64,8 @@ class Workers(OptimizerSession):
         links: LocalTransport | None = None,
         compressions: Compressions | None = None,
         spaces: Spaces | None = None,
+        store_id: str = "",
+        processes: Sequence[Process] = (),
     ) -> None:
         super().__init__(name, members.config.stop_file, spaces, wire.max_keys(transport.max_tag))
         self.pid = os.getpid()
@@ -88,10 +92,14 @@ class Workers(OptimizerSession):
         if links is not None:
             self.engine.waker = links.waker
         self.messages = ControlMessages(transport, self.group, self.engine)
+        activity = Activity(self.engine.clock, store_id, self.messages.names[self.rank])
+        activity.reached = self._reached
         self.waits = Waits(
             self.messages,
-            members.config.timeout_s,
-            pushes=self._pushes,
+            activity,
+            processes or [this_process()] * transport.size,
+            timeout_s=members.config.timeout_s,
+            warn_s=members.config.stall_warn_s,
             check_key=self._check_key,
             given=self.given,
         )
@@ -104,7 +112,7 @@ class Workers(OptimizerSession):
             on_verdict=self._verdict,
         )
         self.epochs = EpochBegins(self.messages)
-        self.activity = self.waits.activity
+        self.activity = activity
 
     def start(self, events: KeyEvents) -> None:
         """Begin to listen to the other workers, who may be ahead and ask at once. events: the strategy's."""
@@ -155,7 +163,7 @@ class Workers(OptimizerSession):
     def wait(self, pending: Pending, timeout_s: float | None = None, further: Sequence[Pending] = ()) -> None:
         """Block until a transfer is done."""
         try:
-            self.waits.wait(pending.request, pending.waiting, timeout_s)
+            self.waits.wait(pending.request, pending.waiting, timeout_s, pending.others)
         except StallError as error:
             self._explain(error, pending.others, self.waits.timeout_s if timeout_s is None else timeout_s)
             raise

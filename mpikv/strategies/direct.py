@@ -35,6 +35,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import digest_of
 from mpikv.session.base import Pending
+from mpikv.session.stalls import EARLY
 from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Entry, PreparedCall
@@ -49,7 +50,7 @@ class Direct:
 
     def __init__(self, session: Workers, places: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
         self._session = session
-        memory = places.memory
+        memory, config = places.memory, session.members.config
         assert places.slots is not None
         self._places, self._slots = places, places.slots
         self._queues = queues
@@ -59,7 +60,8 @@ class Direct:
             counters,
             step=session.engine.step,
             clock=session.engine.clock,
-            wait_s=min(WAIT_S, session.members.config.timeout_s / 4),  # the wait in the queues comes after it
+            # The wait in the queues, of which others are told, comes after it.
+            wait_s=min(WAIT_S, config.timeout_s / 4, EARLY * config.stall_warn_s),
         )
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()

@@ -46,8 +46,9 @@ def spawn_stores(
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
     one on these hosts. compression: how their values travel, by default as they are. spaces: where the values of each
     rank are. gpus: of each rank, as its own process's CuPy sees it; keys in device memory go the path that `config`
-    names, by default the first one that needs no trial. The store is closed after `body` unless `body` raised. Raises
-    RankError (see `spawn`) with ranks of the transport.
+    names, by default the first one that needs no trial. Waits that last are told only where `config` has another
+    `stall_warn_s` than the default, since their messages would count with the others. The store is closed after `body`
+    unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
 
     >>> from mpikv.testing.stores import spawn_stores
     >>> def body(store):
@@ -59,6 +60,8 @@ def spawn_stores(
     """
     spec = store_spec.parse(name)
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
+    if config.stall_warn_s == Config.stall_warn_s:
+        config = config.with_(stall_warn_s="off")
     size = num_workers + num_servers
     places = tuple(hosts or ["localhost"] * size)
     roles = assign(places, num_servers, config.server_placement)

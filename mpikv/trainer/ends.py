@@ -21,4 +21,6 @@ def in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError
         f"shuffles, or with last='drop'; in `with trainer.join():` some may have more. In detail: {error}"
     )
     told.behind = error.behind
+    if isinstance(error, StallError) and isinstance(told, StallError):
+        told.deadlock = error.deadlock
     return told

@@ -168,13 +168,13 @@ def test_killed(mpi, kind: str, servers: int, victim: int, tmp_path: Path) -> No
         assert re.search(r"RANK \d|EXIT CODE: 9", job.output), job.output
 
 
-def rank_of(pid: int) -> int | None:
+def rank_of(pid: int, program: str = PROGRAM) -> int | None:
     """The rank of a process that runs the program; None for mpirun and its helpers."""
     environ = dict(
         entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry
     )
     if (
-        PROGRAM not in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        program not in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         or "mpirun" in Path(f"/proc/{pid}/comm").read_text()
     ):
         return None

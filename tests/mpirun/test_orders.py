@@ -22,11 +22,13 @@ KINDS = pytest.mark.parametrize(
 @pytest.mark.parametrize("case", ["two", "ring"])
 def test_stores_closed_in_different_orders(mpi, case: str, kind: str) -> None:
     """A `close` goes on waiting for a worker that is alive, but not for one that waits for this one."""
-    job = mpirun(3, ["python", PROGRAM, case, kind], env={"MPIKV_TIMEOUT_S": "2"}, timeout_s=LIMIT_S, mpi=mpi)
+    env = {"MPIKV_TIMEOUT_S": "2", "MPIKV_STALL_WARN_S": "2"}
+    job = mpirun(3, ["python", PROGRAM, case, kind], env=env, timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output
     assert job.status != 0, job.output
     assert "survived" not in job.stdout, job.output
-    assert re.search(r"StallError: .* They wait for this worker in another store: all workers must close", job.output)
+    circle = r"StallError: .*Deadlock: .* in close at .* They wait in different stores: all workers must close"
+    assert re.search(circle, job.output), job.output
     assert re.search(r"Not arrived: .*worker \d on \S+ \(in close of another store for", job.output), job.output
 
 
@@ -42,7 +44,7 @@ def test_a_worker_that_waits_for_a_late_one_is_waited_for(mpi, kind: str, tmp_pa
 
 
 def test_pushpulls_in_different_orders(mpi) -> None:
-    env = {"MPIKV_TIMEOUT_S": "5"}  # in which worker 1 has come to its call, too, on a busy machine
+    env = {"MPIKV_TIMEOUT_S": "60", "MPIKV_STALL_WARN_S": "2"}
     elsewhere = (
         r"in pushpull of key 'w'(, round 1)? of another store for|its pushpull of key 'w'.* of another store failed"
     )
@@ -50,3 +52,4 @@ def test_pushpulls_in_different_orders(mpi) -> None:
     assert not job.timed_out, job.output
     assert job.status != 0, job.output
     assert re.search(f"Not arrived: .*; ({elsewhere})", job.output), job.output
+    assert "They wait in different stores" in job.output

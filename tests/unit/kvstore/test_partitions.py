@@ -16,7 +16,6 @@ from mpikv.config import Config
 from mpikv.create import assembly
 from mpikv.optimizers import states_file
 from mpikv.placement import on_servers
-from mpikv.session import cross_waits
 from mpikv.strategies import exchange
 from mpikv.testing import ranks, stores
 from mpikv.transports import threads, wire
@@ -234,8 +233,6 @@ def fabric(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(ranks, "Fabric", Noted)
-    # Else who waits longer, on a busy machine, asks the others where they are, by messages that count as well.
-    monkeypatch.setattr(cross_waits, "ASK_AFTER_S", float("inf"))
     return made
 
 

@@ -12,8 +12,6 @@ import pytest
 from store_modes import Mode, mode_id
 
 from mpikv import Parameter, PeerError, SplitSampler, StallError, Trainer
-from mpikv.observe.stall import Waiting
-from mpikv.session import cross_waits
 from mpikv.trainer.ends import in_steps
 
 MODES = [Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, servers=1)]
@@ -89,48 +87,24 @@ def test_workers_that_need_not_keep_step_are_told_nothing(
 
 
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_a_worker_in_the_evaluation_is_told_of_at_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_in_the_evaluation_is_told_of_at_once(mode: Mode) -> None:
     """Not after the time limit: one waits in a step, the others in a call that needs it."""
-    monkeypatch.setattr(cross_waits, "ASK_AFTER_S", 0.1)
 
-    def body(store) -> str | None:
+    def body(store) -> str:
         trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
         for _ in range(4):
             trainer.step(1)
-        if store.rank == 0:
-            with pytest.raises(StallError) as caught:
-                trainer.step(1)
-            store.barrier()
-            return str(caught.value)
-        store.barrier()
-        trainer.step(1)  # the round that worker 0 has pushed already
-        return None
+        with pytest.raises(StallError) as caught:
+            store.barrier() if store.rank else trainer.step(1)
+        store.session.closed = True
+        return str(caught.value)
 
-    text = mode.run(body)[0]
+    text, *others = mode.run(body, stall_warn_s=0.4)
     assert re.search(r"step 5 of its Trainer, and worker [12] on \S+ has not come to the next one after step 4", text)
     assert "(pushed it 4 times; in barrier" in text
-
-
-@pytest.mark.parametrize(
-    ("waiting", "needs", "pushes", "ever"),
-    [
-        (Waiting("pull", "w", 1, 3), cross_waits.ALL, 2, True),
-        (Waiting("pull", "w", 1, 3), cross_waits.ALL, 3, False),  # it has pushed what is waited for
-        (Waiting("pull", "w", 1, 3), None, 2, False),  # it waits for nobody
-        (Waiting("pull", "w", 1, 3), [2, 5], 2, True),  # in a round that this worker has not pushed
-        (Waiting("pull", "w", 1, 3), [2, 4], 2, False),  # it has
-        (Waiting("barrier"), cross_waits.ALL, 0, False),
-    ],
-)
-def test_who_waits_for_ever(waiting: Waiting, needs: object, pushes: int, ever: bool) -> None:
-    assert cross_waits.for_ever(waiting, {1: 3, 2: 4}, {"pushes": pushes, "needs": needs}) is ever
-
-
-def test_what_waits_need() -> None:
-    assert cross_waits.need(Waiting("barrier")) == cross_waits.ALL
-    assert cross_waits.need(Waiting("pull", "w", 1, 3, ("server 0",))) == [1, 3]
-    for waiting in (None, Waiting("init('w')"), Waiting("pull", "w", 1, None, ("server 0",))):
-        assert cross_waits.need(waiting) is None
+    for one in (text, *others):
+        assert "Deadlock: " in one
+        assert re.search(r"worker 0 on \S+ in pushpull of key .*, round 5", one)
 
 
 def test_what_is_known_decides() -> None:

@@ -1,0 +1,106 @@
+"""Where a rank's program is, and what its process does: what other ranks cannot see of one that they wait for.
+
+A rank answers for itself from the thread that moves its transfers on, which can look at the stack of the program's own
+thread. Of a rank that does not answer, the operating system of its host still tells something.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+OWN = str(Path(__file__).resolve().parents[1]) + os.sep
+# Not the user's program, where this is on the stack, too: the standard library and what was installed.
+INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+STATES = {
+    "R": "it computes without a break for other threads, as C code may",
+    "S": "it sleeps in a call that lets no other thread run",
+    "D": "it waits for a disk or for swapped memory",
+    "T": "it was stopped by a signal (SIGCONT lets it go on)",
+    "t": "a debugger has stopped it",
+    "Z": "it has ended, and nobody has noticed",
+}
+GONE = "its process is gone"
+FIELDS_BEFORE = 3  # of proc_pid_stat(5), before those that are read here: pid, name and state
+STARTED = 22 - FIELDS_BEFORE  # when the process began, in clock ticks since boot
+
+
+class Process(NamedTuple):
+    """A process of a job. started: tells it from a later one with its number; "" where there is no /proc."""
+
+    host: str
+    pid: int
+    started: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}"
+
+
+def this_process() -> Process:
+    """Return this process, as other ranks may ask for it."""
+    return Process(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
+
+
+def state_of(process: Process) -> str:
+    """Return what a process of this host does, in words; "" where that is not known.
+
+    >>> from mpikv.observe.program import Process, state_of, this_process
+    >>> state_of(this_process())
+    'it computes without a break for other threads, as C code may'
+    >>> state_of(Process(this_process().host, 1 << 30, '5'))
+    'its process is gone'
+    """
+    if process.host != socket.gethostname() or not process.started:
+        return ""
+    letter, started = _stat(process.pid)
+    return GONE if started != process.started else STATES.get(letter, "")
+
+
+def position(thread: int) -> str:
+    """Return where the program is in a thread, by its identifier: 'train.py:41 in main'; "" where that has ended.
+
+    It is the innermost place in the user's own files; where none of these is on the stack, in any file but this
+    package's.
+    """
+    innermost: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001 - documented, "for debuggers"
+    outside = None
+    for frame in itertools.islice(_outwards(innermost), 1000):
+        file = frame.f_code.co_filename
+        if file.startswith((OWN, "<frozen")):
+            continue
+        outside = outside or frame
+        if not file.startswith(INSTALLED):
+            outside = frame
+            break
+    if outside is None:
+        return ""
+    return f"{os.path.basename(outside.f_code.co_filename)}:{outside.f_lineno} in {outside.f_code.co_name}"
+
+
+def thread_computes(native_id: int) -> bool | None:
+    """Return whether a thread of this process is running now; None where nobody knows."""
+    letter, _ = _stat(f"self/task/{native_id}")
+    return letter == "R" if letter else None
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _stat(which: int | str) -> tuple[str, str]:
+    """The state and the start of a process or a thread; twice "" where there is none."""
+    try:
+        text = Path(f"/proc/{which}/stat").read_text()
+    except OSError:
+        return "", ""
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return fields[0], fields[STARTED]

@@ -1,0 +1,94 @@
+"""Where everybody is: a worker asks the others, which answer at once, also while their programs compute.
+
+Kinds of messages: `where` and `here`, question and answer. Who asks names what others must come to (`Need.item`), and
+each answers how far it has come; what it does, where its program is, and which wait it is in.
+
+Cost: a message to each other worker, and its answer, only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpikv.observe.activity import Activity
+from mpikv.observe.program import Process, state_of
+from mpikv.session.messages import ControlMessages, Message
+
+StoreItem = tuple[str, Any]  # what workers of a store must come to
+
+
+class Question:
+    """One question. items: what was asked of. answers: by worker, this one's own among them."""
+
+    def __init__(self, number: int, items: Sequence[StoreItem], asked_s: float, size: int) -> None:
+        self.number, self.items, self.asked_s = number, items, asked_s
+        self._size = size
+        self.answers: dict[int, Message] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every worker has answered."""
+        return len(self.answers) == self._size
+
+
+class Questions:
+    """One worker's end. processes: of all ranks."""
+
+    def __init__(self, messages: ControlMessages, activity: Activity, processes: Sequence[Process]) -> None:
+        self._messages, self.activity, self._processes = messages, activity, processes
+        self._open: dict[int, Question] = {}
+        self._numbers = 0
+        self.asked_by: dict[int, float] = {}  # when each worker has asked last
+        self.seen_s: dict[int, float] = {}  # when each has answered last
+        messages.acts |= {"where": self._where, "here": self._here}
+
+    def ask(self, items: Sequence[StoreItem], look_at: Sequence[int] = ()) -> Question:
+        """Ask every other worker. look_at: workers that are silent, of which others of their hosts may know more."""
+        messages, me = self._messages, self._messages.workers.rank
+        now_s = messages.engine.clock.now_s()
+        with messages.engine.lock:
+            self._numbers += 1
+            question = Question(self._numbers, items, now_s, messages.workers.size)
+            self._open = {n: one for n, one in self._open.items() if now_s - one.asked_s < 60.0}
+            self._open[question.number] = question
+            asked = {"question": question.number, "items": [list(item) for item in items], "look_at": list(look_at)}
+            question.answers[me] = self._answer(items, look_at)
+            for worker in range(messages.workers.size):
+                if worker != me:
+                    messages.send_to(worker, {"kind": "where", **asked})
+        return question
+
+    def _answer(self, items: Iterable[Sequence[Any]], look_at: Iterable[int]) -> Message:
+        activity = self.activity
+        blocked = activity.blocked()
+        reached = [activity.reached_of(store, item) for store, item in items]
+        again = activity.blocked()
+        if blocked is None or again is None or again.id != blocked.id:
+            blocked = None  # only what it had reached while it waited holds for as long as it waits
+        facts = [list(fact) for one in activity.others() for fact in one.facts]
+        states = {str(worker): self.state(worker) for worker in look_at}
+        answer = {"doing": activity.text(), "where": activity.where(), "reached": reached, "facts": facts}
+        return {**answer, "blocked": blocked, "states": {worker: text for worker, text in states.items() if text}}
+
+    def _where(self, source: int, message: Message) -> None:
+        self.asked_by[message["worker"]] = self._messages.engine.clock.now_s()
+        here = {"kind": "here", "worker": self._messages.workers.rank, "question": message["question"]}
+        self._messages.send(source, {**here, **self._answer(message["items"], message["look_at"])})
+
+    def _here(self, _source: int, message: Message) -> None:
+        worker = message["worker"]
+        self.seen_s[worker] = self._messages.engine.clock.now_s()
+        question = self._open.get(message["question"])
+        if question is not None:
+            question.answers[worker] = message
+            if question.complete:
+                del self._open[question.number]
+
+    def state(self, worker: int) -> str:
+        """What the system of this host tells of a worker that does not answer; "" where it is on another host."""
+        return state_of(self.process(worker))
+
+    def process(self, worker: int) -> Process:
+        """The process of a worker."""
+        return self._processes[self._messages.workers.ranks[worker]]

@@ -1,0 +1,234 @@
+"""Waits that last: who waits for whom is printed, and a circle of waits is an error, long before the time limit.
+
+A worker whose wait lasts longer than usual says so to the first worker that listens, worker 0 as a rule (`waits`,
+`moved`). That one asks everybody where they are (questions.py), again and again while somebody waits: it prints one
+table, again where it has changed, and a line when all go on; and it looks for workers that wait for each other, which
+all get an error (`circle`).
+
+Cost: nothing before a wait has lasted for a quarter of MPIKV_STALL_WARN_S, or as long as this call has ever lasted;
+then a message to worker 0, and two to and from each worker every INTERVAL_S, later every LAST_INTERVAL_S.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpikv.observe.activity import Activity
+from mpikv.observe.deadlock import Blocked, Fact, circle, circle_text, compare, hopeless
+from mpikv.observe.stall import Row, Waiting, several, table, without_seconds
+from mpikv.session.messages import ControlMessages, Message
+from mpikv.session.questions import Question, Questions, StoreItem
+
+EARLY = 0.25  # of the time until a table is printed, after which the others are asked
+USUAL = 2.0  # a wait is told when it has lasted so many times longer than the longest one of its kind before
+INTERVAL_S, LAST_INTERVAL_S = 0.25, 2.0  # between questions to all
+SILENT_S = 1.0  # a worker that has not answered by then is told as silent; another one takes over from worker 0
+MOST_ITEMS = 100  # that are asked of in one question
+SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
+
+
+class _Lasting(NamedTuple):
+    """A wait that a worker has told. warn_s: when it is to be printed."""
+
+    owners: Sequence[str]
+    warn_s: float
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Stalls:
+    """One worker's end. warn_s: how long a wait lasts that is printed; infinite: none is, and no circle is looked for.
+
+    say: prints.
+    """
+
+    def __init__(
+        self,
+        messages: ControlMessages,
+        questions: Questions,
+        activity: Activity,
+        warn_s: float,
+        say: Callable[[str], None] = _print,
+    ) -> None:
+        self._messages, self._questions, self._activity = messages, questions, activity
+        self._warn_s, self._say = warn_s, say
+        self._longest_s: dict[str, float] = {}  # by kind of call, of waits that were longer than most
+        messages.acts |= {"waits": self._waits, "moved": self._moved, "circle": self._circle}
+        messages.due.append(self._inquire)
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Go on among the workers that the messages go to now."""
+        self._listener = 0  # the worker to which waits are told
+        self._told_s: float | None = None  # when the wait of now was told
+        self._lasting: dict[int, _Lasting] = {}  # by worker; all else is of who is told of waits
+        self._question: Question | None = None
+        self._next_s, self._interval_s = 0.0, INTERVAL_S
+        self._begun_s = 0.0
+        self._printed: list[tuple[int, str]] | None = None
+        self._items: list[StoreItem] = []
+        self._silent: dict[int, str] = {}
+
+    # --- who waits
+
+    def early_s(self, waiting: Waiting) -> float:
+        """After how long a wait is told."""
+        return max(EARLY * self._warn_s, self._longest_s.get(_kind(waiting), 0.0))
+
+    def lasts(self, waiting: Waiting, waited_s: float) -> None:
+        """Tell, once, that this worker waits, and again to the next worker where that one is silent. Often called."""
+        messages, now_s = self._messages, self._messages.engine.clock.now_s()
+        if self._told_s is not None:
+            asked_s = self._questions.asked_by.get(self._listener, 0.0)
+            listens = self._listener == messages.workers.rank or now_s - self._told_s < SILENT_S
+            if listens or now_s - asked_s < 2 * (SILENT_S + LAST_INTERVAL_S):
+                return
+            self._listener += 1
+        blocked = self._activity.blocked() or Blocked("", str(waiting), [])
+        usual_s = USUAL * self._longest_s.get(_kind(waiting), 0.0)
+        told = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s}
+        told["warn_after_s"] = max(self._warn_s, usual_s)
+        self._told_s = now_s
+        if self._listener == messages.workers.rank:
+            self._waits(self._listener, {"worker": self._listener, **told})
+        else:
+            messages.send_to(self._listener, {"kind": "waits", **told})
+
+    def ended(self, waiting: Waiting, waited_s: float, *, well: bool) -> None:
+        """The wait has ended, at last. well: without an error."""
+        if well:
+            kind = _kind(waiting)
+            self._longest_s[kind] = max(waited_s, self._longest_s.get(kind, 0.0))
+        if self._told_s is None:
+            return
+        self._told_s = None
+        messages = self._messages
+        with messages.engine.lock:
+            for worker in range(self._listener + 1):
+                if worker == messages.workers.rank:
+                    self._lasting.pop(worker, None)
+                else:
+                    messages.send_to(worker, {"kind": "moved"})
+        self._listener = 0
+
+    def _circle(self, _source: int, message: Message) -> None:
+        self._activity.give_up(message["wait"], message["text"])
+
+    # --- who is told
+
+    def _waits(self, _source: int, message: Message) -> None:
+        now_s = self._messages.engine.clock.now_s()
+        begun_s = now_s - message["waited_s"]
+        self._begun_s = min(begun_s, self._begun_s) if self._lasting else begun_s
+        self._next_s, self._interval_s = now_s, INTERVAL_S
+        lasting = _Lasting(message["owners"], begun_s + message["warn_after_s"])
+        self._lasting[message["worker"]] = lasting
+        self._add_items([Blocked(*message["blocked"])])
+
+    def _moved(self, _source: int, message: Message) -> None:
+        self._lasting.pop(message["worker"], None)
+
+    def _inquire(self) -> None:
+        """Called in each step of the engine: asks, and looks at the answers."""
+        if not self._lasting:
+            if self._question is not None or self._items:
+                self._end()
+            return
+        now_s, question = self._messages.engine.clock.now_s(), self._question
+        if question is None:
+            if now_s >= self._next_s:
+                self._question = self._questions.ask([*self._items], [*self._silent])
+        elif question.complete or now_s - question.asked_s > SILENT_S:
+            self._question = None
+            self._next_s = now_s + self._interval_s
+            self._interval_s = min(2 * self._interval_s, LAST_INTERVAL_S)
+            self._look_at(question, now_s)
+
+    def _end(self) -> None:
+        if self._printed is not None:
+            waited_s = self._messages.engine.clock.now_s() - self._begun_s
+            self._say(f"mpikv: going on, after a stall of {waited_s:.1f} s")
+        self._question, self._printed, self._items, self._silent = None, None, [], {}
+        self._activity.facts = []
+
+    def _add_items(self, waits: Sequence[Blocked]) -> None:
+        """Ask, next time, of what these waits need."""
+        known = {json.dumps(item) for item in self._items}
+        for blocked in waits:
+            for store, (item, _) in blocked.needs:
+                if json.dumps((store, item)) not in known and len(self._items) < MOST_ITEMS:
+                    known.add(json.dumps((store, item)))
+                    self._items.append((store, item))
+
+    def _look_at(self, question: Question, now_s: float) -> None:
+        answers = question.answers
+        waits = {worker: Blocked(*answer["blocked"]) for worker, answer in answers.items() if answer["blocked"]}
+        places = {json.dumps(item): i for i, item in enumerate(question.items)}
+
+        def reached(worker: int, store: str, item: Any) -> int:
+            i = places.get(json.dumps((store, item)))
+            return -1 if i is None else answers[worker]["reached"][i]
+
+        facts, missing = compare(waits, answers, reached)
+        self._add_items([*waits.values()])
+        self._activity.facts = facts
+        known = [Fact(*fact) for answer in answers.values() for fact in answer["facts"]]
+        found = circle([*facts, *known])
+        if found:
+            self._break(circle_text(found), hopeless([*facts, *known], found), waits)
+        self._silent = self._find_silent(question)
+        if any(lasting.warn_s <= now_s for lasting in self._lasting.values()):
+            self._tell(answers, missing, now_s)
+
+    def _find_silent(self, question: Question) -> dict[int, str]:
+        """The workers that have not answered, with what others of their hosts see of them."""
+        found: dict[int, str] = {}
+        for worker in range(self._messages.workers.size):
+            if worker not in question.answers:
+                seen = (answer["states"].get(str(worker)) for answer in question.answers.values())
+                found[worker] = next(filter(None, seen), "") or self._questions.state(worker)
+        return found
+
+    def _break(self, text: str, hopeless_waits: set[str], waits: dict[int, Blocked]) -> None:
+        """Let the workers of this store that are in one of these waits raise an error."""
+        if len({wait.partition("/")[0] for wait in hopeless_waits}) > 1:
+            text += f" They wait in different stores: {SAME_ORDER}."
+        for worker, blocked in waits.items():
+            if blocked.id not in hopeless_waits:
+                continue
+            if worker == self._messages.workers.rank:
+                self._activity.give_up(blocked.id, text)
+            else:
+                self._messages.send_to(worker, {"kind": "circle", "wait": blocked.id, "text": text})
+
+    def _tell(self, answers: dict[int, Message], missing: list[int], now_s: float) -> None:
+        doing = {worker: _doing(answer) for worker, answer in answers.items()}
+        for worker, seen in self._silent.items():
+            doing[worker] = f"no answer for {SILENT_S:.1f} s{'; ' if seen else ''}{seen}"
+        # Where a program that computes is differs each time.
+        state = [(worker, without_seconds(text).partition(";")[0]) for worker, text in sorted(doing.items())]
+        if state == self._printed:
+            return
+        self._printed = state
+        hosts = self._messages.workers.hosts
+        owners = sorted({owner for lasting in self._lasting.values() for owner in lasting.owners})
+        others = [worker for worker in (*missing, *self._silent) if worker not in self._lasting]
+        for_whom = several(others, hosts) if others else ", ".join(owners) or "each other"
+        wait = "waits" if len(self._lasting) == 1 else "wait"
+        title = f"{now_s - self._begun_s:.1f} s: {several([*self._lasting], hosts)} {wait} for {for_whom}"
+        rows = [Row(worker, self._questions.process(worker).pid, doing[worker]) for worker in sorted(doing)]
+        self._say(table(title, rows, hosts))
+
+
+def _kind(waiting: Waiting) -> str:
+    return waiting.call.partition("(")[0]
+
+
+def _doing(answer: Message) -> str:
+    doing, where = answer["doing"], answer["where"]
+    return f"{doing}; {where}" if where else str(doing)

@@ -1,0 +1,58 @@
+"""Three workers of which one stays away, or which wait for each other: `stalls_program.py CASE`.
+
+Who stays away comes once there is a file $FOLDER/go. Prints `survived` where a worker gets to the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mpikv import kv
+
+case, victim = sys.argv[1], int(sys.argv[2])
+go = Path(os.environ["FOLDER"], "go")
+
+
+def sleep_in_python() -> None:
+    while not go.exists():
+        time.sleep(0.01)
+
+
+def loop_in_python() -> None:
+    while not go.exists():
+        pass
+
+
+def sleep_in_c() -> None:
+    ctypes.PyDLL(None).sleep(1000)  # holds the lock of the interpreter
+
+
+def loop_in_c() -> None:
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def swapped_calls(store: kv.KVStore) -> None:
+    for key in "ba" if store.rank == victim else "ab":
+        store.pushpull(key, np.ones(3, np.float32))
+
+
+with kv.create("dist_sync") as store:
+    store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
+    if case == "swapped_calls":
+        swapped_calls(store)
+    elif store.rank == victim:
+        globals()[case]()
+    store.pushpull("a", np.ones(3, np.float32))
+print("survived", flush=True)

@@ -1,0 +1,192 @@
+"""Waits that last: what is printed of them, and workers that wait for each other."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from store_modes import Mode, mode_id
+
+from mpikv import StallError
+from mpikv.observe.program import Process, state_of, this_process
+from mpikv.session import questions, stalls
+
+WARN_S = 0.2
+MODES = [
+    Mode("dist_sync", 3),
+    Mode("dist_sync", 3, memory="off"),
+    Mode("dist_sync", 3, servers=1),
+    Mode("dist_sync", 3, servers=1, memory="off"),
+]
+ONES = np.ones(3, np.float32)
+every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_id)
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What all ranks print, a table each or a line."""
+    texts: list[str] = []
+    monkeypatch.setattr(stalls, "_print", texts.append)
+    monkeypatch.setattr(stalls.Stalls.__init__, "__defaults__", (texts.append,))
+    return texts
+
+
+def until(condition: Callable[[], Any]) -> None:
+    limit_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.005)
+
+
+def waits_for_it(printed: list[str], word: str) -> None:
+    until(lambda: any(word in text for text in printed))
+
+
+@every_mode
+def test_a_wait_is_told_with_both_sides_and_its_end(mode: Mode, printed: list[str]) -> None:
+    def computes_long(store: Any) -> None:
+        waits_for_it(printed, "stalled")
+
+    def body(store: Any) -> list[float]:
+        store.init("w", np.zeros(3, np.float32))
+        if store.rank == 1:
+            computes_long(store)
+        store.pushpull("w", out := ONES.copy())
+        store.barrier()
+        return out.tolist()
+
+    assert mode.run(body, stall_warn_s=WARN_S) == [[3.0] * 3] * 3
+    table = printed[0].splitlines()
+    assert re.fullmatch(
+        r"mpikv: stalled for \d\.\d s: worker 0(, 2)? on localhost waits? for worker 1 on localhost", table[0]
+    )
+    (late,) = [line for line in table if line.startswith("  worker 1 on ")]
+    assert re.search(r"\(pid \d+\): outside the store for .*; at test_stalls.py:\d+ in until, (not )?computing", late)
+    assert re.search(r"in pushpull of key 'w', round 1 for \d\.\d s; at test_stalls.py:\d+ in body", printed[0])
+    until(lambda: printed[-1].startswith("mpikv: going on, after a stall of "))
+
+
+@every_mode
+def test_another_table_where_another_worker_is_missing(mode: Mode, printed: list[str]) -> None:
+    def body(store: Any) -> None:
+        if store.rank == 1:
+            waits_for_it(printed, "waits for worker 1, 2 on")
+        elif store.rank == 2:
+            waits_for_it(printed, "wait for worker 2 on")
+        store.barrier()
+
+    mode.run(body, stall_warn_s=WARN_S)
+    assert len([text for text in printed if "stalled" in text]) >= 2
+
+
+def test_what_has_taken_as_long_before_is_not_told(printed: list[str]) -> None:
+    """The second wait of its kind is as long as the first one, which is told."""
+
+    def body(store: Any) -> None:
+        store.barrier()
+        for _ in range(3):
+            if store.rank == 1:
+                time.sleep(3 * WARN_S)
+            store.barrier()
+
+    Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S)
+    assert len([text for text in printed if "stalled" in text]) <= 2  # a busy machine may make a later one longer
+
+
+# Calls of worker 0, 1 and 2, which all make in the end; "|" is a barrier, a letter a pushpull of that key.
+PROGRAMS = ["a| |a |a", "ba ab ab", "abc bca cab", "a|b ba| ba|"]
+
+
+@every_mode
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_workers_that_wait_for_each_other_all_raise_it(mode: Mode, program: str, printed: list[str]) -> None:
+    """And may go on, if they make the other calls then."""
+    all_know = threading.Barrier(3, timeout=60)
+
+    def call(store: Any, one: str) -> None:
+        store.barrier() if one == "|" else store.pushpull(one, ONES.copy())
+
+    def body(store: Any) -> list[str]:
+        store.init(["a", "b", "c"], [np.zeros(3, np.float32)] * 3)
+        texts = []
+        for one in program.split()[store.rank]:
+            try:
+                call(store, one)
+            except StallError as error:
+                texts.append(str(error))
+                if len(texts) == 1:
+                    all_know.wait()
+        return texts
+
+    for worker, texts in enumerate(mode.run(body, stall_warn_s=WARN_S, timeout_s=60.0)):
+        what = "barrier" if program.split()[worker][0] == "|" else f"pushpull of key '{program.split()[worker][0]}'"
+        assert re.match(rf"worker {worker} on .* waited \d+(\.\d)? s in {what}", texts[0])
+        assert re.search(r"Deadlock: worker . on localhost in .* at test_stalls.py:\d+ in call waits for ", texts[0])
+        assert "MPIKV_TIMEOUT_S" not in texts[0]
+
+
+def test_a_silent_worker_is_told_of_by_what_its_host_sees(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 does not answer, so that another one takes over; with `calls` nobody answers who computes."""
+    monkeypatch.setattr(questions, "state_of", lambda process: "it was stopped")
+    monkeypatch.setattr(stalls, "SILENT_S", 0.2)
+
+    def body(store: Any) -> None:
+        store.barrier()
+        if store.rank == 0:
+            waits_for_it(printed, "stalled")
+        store.barrier()
+
+    Mode("dist_sync", 3, memory="off").run(body, stall_warn_s=WARN_S, progress="calls")
+    assert re.search(r"  worker 0 on localhost \(pid \d+\): no answer for 0.2 s; it was stopped", printed[0])
+    assert "for worker 0 on localhost" in printed[0]
+
+
+def test_nothing_is_sent_where_it_is_off_or_waits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: Any) -> None:
+        raise AssertionError("somebody was asked")
+
+    monkeypatch.setattr(questions.Questions, "ask", asked)
+
+    def body(store: Any) -> None:
+        for _ in range(3):
+            if store.rank == 1:
+                time.sleep(0.05)
+            store.barrier()
+
+    for warn_s in ("off", 300):
+        Mode("dist_sync", 2).run(body, stall_warn_s=warn_s)
+
+
+def test_several_threads_of_a_worker_are_no_circle(printed: list[str]) -> None:
+    """One of them waits where another worker needs the next one, which another thread makes."""
+
+    def body(store: Any) -> list[float]:
+        store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
+        if store.rank == 0:
+            store.pushpull("a", ONES.copy())
+            return store.pushpull("b", out := ONES.copy()) or out.tolist()
+        out = ONES.copy()
+        threads = [threading.Thread(target=store.pushpull, args=("b", out))]
+        threads[0].start()
+        until(lambda: "b" in str(store.session.activity.waiting()))
+        waits_for_it(printed, "stalled")
+        store.pushpull("a", ONES.copy())
+        threads[0].join()
+        return out.tolist()
+
+    assert Mode("dist_sync", 2, memory="off").run(body, stall_warn_s=WARN_S) == [[2.0] * 3] * 2
+
+
+def test_what_a_system_tells_of_a_process() -> None:
+    me = this_process()
+    assert state_of(me) in ("it computes without a break for other threads, as C code may", "") or "sleeps" in state_of(
+        me
+    )
+    assert state_of(me._replace(started="1")) == "its process is gone"
+    assert state_of(Process("elsewhere", me.pid, me.started)) == ""
+    assert state_of(me._replace(started="")) == ""
