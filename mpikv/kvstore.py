@@ -25,6 +25,7 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import KeyExists, MpikvError, StallError, UnsupportedError
 from mpikv.groups.workers import WorkersGroup
+from mpikv.observe.program import WorkerStatus
 from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.session.workers import Workers
@@ -265,6 +266,29 @@ class KVStore:
     def _arrays(self, shape: Any, dtype: Any, device: Device | None, *, zero: bool) -> Any:
         self._check_open("empty")
         return make_arrays(self.session, self.strategy, shape, dtype, device, zero=zero)
+
+    @property
+    def workers(self) -> list[WorkerStatus]:
+        """What each worker does: `rank`, `host`, `pid`, `alive`, `seen_s` (since it has answered), `doing`, `name`.
+
+        Every worker is asked, and answers while its program computes. Not collective; blocks while one does not answer,
+        4 s at most. Of one that does not, the system of its host tells whether it is alive, where a worker of this host
+        answers.
+
+        >>> [(worker.rank, worker.alive) for worker in kv.create('local').workers]
+        [(0, True)]
+        """
+        self._check_open("workers")
+        return self.session.workers()
+
+    @property
+    def dead_workers(self) -> list[WorkerStatus]:
+        """Those of `workers` that are not alive, or of which nobody knows. What MXNet counts as dead nodes.
+
+        >>> kv.create('local').dead_workers
+        []
+        """
+        return [worker for worker in self.workers if not worker.alive]
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.

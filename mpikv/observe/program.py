@@ -28,6 +28,7 @@ STATES = {
     "Z": "it has ended, and nobody has noticed",
 }
 GONE = "its process is gone"
+ENDED = (GONE, STATES["Z"])
 FIELDS_BEFORE = 3  # of proc_pid_stat(5), before those that are read here: pid, name and state
 STARTED = 22 - FIELDS_BEFORE  # when the process began, in clock ticks since boot
 
@@ -41,6 +42,22 @@ class Process(NamedTuple):
 
     def __str__(self) -> str:
         return f"pid {self.pid}"
+
+
+class WorkerStatus(NamedTuple):
+    """What a worker does. seen_s: how long ago it has answered last, None: never. doing: as errors say it."""
+
+    rank: int
+    host: str
+    pid: int
+    alive: bool
+    seen_s: float | None
+    doing: str
+
+    @property
+    def name(self) -> str:
+        """How errors name it: 'worker 1 on node7'."""
+        return f"worker {self.rank} on {self.host}"
 
 
 def this_process() -> Process:

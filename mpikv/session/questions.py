@@ -85,6 +85,14 @@ class Questions:
             if question.complete:
                 del self._open[question.number]
 
+    def states(self, question: Question, silent: Iterable[int]) -> dict[int, str]:
+        """What is known of workers that have not answered: what their hosts see, as this one or others have said."""
+        found: dict[int, str] = {}
+        for worker in silent:
+            seen = (answer["states"].get(str(worker)) for answer in question.answers.values())
+            found[worker] = next(filter(None, seen), "") or self.state(worker)
+        return found
+
     def state(self, worker: int) -> str:
         """What the system of this host tells of a worker that does not answer; "" where it is on another host."""
         return state_of(self.process(worker))
@@ -92,3 +100,9 @@ class Questions:
     def process(self, worker: int) -> Process:
         """The process of a worker."""
         return self._processes[self._messages.workers.ranks[worker]]
+
+
+def told(answer: Message) -> str:
+    """What a worker says of itself, as text."""
+    doing, where = answer["doing"], answer["where"]
+    return f"{doing}; {where}" if where else str(doing)

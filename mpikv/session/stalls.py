@@ -20,7 +20,7 @@ from mpikv.observe.activity import Activity
 from mpikv.observe.deadlock import Blocked, Fact, circle, circle_text, compare, hopeless
 from mpikv.observe.stall import Row, Waiting, several, table, without_seconds
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.questions import Question, Questions, StoreItem
+from mpikv.session.questions import Question, Questions, StoreItem, told
 
 EARLY = 0.25  # of the time until a table is printed, after which the others are asked
 USUAL = 2.0  # a wait is told when it has lasted so many times longer than the longest one of its kind before
@@ -91,13 +91,13 @@ class Stalls:
             self._listener += 1
         blocked = self._activity.blocked() or Blocked("", str(waiting), [])
         usual_s = USUAL * self._longest_s.get(_kind(waiting), 0.0)
-        told = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s}
-        told["warn_after_s"] = max(self._warn_s, usual_s)
+        lasting = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s}
+        lasting["warn_after_s"] = max(self._warn_s, usual_s)
         self._told_s = now_s
         if self._listener == messages.workers.rank:
-            self._waits(self._listener, {"worker": self._listener, **told})
+            self._waits(self._listener, {"worker": self._listener, **lasting})
         else:
-            messages.send_to(self._listener, {"kind": "waits", **told})
+            messages.send_to(self._listener, {"kind": "waits", **lasting})
 
     def ended(self, waiting: Waiting, waited_s: float, *, well: bool) -> None:
         """The wait has ended, at last. well: without an error."""
@@ -181,18 +181,10 @@ class Stalls:
         found = circle([*facts, *known])
         if found:
             self._break(circle_text(found), hopeless([*facts, *known], found), waits)
-        self._silent = self._find_silent(question)
+        silent = [worker for worker in range(self._messages.workers.size) if worker not in answers]
+        self._silent = self._questions.states(question, silent)
         if any(lasting.warn_s <= now_s for lasting in self._lasting.values()):
             self._tell(answers, missing, now_s)
-
-    def _find_silent(self, question: Question) -> dict[int, str]:
-        """The workers that have not answered, with what others of their hosts see of them."""
-        found: dict[int, str] = {}
-        for worker in range(self._messages.workers.size):
-            if worker not in question.answers:
-                seen = (answer["states"].get(str(worker)) for answer in question.answers.values())
-                found[worker] = next(filter(None, seen), "") or self._questions.state(worker)
-        return found
 
     def _break(self, text: str, hopeless_waits: set[str], waits: dict[int, Blocked]) -> None:
         """Let the workers of this store that are in one of these waits raise an error."""
@@ -207,7 +199,7 @@ class Stalls:
                 self._messages.send_to(worker, {"kind": "circle", "wait": blocked.id, "text": text})
 
     def _tell(self, answers: dict[int, Message], missing: list[int], now_s: float) -> None:
-        doing = {worker: _doing(answer) for worker, answer in answers.items()}
+        doing = {worker: told(answer) for worker, answer in answers.items()}
         for worker, seen in self._silent.items():
             doing[worker] = f"no answer for {SILENT_S:.1f} s{'; ' if seen else ''}{seen}"
         # Where a program that computes is differs each time.
@@ -227,8 +219,3 @@ class Stalls:
 
 def _kind(waiting: Waiting) -> str:
     return waiting.call.partition("(")[0]
-
-
-def _doing(answer: Message) -> str:
-    doing, where = answer["doing"], answer["where"]
-    return f"{doing}; {where}" if where else str(doing)

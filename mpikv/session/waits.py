@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.observe.activity import Activity
-from mpikv.observe.program import Process
+from mpikv.observe.program import ENDED, Process, WorkerStatus
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.placement.keys import Key
 from mpikv.session.given import GivenErrors
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.questions import Questions
+from mpikv.session.questions import Question, Questions, StoreItem, told
 from mpikv.session.stalls import Stalls
 
 ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers within some milliseconds
@@ -165,13 +165,8 @@ class Waits:
 
     def report(self, waiting: Waiting, waited_s: float, why: str = "") -> StallError:
         """Ask every other worker where it is, and say it. why: there is no hope for this wait."""
-        messages, clock, need = self._messages, self._engine.clock, waiting.need
-        item = None if need is None else need.item
-        question = self.questions.ask([] if item is None else [(self.activity.store, item)])
-        deadline = clock.now_s() + ANSWER_S
-        while not question.complete and clock.now_s() < deadline:
-            if not self._engine.step():
-                clock.sleep(1e-3)
+        messages, need = self._messages, waiting.need
+        question = self._ask([] if need is None else [(self.activity.store, need.item)])
         self.all_answered = question.complete
         arrived: dict[str, str] = {}
         missing: dict[str, str] = {}
@@ -185,7 +180,7 @@ class Waits:
                 state = self.questions.state(worker)
                 silent.append(name + (f" ({state})" if state else ""))
                 continue
-            doing = answer["doing"] + (f"; {answer['where']}" if answer["where"] else "")
+            doing = told(answer)
             if waiting.round is not None:
                 pushes = answer["reached"][0]
                 here = pushes >= waiting.round
@@ -202,3 +197,29 @@ class Waits:
         error = StallError(text)
         error.behind, error.deadlock = behind, bool(why)
         return error
+
+    def workers(self) -> list[WorkerStatus]:
+        """Ask every worker what it does. Blocks while one does not answer, twice ANSWER_S at most."""
+        messages = self._messages
+        question = self._ask([])
+        silent = [worker for worker in range(messages.workers.size) if worker not in question.answers]
+        states = self.questions.states(self._ask([], silent) if silent else question, silent)
+        now_s, found = self._engine.clock.now_s(), []
+        for worker, host in enumerate(messages.workers.hosts):
+            answer, state = question.answers.get(worker), states.get(worker, "")
+            seen_s = now_s if worker == messages.workers.rank else self.questions.seen_s.get(worker)
+            doing = f"no answer for {ANSWER_S} s; {state}".removesuffix("; ") if answer is None else told(answer)
+            alive = answer is not None or (bool(state) and state not in ENDED)
+            ago_s = None if seen_s is None else now_s - seen_s
+            found.append(WorkerStatus(worker, host, self.questions.process(worker).pid, alive, ago_s, doing))
+        return found
+
+    def _ask(self, items: Sequence[StoreItem], look_at: Sequence[int] = ()) -> Question:
+        """Ask every worker, and wait for the answers, ANSWER_S at most."""
+        clock = self._engine.clock
+        question = self.questions.ask(items, look_at)
+        deadline = clock.now_s() + ANSWER_S
+        while not question.complete and clock.now_s() < deadline:
+            if not self._engine.step():
+                clock.sleep(1e-3)
+        return question

@@ -18,7 +18,7 @@ from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.observe.activity import Activity
-from mpikv.observe.program import Process, this_process
+from mpikv.observe.program import Process, WorkerStatus, this_process
 from mpikv.observe.stall import Waiting
 from mpikv.placement import device_paths
 from mpikv.placement.members import Members
@@ -157,6 +157,10 @@ class Workers(OptimizerSession):
             "control_messages_sent": self.messages.sent_messages,
             **path,
         }
+
+    def workers(self) -> list[WorkerStatus]:
+        """See `Session`."""
+        return self.waits.workers()
 
     # --- waiting
 

@@ -14,7 +14,7 @@ from store_modes import Mode, mode_id
 
 from mpikv import StallError
 from mpikv.observe.program import Process, state_of, this_process
-from mpikv.session import questions, stalls
+from mpikv.session import questions, stalls, waits
 
 WARN_S = 0.2
 MODES = [
@@ -190,3 +190,50 @@ def test_what_a_system_tells_of_a_process() -> None:
     assert state_of(me._replace(started="1")) == "its process is gone"
     assert state_of(Process("elsewhere", me.pid, me.started)) == ""
     assert state_of(me._replace(started="")) == ""
+
+
+@every_mode
+def test_the_workers_of_a_store(mode: Mode) -> None:
+    """Asked by one of them; the others compute, or wait."""
+
+    def body(store: Any) -> Any:
+        found = dead = None
+        if store.rank == 1:
+            until(lambda: any("in barrier" in one.doing for one in store.workers))
+            found, dead = store.workers, store.dead_workers
+        store.barrier()
+        return found, dead
+
+    found, dead = mode.run(body)[1]
+    assert [(one.rank, one.name, one.alive) for one in found] == [
+        (i, f"worker {i} on localhost", True) for i in range(3)
+    ]
+    assert {one.pid for one in found} == {this_process().pid}
+    assert all(0 <= one.seen_s < 60 for one in found)
+    assert dead == []
+
+
+def test_workers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `calls` nobody answers who computes; what its host tells says whether it is alive."""
+    tells = {0: "it was stopped by a signal", 2: "its process is gone"}
+    monkeypatch.setattr(waits, "ANSWER_S", 0.2)
+    monkeypatch.setattr(questions.Questions, "state", lambda self, worker: tells.get(worker, ""))
+    done = threading.Event()
+
+    def body(store: Any) -> Any:
+        found = None
+        if store.rank == 1:
+            found = store.workers, store.dead_workers
+            done.set()
+        assert done.wait(60)
+        store.barrier()
+        return found
+
+    found, dead = Mode("dist_sync", 4, memory="off").run(body, progress="calls")[1]
+    assert [one.alive for one in found] == [True, True, False, False]
+    assert [one.doing for one in found if one.rank != 1] == [
+        "no answer for 0.2 s; it was stopped by a signal",
+        "no answer for 0.2 s; its process is gone",
+        "no answer for 0.2 s",
+    ]
+    assert [one.rank for one in dead] == [2, 3]
