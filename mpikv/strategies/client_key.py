@@ -40,7 +40,7 @@ class Route(NamedTuple):
     owner: int
     begin: int
     end: int
-    parts: tuple[tuple[int, int], ...]
+    pieces: tuple[tuple[int, int], ...]
     inline: bool
     n_bytes: int
 
@@ -54,7 +54,7 @@ class PieceMessages(NamedTuple):
     by_piece: Mapping[Span, HostArray]
 
 
-class Value:
+class AnswerBuffer:
     """Where the answers to a pull of one key go: `array`, (n,) in the key's dtype, piece by piece.
 
     encoded: how they come; None: as they are, straight into the array.
@@ -100,7 +100,10 @@ class ClientKey:
         space: Space | None = None,
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)
-        self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
+        self.sends_uncompressed, self._returns_uncompressed = (
+            self.compression.push == IDENTITY,
+            self.compression.pull == IDENTITY,
+        )
         self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
         self._space = space
         self.choice, self._timed = choice, False
@@ -112,50 +115,52 @@ class ClientKey:
         self.placement = placement
         self.routes = []
         for shard in placement.shards:
-            parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
-            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
+            pieces = partitions(shard.begin, shard.end, placement.part_elems)
+            n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in pieces)
+            self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.encoded.recut(self.encoded.states, self._pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
-        self.smallest = one_small and self._comes_as_it_is and self.choice is None
+        self.is_one_small_shard = one_small and self._returns_uncompressed and self.choice is None
 
     @property
-    def plain(self) -> bool:
+    def answers_uncompressed(self) -> bool:
         """Whether answers to a pull come as they are: also before this worker's first push."""
-        return self._comes_as_it_is or not self.pushed
+        return self._returns_uncompressed or not self.pushed
 
-    def encode(self, total: HostArray | PieceMessages, begin: int, end: int, *, plain: bool = False) -> HostArray:
+    def encode(
+        self, total: HostArray | PieceMessages, begin: int, end: int, *, uncompressed: bool = False
+    ) -> HostArray:
         """What travels of elements [begin, end) of a push. plain: the values as they are."""
         if isinstance(total, PieceMessages):
             return total.by_piece[begin, end]
-        if self.sends_as_it_is or plain:
+        if self.sends_uncompressed or uncompressed:
             return total[begin:end]
         return self.encoded.encode(total, (begin, end))
 
-    def encodes_on_device(self, *, plain: bool) -> bool:
+    def encodes_on_device(self, *, uncompressed: bool) -> bool:
         """Whether a push is encoded in device memory, before its messages. plain: it travels as it is."""
-        return isinstance(self.encoded, DevicePieces) and not plain
+        return isinstance(self.encoded, DevicePieces) and not uncompressed
 
     @cached_property
-    def returned_here(self) -> Pieces:
+    def returned_in_space(self) -> Pieces:
         """Its answers, for arrays in `space`."""
         return pieces_in(self._space, self.info, self.compression.pull)
 
-    def decodes_on_device(self, *, plain: bool) -> bool:
+    def decodes_on_device(self, *, uncompressed: bool) -> bool:
         """Whether the answer to a pull is decoded in device memory, behind its messages. plain: it comes as it is."""
-        return isinstance(self.returned_here, DevicePieces) and not plain
+        return isinstance(self.returned_in_space, DevicePieces) and not uncompressed
 
     # --- encoded or as it is, of a key that has the choice
 
-    def begin(self, total: HostArray, now_s: float) -> HostArray:
+    def begin_round(self, total: HostArray, now_s: float) -> HostArray:
         """A push: what travels, with what earlier ones owe where it travels as it is."""
         assert self.choice is not None
         if not self._timed:
             self.choice.begin(now_s)
             self._timed = True
-        return self.encoded.with_owed(total) if self.choice.plain else total
+        return self.encoded.with_residual(total) if self.choice.plain else total
 
-    def end(self, now_s: float) -> None:
+    def end_round(self, now_s: float) -> None:
         """The answer to a pull has come."""
         assert self.choice is not None
         if self._timed:
@@ -177,11 +182,11 @@ class ClientKey:
 
     @property
     def _pieces(self) -> list[Span]:
-        return [part for route in self.routes for part in route.parts]
+        return [part for route in self.routes for part in route.pieces]
 
-    def value(self, array: HostArray | PieceMessages, *, plain: bool) -> Value:
+    def value(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
         """Where the answers to a pull go. plain: they come as they are."""
-        return Value(array, None if plain else self.returned)
+        return AnswerBuffer(array, None if uncompressed else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """What tells each server that it owns a part of the key, and the values there: server, header, payload."""

@@ -1,7 +1,7 @@
 """A worker's calls with keys whose arrays are on its GPU, and whose values live with servers.
 
 Servers receive into host memory, also those that keep the key on a GPU; but not from the worker that they are in. Each
-shard of such a key goes one of three paths (`DeviceCalls.direct`, `DeviceCalls.handed`):
+shard of such a key goes one of three paths (`DeviceCalls.goes_by_mpi`, `DeviceCalls.goes_in_process`):
 
 - *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
   there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
@@ -84,39 +84,41 @@ class DeviceCalls:
         segment: Segment | None,
         *,
         direct: bool,
-        lost: Callable[[BaseException], None],
+        on_lost: Callable[[BaseException], None],
     ) -> None:
-        self._client, self.space, self._direct, self._lost = client, space, direct, lost
+        self._client, self.space, self._direct, self._on_lost = client, space, direct, on_lost
         self.staging = CallBuffers(space, segment)
-        self._line: deque[Completion] = deque()
+        self._queue: deque[Completion] = deque()
 
     @property
     def waiting(self) -> bool:
         """Whether there are calls that have not been sent: none may overtake them."""
-        return bool(self._line)
+        return bool(self._queue)
 
     def concerns(self, items: Sequence[Item]) -> bool:
         """Whether a call is to be made by `exchange`, and not by that of the client."""
-        return bool(self._line) or any(item.key.info.space == DEVICE for item in items)
+        return bool(self._queue) or any(item.key.info.space == DEVICE for item in items)
 
-    def direct(self, key: ClientKey, route: Route) -> bool:
+    def goes_by_mpi(self, key: ClientKey, route: Route) -> bool:
         """Whether MPI sends a shard from device memory and receives it there."""
         by_mpi = self._direct and not self._client.through_memory[route.owner]
         return by_mpi and not route.inline and key.compression.plain
 
-    def handed(self, key: ClientKey, route: Route, places: set[str]) -> bool:
+    def goes_in_process(self, key: ClientKey, route: Route, space_names: set[str]) -> bool:
         """Whether a shard is handed over to the server in this process, and the answer by it. places: of the answer."""
-        return route.owner == self._client.own and not route.inline and key.compression.plain and HOST not in places
+        return (
+            route.owner == self._client.own and not route.inline and key.compression.plain and HOST not in space_names
+        )
 
-    def shared(self, routes: Sequence[Route]) -> bool:
+    def is_read_in_place(self, routes: Sequence[Route]) -> bool:
         """Whether a server reads some of these shards where they are, in memory of the host."""
         return any(self._client.through_memory[route.owner] and not route.inline for route in routes)
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """As `Client.exchange`. The items' totals are in the spaces of their keys."""
         turn = Completion()
-        self._line.append(turn)
-        if len(self._line) == 1:
+        self._queue.append(turn)
+        if len(self._queue) == 1:
             turn.finish()
         try:
             for item in items:  # so that the store's stream does not wait for that
@@ -135,18 +137,18 @@ class DeviceCalls:
                 yield Predicate(lambda: self._client.allows(*needed))
         except Exception as error:
             if kind != wire.PULL:
-                self._lost(error)
+                self._on_lost(error)
             raise
         finally:
-            self._line.remove(turn)
-            if self._line:
-                self._line[0].finish()
+            self._queue.remove(turn)
+            if self._queue:
+                self._queue[0].finish()
         yield from self._client.exchange(kind, sent, priority)  # which sends everything before it waits
         for key in keys:
             key.deliver()
 
 
-class _Into:
+class _MemoryTarget:
     """A `Target` for messages alone."""
 
     def __init__(self, memory: SpaceArray | PieceMessages) -> None:
@@ -171,28 +173,28 @@ class _KeyCall:
         info, total = item.key.info, item.total
         assert item.sink is None or isinstance(item.sink, Sink)
         self._sink = item.sink
-        self._places = set() if self._sink is None else self._sink.places
-        handed = [route for route in item.routes if calls.handed(item.key, route, self._places)]
-        direct = [route for route in item.routes if route not in handed and calls.direct(item.key, route)]
-        self._staged = [route for route in item.routes if route not in handed and route not in direct]
+        self._space_names = set() if self._sink is None else self._sink.space_names
+        in_process = [route for route in item.routes if calls.goes_in_process(item.key, route, self._space_names)]
+        direct = [route for route in item.routes if route not in in_process and calls.goes_by_mpi(item.key, route)]
+        self._staged = [route for route in item.routes if route not in in_process and route not in direct]
         self._memory: list[HostArray] = []
         self._on_host: SpaceArray = None
         self._on_device: SpaceArray = total
-        if total is None and DEVICE in self._places:
+        if total is None and DEVICE in self._space_names:
             self._on_device = calls.space.empty(info.n_elems, info.dtype)
-        encodes = total is not None and item.key.encodes_on_device(plain=item.pushes_plain)
-        decodes = self._places == {DEVICE} and item.key.decodes_on_device(plain=item.answered_plain)
-        up = DEVICE in self._places and (bool(self._staged) or HOST in self._places) and not decodes
+        encodes = total is not None and item.key.encodes_on_device(uncompressed=item.pushes_uncompressed)
+        decodes = self._space_names == {DEVICE} and item.key.decodes_on_device(uncompressed=item.answered_uncompressed)
+        up = DEVICE in self._space_names and (bool(self._staged) or HOST in self._space_names) and not decodes
         if up or (total is not None and self._staged and not encodes):
             self._on_host = self._take(info.n_elems * info.dtype.itemsize).view(info.dtype)
         # What a message is received into: this worker's own arrays, the memory for copies, or the GPU's.
-        only_host = None if self._sink is None or DEVICE in self._places else self._sink.buffer()
+        only_host = None if self._sink is None or DEVICE in self._space_names else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
         if decodes:
-            self._result = PieceMessages(self._memory_of(item.key.returned_here))
-        directly = self._on_device if self._places == {DEVICE} else self._result
+            self._result = PieceMessages(self._memory_of(item.key.returned_in_space))
+        directly = self._on_device if self._space_names == {DEVICE} else self._result
         self.arrivals: list[Operation] = []
-        if total is not None and (direct or handed):
+        if total is not None and (direct or in_process):
             self.arrivals.append(calls.space.arrived(total))
         pushed = self._on_host
         if encodes:
@@ -203,14 +205,14 @@ class _KeyCall:
         self.items = [
             item._replace(
                 total=None if total is None else array,
-                sink=None if self._sink is None else _Into(into),
+                sink=None if self._sink is None else _MemoryTarget(into),
                 routes=routes,
-                plain=item.plain | flags,
+                flags=item.flags | flags,
             )
             for array, into, routes, flags in (
                 (pushed, self._result, self._staged, 0),
                 (self._on_device, directly, direct, 0),
-                (self._on_device, self._on_device, handed, wire.HANDED_PUSH | wire.HANDED_ANSWER),
+                (self._on_device, self._on_device, in_process, wire.HANDED_PUSH | wire.HANDED_ANSWER),
             )
             if routes
         ]
@@ -232,26 +234,26 @@ class _KeyCall:
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
         """For the messages of all pieces that are staged."""
-        parts = [part for route in self._staged for part in route.parts]
+        parts = [part for route in self._staged for part in route.pieces]
         return {part: self._take(pieces.wire_bytes(part)) for part in parts}
 
     @property
     def _shared(self) -> bool:
-        return self._calls.shared(self._staged)
+        return self._calls.is_read_in_place(self._staged)
 
     def deliver(self) -> None:
         """All has been sent and is here: bring it to the caller's arrays, and give the memory back."""
         space = self._calls.space
-        if DEVICE in self._places:
+        if DEVICE in self._space_names:
             assert self._sink is not None
             if isinstance(self._result, PieceMessages):
                 for (begin, end), message in self._result.by_piece.items():
-                    self._item.key.returned_here.put(message, self._on_device[begin:end])
+                    self._item.key.returned_in_space.put(message, self._on_device[begin:end])
             elif self._on_host is not None:
-                every = HOST in self._places
+                every = HOST in self._space_names
                 for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
                     space.bring(self._on_device[begin:end], self._on_host[begin:end])
-            self._sink.deliver(self._on_device, self._on_host if HOST in self._places else None)
+            self._sink.deliver(self._on_device, self._on_host if HOST in self._space_names else None)
         elif self._sink is not None:
             self._sink.deliver(self._result)
         for memory in self._memory:

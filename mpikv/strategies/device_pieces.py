@@ -36,34 +36,34 @@ class DevicePieces(Pieces):
     def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace) -> None:
         super().__init__(info, codec)
         self.space = space
-        self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
+        self._message_memory: list[HostArray] = []  # for messages of the half of a round that is under way
 
-    def _init(self, n_elems: int) -> State:
-        return self._brought(self._codec.init(n_elems))
+    def _new_state(self, n_elems: int) -> State:
+        return self._state_on_device(self._codec.init(n_elems))
 
-    def _brought(self, state: State) -> State:
+    def _state_on_device(self, state: State) -> State:
         return state_brought(self._codec, state, self.space.from_host)
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
         """What travels of some pieces, different ones, as bytes."""
         return {piece: self.encode(values, piece).view(np.uint8) for piece in pieces}
 
-    def _here(self, data: Any, n_elems: int) -> SpaceArray:
+    def _on_device(self, data: Any, n_elems: int) -> SpaceArray:
         """What was encoded of n values, on the GPU. data: the same, or a message that has come, in use until `end`."""
         if not isinstance(data, np.ndarray):
             return data
-        self._codec.check(self._seen(data), n_elems)
+        self._codec.check(self._as_encoded(data), n_elems)
         found = self.space.empty(data.nbytes, np.dtype(np.uint8))
         self.space.bring(found, data)
         return found
 
     def decode(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        super().decode(self._here(data, out.size), out)
+        super().decode(self._on_device(data, out.size), out)
 
     def add(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        super().add(self._here(data, out.size), out)
+        super().add(self._on_device(data, out.size), out)
 
     # --- a round
 
@@ -75,27 +75,27 @@ class DevicePieces(Pieces):
         """See `Pieces`."""
         return DeviceEncoding(self, values, outgoing, uses)
 
-    def rooms(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
+    def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
         """See `Pieces`. Each has memory of its own, since copies from it are under way until `end`."""
-        return [self.room(n) for n in n_bytes]
+        return [self.message_buffer(n) for n in n_bytes]
 
-    def room(self, n_bytes: int) -> HostArray:
+    def message_buffer(self, n_bytes: int) -> HostArray:
         """Page-locked memory for a message, until `end`."""
         memory = self.space.pinned.take(n_bytes)
-        self._lent.append(memory)
+        self._message_memory.append(memory)
         return memory
 
     def end(self) -> Steps[None]:
         """See `Pieces`."""
         yield self.space.begun()
-        self._lent.clear()
+        self._message_memory.clear()
 
     # --- states
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
         """See `Pieces`. Blocks until they have come to the host, or from there."""
         super().recut(self._on_host(states), pieces)
-        self.states = {piece: self._brought(state) for piece, state in self.states.items()}
+        self.states = {piece: self._state_on_device(state) for piece, state in self.states.items()}
 
     def states_on_host(self) -> Mapping[Span, State]:
         """See `Pieces`. Blocks until they have come there."""
@@ -128,7 +128,7 @@ class DeviceEncoding(Encoding):
         space = self.pieces.space
         sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
-        self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
+        self._messages = {piece: self.pieces.message_buffer(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():
             space.fetch(self._messages[piece], data)
         yield space.begun()

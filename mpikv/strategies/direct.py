@@ -51,11 +51,11 @@ class Direct:
         self._session = session
         memory = places.memory
         assert places.slots is not None
-        self._places, self._slots = places, places.slots
+        self._host_keys, self._slots = places, places.slots
         self._queues = queues
         self._owner = owner
         counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
-        self._together = CommonCalls(
+        self._common_calls = CommonCalls(
             counters,
             step=session.engine.step,
             clock=session.engine.clock,
@@ -64,10 +64,10 @@ class Direct:
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
         # Counts calls and pushes, to tell which was the last; the queues may have been used before.
-        self._clock = max((queue.calls.at_home for queue in queues.values()), default=0)
-        self._turn = 0
+        self._last_event = max((queue.calls.copied_at for queue in queues.values()), default=0)
+        self._parity = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
-        self.pushes_elsewhere = 0  # changes whenever a queue has changed a value
+        self.queue_changes = 0  # changes whenever a queue has changed a value
         self.epoch = 0  # changes with the optimizers: calls made before are of no use
         self._numbers: dict[int, int] = {}  # slot -> number of its attributes in this call
         self._current: DirectCall | None = None
@@ -108,24 +108,24 @@ class Direct:
 
     def pushed(self, queue: RoundQueue) -> None:
         """A push of the queue's key that goes through the queue, before the others can learn of it."""
-        self._together.pushed(queue.calls.digest, 1)
-        self._bring_home(queue)
-        self.pushes_elsewhere += 1
+        self._common_calls.pushed(queue.calls.digest, 1)
+        self._copy_to_place(queue)
+        self.queue_changes += 1
 
-    def _bring_home(self, queue: RoundQueue) -> None:
+    def _copy_to_place(self, queue: RoundQueue) -> None:
         """Where the newest value is in the arrays of a call, copy it to the key's place. All workers write the same."""
         array = queue.calls.array()
         if array is not None:
-            queue.own[...] = array
-        self._clock += 1
-        queue.calls.at_home = self._clock
+            queue.stored[...] = array
+        self._last_event += 1
+        queue.calls.copied_at = self._last_event
 
     # --- calls
 
-    def prepare(self, entries: Sequence[Entry], op: Reduction, otherwise: PreparedCall) -> DirectCall | None:
+    def prepare(self, entries: Sequence[Entry], op: Reduction, fallback: PreparedCall) -> DirectCall | None:
         """A call of keys whose path it is, with arrays of the caller's; None where it cannot go the direct path.
 
-        otherwise: the same call through the keys' queues, for when workers are in different calls.
+        fallback: the same call through the keys' queues, for when workers are in different calls.
         """
         infos = [entry.info for entry in entries]
         queues = [self._queues[info.id] for info in infos]
@@ -133,7 +133,7 @@ class Direct:
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if 0 < optimizers.count(None) < len(optimizers):
             return None
-        replicas = [self._places.replicas(value) for value, _ in flat]
+        replicas = [self._host_keys.replicas(value) for value, _ in flat]
         where_they_are = all(
             one is not None
             and len(targets) == 1
@@ -142,15 +142,15 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = always(in_place(self._places, replicas, op))
+            plan = always(in_place(self._host_keys, replicas, op))
         elif kind == "staged":
-            plan = staged_plan(self._slots, regions(self._places, queues, flat), op)
+            plan = staged_plan(self._slots, regions(self._host_keys, queues, flat), op)
         else:
             plan = self._update(queues, flat, replicas)
-        offset_of = self._places.memory.offset_of
+        offset_of = self._host_keys.memory.offset_of
         places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
         named = digest(kind, [info.id for info in infos], places, op.name)
-        call = DirectCall(self, kind, queues, plan, named, otherwise=otherwise)
+        call = DirectCall(self, kind, queues, plan, named, fallback=fallback)
         call.slots = {self._session.slot_of(info): info for info in infos}
         call.hash = history_hash(queue.calls.digest for queue in queues)
         if kind == "in place":
@@ -163,9 +163,9 @@ class Direct:
         """The call's arrays are forgotten: values that are only there go home."""
         for queue in call.queues:
             if queue.calls.newest is call:
-                self._bring_home(queue)
+                self._copy_to_place(queue)
             elif not call.values:  # it has written to the key's place
-                queue.calls.at_home = max(queue.calls.at_home, call.last)
+                queue.calls.copied_at = max(queue.calls.copied_at, call.last)
             queue.calls.released_rounds += call.rounds
             queue.calls.kept.remove(call)
         call.rounds = 0
@@ -173,9 +173,9 @@ class Direct:
     def reset(self) -> None:
         """Optimizers change: calls prepared so far are of no use, and every value goes home."""
         for queue in self._queues.values():
-            self._bring_home(queue)
+            self._copy_to_place(queue)
         self.epoch += 1
-        self.pushes_elsewhere += 1
+        self.queue_changes += 1
 
     def _update(
         self,
@@ -183,7 +183,7 @@ class Direct:
         flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]],
         replicas: Sequence[list[HostArray] | None],
     ) -> Callable[[int], Plan]:
-        me, keys = self._places.rank, []
+        me, keys = self._host_keys.rank, []
         longest = max(
             (queue.bounds[me + 1] - queue.bounds[me]) * sum_dtype(queue.info.dtype).itemsize for queue in queues
         )
@@ -192,14 +192,14 @@ class Direct:
             if not value.size:
                 continue
             values: Sequence[HostArray | None] = shared or [
-                value if rank == me else None for rank in range(self._places.size)
+                value if rank == me else None for rank in range(self._host_keys.size)
             ]
-            keys.append(Update(values, queue.own, outs, queue.bounds, self._applier(queue)))
+            keys.append(Update(values, queue.stored, outs, queue.bounds, self._applier(queue)))
         return always(update_plan(self._slots, keys, self.scratch))
 
     def _applier(self, queue: RoundQueue) -> Callable[[HostArray], None]:
-        me = self._places.rank
-        own = queue.own[queue.bounds[me] : queue.bounds[me + 1]]
+        me = self._host_keys.rank
+        own = queue.stored[queue.bounds[me] : queue.bounds[me + 1]]
         slot = self._session.slot_of(queue.info)
 
         def apply(total: HostArray) -> None:
@@ -219,7 +219,7 @@ class Direct:
                 ) from self._failure
             if self._session.engine.failure is not None or not call.ready():
                 return False
-            plan = call.plan(self._turn)
+            plan = call.plan(self._parity)
             # It may raise, so before the others count on this worker.
             label = self._number_attributes(call) if self._session.attributes.slots else 0
             if label is None:
@@ -227,7 +227,7 @@ class Direct:
                 return False
             self._executor.begin(plan)
             try:
-                together = self._together.begin(call.digest + label)
+                together = self._common_calls.begin(call.digest + label)
             except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
                 self._failure = error
                 self._session.engine.interrupted("pushpull", error)
@@ -235,7 +235,7 @@ class Direct:
             if not together:
                 self.declined += 1
                 return False
-            self._turn ^= 1
+            self._parity ^= 1
             self._current = call
             try:
                 self._executor.finish(plan)
@@ -244,10 +244,10 @@ class Direct:
                 raise
             finally:
                 with self._session.engine.lock:
-                    self._clock += 1
-                    call.last = self._clock
+                    self._last_event += 1
+                    call.last = self._last_event
                     call.rounds += 1
-                    self._together.end(call.hash, call.n_keys)
+                    self._common_calls.end(call.hash, call.n_keys)
             self._session.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
@@ -292,10 +292,10 @@ class DirectCall(KeyCall, PreparedCall):
         plan: Callable[[int], Plan],
         digest_: int,
         *,
-        otherwise: PreparedCall,
+        fallback: PreparedCall,
     ) -> None:
         super().__init__()
-        self._direct, self._otherwise = direct, otherwise
+        self._direct, self._fallback = direct, fallback
         self.kind = kind
         self.name = f"pushpull of key {shown(queues[0].info.key)}"  # for a stall report
         self.queues = queues
@@ -314,22 +314,22 @@ class DirectCall(KeyCall, PreparedCall):
 
     def ready(self) -> bool:
         """Whether nothing is under way in the queues of its keys."""
-        if self._checked == self._direct.pushes_elsewhere:
+        if self._checked == self._direct.queue_changes:
             return True
         if not all(queue.idle for queue in self.queues):
             return False
-        self._checked = self._direct.pushes_elsewhere
+        self._checked = self._direct.queue_changes
         return True
 
     def start(self, priority: int = 0) -> list[Pending]:
         """Make it together with the others, blocking; else start it through the keys' queues."""
-        return [] if self._direct.run(self) else self._otherwise.start(priority)
+        return [] if self._direct.run(self) else self._fallback.start(priority)
 
     def wait(self, pending: Sequence[Pending]) -> None:
         """See `PreparedCall`."""
-        self._otherwise.wait(pending)
+        self._fallback.wait(pending)
 
     def release(self) -> None:
         """See `Direct.release`."""
         self._direct.release(self)
-        self._otherwise.release()
+        self._fallback.release()

@@ -32,7 +32,7 @@ def in_place(places: HostKeys, replicas: Sequence[list[HostArray] | None], op: R
 
 def regions(places: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Flat]) -> list[Region]:
     """The keys in the order of their places; those side by side are one region, with gaps up to the cache line."""
-    begins = [places.memory.offset_of(queue.own) or 0 for queue in queues]
+    begins = [places.memory.offset_of(queue.stored) or 0 for queue in queues]
     order = sorted(range(len(queues)), key=begins.__getitem__)
     found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
     end = -1

@@ -47,7 +47,7 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.key_codec import KeyCodec
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.pieces import Encoding, Pieces
 from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
@@ -55,7 +55,7 @@ from mpikv.transports.base import Group
 _BYTES = np.dtype(np.uint8)
 
 
-class _AndOwn:
+class _WithOwnRank:
     """A group in whose order of receives a rank's own turn comes, too."""
 
     def __init__(self, group: Group) -> None:
@@ -71,30 +71,30 @@ class _AndOwn:
 class EncodedPath(KeyPath):
     """See `KeyPath`."""
 
-    changes = False
+    overwrites = False
     codec: KeyCodec
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self._sum_dtype = self.dtype
         if staging is None:
             self.dtype = info.dtype
         self._device = self._space if isinstance(self._space, DeviceSpace) else None
         self.value = self._space.empty(info.n_elems, info.dtype)
-        self.codec = KeyCodec(info, self._space, means.group, means.choices)
+        self.codec = KeyCodec(info, self._space, resources.group, resources.choices)
 
     @property
     def _gathers(self) -> bool:
-        return self.placement.algorithm == "gather" and not self.codec.plain
+        return self.placement.algorithm == "gather" and not self.codec.uncompressed
 
     @property
     def updates(self) -> Span:
         """All elements, where every worker adds all."""
         return (0, self.value.size) if self._gathers else self.owned
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """By a tree, as it is; from and to a GPU through page-locked memory."""
         if (space := self._device) is None:
             yield from broadcast(self._group, self.value, 0, self._tag(0))
@@ -121,7 +121,7 @@ class EncodedPath(KeyPath):
         of_each = [[(rank, piece) for piece in pieces.of((bounds[rank], bounds[rank + 1]))] for rank in ranks]
         return [one for row in zip_longest(*of_each) for one in row if one is not None]
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """In new memory; for values that come from a GPU, in `values`, which it copies from."""
@@ -138,10 +138,10 @@ class EncodedPath(KeyPath):
     def _add(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[HostArray]:
         group, codec = self._groups(comparison)[0], self.codec
         pieces = codec.pushed
-        if codec.plain:
-            pieces, values = codec.as_it_is, codec.with_owed(values)
+        if codec.uncompressed:
+            pieces, values = codec.uncompressed_pieces, codec.with_residual(values)
         mine = pieces.of(self.updates)
-        codec.restore(self.value, self.updates)
+        codec.restore_exact(self.value, self.updates)
         if self._gathers:
             encoding = pieces.encoding(values, [(rank, one) for one in mine for rank in self._peers], group.size)
         else:
@@ -163,7 +163,7 @@ class EncodedPath(KeyPath):
         yield from self._move(group, 1, encoding, incoming, take=add)
         return totals
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Nothing has to be sent, where every worker has added all."""
         (begin, end), n = self.updates, self.value.size
         steps = self._end_alone() if self._gathers else self._send_back(comparison)
@@ -175,8 +175,8 @@ class EncodedPath(KeyPath):
 
     def _send_back(self, comparison: Comparison | None) -> Steps[None]:
         group, codec = self._groups(comparison)[1], self.codec
-        sends_encoded = codec.returns_encoded and not codec.plain
-        pieces = codec.returned if sends_encoded else codec.as_it_is
+        sends_encoded = codec.returns_encoded and not codec.uncompressed
+        pieces = codec.returned if sends_encoded else codec.uncompressed_pieces
         outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._peers]
         encoding = pieces.encoding(self.value, outgoing, group.size if sends_encoded else group.size - 1)
         incoming = [one for one in self._of_owners(pieces) if one[0] != group.rank or sends_encoded]
@@ -217,16 +217,16 @@ class EncodedPath(KeyPath):
             assert into is not None
             receiver = Receiver(group, [(source, into[slice(*piece)]) for source, piece in incoming], tag, window)
         else:
-            call, room = take, group.room(_BYTES)
+            call, extra_bytes = take, group.room(_BYTES)
             sizes = [encoding.pieces.wire_bytes(piece) for _, piece in incoming]
-            rooms = encoding.pieces.rooms([n + room for n in sizes], window)
+            buffers = encoding.pieces.message_buffers([n + extra_bytes for n in sizes], window)
 
             def take_one(i: int) -> None:
                 source, piece = incoming[i]
-                call(source, piece, encoding.data(piece) if source == group.rank else rooms[i][: sizes[i]])
+                call(source, piece, encoding.data(piece) if source == group.rank else buffers[i][: sizes[i]])
 
-            targets = [(source, rooms[i]) for i, (source, _) in enumerate(incoming)]
-            receiver = Receiver(_AndOwn(group), targets, tag, window, take=take_one)
+            targets = [(source, buffers[i]) for i, (source, _) in enumerate(incoming)]
+            receiver = Receiver(_WithOwnRank(group), targets, tag, window, take=take_one)
         sender = Sender(group, encoding, tag, window, lambda: len(encoding))
         yield from drive(receiver, sender)
         yield from encoding.pieces.end()

@@ -29,26 +29,26 @@ from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.observe.stall import Waiting
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.client_key import INLINE_BYTES, ClientKey, PieceMessages, Route, Value
+from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, PieceMessages, Route
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.loopback import Loopback
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
-SOON_S = 150e-6  # an answer takes some tens of microseconds, and waiting for the engine begins with as many
-FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
+BRIEF_S = 150e-6  # an answer takes some tens of microseconds, and waiting for the engine begins with as many
+MOST_KEPT_SENDS = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
 # Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
 # waits for a worker, and few enough that MPI finds the one that it looks for at once.
-PARTS_UNDER_WAY = 64
+PIECES_IN_FLIGHT = 64
 
 
-def soon(request: Operation) -> bool:
+def poll_briefly(request: Operation) -> bool:
     """Look whether it is done, for about as long as an answer takes when nobody is late."""
     for _ in range(POLLS):
         if request.test():
             return True
-    deadline = time.perf_counter() + SOON_S
+    deadline = time.perf_counter() + BRIEF_S
     while time.perf_counter() < deadline:
         os.sched_yield()
         if request.test():
@@ -84,23 +84,23 @@ class Item(NamedTuple):
     round: int
     attributes: int = 0
     op: Reduction = SUM
-    plain: int = wire.PLAIN_ANSWER
+    flags: int = wire.PLAIN_ANSWER
 
     @property
-    def pushes_plain(self) -> bool:
+    def pushes_uncompressed(self) -> bool:
         """Whether its push travels as it is, though others of the key may not."""
-        return bool(self.plain & wire.PLAIN_PUSH)
+        return bool(self.flags & wire.PLAIN_PUSH)
 
     @property
-    def answered_plain(self) -> bool:
+    def answered_uncompressed(self) -> bool:
         """Whether the answer comes as it is."""
-        return bool(self.plain & wire.PLAIN_ANSWER)
+        return bool(self.flags & wire.PLAIN_ANSWER)
 
     def pushed(self, begin: int, end: int) -> HostArray | None:
         """What travels of elements [begin, end); None where nothing is pushed."""
         if self.total is None:
             return None
-        return self.key.encode(self.total, begin, end, plain=self.pushes_plain)
+        return self.key.encode(self.total, begin, end, uncompressed=self.pushes_uncompressed)
 
 
 class Tags:
@@ -156,7 +156,7 @@ def wait_for_tags(session: Workers, client: Client, replies: int, payloads: int 
         session.wait_for(Predicate(lambda: client.allows(replies, payloads)), "wait for earlier pushes and pulls")
 
 
-class EndingTogether:
+class BatchTransfer:
     """The one transfer of several keys. A wait for one of them looks after all of them.
 
     check: raises when the wait for a key can never end.
@@ -187,11 +187,11 @@ class Client:
         transport: Transport,
         servers: Sequence[int],
         own: int | None = None,
-        handed: Loopback | None = None,
+        loopback: Loopback | None = None,
     ) -> None:
         """own: which of the servers is in this process, if one is. handed: for messages to it of device arrays."""
         self.transport, self.own = transport, own
-        self._handed = Loopback() if handed is None else handed
+        self._loopback = Loopback() if loopback is None else loopback
         self.reply_tags = Tags(wire.TAG_REPLY, wire.REPLY_TAGS)
         self.payload_tags = Tags(1, wire.PAYLOAD_TAGS - 1)  # 0 says that there is none
         self._servers = tuple(servers)
@@ -203,18 +203,18 @@ class Client:
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
         """Send one message."""
-        if len(self._sends) > FEW:
-            self.sent()
+        if len(self._sends) > MOST_KEPT_SENDS:
+            self.all_sent()
         message = wire.request(*requests[0]) if len(requests) == 1 else wire.requests(requests)
         self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
-    def sent(self) -> bool:
+    def all_sent(self) -> bool:
         """Whether every message has left."""
         while self._sends and self._sends[0].test():
             self._sends.popleft()
         return not self._sends
 
-    def answer(self, server: int, header: wire.Header, payload: wire.Payload) -> Steps[bytes]:
+    def ask(self, server: int, header: wire.Header, payload: wire.Payload) -> Steps[bytes]:
         """Ask one server something, and take its answer of whatever length."""
         tag = self.reply_tags.take()
         self.send(server, [(header._replace(reply_tag=tag), payload)])
@@ -232,7 +232,7 @@ class Client:
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
         header = wire.Header(
-            wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, plain=item.plain
+            wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, plain=item.flags
         )
         self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
         return answer, tag
@@ -261,11 +261,11 @@ class Client:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
         values = [
-            None if item.sink is None else item.key.value(item.sink.buffer(), plain=item.answered_plain)
+            None if item.sink is None else item.key.value(item.sink.buffer(), uncompressed=item.answered_uncompressed)
             for item in items
         ]
-        many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.routes)
-        transfer = _Transfer(self, kind, priority, many=many)
+        windowed = any(len(route.pieces) > PIECES_IN_FLIGHT for item in items for route in item.routes)
+        transfer = _Transfer(self, kind, priority, windowed=windowed)
         transfer.send_small(items, values)
         for item, value in zip(items, values, strict=True):
             for route in item.routes:
@@ -280,13 +280,13 @@ class Client:
     def isend(self, data: HostArray, server: int, tag: int) -> Operation:
         """Start sending to a server."""
         if server == self.own and not isinstance(data, np.ndarray):
-            return self._handed.send(data, tag)
+            return self._loopback.send(data, tag)
         return self.transport.isend(data, self._servers[server], tag)
 
     def irecv(self, data: HostArray, server: int, tag: int) -> Operation:
         """Start receiving from a server."""
         if server == self.own and not isinstance(data, np.ndarray):
-            return self._handed.receive(data, tag)
+            return self._loopback.receive(data, tag)
         return self.transport.irecv(data, self._servers[server], tag)
 
 
@@ -297,7 +297,7 @@ class _Transfer:
     by themselves: a server may take those of one shard only when other workers have pushed another one.
     """
 
-    def __init__(self, client: Client, kind: int, priority: int, *, many: bool) -> None:
+    def __init__(self, client: Client, kind: int, priority: int, *, windowed: bool) -> None:
         self._client = client
         self._kind = kind
         self._priority = priority
@@ -305,9 +305,9 @@ class _Transfer:
         self._sends: list[Operation] = []
         self._reply_tags: list[int] = []
         self._payload_tags: list[int] = []
-        self._joint: list[tuple[HostArray, list[HostArray]]] = []  # an answer to several keys, and their arrays
-        self._late: list[tuple[Operation, HostArray, int, int]] = []
-        self._many = many
+        self._joint_answers: list[tuple[HostArray, list[HostArray]]] = []  # an answer to several keys, and their arrays
+        self._delayed: list[tuple[Operation, HostArray, int, int]] = []
+        self._windowed = windowed
         self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
@@ -320,10 +320,10 @@ class _Transfer:
             payload_tag,
             self._priority,
             item.op.code,
-            item.plain,
+            item.flags,
         )
 
-    def send_small(self, items: Sequence[Item], values: Sequence[Value | None]) -> None:
+    def send_small(self, items: Sequence[Item], values: Sequence[AnswerBuffer | None]) -> None:
         """The shards that travel behind their headers, in as few messages as there are servers."""
         by_server: dict[int, list[_Small]] = {}
         for item, value in zip(items, values, strict=True):
@@ -332,7 +332,7 @@ class _Transfer:
                     by_server.setdefault(route.owner, []).append(_Small(item, value, route))
         for server, shards in by_server.items():
             for some in _messages(shards):
-                tag = self._expect(
+                tag = self._post_receive(
                     server,
                     [value.piece(route.begin, route.end) for _, value, route in some if value is not None],
                 )
@@ -341,7 +341,7 @@ class _Transfer:
                     [(self._header(item, tag), item.pushed(route.begin, route.end)) for item, _, route in some],
                 )
 
-    def _expect(self, server: int, parts: list[HostArray]) -> int:
+    def _post_receive(self, server: int, parts: list[HostArray]) -> int:
         """Post the receive of an answer, before the question leaves, so that it needs no copy on its way."""
         if not parts:
             return 0
@@ -350,11 +350,11 @@ class _Transfer:
         data = parts[0]
         if len(parts) > 1:
             data = np.empty(sum(part.nbytes for part in parts), np.uint8)
-            self._joint.append((data, parts))
+            self._joint_answers.append((data, parts))
         self._receives.append(self._client.irecv(data, server, tag))
         return tag
 
-    def send_large(self, item: Item, value: Value | None, route: Route) -> None:
+    def send_large(self, item: Item, value: AnswerBuffer | None, route: Route) -> None:
         """A header, and the partitions, which wait to be fetched."""
         client, total, server = self._client, item.total, route.owner
         reply_tag = payload_tag = 0
@@ -365,38 +365,38 @@ class _Transfer:
             payload_tag = client.payload_tags.take()
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
-        pieces = [piece for part in route.parts if (piece := item.pushed(*part)) is not None]
-        answers = [] if value is None else [value.piece(begin, end) for begin, end in route.parts]
+        pieces = [piece for part in route.pieces if (piece := item.pushed(*part)) is not None]
+        answers = [] if value is None else [value.piece(begin, end) for begin, end in route.pieces]
         one_array = False
         if total is not None and value is not None and not client.through_memory[server]:
-            as_it_is = item.answered_plain and (item.key.sends_as_it_is or item.pushes_plain)
-            one_array = as_it_is and _overlap(total, value.array)
-        if self._many:
+            both_uncompressed = item.answered_uncompressed and (item.key.sends_uncompressed or item.pushes_uncompressed)
+            one_array = both_uncompressed and _overlap(total, value.array)
+        if self._windowed:
             outgoing = [(server, piece) for piece in pieces]
             tag = wire.TAG_PAYLOAD + payload_tag
-            sender = Sender(client, outgoing, tag, PARTS_UNDER_WAY, lambda: len(route.parts))
+            sender = Sender(client, outgoing, tag, PIECES_IN_FLIGHT, lambda: len(route.pieces))
             targets = [(server, answer) for answer in answers]
             may_ask = (lambda: sender.left) if one_array else None
-            self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
+            self._stages += [sender, Receiver(client, targets, reply_tag, PIECES_IN_FLIGHT, may_ask=may_ask)]
             return
-        for i in range(len(route.parts)):
+        for i in range(len(route.pieces)):
             if pieces:
                 request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag)
                 self._sends.append(request)
                 if one_array:
                     # The answer goes where the partition is sent from: MPI must be done with reading it first.
-                    self._late.append((request, answers[i], server, reply_tag))
+                    self._delayed.append((request, answers[i], server, reply_tag))
             if answers and not one_array:
                 self._receives.append(client.irecv(answers[i], server, reply_tag))
 
     def end(self) -> Steps[None]:
         """Wait for everything."""
         yield from drive(*self._stages)
-        for request, part, server, tag in self._late:
+        for request, part, server, tag in self._delayed:
             yield request
             self._receives.append(self._client.irecv(part, server, tag))
         yield from self._receives
-        for data, parts in self._joint:
+        for data, parts in self._joint_answers:
             at = 0
             for part in parts:
                 part.view(np.uint8)[:] = data[at : at + part.nbytes]
@@ -416,7 +416,7 @@ class _Small(NamedTuple):
     """A shard that travels behind its header."""
 
     item: Item
-    value: Value | None
+    value: AnswerBuffer | None
     route: Route
 
 

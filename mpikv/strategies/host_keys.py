@@ -36,7 +36,7 @@ from mpikv.spaces.peers import Peers
 from mpikv.spaces.peers import table_bytes as peers_bytes
 
 LOG_ENTRIES = 1024
-LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
+MOST_UNREAD = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
 LENGTH, ENTRIES = 0, ALIGN_BYTES // WORD_BYTES  # words: the number of entries, in a cache line of its own, and they
 LOG_WORDS = ENTRIES + LOG_ENTRIES
 
@@ -79,11 +79,11 @@ class HostKeys:
         self.rank = memory.rank
         self.size = memory.size
         self._n_rings = found.carriers
-        self._most = max(len(ranks) for ranks in found.hosts)
-        words_begin = table_bytes(self._most, WORDS)
+        self._most_ranks = max(len(ranks) for ranks in found.hosts)
+        words_begin = table_bytes(self._most_ranks, WORDS)
         self._log = Counters(memory, words_begin, LOG_WORDS)
-        self._read = dict.fromkeys(self._log.others, 0)  # entries of each
-        begin = words_begin + table_bytes(self._most, LOG_WORDS)
+        self._n_read = dict.fromkeys(self._log.others, 0)  # entries of each
+        begin = words_begin + table_bytes(self._most_ranks, LOG_WORDS)
         self.slots = None
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
@@ -91,11 +91,11 @@ class HostKeys:
         self.peers: Peers | None = None
         if space is not None:
             self.peers = Peers(space, memory, begin)
-            begin += peers_bytes(self._most)
+            begin += peers_bytes(self._most_ranks)
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
         self._values = MemoryRange(begin, third)  # kept by worker 0 alone
         self._counters = MemoryRange(third, 2 * third)  # likewise
-        self._own_part = Segment(memory, 2 * third)
+        self._own_memory = Segment(memory, 2 * third)
         self._blocks: list[ArrayBlock] = []
         self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
         self._words = memory.words(0, memory.n_bytes // WORD_BYTES)
@@ -109,12 +109,12 @@ class HostKeys:
         """
         value = self._values.reserve(n_bytes, pages=pages)
         # In front of the counters a word, in a cache line of its own, that says whether the first value is there.
-        counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most))
+        counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most_ranks))
         return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
 
     def reserve_arrays(self, n_bytes: int) -> int | None:
         """The same for `n_bytes` of each worker."""
-        return self._values.reserve(aligned(n_bytes) * self._most)
+        return self._values.reserve(aligned(n_bytes) * self._most_ranks)
 
     def value(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """The value of a key at its place: (n_elems,)."""
@@ -140,7 +140,7 @@ class HostKeys:
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            room=partial(self.room, pages=pages),
+            room=partial(self.allocate, pages=pages),
             value=value,
             arrays=arrays,
             on_count=self._count,
@@ -154,15 +154,15 @@ class HostKeys:
         """
         return Done() if self.peers is None else self.peers.close()
 
-    def room(self, n_bytes: int, *, pages: bool = False) -> HostArray:
+    def allocate(self, n_bytes: int, *, pages: bool = False) -> HostArray:
         """(n_bytes,) of uint8 in this worker's part, which the others can read. MpikvError where it is full."""
-        room = self._own_part.take(n_bytes, pages=pages)
-        if room is None:
+        memory = self._own_memory.take(n_bytes, pages=pages)
+        if memory is None:
             raise MpikvError(
                 f"no room for {n_bytes} bytes more in this worker's part of the host's memory: "
                 "MPIKV_SHARED_MEMORY=off does without it"
             )
-        return room
+        return memory
 
     def array(self, begin: int, n_bytes: int) -> HostArray:
         """This worker's part of a block that all have agreed on: (n_bytes,) of uint8."""
@@ -240,13 +240,13 @@ class HostKeys:
     def test(self) -> bool:
         """Wake the transfers of keys that somebody has counted for. Never done."""
         log = self._log
-        for rank, read in self._read.items():
+        for rank, read in self._n_read.items():
             entries = log.of(rank, LENGTH)
             if entries == read:
                 continue
-            self._read[rank] = entries
+            self._n_read[rank] = entries
             names: Sequence[int] = ()
-            if entries - read < LAG:
+            if entries - read < MOST_UNREAD:
                 names = [log.said(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
             if not names or log.of(rank, LENGTH) - read > LOG_ENTRIES:  # some may have been written over
                 names = [*self._waiting]

@@ -23,11 +23,11 @@ from mpikv.strategies.key_path import SharedPath
 class HostedPath(SharedPath):
     """See `KeyPath`."""
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """By a tree over one rank of each host."""
         return hosted.share(self._group, self._key, self._tag(0))
 
-    def begin(
+    def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """From where the values are, if the others of the host can read them there."""
@@ -43,7 +43,7 @@ class HostedPath(SharedPath):
             parts=self._parts,
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """The value is completed once for each host, and copied out as it comes."""
         group = self._groups(comparison)[1]
         return hosted.allgather(group, self.placement.bounds, self._tag(2), self._key, outs, parts=self._parts)

@@ -22,7 +22,7 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 
 
@@ -32,23 +32,23 @@ class IpcPath(KeyPath):
     shared = True  # `end` writes to the caller's arrays
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
-        assert means.hosts is not None
-        self._hosts, self._place = means.hosts, place
+        super().__init__(resources, info, placement, place, staging)
+        assert resources.hosts is not None
+        self._hosts, self._place = resources.hosts, place
         self._device = cast(DeviceSpace, self._space)
         self.dtype = info.dtype  # widened by whoever adds
         self.value = self._device.shared_empty(info.n_elems, info.dtype)
         self._pushed: SpaceArray = None  # this worker's values, which the others read there; from the first round on
-        self._key = means.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=means.hosts.peers)
+        self._key = resources.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=resources.hosts.peers)
 
     @property
     def held_bytes(self) -> int:
         """The value, and what the others read."""
         return int(self.value.nbytes) * (1 if self._pushed is None else 2)
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """The others copy it from where worker 0 says that it is."""
         if self._group.rank == 0:
             self._key.name(TOTALS, self.value)
@@ -58,7 +58,7 @@ class IpcPath(KeyPath):
             yield self._hosts.published(self._place)
             self._device.copy(self.value, self._key.array_of(0, TOTALS, self.value.dtype))
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """From where the others can read them."""
@@ -75,6 +75,6 @@ class IpcPath(KeyPath):
             comparison=comparison,
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy their parts, and the value out."""
         return device_host.allgather(self._group.rank, self.placement.bounds, self._key, self._device, outs)

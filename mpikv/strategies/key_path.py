@@ -39,7 +39,7 @@ from mpikv.transports import wire
 from mpikv.transports.base import Group
 
 
-class Means(NamedTuple):
+class PathResources(NamedTuple):
     """What the paths of one worker's keys are made with.
 
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. plain_group: the
@@ -70,18 +70,18 @@ class KeyPath:
     """
 
     shared = False
-    changes = True
+    overwrites = True
     value: SpaceArray
     codec: KeyCodec | None = None
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
         """place: the key's in the memory of its host; None: it has none."""
         self.placement, self.staging = placement, staging
         self.dtype: np.dtype[Any] = sum_dtype(info.dtype)
-        self._group, self._key_id = means.group, info.id
-        self._space = means.spaces.of(info) if staging is None else staging.on_host
+        self._group, self._key_id = resources.group, info.id
+        self._space = resources.spaces.of(info) if staging is None else staging.on_host
         self._parts: Parts = HERE if staging is None else staging.segments
         self._labelled: tuple[Group, Group] | None = None
 
@@ -101,19 +101,19 @@ class KeyPath:
         """The elements that this worker updates in a round, between its two halves; by default those that it owns."""
         return self.owned
 
-    def cut(self, placement: Placement) -> None:
+    def reshard(self, placement: Placement) -> None:
         """From the next round on the owners own other parts, and labels are compared anew. Not during a round."""
         self.placement, self._labelled = placement, None
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """Bring `value` of worker 0 to all. Collective; once, before the first round."""
         raise NotImplementedError
 
-    def share_now(self) -> bool:
+    def broadcast_now(self) -> bool:
         """Do what `share` does, where nothing has to be waited for. False: nothing was done."""
         return False
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """Combine `values` of all workers. Returns (n,) with the result in what it `updates`; None: it is in `values`.
@@ -124,7 +124,7 @@ class KeyPath:
         """
         raise NotImplementedError
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Complete `value`, of which each worker has updated its own part, on all workers. Collective.
 
         outs: arrays of the caller's, (n,), to write it to; there are none where it is not `shared`.
@@ -157,16 +157,16 @@ class SharedPath(KeyPath):
     """A path whose value is in memory that the ranks of this host share. place: where all ranks know it to be."""
 
     shared = True
-    changes = False
+    overwrites = False
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
-        assert means.hosts is not None
-        self._hosts, self._info, self._place = means.hosts, info, place
+        super().__init__(resources, info, placement, place, staging)
+        assert resources.hosts is not None
+        self._hosts, self._info, self._place = resources.hosts, info, place
         self._shared_key: HostKey | None = None
-        self.value: HostArray = means.hosts.value(place, info.n_elems, info.dtype)
+        self.value: HostArray = resources.hosts.value(place, info.n_elems, info.dtype)
 
     @property
     def _key(self) -> HostKey:

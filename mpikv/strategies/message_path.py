@@ -22,7 +22,7 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 
 
@@ -30,16 +30,16 @@ class MessagePath(KeyPath):
     """See `KeyPath`."""
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self.value = self._space.empty(info.n_elems, info.dtype)
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """By a tree."""
         return broadcast(self._group, self.value, 0, self._tag(0))
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """In place."""
@@ -52,7 +52,7 @@ class MessagePath(KeyPath):
             self._parts, algorithm.reduce_scatter(*arguments), values, needed=(0, values.size), completed=[self.owned]
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """In place."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)

@@ -30,7 +30,7 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 
 
@@ -38,19 +38,19 @@ class MpiPath(KeyPath):
     """See `KeyPath`."""
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self.value = self._space.empty(info.n_elems, info.dtype)
-        self._group = means.plain_group or means.group
+        self._group = resources.plain_group or resources.group
         self._device = cast(DeviceSpace, self._space)
         self._device_group = DeviceGroup(self._group.transport, self._group.ranks, self._device)
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """By a tree."""
         return broadcast(self._device_group, self.value, 0, self._tag(0))
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """In place."""
@@ -62,7 +62,7 @@ class MpiPath(KeyPath):
         yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
         return None
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """In place. All know already what is to be known of labels."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         steps: Steps[None] = algorithm.allgather(self._device_group, self.value, self.placement.bounds, self._tag(2))

@@ -41,7 +41,7 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
 
@@ -52,14 +52,14 @@ class NcclPath(KeyPath):
     """See `KeyPath`."""
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self._device = cast(DeviceSpace, self._space)
-        self._info, self._timeout_s = info, means.timeout_s
+        self._info, self._timeout_s = info, resources.timeout_s
         # With nobody to add with, or nothing to add, nothing is asked of NCCL.
-        self._comm = means.nccl if means.group.size > 1 and info.n_elems else None
-        self._whole = self._device.zeros(padded(info.n_elems, means.group.size, info.dtype), info.dtype)
+        self._comm = resources.nccl if resources.group.size > 1 and info.n_elems else None
+        self._whole = self._device.zeros(padded(info.n_elems, resources.group.size, info.dtype), info.dtype)
         self.value = self._whole[: info.n_elems]
         self._added: SpaceArray = None  # what is added is there, from the first round on
 
@@ -80,7 +80,7 @@ class NcclPath(KeyPath):
         """All elements, where all workers take the sum."""
         return (0, self._info.n_elems) if self._all_have_all else super().updates
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """By a tree, through host memory."""
         if self._comm is None:
             return
@@ -90,7 +90,7 @@ class NcclPath(KeyPath):
         if not is_root:
             space.copy(self.value, value)
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """What follows until the first request of `end` belongs to the round's turn."""
@@ -123,7 +123,7 @@ class NcclPath(KeyPath):
             yield from sends
         return int(number[0])
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """In place. Ends the round's turn, and waits until the GPU has done it."""
         comm = self._comm
         if comm is None:

@@ -25,18 +25,18 @@ from mpikv.strategies.key_path import SharedPath
 class OneHostPath(SharedPath):
     """See `KeyPath`."""
 
-    def share(self) -> Steps[None]:
+    def broadcast(self) -> Steps[None]:
         """The value is in the memory: the others are told that it is."""
-        if not self.share_now():
+        if not self.broadcast_now():
             yield self._hosts.published(self._place)
 
-    def share_now(self) -> bool:
+    def broadcast_now(self) -> bool:
         """The others look whether they have been told. Not where the value has to be copied from a GPU first."""
         if self._group.rank == 0:
             self._hosts.publish(self._place)
         return self._group.rank == 0 or self._hosts.is_published(self._place)
 
-    def begin(
+    def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """From where the values are, if the others can read them there."""
@@ -50,6 +50,6 @@ class OneHostPath(SharedPath):
             parts=self._parts,
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy the value out."""
         return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs, parts=self._parts)

@@ -47,7 +47,7 @@ class Pieces:
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
-        self._owes = False  # whether a state may owe something that the next round could pay
+        self._has_residual = False  # whether a state may owe something that the next round could pay
         self.encoded_from_bytes = self.encoded_bytes = 0
 
     def of(self, span: Span) -> list[Span]:
@@ -67,11 +67,11 @@ class Pieces:
     def _state(self, piece: Span) -> State:
         """That of a piece which is encoded."""
         if (state := self.states.get(piece)) is None:
-            state = self.states[piece] = self._init(piece[1] - piece[0])
-        self._owes = self._owes or "residual" in state
+            state = self.states[piece] = self._new_state(piece[1] - piece[0])
+        self._has_residual = self._has_residual or "residual" in state
         return state
 
-    def _init(self, n_elems: int) -> State:
+    def _new_state(self, n_elems: int) -> State:
         return self._codec.init(n_elems)
 
     def _count(self, piece: Span, data: HostArray) -> None:
@@ -80,18 +80,18 @@ class Pieces:
             self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
             self.encoded_bytes += data.nbytes
 
-    def with_owed(self, values: HostArray) -> HostArray:
+    def with_residual(self, values: HostArray) -> HostArray:
         """Return the values of a round that travel as they are, with what earlier ones owe; then in new memory.
 
         values: (n,), in the key's dtype. What of a codec's remainder the dtype cannot hold stays with the codec
         until a round is encoded again.
         """
-        if not self._owes:
+        if not self._has_residual:
             return values
-        self._owes = False
-        return self._paid(values)
+        self._has_residual = False
+        return self._plus_residuals(values)
 
-    def _paid(self, values: HostArray) -> HostArray:
+    def _plus_residuals(self, values: HostArray) -> HostArray:
         """The values with what is owed, in new memory."""
         totals = values.astype(sum_dtype(self._dtype))
         for piece, state in self.states.items():
@@ -107,13 +107,13 @@ class Pieces:
         with np.errstate(over="ignore"):
             return totals.astype(self._dtype, copy=False)
 
-    def _seen(self, data: HostArray) -> HostArray:
+    def _as_encoded(self, data: HostArray) -> HostArray:
         """What a codec decodes, of bytes."""
         return data if self._wire_dtype is None or data.dtype != _BYTES else data.view(self._wire_dtype)
 
     def decode(self, data: HostArray, out: HostArray) -> None:
         """Write the values of a piece into `out`, in the dtype of the sums. data: what was encoded, or its bytes."""
-        self._codec.decode(self._seen(data), out)
+        self._codec.decode(self._as_encoded(data), out)
 
     def put(self, data: HostArray, out: HostArray) -> None:
         """Write the values of a piece into `out`, in the key's dtype."""
@@ -125,7 +125,7 @@ class Pieces:
 
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add the values of a piece to `out`."""
-        self._codec.add(self._seen(data), out)
+        self._codec.add(self._as_encoded(data), out)
 
     # --- a round
 
@@ -137,7 +137,7 @@ class Pieces:
         """One round's values. See `Encoding`."""
         return Encoding(self, values, outgoing, uses)
 
-    def rooms(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
+    def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
         """Memory for messages of so many bytes, of which `window` are received at a time, in their order."""
         longest, n_rows = max(n_bytes, default=0), min(window, len(n_bytes))
         rows = [np.empty(longest, np.uint8) for _ in range(n_rows)]
@@ -156,7 +156,7 @@ class Pieces:
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
         """From now on these pieces travel. states: what is remembered of others that they may have been cut from."""
-        self.states, self._owes = cut_anew(self._codec, states, pieces), True
+        self.states, self._has_residual = cut_anew(self._codec, states, pieces), True
 
     def states_on_host(self) -> Mapping[Span, State]:
         """The states, in host memory."""

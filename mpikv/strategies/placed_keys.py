@@ -39,7 +39,7 @@ from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_codec import KeyCodec
-from mpikv.strategies.key_path import Means
+from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue, RoundReached
@@ -62,34 +62,34 @@ class PlacedKeys:
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
-        self._listening: Running[Any] | None = None
+        self._log_reader: Running[Any] | None = None
         self.hosts: HostKeys | None = None
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
         self.nccl = nccl
-        self._follow(memory)
+        self._set_up(memory)
         agreed = None if self.communicators is None else self._agreed
-        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
+        session.start(KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes, agreed))
 
     # --- the ranks
 
-    def _follow(self, memory: HostMemory | None) -> None:
+    def _set_up(self, memory: HostMemory | None) -> None:
         """Make all that hangs on who the workers are."""
         session, members = self._session, self._session.members
-        if self._listening is not None:
-            self._listening.cancel()
+        if self._log_reader is not None:
+            self._log_reader.cancel()
         if self.hosts is not None:
             self.hosts.close()
-        self.hosts = self._listening = self.direct = None
+        self.hosts = self._log_reader = self.direct = None
         if memory is not None:
             space = cast(DeviceSpace, session.spaces.device) if members.device_path == "ipc" else None
             self.hosts = HostKeys(memory, members.worker_hosts, space)
-            self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
+            self._log_reader = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[Any, Placement] = {}  # of keys that are alike
-        self._means = Means(
+        self._resources = PathResources(
             session.key_group,
             session.spaces,
             self.hosts,
@@ -144,16 +144,16 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             session.regroup(members)
-            self._follow(memory)
+            self._set_up(memory)
         places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
         places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
         with session.engine.lock:
             for queue, reserved in zip(queues, places, strict=True):
-                value, before = queue.own, queue.paths.codec
+                value, before = queue.stored, queue.paths.codec
                 self._place(queue, reserved)
-                queue.space.copy(queue.own, value)
+                queue.space.copy(queue.stored, value)
                 if queue.paths.codec is not None and before is not None:
-                    queue.paths.codec.remember(before.pushed.states, queue.placement)
+                    queue.paths.codec.set_states(before.pushed.states, queue.placement)
 
     # --- keys as they are agreed on
 
@@ -167,7 +167,7 @@ class PlacedKeys:
         path = self._session.members.device_path_of(info) if on_device else "host"
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
         if may_be_encoded:
-            placement = self._placement(info, keys or (info,), room=True)
+            placement = self._placement(info, keys or (info,), has_place=True)
             if _is_encoded(placement) and not _goes_hosted(placement):
                 return None
         if on_device and path not in {"ipc", "staged"}:
@@ -186,14 +186,14 @@ class PlacedKeys:
         if self._session.rank == 0:
             value = self.first_values.pop(info.key)
             # Memory of the host that its ranks share begins as zeros, and takes no pages before it is written to.
-            if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.home_is_shared:
-                queue.space.copy(queue.own, value)
+            if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.value_is_shared:
+                queue.space.copy(queue.stored, value)
         self.queues[info.id] = queue
-        queue.has_value = queue.paths.share_now()
+        queue.has_value = queue.paths.broadcast_now()
         if not queue.has_value:
             queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
-    def _broken(self, info: KeyInfo) -> None:
+    def _forget_key(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
         self._rows.client.forget(info)
         queue = self.queues.pop(info.id, None)
@@ -212,22 +212,22 @@ class PlacedKeys:
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which paths its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
-        placement = self._placement(queue.info, queue.keys, room=reserved is not None)
-        queue.go(KeyPaths(self._means, queue.info, placement, reserved))
+        placement = self._placement(queue.info, queue.keys, has_place=reserved is not None)
+        queue.use_paths(KeyPaths(self._resources, queue.info, placement, reserved))
 
     def _placement(
-        self, info: KeyInfo, keys: Sequence[KeyInfo], *, room: bool, encoded: bool | None = None
+        self, info: KeyInfo, keys: Sequence[KeyInfo], *, has_place: bool, encoded: bool | None = None
     ) -> Placement:
         """With the optimizers that serve the keys of a queue."""
         optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
         whole = bool(optimizers) and not all(optimizer.elementwise for optimizer in optimizers)
-        alike = info.n_elems, info.dtype, info.codec, info.space, room, bool(optimizers), encoded
+        alike = info.n_elems, info.dtype, info.codec, info.space, has_place, bool(optimizers), encoded
         if whole or alike not in self._placements:
             placement = place(
                 self._session.members,
                 info,
                 whole=whole,
-                room=room,
+                room=has_place,
                 wire=wire_of(info),
                 updated=bool(optimizers),
                 encoded=encoded,
@@ -248,11 +248,11 @@ class PlacedKeys:
 
     def start(self, queue: RoundQueue) -> None:
         """Let its rounds be done, unless they are. Under the engine's lock."""
-        running = self.due(queue)
+        running = self.new_running(queue)
         if running is not None:
             queue.running = self._session.engine.take(running)
 
-    def due(self, queue: RoundQueue) -> Running[None] | None:
+    def new_running(self, queue: RoundQueue) -> Running[None] | None:
         """What does its rounds, to be taken by the engine; None: they are being done."""
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
 
@@ -341,7 +341,7 @@ class PlacedKeys:
                 begins = {info.key: queue.span(info).start for info in queue.keys}
                 mine = [(begins[part.key], part) for part in parts if part.key in begins]
                 states = {(at + part.begin, at + part.end): part.state for at, part in mine}
-                codec.remember(states, queue.placement)
+                codec.set_states(states, queue.placement)
 
     # --- what changes owners
 
@@ -352,8 +352,8 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             for queue in self.all():
-                encoded, room = _is_encoded(queue.placement), queue.paths.shared
-                queue.paths.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
+                encoded, has_place = _is_encoded(queue.placement), queue.paths.shared
+                queue.paths.reshard(self._placement(queue.info, queue.keys, has_place=has_place, encoded=encoded))
                 queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
@@ -369,7 +369,7 @@ class PlacedKeys:
             for bucket, reserved in zip(buckets, places, strict=True):
                 self._place(bucket, reserved)
                 for info in bucket.keys:
-                    bucket.space.copy(bucket.own[bucket.span(info)], self.queues[info.id].value())
+                    bucket.space.copy(bucket.stored[bucket.span(info)], self.queues[info.id].value())
                     self.queues[info.id] = bucket
                 bucket.has_value = True
 

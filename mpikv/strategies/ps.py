@@ -43,7 +43,16 @@ from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
-from mpikv.strategies.exchange import Client, EndingTogether, Exchange, Item, Target, check_owners, soon, wait_for_tags
+from mpikv.strategies.exchange import (
+    BatchTransfer,
+    Client,
+    Exchange,
+    Item,
+    Target,
+    check_owners,
+    poll_briefly,
+    wait_for_tags,
+)
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
@@ -83,7 +92,7 @@ class PsCall(PreparedCall):
                 self._session.wait(one, None, pending)
         except (StallError, ConfigError):
             if self._waits:
-                self._strategy.leave(pending)
+                self._strategy.hand_to_engine(pending)
             raise
         except KeyboardInterrupt as error:
             if self._waits:
@@ -101,7 +110,7 @@ class PsStrategy(Strategy):
     service: a server's loop to run inside this worker, or None. handed: what that is handed over.
     """
 
-    def __init__(self, session: Workers, service: Steps[None] | None = None, handed: Loopback | None = None) -> None:
+    def __init__(self, session: Workers, service: Steps[None] | None = None, loopback: Loopback | None = None) -> None:
         self._session = session
         members = self._members = session.members
         self._servers = members.owners
@@ -114,12 +123,12 @@ class PsStrategy(Strategy):
         self._whole = False
         self._local = session.links
         own = None if service is None else self._servers.index(session.transport.rank)
-        self._client = Client(session.transport if self._local is None else self._local, self._servers, own, handed)
+        self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
         self._rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
-        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes))
+        session.start(KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
@@ -130,7 +139,7 @@ class PsStrategy(Strategy):
         if not isinstance(space, DeviceSpace) or path == "host":
             return None
         segment = None if self._local is None else self._local.segment
-        return DeviceCalls(self._client, space, segment, direct=path == "mpi", lost=self._engine.fail)
+        return DeviceCalls(self._client, space, segment, direct=path == "mpi", on_lost=self._engine.fail)
 
     # --- keys as they are agreed on
 
@@ -161,7 +170,7 @@ class PsStrategy(Strategy):
         measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
         return self._choices.of(compression.of_text(info.codec).push.name) if measures else None
 
-    def _broken(self, info: KeyInfo) -> None:
+    def _forget_key(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
         self._keys.pop(info.id, None)
         self._rows.forget(info)
@@ -178,21 +187,21 @@ class PsStrategy(Strategy):
 
     def _all_sent(self) -> bool:
         flushed = self._local is None or self._local.flushed
-        return self._client.sent() and not self._client.unsent and flushed
+        return self._client.all_sent() and not self._client.unsent and flushed
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
-        self._wait_for_line()
+        self._wait_for_device_calls()
         wait_for_tags(self._session, self._client, len(payloads))
         answers = [
-            self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
+            self._engine.start(self._client.ask(server, wire.Header(kind), payload), call)
             for server, payload in enumerate(payloads)
         ]
         for server, running in enumerate(answers):
             self._session.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
 
-    def _wait_for_line(self) -> None:
+    def _wait_for_device_calls(self) -> None:
         """Until all calls have been sent: those with arrays on a GPU may wait for copies."""
         device = self._device
         if device is not None and device.waiting:
@@ -212,7 +221,7 @@ class PsStrategy(Strategy):
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
-        self._rows.proposed(values)
+        self._rows.drop_first_rows(values)
         if error is not None:
             raise error
 
@@ -261,23 +270,25 @@ class PsStrategy(Strategy):
         for info, total, sink, _ in entries:
             key, under = self._keys[info.id], NOTHING if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
-            item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
-            items.append(item if key.choice is None or item.pushes_plain else self._chosen(item, key.choice))
+            item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
+            items.append(
+                item if key.choice is None or item.pushes_uncompressed else self._with_choice(item, key.choice)
+            )
         wait_for_tags(self._session, self._client, *self._client.tags_needed(items))
         return items
 
-    def _chosen(self, item: Item, choice: CodecChoice) -> Item:
+    def _with_choice(self, item: Item, choice: CodecChoice) -> Item:
         """Encoded or as it is, whichever has been faster on this worker."""
         with self._engine.lock:
             if item.total is not None:
-                item = item._replace(total=item.key.begin(item.total, self._engine.clock.now_s()))
-            return item._replace(plain=wire.PLAIN_PUSH | wire.PLAIN_ANSWER) if choice.plain else item
+                item = item._replace(total=item.key.begin_round(item.total, self._engine.clock.now_s()))
+            return item._replace(flags=wire.PLAIN_PUSH | wire.PLAIN_ANSWER) if choice.plain else item
 
-    def _plain(self, key: ClientKey, op: Reduction) -> int:
+    def _uncompressed_flags(self, key: ClientKey, op: Reduction) -> int:
         """What of a call travels as it is: sums alone are compressed, and not while the session says so."""
         if self._session.compressions.suspended or not op.adds:
             return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
-        return wire.PLAIN_ANSWER if key.plain else 0
+        return wire.PLAIN_ANSWER if key.answers_uncompressed else 0
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Straight from the caller's own arrays where they are lent."""
@@ -308,12 +319,12 @@ class PsStrategy(Strategy):
     def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
         yield from steps
         for key in keys:
-            key.end(self._engine.clock.now_s())
+            key.end_round(self._engine.clock.now_s())
 
     def start_waited(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
         """Start a `pushpull` that whoever waits for it moves on."""
         alone = self._service is None and (self._device is None or not self._device.waiting)
-        if len(entries) == 1 and alone and self._keys[entries[0].info.id].smallest:
+        if len(entries) == 1 and alone and self._keys[entries[0].info.id].is_one_small_shard:
             return self._start_small(entries[0], op)
         items = self._items(entries, op)
         exchange = Exchange(self._steps(wire.PUSHPULL, items, priority))
@@ -329,11 +340,11 @@ class PsStrategy(Strategy):
         assert sink is not None
         key, under = self._keys[info.id], self._count_push(info)
         total = scaled(self._session.spaces.host, total, under.ratio)
-        item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
+        item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
-            done = soon(answer)
+            done = poll_briefly(answer)
         if not done:
             return [Pending(Exchange(self._end_small(answer, tag, sink, value)), self._waiting("pushpull", key))]
         self._client.reply_tags.give([tag])
@@ -345,10 +356,10 @@ class PsStrategy(Strategy):
         self._client.reply_tags.give([tag])
         sink.deliver(value)
 
-    def leave(self, pending: Sequence[Pending]) -> None:
+    def hand_to_engine(self, pending: Sequence[Pending]) -> None:
         """Let the engine move a call on whose caller has given up."""
         for one in pending:
-            request = one.request.request if isinstance(one.request, EndingTogether) else one.request
+            request = one.request.request if isinstance(one.request, BatchTransfer) else one.request
             if isinstance(request, Exchange):
                 self._engine.start(request.steps(), "pushpull")
 
@@ -356,8 +367,8 @@ class PsStrategy(Strategy):
         """One transfer for each key of a call, all of which end together."""
         if len(waitings) == 1:
             return [Pending(request, waitings[0])]
-        together = EndingTogether(request, waitings, self._session.waits.check)
-        return [Pending(together, waiting, waitings) for waiting in waitings]
+        batch = BatchTransfer(request, waitings, self._session.waits.check)
+        return [Pending(batch, waiting, waitings) for waiting in waitings]
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:
         owners = tuple(self._labels[route.owner] for route in key.routes)
@@ -376,16 +387,16 @@ class PsStrategy(Strategy):
         if slot == DEFAULT_SLOT:
             self._whole = not optimizer.elementwise
         if not optimizer.elementwise:
-            self._gather_cut_keys(slot)
-        self._tell_servers(slot, pickled, key_ids)
+            self._move_cut_keys(slot)
+        self._send_optimizer(slot, pickled, key_ids)
 
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
         """Worker 0 tells the servers that they apply nothing."""
         self._flush("set_optimizer")
         slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
-        self._tell_servers(slot, cloudpickle.dumps(optimizer.attributes()), key_ids)
+        self._send_optimizer(slot, cloudpickle.dumps(optimizer.attributes()), key_ids)
 
-    def _tell_servers(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
+    def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
         """Worker 0 sends them an optimizer, or its attributes; all workers wait until they have it. Collective."""
 
         def send() -> None:
@@ -396,7 +407,7 @@ class PsStrategy(Strategy):
 
         self._session.decide("set_optimizer in place", send)
 
-    def _gather_cut_keys(self, slot: int) -> None:
+    def _move_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
         for info in self._session.in_order():
             if info.sparse:
@@ -408,17 +419,17 @@ class PsStrategy(Strategy):
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
-                self._pull_plain(key, [value])
+                self._pull_uncompressed(key, [value])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)
                 self._send_value(key, value)
             key.move(placement)
 
-    def _pull_plain(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
+    def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
         """Wait for a key's value as it is. The codec of pulls, which might remember what it has lost, has no part."""
         sink = Sink(key.info, outs, self._session.spaces)
-        item = Item(key, None, sink, key.routes, key.pushed, plain=wire.PLAIN_ANSWER)
+        item = Item(key, None, sink, key.routes, key.pushed, flags=wire.PLAIN_ANSWER)
         wait_for_tags(self._session, self._client, *self._client.tags_needed([item]))
         running = self._engine.start(self._steps(wire.PULL, [item], 0), "pull")
         self._session.wait(Pending(running, self._waiting("pull", key)))
@@ -431,7 +442,7 @@ class PsStrategy(Strategy):
             for route in key.routes:
                 if route.owner == server:
                     cut = optimizer is None or optimizer.elementwise
-                    pieces = route.parts if cut else ((route.begin, route.end),)
+                    pieces = route.pieces if cut else ((route.begin, route.end),)
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return [*owned, *self._rows.owned(server)]
 
@@ -461,7 +472,7 @@ class PsStrategy(Strategy):
 
     def codec_states(self, call: str) -> list[Part]:
         """What was pushed is encoded when it is sent."""
-        self._wait_for_line()
+        self._wait_for_device_calls()
         return [
             part_of(key.info, begin, end, state)
             for key in self._keys.values()
@@ -473,7 +484,7 @@ class PsStrategy(Strategy):
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:
             pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
-        self._wait_for_line()
+        self._wait_for_device_calls()
         with self._engine.lock:
             for key in self._keys.values():
                 key.take_codec_states(pieces.get(key.info.key, {}))
@@ -482,7 +493,7 @@ class PsStrategy(Strategy):
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
-                self._pull_plain(key, [])
+                self._pull_uncompressed(key, [])
             self._rows.settle(call)
         else:
             self._flush(call)

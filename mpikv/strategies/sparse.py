@@ -45,12 +45,12 @@ class _Key:
         self.owners = [i for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1]]
 
 
-class _Piece(NamedTuple):
+class _OwnerRows(NamedTuple):
     """What is an owner's of some rows: which of them they are, and their ids, counted from the owner's first row."""
 
     owner: int
     span: slice
-    written: HostArray
+    encoded_ids: HostArray
 
 
 class RowClient:
@@ -68,7 +68,7 @@ class RowClient:
         if self._session.rank == 0:
             self._first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
 
-    def proposed(self, values: Sequence[NewKey]) -> None:
+    def drop_first_rows(self, values: Sequence[NewKey]) -> None:
         """All workers have come, or failed."""
         for new in values:
             self._first_rows.pop(new.key, None)
@@ -79,12 +79,12 @@ class RowClient:
         if self._session.rank:
             return
         first = self._first_rows.pop(info.key)
-        for piece in self._pieces(key, first.indices, key.owners):
-            begin, end = key.bounds[piece.owner : piece.owner + 2]
+        for part in self._by_owner(key, first.indices, key.owners):
+            begin, end = key.bounds[part.owner : part.owner + 2]
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
             head = np.frombuffer(wire.with_text(json.dumps(text).encode(), b""), np.uint8)
-            payload = np.concatenate([head, piece.written, _bytes_of(first.values[piece.span])])
-            self._client.send(piece.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
+            payload = np.concatenate([head, part.encoded_ids, _bytes_of(first.values[part.span])])
+            self._client.send(part.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
 
     def forget(self, info: KeyInfo) -> None:
         """Workers did not agree on it after all."""
@@ -102,13 +102,13 @@ class RowClient:
         ]
 
     @staticmethod
-    def _pieces(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_Piece]:
+    def _by_owner(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_OwnerRows]:
         cuts = np.searchsorted(ids, key.bounds).tolist()
-        pieces = []
+        parts = []
         for owner in owners:
             span, first = slice(cuts[owner], cuts[owner + 1]), key.bounds[owner]
-            pieces.append(_Piece(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
-        return pieces
+            parts.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
+        return parts
 
     # --- messages
 
@@ -119,9 +119,9 @@ class RowClient:
         with self._session.engine.lock:
             key.pushed += 1
             header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
-            for piece in self._pieces(key, total.indices, key.owners):
-                payload = np.concatenate([piece.written, _bytes_of(values[piece.span])])
-                self._client.send(piece.owner, [(header, payload)])
+            for part in self._by_owner(key, total.indices, key.owners):
+                payload = np.concatenate([part.encoded_ids, _bytes_of(values[part.span])])
+                self._client.send(part.owner, [(header, payload)])
         self._session.activity.note(f"push of key {shown(info.key)}")
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
@@ -139,21 +139,21 @@ class RowClient:
         session = self._session
         wait_for_tags(session, self._client, len(owners))
         header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
-        steps = self._asking(header, self._pieces(key, ids, owners), values)
+        steps = self._asking(header, self._by_owner(key, ids, owners), values)
         running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
         labels = tuple(self._labels[owner] for owner in owners)
         waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
         return values, [Pending(running, waiting)]
 
-    def _asking(self, header: wire.Header, pieces: Sequence[_Piece], values: HostArray) -> Steps[None]:
+    def _asking(self, header: wire.Header, parts: Sequence[_OwnerRows], values: HostArray) -> Steps[None]:
         client = self._client
         tags, receives = [], list[Operation]()
-        for piece in pieces:
+        for part in parts:
             tag = client.reply_tags.take()
             tags.append(tag)
             # The receive is there before the question leaves, so that the answer needs no copy on its way.
-            receives.append(client.irecv(values[piece.span].reshape(-1), piece.owner, tag))
-            client.send(piece.owner, [(header._replace(reply_tag=tag), piece.written)])
+            receives.append(client.irecv(values[part.span].reshape(-1), part.owner, tag))
+            client.send(part.owner, [(header._replace(reply_tag=tag), part.encoded_ids)])
         yield from receives
         client.reply_tags.give(tags)
 
@@ -163,7 +163,7 @@ class RowClient:
         header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
         wait_for_tags(session, client, len(key.owners))
         name = f"changed rows of key {shown(info.key)}"
-        answers = [session.engine.start(client.answer(owner, header, None), name) for owner in key.owners]
+        answers = [session.engine.start(client.ask(owner, header, None), name) for owner in key.owners]
         round_ = key.pushed if session.synchronous else None
         pending = [
             Pending(answer, Waiting("pull", info.key, info.id, round_, (self._labels[owner],)))

@@ -64,7 +64,7 @@ class WorkersRows:
         self._server: OwnedRows | None = None
         self._service: Any = None
         self._optimizers: list[tuple[int, bytes, list[int]]] = []
-        self._told: dict[int, int] = {}  # the number of a slot's attributes that the owners know last
+        self._sent_numbers: dict[int, int] = {}  # the number of a slot's attributes that the owners know last
 
     # --- keys
 
@@ -93,8 +93,8 @@ class WorkersRows:
     def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
         """See `RowClient.push`; changed attributes go ahead of it."""
         slot, number = self._session.slot_of(info), under.number
-        if number != self._told.get(slot, 0):
-            self._told[slot] = number
+        if number != self._sent_numbers.get(slot, 0):
+            self._sent_numbers[slot] = number
             text = json.dumps([slot, json.loads(under.label.text)]).encode()
             self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         self.client.push(info, total, under, priority)
@@ -109,7 +109,7 @@ class WorkersRows:
     def set_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
         """An optimizer that all workers agreed on. Not while rounds are under way."""
         self._optimizers.append((slot, pickled, key_ids))
-        self._told.pop(slot, None)
+        self._sent_numbers.pop(slot, None)
         if self._server is not None:
             with self._session.engine.lock:
                 self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
@@ -142,4 +142,4 @@ class WorkersRows:
         self._session.wait_for(self._service, "close")
 
     def _all_sent(self) -> bool:
-        return self._messages.sent()
+        return self._messages.all_sent()

@@ -76,7 +76,7 @@ class Staging:
         if self._sent is None:
             n_bytes = self._n_elems * self._dtype.itemsize
             hosts = self._hosts
-            memory = self._space.pinned.take(n_bytes) if hosts is None else hosts.room(n_bytes, pages=True)
+            memory = self._space.pinned.take(n_bytes) if hosts is None else hosts.allocate(n_bytes, pages=True)
             self._sent = memory[:n_bytes].view(self._dtype)
         return self._sent
 
@@ -89,7 +89,7 @@ class Staging:
         """The value on the device, and where this worker's values are for the path."""
         return int(self.value.nbytes) + (0 if self._sent is None else self._sent.nbytes)
 
-    def share(self, on_host: HostArray, steps: Steps[None], *, is_first: bool) -> Steps[None]:
+    def broadcast(self, on_host: HostArray, steps: Steps[None], *, is_first: bool) -> Steps[None]:
         """From the device of worker 0 to those of all. steps: of the path, which bring its value on the host to all.
 
         is_first: this is worker 0.
