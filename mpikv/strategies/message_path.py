@@ -1,8 +1,8 @@
 """The path "messages": the workers own the keys, and send messages, also within a host.
 
-Home: each worker has the whole value in memory of its own. Who adds, in which order, and what is sent: what the
-algorithm says that the placement names (collectives/ring, naive, halving_doubling, hierarchical). Messages also say
-under which labels values were pushed (collectives/labelled).
+Value: each worker has a copy in its own memory. Who adds, in which order, and what is sent: the placement names the
+algorithm that decides this (collectives/ring, naive, halving_doubling, hierarchical). Messages also contain the labels
+that values were pushed under (collectives/labelled).
 
 Cost: that of the algorithm. Memory: the value.
 """
@@ -36,13 +36,13 @@ class MessagePath(KeyPath):
         self.value = self._space.empty(info.n_elems, info.dtype)
 
     def broadcast(self) -> Steps[None]:
-        """By a tree."""
+        """Broadcast by messages along a tree."""
         return broadcast(self._group, self.value, 0, self._tag(0))
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """In place."""
+        """Add in `values`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
         if self.placement.algorithm in IN_PARTS:
@@ -53,7 +53,7 @@ class MessagePath(KeyPath):
         )
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """In place."""
+        """Receive into `value`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
         if self.placement.algorithm in IN_PARTS:

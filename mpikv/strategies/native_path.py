@@ -1,7 +1,7 @@
 """The path "native": the workers own the keys, and MPI's own collectives move them (collectives/native).
 
-Home: each worker has the whole value in memory of its own. Who adds: MPI, in an order of its own. What is sent: what
-MPI sends, and the workers' labels, gathered before. Each key has a communicator of its own (communicators.py).
+Value: each worker has a copy in its own memory. Who adds: MPI, in an order that it chooses. What is sent: MPI's own
+messages, and before them a gather of the workers' labels. Each key has its own communicator (communicators.py).
 
 Cost: MPI's, a gather of 32 bytes for each round, and a communicator for each key. Memory: the value.
 """
@@ -37,14 +37,14 @@ class NativePath(KeyPath):
         self._comm: Any = None
 
     def broadcast(self) -> Steps[None]:
-        """By a tree of messages of ours; then the key waits for its communicator."""
+        """Broadcast by the store's own messages along a tree; then wait for the key's communicator."""
         yield from broadcast(self._group, self.value, 0, self._tag(0))
         self._comm = yield from self._communicators.of(self._key_id)
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """In place, with the workers' labels compared before."""
+        """Add in `values`, after the workers' labels have been compared."""
         steps = self._add(values, combine, comparison)
         return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.owned])
 
@@ -56,6 +56,6 @@ class NativePath(KeyPath):
         return None
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """In place."""
+        """Receive into `value`."""
         steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
         return whole(self._parts, steps, self.value, needed=self.owned, completed=self._others())
