@@ -1,8 +1,8 @@
-"""A key as a worker sees it whose values live with servers: where its shards are, and how they travel there and back.
+"""A worker's view of a key that servers own: which server owns each shard, and how shards are sent there and back.
 
-Both sides know the lengths of what travels, from the placement and the codec that they agreed on. Each message says
-whether its values travel encoded or as they are, so that each worker chooses by itself what is faster on its way to the
-servers: a round of a key is timed from its push until the answer to a pull that was made behind it.
+Both sides know the lengths of all messages from the placement and the codec that they agreed on. The header of a
+message tells whether its values are encoded, so that each worker can choose by itself what is faster on its link to the
+servers. For this a round of a key is timed from its push until the answer to the pull that follows it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying 
 
 
 class Route(NamedTuple):
-    """How one shard travels. parts: bounds in the key's value. inline: behind its header.
+    """How one shard, elements [begin, end) of a key, is sent to its owner.
 
-    n_bytes: of a push of it, on its way.
+    pieces: their bounds in the key's value. inline: whether it is sent behind its header, in one message. n_bytes: the
+    bytes of a push of it, as they are sent.
     """
 
     owner: int
@@ -46,18 +47,18 @@ class Route(NamedTuple):
 
 
 class PieceMessages(NamedTuple):
-    """In place of an array: a push that has been encoded already, or memory for an answer that is decoded elsewhere.
+    """Used instead of an array for a push that is already encoded, or an answer that is decoded later, on a GPU.
 
-    by_piece: the bytes on their way of elements [begin, end).
+    by_piece: the message of each piece.
     """
 
     by_piece: Mapping[Span, HostArray]
 
 
 class AnswerBuffer:
-    """Where the answers to a pull of one key go: `array`, (n,) in the key's dtype, piece by piece.
+    """Receives the answers to a pull of one key, piece by piece, into `array`, (n,) in the key's dtype.
 
-    encoded: how they come; None: as they are, straight into the array.
+    encoded: decodes the answers; None: they are received uncompressed, directly into the array.
     """
 
     def __init__(self, array: HostArray | PieceMessages, encoded: Pieces | None) -> None:
@@ -75,7 +76,7 @@ class AnswerBuffer:
         return data
 
     def complete(self) -> HostArray | PieceMessages:
-        """The array, when all answers are there."""
+        """Decode all answers, which have been received, into the array, and return it."""
         for piece, data in self._data:
             assert self._encoded is not None
             assert not isinstance(self.array, PieceMessages)
@@ -86,9 +87,9 @@ class AnswerBuffer:
 class ClientKey:
     """One key as its client sees it.
 
-    codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do. space: what
-    they are in on this worker; None: host memory.
-    encoded: its pushes, and what their codec remembers of them. returned: its answers, for arrays in host memory.
+    codecs: makes its codecs from their text. choice: whether its values are sent encoded; None: they always are. space:
+    the space of its values on this worker; None: host memory. encoded: the pieces of pushes, with the codec's states.
+    returned: the pieces of answers that are decoded in host memory.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class ClientKey:
         self.move(placement)
 
     def move(self, placement: Placement) -> None:
-        """The key lives there from now on."""
+        """Use this placement from now on."""
         self.placement = placement
         self.routes = []
         for shard in placement.shards:
@@ -124,13 +125,13 @@ class ClientKey:
 
     @property
     def answers_uncompressed(self) -> bool:
-        """Whether answers to a pull come as they are: also before this worker's first push."""
+        """Whether answers to a pull are uncompressed. They always are before this worker's first push."""
         return self._returns_uncompressed or not self.pushed
 
     def encode(
         self, total: HostArray | PieceMessages, begin: int, end: int, *, uncompressed: bool = False
     ) -> HostArray:
-        """What travels of elements [begin, end) of a push. plain: the values as they are."""
+        """Elements [begin, end) of a push as they are sent. uncompressed: do not encode them."""
         if isinstance(total, PieceMessages):
             return total.by_piece[begin, end]
         if self.sends_uncompressed or uncompressed:
@@ -138,22 +139,22 @@ class ClientKey:
         return self.encoded.encode(total, (begin, end))
 
     def encodes_on_device(self, *, uncompressed: bool) -> bool:
-        """Whether a push is encoded in device memory, before its messages. plain: it travels as it is."""
+        """Whether a push is encoded on the GPU, before it is copied to the host. uncompressed: it is not encoded."""
         return isinstance(self.encoded, DevicePieces) and not uncompressed
 
     @cached_property
     def returned_in_space(self) -> Pieces:
-        """Its answers, for arrays in `space`."""
+        """The pieces of answers that are decoded in `space`."""
         return pieces_in(self._space, self.info, self.compression.pull)
 
     def decodes_on_device(self, *, uncompressed: bool) -> bool:
-        """Whether the answer to a pull is decoded in device memory, behind its messages. plain: it comes as it is."""
+        """Whether an answer is decoded on the GPU, after it has been copied there. uncompressed: it is not encoded."""
         return isinstance(self.returned_in_space, DevicePieces) and not uncompressed
 
-    # --- encoded or as it is, of a key that has the choice
+    # --- keys with a choice between encoded and uncompressed
 
     def begin_round(self, total: HostArray, now_s: float) -> HostArray:
-        """A push: what travels, with what earlier ones owe where it travels as it is."""
+        """Begin a round with a push. Returns the values, plus the codec's residual if they are sent uncompressed."""
         assert self.choice is not None
         if not self._timed:
             self.choice.begin(now_s)
@@ -161,7 +162,7 @@ class ClientKey:
         return self.encoded.with_residual(total) if self.choice.plain else total
 
     def end_round(self, now_s: float) -> None:
-        """The answer to a pull has come."""
+        """End the round, since the answer to a pull has been received."""
         assert self.choice is not None
         if self._timed:
             self._timed = False
@@ -172,24 +173,24 @@ class ClientKey:
     # --- states
 
     def codec_states(self) -> list[tuple[int, int, State]]:
-        """What the codec of this worker's pushes remembers, by pieces."""
+        """The states of the codec of this worker's pushes, by pieces [begin, end)."""
         states = self.encoded.states_on_host()
         return [(*piece, states[piece]) for piece in self._pieces if states.get(piece)]
 
     def take_codec_states(self, pieces: Mapping[Span, State]) -> None:
-        """Remember this instead: states of the pieces [begin, end)."""
+        """Replace the states of the codec of this worker's pushes. pieces: states by pieces [begin, end)."""
         self.encoded.recut(pieces, self._pieces)
 
     @property
     def _pieces(self) -> list[Span]:
-        return [part for route in self.routes for part in route.pieces]
+        return [piece for route in self.routes for piece in route.pieces]
 
     def value(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
-        """Where the answers to a pull go. plain: they come as they are."""
+        """Make the buffer for the answers to a pull. uncompressed: whether they are not encoded."""
         return AnswerBuffer(array, None if uncompressed else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
-        """What tells each server that it owns a part of the key, and the values there: server, header, payload."""
+        """The messages that give each owner its shard and the shard's first values: server, header, payload."""
         info = self.info
         for shard in self.placement.shards:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}

@@ -1,27 +1,27 @@
-"""A worker's calls with keys whose arrays are on its GPU, and whose values live with servers.
+"""A worker's calls with keys whose arrays are on its GPU and that servers own.
 
-Servers receive into host memory, also those that keep the key on a GPU; but not from the worker that they are in. Each
-shard of such a key goes one of three paths (`DeviceCalls.goes_by_mpi`, `DeviceCalls.goes_in_process`):
+Servers receive messages in host memory, also where they keep the key on a GPU. Only a server in this worker's own
+process can take device memory. Each shard of such a key takes one of three paths:
 
-- *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
-  there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
-- *Handed over*, to the server inside this worker, where the answer is not for an array in host memory: a copy on the
-  GPU each (transports/loopback.py). Only a shard that travels by itself, uncompressed.
-- *Staged*: it is copied to page-locked memory and sent from there; the answer comes into the same memory and is copied
-  up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that. A
-  push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages; an answer for arrays on the
-  GPU alone that a codec decodes there is copied up as its messages.
+- *By MPI* (`DeviceCalls.goes_by_mpi`), if the workers have agreed on the path "mpi": MPI sends from device memory and
+  receives the answer there. Only for a large uncompressed shard whose server is not reached through shared memory.
+- *In process* (`DeviceCalls.goes_in_process`), to the server inside this worker, unless the answer is for an array in
+  host memory: one copy on the GPU in each direction (transports/loopback.py). Only for a large uncompressed shard.
+- *Staged*: the shard is copied down to page-locked memory and sent from there; the answer is received in the same
+  memory and copied up. If the server reads shared memory of the host, the page-locked memory is a range of that. A push
+  that is encoded on the GPU (device_pieces.py) is copied down encoded; an answer that is only for arrays on the GPU and
+  decoded there is copied up encoded.
 
-Nobody waits for a copy. A call begins its copies when what it pushes is there, and its messages leave when the store's
-stream has come so far. Until then the call stands in a line, and so does every call that is made after it, also of keys
-in host memory: servers must see the calls of a worker in their order. The messages themselves are those of
-`Client.exchange`, which sees host memory, or device memory that nothing is under way in.
+No thread blocks for a copy. A call begins its copies when its pushed values have been written, and sends its messages
+when the store's stream has done the copies. Until then the call waits in a queue, and so do all later calls, also those
+of keys in host memory, because servers must receive a worker's calls in their order. `Client.exchange` sends the
+messages, from host memory or from device memory that no copy uses any more.
 
-An array of the caller's in host memory takes an answer as for a key in host memory, without the GPU.
+A caller's array in host memory receives an answer as for a key in host memory, without the GPU.
 
-Cost of a call with n elements: staged, n down for a push, n up for an answer; direct, none. An event of the stream for
-each call. Memory: page-locked, of each length as many arrays as calls were under way at one time, which are kept; on
-the GPU the pushed total, which the answer overwrites.
+Cost of a call with n elements: staged, n copied down for a push and n up for an answer; else none. One event of the
+stream for each call. Memory: page-locked arrays, of each length as many as calls were in progress at one time, which
+are kept; on the GPU the pushed total, which the answer overwrites.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ LEAST_BYTES, MOST_ALIKE_BYTES = 4096, 8 << 20  # lengths between them that diffe
 
 
 class CallBuffers:
-    """Page-locked memory that calls use again. segment: of what a host's ranks share, where they do.
+    """A pool of page-locked memory for calls. segment: allocates shared memory of the host, if there is any.
 
-    It may be given back while the store's stream still copies from it: whoever takes it uses it in that stream, or when
-    that has come as far as it was then.
+    Memory may be given back while the store's stream still copies from it: its next user either uses it in that stream,
+    too, or waits until the stream has done all that was enqueued by then.
     """
 
     def __init__(self, space: DeviceSpace, segment: Segment | None) -> None:
         self._space, self._segment = space, segment
-        self._free: dict[tuple[int, bool], list[HostArray]] = {}  # by length, and whether others are to read it
+        self._free: dict[tuple[int, bool], list[HostArray]] = {}  # by length, and whether it is shared
 
     def take(self, n_bytes: int, *, shared: bool) -> HostArray:
-        """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host read, while some is left."""
+        """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host can read, while some is left."""
         length = max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length()) if n_bytes <= MOST_ALIKE_BYTES else n_bytes
         kept = self._free.get((length, shared))
         if kept:
@@ -67,14 +67,15 @@ class CallBuffers:
         return self._space.pinned.take(length) if memory is None else self._space.pinned.lock(memory)
 
     def give(self, memory: HostArray, *, shared: bool) -> None:
-        """Take back what `take` returned."""
+        """Return memory of `take` to the pool."""
         self._free.setdefault((memory.size, shared), []).append(memory)
 
 
 class DeviceCalls:
     """The calls of one worker. Everything here is called under the engine's lock.
 
-    direct: whether MPI takes device memory. lost: told why a call was never sent, which other ranks count on.
+    direct: whether MPI accepts device memory. on_lost: called with the error of a push that could not be sent, for
+    which other ranks would wait.
     """
 
     def __init__(
@@ -92,36 +93,36 @@ class DeviceCalls:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are calls that have not been sent: none may overtake them."""
+        """Whether there are calls that have not been sent, so that later ones must wait."""
         return bool(self._queue)
 
     def concerns(self, items: Sequence[Item]) -> bool:
-        """Whether a call is to be made by `exchange`, and not by that of the client."""
+        """Whether a call must use `exchange` of this object instead of the client's."""
         return bool(self._queue) or any(item.key.info.space == DEVICE for item in items)
 
     def goes_by_mpi(self, key: ClientKey, route: Route) -> bool:
-        """Whether MPI sends a shard from device memory and receives it there."""
+        """Whether MPI sends a shard from device memory and receives its answer there."""
         by_mpi = self._direct and not self._client.through_memory[route.owner]
         return by_mpi and not route.inline and key.compression.plain
 
     def goes_in_process(self, key: ClientKey, route: Route, space_names: set[str]) -> bool:
-        """Whether a shard is handed over to the server in this process, and the answer by it. places: of the answer."""
+        """Whether a shard is passed on the GPU to the server in this process. space_names: those of the answer."""
         return (
             route.owner == self._client.own and not route.inline and key.compression.plain and HOST not in space_names
         )
 
     def is_read_in_place(self, routes: Sequence[Route]) -> bool:
-        """Whether a server reads some of these shards where they are, in memory of the host."""
+        """Whether a server reads some of these shards in place, in shared memory of the host."""
         return any(self._client.through_memory[route.owner] and not route.inline for route in routes)
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
-        """As `Client.exchange`. The items' totals are in the spaces of their keys."""
+        """See `Client.exchange`; here the items' totals are in the spaces of their keys."""
         turn = Completion()
         self._queue.append(turn)
         if len(self._queue) == 1:
             turn.finish()
         try:
-            for item in items:  # so that the store's stream does not wait for that
+            for item in items:  # waits for the caller's stream, so that the store's need not
                 if item.total is not None and item.key.info.space == DEVICE:
                     yield self.space.arrived(item.total)
             keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
@@ -149,7 +150,7 @@ class DeviceCalls:
 
 
 class _MemoryTarget:
-    """A `Target` for messages alone."""
+    """A `Target` that is only memory for messages."""
 
     def __init__(self, memory: SpaceArray | PieceMessages) -> None:
         self._memory = memory
@@ -159,13 +160,14 @@ class _MemoryTarget:
         return self._memory
 
     def deliver(self, value: SpaceArray | PieceMessages) -> None:
-        """Whoever made the call does, once all of a key is here."""
+        """Do nothing: `_KeyCall.deliver` writes the value, once all shards of the key have been received."""
 
 
 class _KeyCall:
-    """One key of a call. Its copies down begin when it is made.
+    """One key of a call. Its copies down begin in the constructor.
 
-    items: what is to be sent and received. arrivals: what has to be waited for beside the store's stream.
+    items: the messages to exchange, one item for each of the three paths that some shard takes. arrivals: requests to
+    wait for, in addition to the store's stream, before messages are sent.
     """
 
     def __init__(self, calls: DeviceCalls, item: Item) -> None:
@@ -187,7 +189,7 @@ class _KeyCall:
         up = DEVICE in self._space_names and (bool(self._staged) or HOST in self._space_names) and not decodes
         if up or (total is not None and self._staged and not encodes):
             self._on_host = self._take(info.n_elems * info.dtype.itemsize).view(info.dtype)
-        # What a message is received into: this worker's own arrays, the memory for copies, or the GPU's.
+        # Where messages are received: the caller's array, page-locked memory, or device memory.
         only_host = None if self._sink is None or DEVICE in self._space_names else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
         if decodes:
@@ -218,31 +220,31 @@ class _KeyCall:
         ]
 
     def _take(self, n_bytes: int) -> HostArray:
-        """Page-locked memory, until the call is done."""
+        """Page-locked memory, in use until the call is done."""
         memory = self._calls.staging.take(n_bytes, shared=self._shared)
         self._memory.append(memory)
         return memory[:n_bytes]
 
     def _encoded(self, key: ClientKey, total: SpaceArray) -> PieceMessages:
-        """The messages of a push, which are encoded on the GPU and on their way to the host."""
+        """Encode a push on the GPU and start to copy it to the host. Returns its messages."""
         messages = self._memory_of(key.encoded)
         assert isinstance(key.encoded, DevicePieces)
         self._calls.space.follow(total)
-        for part, data in key.encoded.encode_all(total, messages).items():
-            self._calls.space.fetch(messages[part], data)
+        for piece, data in key.encoded.encode_all(total, messages).items():
+            self._calls.space.fetch(messages[piece], data)
         return PieceMessages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
-        """For the messages of all pieces that are staged."""
-        parts = [part for route in self._staged for part in route.pieces]
-        return {part: self._take(pieces.wire_bytes(part)) for part in parts}
+        """Page-locked memory for the messages of all staged pieces."""
+        staged = [piece for route in self._staged for piece in route.pieces]
+        return {piece: self._take(pieces.wire_bytes(piece)) for piece in staged}
 
     @property
     def _shared(self) -> bool:
         return self._calls.is_read_in_place(self._staged)
 
     def deliver(self) -> None:
-        """All has been sent and is here: bring it to the caller's arrays, and give the memory back."""
+        """Write the answer, which is complete, to the caller's arrays, and give the memory back."""
         space = self._calls.space
         if DEVICE in self._space_names:
             assert self._sink is not None
@@ -261,7 +263,7 @@ class _KeyCall:
 
 
 def _runs(routes: Sequence[Route]) -> list[tuple[int, int]]:
-    """The elements of shards, which are in order: those that lie side by side are copied together."""
+    """Join adjacent shards, which are in ascending order, so that they are copied together."""
     runs: list[tuple[int, int]] = []
     for route in routes:
         if runs and runs[-1][1] == route.begin:

@@ -1,13 +1,13 @@
-"""Row-sparse keys as a worker sees them: which owner has which rows, and the messages to and from the owners.
+"""A worker's view of row-sparse keys: which owner has which rows, and the messages to and from the owners.
 
-Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner that has any:
-the ids of its rows and the rows themselves, or none, since an owner counts a round's pushes. It has no answer. A pull
-is one message to each owner that has some of the rows, with the round that it needs, and one answer of these rows. The
-ids say in each message by themselves how they are written (row_ids.py): a push of all rows has no ids, and takes the
-bytes of a dense one. So nobody has to agree on when a key goes densely.
+Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner of the key, with
+the ids of its rows and the rows; it may have none, but is sent, since owners count the pushes of a round. It has no
+answer. A pull is one message to each owner of the wanted rows, with the round that it needs, and one answer with those
+rows. Each message contains the encoding of its ids (row_ids.py): a push of all rows needs no ids, and has as many bytes
+as a dense one. So workers and owners need not agree on when a key is sent densely.
 
-Owners are servers, or a service inside each worker: in an asynchronous store the one that serves all its keys, in a
-synchronous one without servers one for its row-sparse keys alone (sparse_owners.py).
+Owners are servers, or a service inside each worker: in an asynchronous store the service of all keys, in a synchronous
+store without servers a service for row-sparse keys only (sparse_owners.py).
 
 Cost: of a push, one message per owner; of a pull, two for each owner that is asked. One copy of what is pushed.
 """
@@ -46,7 +46,7 @@ class _Key:
 
 
 class _OwnerRows(NamedTuple):
-    """What is an owner's of some rows: which of them they are, and their ids, counted from the owner's first row."""
+    """Those of some rows that one owner has: their range, and their encoded ids, counted from the owner's first row."""
 
     owner: int
     span: slice
@@ -54,7 +54,7 @@ class _OwnerRows(NamedTuple):
 
 
 class RowClient:
-    """A worker's end of the messages. labels: the owners' names in errors."""
+    """Sends one worker's messages to owners and receives the answers. labels: the owners' names in errors."""
 
     def __init__(self, session: Workers, client: Client, labels: Sequence[str]) -> None:
         self._session, self._client, self._labels = session, client, labels
@@ -64,17 +64,17 @@ class RowClient:
     # --- keys
 
     def propose(self, values: Sequence[NewKey]) -> None:
-        """Keep the first rows of these, at worker 0, until all have agreed."""
+        """Keep the first rows of these keys, at worker 0, until all workers have agreed on them."""
         if self._session.rank == 0:
             self._first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
 
     def drop_first_rows(self, values: Sequence[NewKey]) -> None:
-        """All workers have come, or failed."""
+        """Forget the first rows, as the agreement has ended or failed."""
         for new in values:
             self._first_rows.pop(new.key, None)
 
     def begin(self, info: KeyInfo) -> None:
-        """The key exists from now on; worker 0 sends its first rows. Under the engine's lock."""
+        """Add a key; worker 0 sends its first rows to the owners. Under the engine's lock."""
         key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
         if self._session.rank:
             return
@@ -87,7 +87,7 @@ class RowClient:
             self._client.send(part.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
 
     def forget(self, info: KeyInfo) -> None:
-        """Workers did not agree on it after all."""
+        """Remove a key on which the workers did not agree."""
         self._keys.pop(info.id, None)
 
     def pushes(self) -> dict[int, int]:
@@ -95,7 +95,7 @@ class RowClient:
         return {key_id: key.pushed for key_id, key in self._keys.items()}
 
     def owned(self, owner: int) -> list[tuple[KeyInfo, int, int]]:
-        """What an owner has of each key, in elements, as in `strategies.states`."""
+        """The elements that an owner has of each key, as in `strategies.states`."""
         return [
             (key.info, key.bounds[owner] * key.columns, key.bounds[owner + 1] * key.columns)
             for key in self._keys.values()
@@ -113,7 +113,7 @@ class RowClient:
     # --- messages
 
     def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
-        """Send each owner its rows, or that there are none."""
+        """Send each owner its rows, or a message without rows."""
         key, shape = self._keys[info.id], total.values.shape
         values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)
         with self._session.engine.lock:
@@ -151,14 +151,14 @@ class RowClient:
         for part in parts:
             tag = client.reply_tags.take()
             tags.append(tag)
-            # The receive is there before the question leaves, so that the answer needs no copy on its way.
+            # The receive is posted before the request is sent, so that MPI need not buffer the answer.
             receives.append(client.irecv(values[part.span].reshape(-1), part.owner, tag))
             client.send(part.owner, [(header._replace(reply_tag=tag), part.encoded_ids)])
         yield from receives
         client.reply_tags.give(tags)
 
     def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """See `Strategy.changed_rows`. An answer is as long as its owner says."""
+        """See `Strategy.changed_rows`. Answers may have any length."""
         key, session, client = self._keys[info.id], self._session, self._client
         header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
         wait_for_tags(session, client, len(key.owners))
@@ -183,7 +183,7 @@ class RowClient:
         return pending, finish
 
     def settle(self, call: str) -> None:
-        """Wait until every owner has done this worker's last push of each key. Synchronous stores only."""
+        """Wait until every owner has applied this worker's last push of each key. Synchronous stores only."""
         none = np.empty(0, np.int64)
         for key in tuple(self._keys.values()):
             for pending in self._ask(key, none, key.owners, 0, call)[1]:
