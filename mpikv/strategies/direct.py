@@ -1,12 +1,12 @@
-"""The direct path of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
+"""The direct path of a blocking `pushpull`: all workers of one host make the same call together, in shared memory.
 
-Where a call can go this path it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
-The workers find out whether all of them make the same call (hostmemory/common_calls.py). If so, they make it in common,
-without a message; if not, the call goes through the keys' queues. Both paths add in the order of the ranks, so the bits
-do not tell which one it was.
+A call that can take this path becomes a `DirectCall`, which is kept and used again when the caller passes the same
+arrays again. At each call the workers find out whether all of them make the same one (hostmemory/common_calls.py). If
+so, they make it together, without a message; if not, the call goes through the keys' queues. Both paths add in the
+order of the ranks, so the bits are the same.
 
-The newest value of a key is in its place in the host's memory, once for all workers; or, after a call that added in
-place, in the arrays of that call, until a push of another kind brings it home.
+The newest value of a key is at its place in shared memory, once for all workers. After a call that added in place it is
+in the arrays of that call instead, until another kind of push copies it to the key's place.
 
 Memory: scratch, see collectives/shared.
 """
@@ -45,13 +45,16 @@ from mpikv.strategies.queues import RoundQueue
 
 
 class Direct:
-    """The direct path of one worker."""
+    """The direct path of one worker.
 
-    def __init__(self, session: Workers, places: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
+    Direct calls and copies to a key's place are numbered events, so that it is known which was the last.
+    """
+
+    def __init__(self, session: Workers, host_keys: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
         self._session = session
-        memory = places.memory
-        assert places.slots is not None
-        self._host_keys, self._slots = places, places.slots
+        memory = host_keys.memory
+        assert host_keys.slots is not None
+        self._host_keys, self._slots = host_keys, host_keys.slots
         self._queues = queues
         self._owner = owner
         counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
@@ -59,19 +62,19 @@ class Direct:
             counters,
             step=session.engine.step,
             clock=session.engine.clock,
-            wait_s=min(WAIT_S, session.members.config.timeout_s / 4),  # the wait in the queues comes after it
+            wait_s=min(WAIT_S, session.members.config.timeout_s / 4),  # a wait in the queues may follow
         )
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
-        # Counts calls and pushes, to tell which was the last; the queues may have been used before.
+        # The queues may have been used before, with another object of this class.
         self._last_event = max((queue.calls.copied_at for queue in queues.values()), default=0)
         self._parity = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
-        self.queue_changes = 0  # changes whenever a queue has changed a value
-        self.epoch = 0  # changes with the optimizers: calls made before are of no use
-        self._numbers: dict[int, int] = {}  # slot -> number of its attributes in this call
+        self.queue_changes = 0  # how often a queue has got a push, which changes a value
+        self.epoch = 0  # how often optimizers have changed: calls prepared in an earlier epoch are not valid
+        self._numbers: dict[int, int] = {}  # by slot, the number of its attributes in the current call
         self._current: DirectCall | None = None
-        self._failure: BaseException | None = None  # what ended a call half-way: the others' counters are ahead since
+        self._failure: BaseException | None = None  # ended a call half-way: the others' counters are ahead since then
         self.calls = 0
         self.declined = 0
         self.copied_bytes = 0
@@ -80,7 +83,7 @@ class Direct:
     # --- memory
 
     def scratch(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Memory of this worker's alone, for one key after another."""
+        """Private memory of this worker, used by one key after another."""
         n_bytes = n_elems * dtype.itemsize
         if self._scratch.size < n_bytes:
             self._scratch = np.empty(aligned(n_bytes), np.uint8)
@@ -88,13 +91,14 @@ class Direct:
 
     @property
     def held_bytes(self) -> int:
-        """Scratch memory of this worker: its slots, and what an optimizer's sums need."""
+        """This worker's scratch memory: its slots, and the memory for the sums that an optimizer applies."""
         return self._slots.per_rank_bytes + self._scratch.size
 
     def stats(self) -> dict[str, int]:
-        """Counted since the start: calls made together, calls that did not meet; bytes copied and added by this worker.
+        """Counts since the start.
 
-        held_bytes: scratch memory of this worker.
+        direct_calls: calls made together. declined_calls: those that went through the queues, mostly because not all
+        workers made the same call. bytes_copied, bytes_added: by this worker. held_bytes: its scratch memory.
         """
         return {
             "direct_calls": self.calls,
@@ -107,13 +111,13 @@ class Direct:
     # --- keys
 
     def pushed(self, queue: RoundQueue) -> None:
-        """A push of the queue's key that goes through the queue, before the others can learn of it."""
+        """Note a push through a queue. To be called before other workers can notice the push."""
         self._common_calls.pushed(queue.calls.digest, 1)
         self._copy_to_place(queue)
         self.queue_changes += 1
 
     def _copy_to_place(self, queue: RoundQueue) -> None:
-        """Where the newest value is in the arrays of a call, copy it to the key's place. All workers write the same."""
+        """Copy the newest value to the key's place if it is in a call's arrays. All workers write the same bytes."""
         array = queue.calls.array()
         if array is not None:
             queue.stored[...] = array
@@ -123,9 +127,9 @@ class Direct:
     # --- calls
 
     def prepare(self, entries: Sequence[Entry], op: Reduction, fallback: PreparedCall) -> DirectCall | None:
-        """A call of keys whose path it is, with arrays of the caller's; None where it cannot go the direct path.
+        """Prepare a direct call, with arrays that the caller lends. None where it cannot take the direct path.
 
-        fallback: the same call through the keys' queues, for when workers are in different calls.
+        fallback: the same call through the keys' queues, made when not all workers make the same call.
         """
         infos = [entry.info for entry in entries]
         queues = [self._queues[info.id] for info in infos]
@@ -148,9 +152,9 @@ class Direct:
         else:
             plan = self._update(queues, flat, replicas)
         offset_of = self._host_keys.memory.offset_of
-        places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
-        named = digest(kind, [info.id for info in infos], places, op.name)
-        call = DirectCall(self, kind, queues, plan, named, fallback=fallback)
+        offsets = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
+        call_digest = digest(kind, [info.id for info in infos], offsets, op.name)
+        call = DirectCall(self, kind, queues, plan, call_digest, fallback=fallback)
         call.slots = {self._session.slot_of(info): info for info in infos}
         call.hash = history_hash(queue.calls.digest for queue in queues)
         if kind == "in place":
@@ -160,18 +164,18 @@ class Direct:
         return call
 
     def release(self, call: DirectCall) -> None:
-        """The call's arrays are forgotten: values that are only there go home."""
+        """Forget the call and its arrays; values that are only there are first copied to their keys' places."""
         for queue in call.queues:
             if queue.calls.newest is call:
                 self._copy_to_place(queue)
-            elif not call.values:  # it has written to the key's place
+            elif not call.values:  # the call has written to the key's place
                 queue.calls.copied_at = max(queue.calls.copied_at, call.last)
             queue.calls.released_rounds += call.rounds
             queue.calls.kept.remove(call)
         call.rounds = 0
 
     def reset(self) -> None:
-        """Optimizers change: calls prepared so far are of no use, and every value goes home."""
+        """Invalidate all prepared calls, as optimizers change, and copy every value to its key's place."""
         for queue in self._queues.values():
             self._copy_to_place(queue)
         self.epoch += 1
@@ -208,19 +212,19 @@ class Direct:
         return apply
 
     def run(self, call: DirectCall) -> bool:
-        """Make the call together with the others; False: nothing was done, it must go through the keys' queues."""
+        """Make the call together with the others. False: nothing was done; make it through the keys' queues instead."""
         if not self._lock.acquire(blocking=False):
-            return False  # another thread of this worker is in one
+            return False  # another thread of this worker is making one
         try:
             if self._failure is not None:
                 raise MpikvError(
                     f"pushpull: an earlier call ended half-way on this worker ({type(self._failure).__name__}: "
-                    f"{self._failure}), and the other workers count on its part of it: this store can sum no more"
+                    f"{self._failure}), and the other workers wait for it to go on: this store can sum no more"
                 ) from self._failure
             if self._session.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._parity)
-            # It may raise, so before the others count on this worker.
+            # This may raise, so it is done before the other workers depend on this one.
             label = self._number_attributes(call) if self._session.attributes.slots else 0
             if label is None:
                 self.declined += 1
@@ -228,7 +232,7 @@ class Direct:
             self._executor.begin(plan)
             try:
                 together = self._common_calls.begin(call.digest + label)
-            except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
+            except BaseException as error:  # Ctrl-C: the others may have seen this worker and wait for it
                 self._failure = error
                 self._session.engine.interrupted("pushpull", error)
                 raise
@@ -254,14 +258,15 @@ class Direct:
             self.added_bytes += plan.added_bytes
             return True
         finally:
-            self._current = None  # it holds the arrays
+            self._current = None  # so that nothing keeps its arrays alive
             self._lock.release()
 
     def _number_attributes(self, call: DirectCall) -> int | None:
-        """Changed attributes of the optimizers get a number, which they keep if the call goes through the keys' queues.
+        """Number the optimizers' changed attributes. Returns a digest of the labels under which the call pushes.
 
-        Returns a digest of the labels. Where those of workers differ, they do not meet: then the call goes through the
-        keys' queues, where they are compared. None: it has to, since this worker's values are to be scaled, in a copy.
+        Where labels differ between workers, so do the digests of their calls. The calls then go through the keys'
+        queues, which compare labels; the attributes keep their numbers there. None: the call must go through the
+        queues, because this worker's values have to be scaled in a copy.
         """
         self._numbers = {}
         label = 0
@@ -282,7 +287,12 @@ class Direct:
 
 
 class DirectCall(KeyCall, PreparedCall):
-    """One call, ready to be made: which keys, which arrays, what this worker does."""
+    """One prepared direct call.
+
+    plan: makes the steps of this worker from the parity of the call's number. digest: identifies the call, to compare
+    it with those of other workers. hash: of its keys. slots: the slots of its keys' optimizers, each with one of its
+    keys.
+    """
 
     def __init__(
         self,
@@ -290,7 +300,7 @@ class DirectCall(KeyCall, PreparedCall):
         kind: str,
         queues: Sequence[RoundQueue],
         plan: Callable[[int], Plan],
-        digest_: int,
+        call_digest: int,
         *,
         fallback: PreparedCall,
     ) -> None:
@@ -300,9 +310,9 @@ class DirectCall(KeyCall, PreparedCall):
         self.name = f"pushpull of key {shown(queues[0].info.key)}"  # for a stall report
         self.queues = queues
         self.plan = plan
-        self.digest = digest_
+        self.digest = call_digest
         self.hash = 0
-        self.slots: dict[int, KeyInfo] = {}  # of the optimizers of its keys, with one of the keys
+        self.slots: dict[int, KeyInfo] = {}
         self.n_keys = len(queues)
         self._checked = -1
         self._epoch = direct.epoch
@@ -313,7 +323,7 @@ class DirectCall(KeyCall, PreparedCall):
         return self._epoch == self._direct.epoch
 
     def ready(self) -> bool:
-        """Whether nothing is under way in the queues of its keys."""
+        """Whether the queues of its keys are idle."""
         if self._checked == self._direct.queue_changes:
             return True
         if not all(queue.idle for queue in self.queues):
@@ -322,7 +332,7 @@ class DirectCall(KeyCall, PreparedCall):
         return True
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Make it together with the others, blocking; else start it through the keys' queues."""
+        """Make the call together with the others, which blocks; else start it through the keys' queues."""
         return [] if self._direct.run(self) else self._fallback.start(priority)
 
     def wait(self, pending: Sequence[Pending]) -> None:
