@@ -192,17 +192,17 @@ class AllreduceStrategy(Strategy):
     def load_states(self, read: Read) -> Loaded:
         """Worker 0 reads the file and sends each worker the states of its shards."""
         self._drain(LOAD)
-        parts: list[bytes] = []
+        blobs: list[bytes] = []
 
         def cut() -> Loaded:
             file = read()
             for rank in range(self._session.num_workers):
                 owned = [*self.keys.owned(rank), *self._rows.client.owned(rank)]
-                parts.append(parts_to_bytes(distribute(file, owned)))
+                blobs.append(parts_to_bytes(distribute(file, owned)))
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, cut)
-        given = self._session.scatter(LOAD, parts)
+        given = self._session.scatter(LOAD, blobs)
         replaced = [self._session.infos[key].id for key in keys]
         mine = parts_from_bytes(given)
         with self._session.engine.lock:

@@ -115,11 +115,11 @@ class Bucket(RoundQueue):
             yield self.space.arrived(values)
         self.space.follow(*round_.values.values())
         buf = self._buffer()
-        parts = [round_.values.get(info.id) for info in self._infos]
+        arrays = [round_.values.get(info.id) for info in self._infos]
         for i, info in enumerate(self._infos):
-            if parts[i] is None:  # skipped
-                parts[i] = np.zeros_like(buf, shape=(info.n_elems,))
-        np.concatenate(parts, out=buf)
+            if arrays[i] is None:  # skipped
+                arrays[i] = np.zeros_like(buf, shape=(info.n_elems,))
+        np.concatenate(arrays, out=buf)
         return buf
 
     def labels(self, under: Unders) -> Labels:

@@ -67,8 +67,8 @@ def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part
         return
     parts = None
     if session.rank == 0:
-        here = [part for part in saved if part.key in session.infos]
-        parts = [parts_to_bytes(given) for given in shares(here, session.num_workers)]
+        known = [part for part in saved if part.key in session.infos]
+        parts = [parts_to_bytes(given) for given in shares(known, session.num_workers)]
     strategy.take_codec_states(parts_from_bytes(session.scatter(call, parts)))
 
 

@@ -36,20 +36,20 @@ class KeyCodec:
     """
 
     def __init__(self, info: KeyInfo, space: Space, group: Group, choices: Choices | None) -> None:
-        travels = compression.of_text(info.codec)
+        codecs = compression.of_text(info.codec)
 
         def pieces(codec: Codec) -> Pieces:
             return DevicePieces(info, codec, space) if isinstance(space, DeviceSpace) else Pieces(info, codec)
 
         self.pushed, self.returned, self.uncompressed_pieces = (
-            pieces(travels.push),
-            pieces(travels.pull),
+            pieces(codecs.push),
+            pieces(codecs.pull),
             pieces(IDENTITY),
         )
-        self.returns_encoded = travels.pull != IDENTITY
-        self._group, self._n_elems, self._name = group, info.n_elems, travels.push.name
+        self.returns_encoded = codecs.pull != IDENTITY
+        self._group, self._n_elems, self._name = group, info.n_elems, codecs.push.name
         self._clock = group.transport.clock
-        self._choices = choices if travels.chosen and info.n_elems > 0 and group.size > 1 else None
+        self._choices = choices if codecs.chosen and info.n_elems > 0 and group.size > 1 else None
         self.choice = self._new_choice()
         self.uncompressed = self.timed = False
         self.exact: SpaceArray | None = None

@@ -79,12 +79,12 @@ class RowClient:
         if self._session.rank:
             return
         first = self._first_rows.pop(info.key)
-        for part in self._by_owner(key, first.indices, key.owners):
-            begin, end = key.bounds[part.owner : part.owner + 2]
+        for rows in self._by_owner(key, first.indices, key.owners):
+            begin, end = key.bounds[rows.owner : rows.owner + 2]
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
             head = np.frombuffer(wire.with_text(json.dumps(text).encode(), b""), np.uint8)
-            payload = np.concatenate([head, part.encoded_ids, _bytes_of(first.values[part.span])])
-            self._client.send(part.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
+            payload = np.concatenate([head, rows.encoded_ids, _bytes_of(first.values[rows.span])])
+            self._client.send(rows.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
 
     def forget(self, info: KeyInfo) -> None:
         """Remove a key on which the workers did not agree."""
@@ -104,11 +104,11 @@ class RowClient:
     @staticmethod
     def _by_owner(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_OwnerRows]:
         cuts = np.searchsorted(ids, key.bounds).tolist()
-        parts = []
+        by_owner = []
         for owner in owners:
             span, first = slice(cuts[owner], cuts[owner + 1]), key.bounds[owner]
-            parts.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
-        return parts
+            by_owner.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
+        return by_owner
 
     # --- messages
 
@@ -119,9 +119,9 @@ class RowClient:
         with self._session.engine.lock:
             key.pushed += 1
             header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
-            for part in self._by_owner(key, total.indices, key.owners):
-                payload = np.concatenate([part.encoded_ids, _bytes_of(values[part.span])])
-                self._client.send(part.owner, [(header, payload)])
+            for rows in self._by_owner(key, total.indices, key.owners):
+                payload = np.concatenate([rows.encoded_ids, _bytes_of(values[rows.span])])
+                self._client.send(rows.owner, [(header, payload)])
         self._session.activity.note(f"push of key {shown(info.key)}")
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
@@ -139,21 +139,21 @@ class RowClient:
         session = self._session
         wait_for_tags(session, self._client, len(owners))
         header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
-        steps = self._asking(header, self._by_owner(key, ids, owners), values)
+        steps = self._request(header, self._by_owner(key, ids, owners), values)
         running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
         labels = tuple(self._labels[owner] for owner in owners)
         waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
         return values, [Pending(running, waiting)]
 
-    def _asking(self, header: wire.Header, parts: Sequence[_OwnerRows], values: HostArray) -> Steps[None]:
+    def _request(self, header: wire.Header, by_owner: Sequence[_OwnerRows], values: HostArray) -> Steps[None]:
         client = self._client
         tags, receives = [], list[Operation]()
-        for part in parts:
+        for rows in by_owner:
             tag = client.reply_tags.take()
             tags.append(tag)
             # The receive is posted before the request is sent, so that MPI need not buffer the answer.
-            receives.append(client.irecv(values[part.span].reshape(-1), part.owner, tag))
-            client.send(part.owner, [(header._replace(reply_tag=tag), part.encoded_ids)])
+            receives.append(client.irecv(values[rows.span].reshape(-1), rows.owner, tag))
+            client.send(rows.owner, [(header._replace(reply_tag=tag), rows.encoded_ids)])
         yield from receives
         client.reply_tags.give(tags)
 
