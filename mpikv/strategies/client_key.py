@@ -65,7 +65,7 @@ class AnswerBuffer:
         self.array, self._encoded = array, encoded
         self._data: list[tuple[Span, HostArray]] = []
 
-    def piece(self, begin: int, end: int) -> HostArray:
+    def memory_for(self, begin: int, end: int) -> HostArray:
         """Memory for the answer to elements [begin, end)."""
         if isinstance(self.array, PieceMessages):
             return self.array.by_piece[begin, end]
@@ -89,7 +89,8 @@ class ClientKey:
 
     codecs: makes its codecs from their text. choice: whether its values are sent encoded; None: they always are. space:
     the space of its values on this worker; None: host memory. encoded: the pieces of pushes, with the codec's states.
-    returned: the pieces of answers that are decoded in host memory.
+    returned: the pieces of answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can push
+    and pull it.
     """
 
     def __init__(
@@ -101,17 +102,15 @@ class ClientKey:
         space: Space | None = None,
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)
-        self.sends_uncompressed, self._returns_uncompressed = (
-            self.compression.push == IDENTITY,
-            self.compression.pull == IDENTITY,
-        )
+        self.sends_uncompressed = self.compression.push == IDENTITY
+        self._returns_uncompressed = self.compression.pull == IDENTITY
         self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
         self._space = space
         self.choice, self._timed = choice, False
         self.pushed = 0
-        self.move(placement)
+        self.use_placement(placement)
 
-    def move(self, placement: Placement) -> None:
+    def use_placement(self, placement: Placement) -> None:
         """Use this placement from now on."""
         self.placement = placement
         self.routes = []
@@ -121,7 +120,7 @@ class ClientKey:
             self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.encoded.recut(self.encoded.states, self._pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
-        self.is_one_small_shard = one_small and self._returns_uncompressed and self.choice is None
+        self.can_ask_small = one_small and self._returns_uncompressed and self.choice is None
 
     @property
     def answers_uncompressed(self) -> bool:
@@ -185,7 +184,7 @@ class ClientKey:
     def _pieces(self) -> list[Span]:
         return [piece for route in self.routes for piece in route.pieces]
 
-    def value(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
+    def answer_buffer(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
         """Make the buffer for the answers to a pull. uncompressed: whether they are not encoded."""
         return AnswerBuffer(array, None if uncompressed else self.returned)
 

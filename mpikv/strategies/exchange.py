@@ -260,21 +260,23 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, for all items. Ends when all answers have been received and no array is in use."""
         self.unsent += kind == wire.PUSH
-        values = [
-            None if item.sink is None else item.key.value(item.sink.buffer(), uncompressed=item.answered_uncompressed)
+        buffers = [
+            None
+            if item.sink is None
+            else item.key.answer_buffer(item.sink.buffer(), uncompressed=item.answered_uncompressed)
             for item in items
         ]
         windowed = any(len(route.pieces) > PIECES_IN_FLIGHT for item in items for route in item.routes)
         transfer = _Transfer(self, kind, priority, windowed=windowed)
-        transfer.send_small(items, values)
-        for item, value in zip(items, values, strict=True):
+        transfer.send_small(items, buffers)
+        for item, buffer in zip(items, buffers, strict=True):
             for route in item.routes:
                 if not route.inline:
-                    transfer.send_large(item, value, route)
+                    transfer.send_large(item, buffer, route)
         yield from transfer.end()
-        for item, value in zip(items, values, strict=True):
-            if item.sink is not None and value is not None:
-                item.sink.deliver(value.complete())
+        for item, buffer in zip(items, buffers, strict=True):
+            if item.sink is not None and buffer is not None:
+                item.sink.deliver(buffer.complete())
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Operation:
@@ -306,6 +308,7 @@ class _Transfer:
         self._reply_tags: list[int] = []
         self._payload_tags: list[int] = []
         self._joint_answers: list[tuple[HostArray, list[HostArray]]] = []  # of several shards: buffer, arrays
+        # Receives to post later: the send to wait for, array, server, tag.
         self._delayed: list[tuple[Operation, HostArray, int, int]] = []
         self._windowed = windowed
         self._stages: list[Stage] = []
@@ -323,18 +326,18 @@ class _Transfer:
             item.flags,
         )
 
-    def send_small(self, items: Sequence[Item], values: Sequence[AnswerBuffer | None]) -> None:
+    def send_small(self, items: Sequence[Item], buffers: Sequence[AnswerBuffer | None]) -> None:
         """Send the shards that are sent behind their headers, by as few messages to each server as possible."""
         by_server: dict[int, list[_Small]] = {}
-        for item, value in zip(items, values, strict=True):
+        for item, buffer in zip(items, buffers, strict=True):
             for route in item.routes:
                 if route.inline:
-                    by_server.setdefault(route.owner, []).append(_Small(item, value, route))
+                    by_server.setdefault(route.owner, []).append(_Small(item, buffer, route))
         for server, shards in by_server.items():
             for together in _messages(shards):
                 tag = self._post_receive(
                     server,
-                    [value.piece(route.begin, route.end) for _, value, route in together if value is not None],
+                    [buffer.memory_for(route.begin, route.end) for _, buffer, route in together if buffer is not None],
                 )
                 self._client.send(
                     server,
@@ -354,11 +357,11 @@ class _Transfer:
         self._receives.append(self._client.irecv(data, server, tag))
         return tag
 
-    def send_large(self, item: Item, value: AnswerBuffer | None, route: Route) -> None:
+    def send_large(self, item: Item, buffer: AnswerBuffer | None, route: Route) -> None:
         """Send a header, and offer the pieces, which the server fetches when it is ready."""
         client, total, server = self._client, item.total, route.owner
         reply_tag = payload_tag = 0
-        if value is not None:
+        if buffer is not None:
             reply_tag = client.reply_tags.take()
             self._reply_tags.append(reply_tag)
         if total is not None:
@@ -366,11 +369,11 @@ class _Transfer:
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         pieces = [data for piece in route.pieces if (data := item.pushed(*piece)) is not None]
-        answers = [] if value is None else [value.piece(begin, end) for begin, end in route.pieces]
+        answers = [] if buffer is None else [buffer.memory_for(begin, end) for begin, end in route.pieces]
         one_array = False
-        if total is not None and value is not None and not client.through_memory[server]:
+        if total is not None and buffer is not None and not client.through_memory[server]:
             both_uncompressed = item.answered_uncompressed and (item.key.sends_uncompressed or item.pushes_uncompressed)
-            one_array = both_uncompressed and _overlap(total, value.array)
+            one_array = both_uncompressed and _overlap(total, buffer.array)
         if self._windowed:
             outgoing = [(server, piece) for piece in pieces]
             tag = wire.TAG_PAYLOAD + payload_tag
@@ -416,7 +419,7 @@ class _Small(NamedTuple):
     """A shard that is sent behind its header."""
 
     item: Item
-    value: AnswerBuffer | None
+    buffer: AnswerBuffer | None
     route: Route
 
 

@@ -41,11 +41,8 @@ class KeyCodec:
         def pieces(codec: Codec) -> Pieces:
             return DevicePieces(info, codec, space) if isinstance(space, DeviceSpace) else Pieces(info, codec)
 
-        self.pushed, self.returned, self.uncompressed_pieces = (
-            pieces(codecs.push),
-            pieces(codecs.pull),
-            pieces(IDENTITY),
-        )
+        self.pushed, self.returned = pieces(codecs.push), pieces(codecs.pull)
+        self.uncompressed_pieces = pieces(IDENTITY)
         self.returns_encoded = codecs.pull != IDENTITY
         self._group, self._n_elems, self._name = group, info.n_elems, codecs.push.name
         self._clock = group.transport.clock

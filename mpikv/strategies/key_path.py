@@ -41,11 +41,11 @@ from mpikv.transports.base import Group
 class PathResources(NamedTuple):
     """What the paths of one worker's keys need.
 
-    group: sends and receives messages. plain_group: the same ranks, for messages from and to device memory; None: use
-    `group`. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the keys in shared memory;
-    communicators: those for MPI's own collectives; nccl: the communicator of NCCL; each None where the store has no
-    path that needs it. timeout_s: the longest time that a round by NCCL may take on the GPU. choices: for keys that are
-    sent encoded or uncompressed, whichever is faster; None: they are always sent encoded.
+    group: sends and receives messages. device_group: does so from and to device memory, without their ordering by
+    priority; None: use `group`. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the
+    keys in shared memory; communicators: those for MPI's own collectives; nccl: the communicator of NCCL; each None
+    where the store has no path that needs it. timeout_s: the longest time that a round by NCCL may take on the GPU.
+    choices: for keys that are sent encoded or uncompressed, whichever is faster; None: they are always sent encoded.
     """
 
     group: Group
@@ -54,7 +54,7 @@ class PathResources(NamedTuple):
     communicators: Communicators | None = None
     nccl: NcclComm | None = None
     timeout_s: float = 60.0
-    plain_group: Group | None = None
+    device_group: Group | None = None
     choices: Choices | None = None
 
 

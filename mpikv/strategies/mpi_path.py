@@ -41,7 +41,7 @@ class MpiPath(KeyPath):
     ) -> None:
         super().__init__(resources, info, placement, place, staging)
         self.value = self._space.empty(info.n_elems, info.dtype)
-        self._group = resources.plain_group or resources.group
+        self._group = resources.device_group or resources.group
         self._device = cast(DeviceSpace, self._space)
         self._device_group = DeviceGroup(self._group.transport, self._group.ranks, self._device)
 

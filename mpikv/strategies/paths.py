@@ -48,7 +48,7 @@ PATHS: Mapping[Path, type[KeyPath]] = {
 class KeyPaths:
     """The paths of one key. place: the key's place in shared memory; None: it has none.
 
-    value: the key's value, (n,). dtype: the dtype in which pushed values are added. usual: the path of most rounds.
+    value: the key's value, (n,). dtype: the dtype in which paths take pushed values. usual: the path of most rounds.
     uncompressed: the path of uncompressed rounds of a key with a codec; None: it is the usual one. codec: of the usual
     path.
     """

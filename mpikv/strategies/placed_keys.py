@@ -96,7 +96,7 @@ class PlacedKeys:
             self.communicators,
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
-            plain_group=session.group,
+            device_group=session.group,
             choices=Choices(),
         )
         self._rounds = RoundSteps(

@@ -92,7 +92,7 @@ class PsCall(PreparedCall):
                 self._session.wait(one, None, pending)
         except (StallError, ConfigError):
             if self._waits:
-                self._strategy.hand_to_engine(pending)
+                self._strategy.run_by_engine(pending)
             raise
         except KeyboardInterrupt as error:
             if self._waits:
@@ -120,8 +120,8 @@ class PsStrategy(Strategy):
         self._choices = Choices()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
-        self._whole = False
-        self._local = session.links
+        self._whole = False  # whether the optimizer of most keys needs all elements of a key at one server
+        self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         own = None if service is None else self._servers.index(session.transport.rank)
         self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
         self._rows = RowClient(session, self._client, self._labels)
@@ -324,7 +324,7 @@ class PsStrategy(Strategy):
     def start_waited(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
         """Start a `pushpull` whose steps the waiting thread runs."""
         alone = self._service is None and (self._device is None or not self._device.waiting)
-        if len(entries) == 1 and alone and self._keys[entries[0].info.id].is_one_small_shard:
+        if len(entries) == 1 and alone and self._keys[entries[0].info.id].can_ask_small:
             return self._start_small(entries[0], op)
         items = self._items(entries, op)
         exchange = Exchange(self._steps(wire.PUSHPULL, items, priority))
@@ -356,7 +356,7 @@ class PsStrategy(Strategy):
         self._client.reply_tags.give([tag])
         sink.deliver(value)
 
-    def hand_to_engine(self, pending: Sequence[Pending]) -> None:
+    def run_by_engine(self, pending: Sequence[Pending]) -> None:
         """Let the engine run a call whose caller has given up waiting."""
         for one in pending:
             request = one.request.request if isinstance(one.request, BatchTransfer) else one.request
@@ -422,9 +422,9 @@ class PsStrategy(Strategy):
                 self._pull_uncompressed(key, [value])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
-                key.move(placement)
+                key.use_placement(placement)
                 self._send_value(key, value)
-            key.move(placement)
+            key.use_placement(placement)
 
     def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
         """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""

@@ -149,7 +149,7 @@ class RoundQueue:
         return True
 
     def device_values(self, round_: Round) -> Steps[SpaceArray]:
-        """The values of a round on a GPU, cast to the dtype in which its path adds them.
+        """The values of a round on a GPU, cast to the dtype in which its path takes them.
 
         First waits until the caller's own stream has written them. The store's stream does not wait for that, so that
         it can do other keys' rounds meanwhile.
