@@ -166,7 +166,7 @@ class AllreduceStrategy(Strategy):
         each key has a communicator of its own, or an optimizer needs all elements of a key at one owner.
         """
         session = self._session
-        buckets = WorkersBuckets(session, self._queues, self.keys.start)
+        buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
         infos = [session.infos[key] for key in keys]
         if self.keys.direct is not None:
             infos = [info for info in infos if info.space == DEVICE]

@@ -43,7 +43,7 @@ from mpikv.strategies.exchange import Client, Item
 from mpikv.strategies.pieces import Pieces
 from mpikv.transports import wire
 
-LEAST_BYTES, MOST_ALIKE_BYTES = 4096, 8 << 20  # lengths between them that differ little share memory
+LEAST_BYTES, MOST_ROUNDED_BYTES = 4096, 8 << 20  # lengths in between are rounded up to a power of two
 
 
 class CallBuffers:
@@ -59,7 +59,7 @@ class CallBuffers:
 
     def take(self, n_bytes: int, *, shared: bool) -> HostArray:
         """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host can read, while some is left."""
-        length = max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length()) if n_bytes <= MOST_ALIKE_BYTES else n_bytes
+        length = max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length()) if n_bytes <= MOST_ROUNDED_BYTES else n_bytes
         kept = self._free.get((length, shared))
         if kept:
             return kept.pop()
@@ -74,8 +74,8 @@ class CallBuffers:
 class DeviceCalls:
     """The calls of one worker. Everything here is called under the engine's lock.
 
-    direct: whether MPI accepts device memory. on_lost: called with the error of a push that could not be sent, for
-    which other ranks would wait.
+    mpi_takes_device: whether MPI accepts device memory. on_lost: called with the error of a push that could not be
+    sent, for which other ranks would wait.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class DeviceCalls:
         space: DeviceSpace,
         segment: Segment | None,
         *,
-        direct: bool,
+        mpi_takes_device: bool,
         on_lost: Callable[[BaseException], None],
     ) -> None:
-        self._client, self.space, self._direct, self._on_lost = client, space, direct, on_lost
-        self.staging = CallBuffers(space, segment)
+        self._client, self.space, self._mpi_takes_device, self._on_lost = client, space, mpi_takes_device, on_lost
+        self.buffers = CallBuffers(space, segment)
         self._queue: deque[Completion] = deque()
 
     @property
@@ -102,8 +102,8 @@ class DeviceCalls:
 
     def goes_by_mpi(self, key: ClientKey, route: Route) -> bool:
         """Whether MPI sends a shard from device memory and receives its answer there."""
-        by_mpi = self._direct and not self._client.through_memory[route.owner]
-        return by_mpi and not route.inline and key.compression.plain
+        reachable = self._mpi_takes_device and not self._client.through_memory[route.owner]
+        return reachable and not route.inline and key.compression.plain
 
     def goes_in_process(self, key: ClientKey, route: Route, space_names: set[str]) -> bool:
         """Whether a shard is passed on the GPU to the server in this process. space_names: those of the answer."""
@@ -177,8 +177,8 @@ class _KeyCall:
         self._sink = item.sink
         self._space_names = set() if self._sink is None else self._sink.space_names
         in_process = [route for route in item.routes if calls.goes_in_process(item.key, route, self._space_names)]
-        direct = [route for route in item.routes if route not in in_process and calls.goes_by_mpi(item.key, route)]
-        self._staged = [route for route in item.routes if route not in in_process and route not in direct]
+        by_mpi = [route for route in item.routes if route not in in_process and calls.goes_by_mpi(item.key, route)]
+        self._staged = [route for route in item.routes if route not in in_process and route not in by_mpi]
         self._memory: list[HostArray] = []
         self._on_host: SpaceArray = None
         self._on_device: SpaceArray = total
@@ -186,17 +186,17 @@ class _KeyCall:
             self._on_device = calls.space.empty(info.n_elems, info.dtype)
         encodes = total is not None and item.key.encodes_on_device(uncompressed=item.pushes_uncompressed)
         decodes = self._space_names == {DEVICE} and item.key.decodes_on_device(uncompressed=item.answered_uncompressed)
-        up = DEVICE in self._space_names and (bool(self._staged) or HOST in self._space_names) and not decodes
-        if up or (total is not None and self._staged and not encodes):
+        copies_up = DEVICE in self._space_names and (bool(self._staged) or HOST in self._space_names) and not decodes
+        if copies_up or (total is not None and self._staged and not encodes):
             self._on_host = self._take(info.n_elems * info.dtype.itemsize).view(info.dtype)
         # Where messages are received: the caller's array, page-locked memory, or device memory.
         only_host = None if self._sink is None or DEVICE in self._space_names else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
         if decodes:
             self._result = PieceMessages(self._memory_of(item.key.returned_in_space))
-        directly = self._on_device if self._space_names == {DEVICE} else self._result
+        from_mpi = self._on_device if self._space_names == {DEVICE} else self._result
         self.arrivals: list[Operation] = []
-        if total is not None and (direct or in_process):
+        if total is not None and (by_mpi or in_process):
             self.arrivals.append(calls.space.arrived(total))
         pushed = self._on_host
         if encodes:
@@ -213,7 +213,7 @@ class _KeyCall:
             )
             for array, into, routes, flags in (
                 (pushed, self._result, self._staged, 0),
-                (self._on_device, directly, direct, 0),
+                (self._on_device, from_mpi, by_mpi, 0),
                 (self._on_device, self._on_device, in_process, wire.HANDED_PUSH | wire.HANDED_ANSWER),
             )
             if routes
@@ -221,7 +221,7 @@ class _KeyCall:
 
     def _take(self, n_bytes: int) -> HostArray:
         """Page-locked memory, in use until the call is done."""
-        memory = self._calls.staging.take(n_bytes, shared=self._shared)
+        memory = self._calls.buffers.take(n_bytes, shared=self._shared)
         self._memory.append(memory)
         return memory[:n_bytes]
 
@@ -259,7 +259,7 @@ class _KeyCall:
         elif self._sink is not None:
             self._sink.deliver(self._result)
         for memory in self._memory:
-            self._calls.staging.give(memory, shared=self._shared)
+            self._calls.buffers.give(memory, shared=self._shared)
 
 
 def _runs(routes: Sequence[Route]) -> list[tuple[int, int]]:

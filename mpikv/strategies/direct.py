@@ -40,7 +40,7 @@ from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.key_calls import KeyCall
+from mpikv.strategies.key_calls import DirectCallRecord
 from mpikv.strategies.queues import RoundQueue
 
 
@@ -67,7 +67,7 @@ class Direct:
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
         # The queues may have been used before, with another object of this class.
-        self._last_event = max((queue.calls.copied_at for queue in queues.values()), default=0)
+        self._last_event = max((queue.direct_calls.copied_at for queue in queues.values()), default=0)
         self._parity = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
         self.queue_changes = 0  # how often a queue has got a push, which changes a value
@@ -112,17 +112,17 @@ class Direct:
 
     def pushed(self, queue: RoundQueue) -> None:
         """Note a push through a queue. To be called before other workers can notice the push."""
-        self._common_calls.pushed(queue.calls.digest, 1)
+        self._common_calls.pushed(queue.direct_calls.digest, 1)
         self._copy_to_place(queue)
         self.queue_changes += 1
 
     def _copy_to_place(self, queue: RoundQueue) -> None:
         """Copy the newest value to the key's place if it is in a call's arrays. All workers write the same bytes."""
-        array = queue.calls.array()
+        array = queue.direct_calls.array()
         if array is not None:
             queue.stored[...] = array
         self._last_event += 1
-        queue.calls.copied_at = self._last_event
+        queue.direct_calls.copied_at = self._last_event
 
     # --- calls
 
@@ -156,22 +156,22 @@ class Direct:
         call_digest = digest(kind, [info.id for info in infos], offsets, op.name)
         call = DirectCall(self, kind, queues, plan, call_digest, fallback=fallback)
         call.slots = {self._session.slot_of(info): info for info in infos}
-        call.hash = history_hash(queue.calls.digest for queue in queues)
+        call.hash = history_hash(queue.direct_calls.digest for queue in queues)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
         for queue in queues:
-            queue.calls.kept.append(call)
+            queue.direct_calls.kept.append(call)
         return call
 
     def release(self, call: DirectCall) -> None:
         """Forget the call and its arrays; values that are only there are first copied to their keys' places."""
         for queue in call.queues:
-            if queue.calls.newest is call:
+            if queue.direct_calls.newest is call:
                 self._copy_to_place(queue)
             elif not call.values:  # the call has written to the key's place
-                queue.calls.copied_at = max(queue.calls.copied_at, call.last)
-            queue.calls.released_rounds += call.rounds
-            queue.calls.kept.remove(call)
+                queue.direct_calls.copied_at = max(queue.direct_calls.copied_at, call.last)
+            queue.direct_calls.released_rounds += call.rounds
+            queue.direct_calls.kept.remove(call)
         call.rounds = 0
 
     def reset(self) -> None:
@@ -286,7 +286,7 @@ class Direct:
         self._session.wait(Pending(request, Waiting("pushpull", queue.info.key, queue.info.id)))
 
 
-class DirectCall(KeyCall, PreparedCall):
+class DirectCall(DirectCallRecord, PreparedCall):
     """One prepared direct call.
 
     plan: makes the steps of this worker from the parity of the call's number. digest: identifies the call, to compare

@@ -6,7 +6,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.digests import digest
 
 
-class KeyCall:
+class DirectCallRecord:
     """What a key must know about a direct call.
 
     values: the arrays of each key, by its number, if the call adds in place. rounds: how often it was made. last: the
@@ -19,7 +19,7 @@ class KeyCall:
         self.last = 0
 
 
-class KeyCalls:
+class KeyDirectCalls:
     """The direct calls of one key. copied_at: the number of the event that last put the value at the key's place."""
 
     __slots__ = ("_key_id", "copied_at", "digest", "kept", "released_rounds")
@@ -27,7 +27,7 @@ class KeyCalls:
     def __init__(self, key_id: int) -> None:
         self._key_id = key_id
         self.digest = digest("key", key_id)
-        self.kept: list[KeyCall] = []
+        self.kept: list[DirectCallRecord] = []
         self.released_rounds = 0
         self.copied_at = 0
 
@@ -37,7 +37,7 @@ class KeyCalls:
         return self.released_rounds + sum(call.rounds for call in self.kept)
 
     @property
-    def newest(self) -> KeyCall | None:
+    def newest(self) -> DirectCallRecord | None:
         """The call made last, if its arrays still hold the key's newest value and nothing has copied it out since."""
         last = max(self.kept, key=lambda call: call.last, default=None)
         return last if last is not None and last.values and last.last > self.copied_at else None

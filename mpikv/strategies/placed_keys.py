@@ -136,7 +136,7 @@ class PlacedKeys:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
-        self._settle(queues)
+        self._wait_for_copies(queues)
         if self.nccl is not None:
             self.nccl.close(alone=True)
             self.nccl = None
@@ -203,7 +203,7 @@ class PlacedKeys:
         if self.communicators is not None and not info.sparse:
             self.communicators.agreed(info)
 
-    def _settle(self, queues: Sequence[RoundQueue]) -> None:
+    def _wait_for_copies(self, queues: Sequence[RoundQueue]) -> None:
         """Wait for copies that still use memory of the queues' paths, which are about to be replaced."""
         for space in {id(queue.space): queue.space for queue in queues}.values():
             space.settle()
@@ -247,7 +247,7 @@ class PlacedKeys:
 
     # --- rounds
 
-    def start(self, queue: RoundQueue) -> None:
+    def start_rounds(self, queue: RoundQueue) -> None:
         """Start to do the queue's rounds, unless that has started. Under the engine's lock."""
         running = self.new_running(queue)
         if running is not None:
@@ -271,7 +271,7 @@ class PlacedKeys:
     def pushed(self, info: KeyInfo) -> int:
         """How often this worker has pushed a key."""
         queue = self.queues[info.id]
-        return queue.pushes_of(info) + queue.calls.rounds
+        return queue.pushes_of(info) + queue.direct_calls.rounds
 
     def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key, by the key's number."""
@@ -288,7 +288,7 @@ class PlacedKeys:
             rounds = [queue.pushed]
             for info in queue.keys:
                 if common is not None and info.id in common:
-                    rounds.append(common[info.id] - queue.calls.rounds)
+                    rounds.append(common[info.id] - queue.direct_calls.rounds)
             round_ = min(rounds)
             try:
                 self._session.wait(
@@ -366,7 +366,7 @@ class PlacedKeys:
             if session.rank == 0:
                 places = [self._reserve(bucket.info, bucket.keys) for bucket in buckets]
             places = session.agree("empty", ["buckets", places], "bucket")
-        self._settle(buckets)
+        self._wait_for_copies(buckets)
         with session.engine.lock:
             for bucket, reserved in zip(buckets, places, strict=True):
                 self._place(bucket, reserved)

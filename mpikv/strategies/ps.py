@@ -139,7 +139,7 @@ class PsStrategy(Strategy):
         if not isinstance(space, DeviceSpace) or path == "host":
             return None
         segment = None if self._local is None else self._local.segment
-        return DeviceCalls(self._client, space, segment, direct=path == "mpi", on_lost=self._engine.fail)
+        return DeviceCalls(self._client, space, segment, mpi_takes_device=path == "mpi", on_lost=self._engine.fail)
 
     # --- keys as they are agreed on
 

@@ -25,7 +25,7 @@ from mpikv.placement.labels import Comparison, Labels
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
-from mpikv.strategies.key_calls import KeyCalls
+from mpikv.strategies.key_calls import KeyDirectCalls
 from mpikv.strategies.paths import KeyPaths
 
 Unders = Any  # a round's `Under` (labels.py); of a bucket a dict, by the keys' numbers (None: key not pushed)
@@ -60,7 +60,7 @@ class RoundQueue:
     """The queue of one key.
 
     paths: the paths of its rounds, set by `use_paths`. stored: where the paths keep the value; a direct call may have a
-    newer one in its own arrays, see `value`. calls: the direct calls. pushed, done: the numbers of rounds that
+    newer one in its own arrays, see `value`. direct_calls: those calls. pushed, done: the numbers of rounds that
     this worker has pushed, and that are done. refused: the error of the round after the last one that is done.
     """
 
@@ -68,7 +68,7 @@ class RoundQueue:
         self.info, self.space = info, space
         self.paths: KeyPaths
         self.stored: SpaceArray
-        self.calls = KeyCalls(info.id)
+        self.direct_calls = KeyDirectCalls(info.id)
         self.waiting: deque[Round] = deque()
         self.pushed = 0
         self.done = 0
@@ -95,7 +95,7 @@ class RoundQueue:
     @property
     def round(self) -> int:
         """The number of the current round as the user counts, which includes rounds on the direct path."""
-        return self.done + 1 + self.calls.rounds
+        return self.done + 1 + self.direct_calls.rounds
 
     @property
     def may_start(self) -> bool:
@@ -118,7 +118,7 @@ class RoundQueue:
 
     def value(self) -> SpaceArray:
         """The newest value, in `stored` or in a direct call's arrays. Read-only."""
-        array = self.calls.array()
+        array = self.direct_calls.array()
         return self.stored if array is None else array
 
     @property
