@@ -42,7 +42,7 @@ class Bucket(RoundQueue):
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
-        self._open: deque[Round] = deque()  # rounds in which keys are still missing, oldest first
+        self._incomplete: deque[Round] = deque()  # rounds in which keys are still missing, oldest first
         self._spare: SpaceArray | None = None
 
     def use_paths(self, paths: KeyPaths) -> None:
@@ -50,8 +50,8 @@ class Bucket(RoundQueue):
         super().use_paths(paths)
         self._spare = None
         if self.space.device is None:
-            for i, round_ in enumerate(self._open):
-                self._open[i] = round_._replace(values=self.space.cast(round_.values, paths.dtype))
+            for i, round_ in enumerate(self._incomplete):
+                self._incomplete[i] = round_._replace(values=self.space.cast(round_.values, paths.dtype))
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
@@ -69,20 +69,20 @@ class Bucket(RoundQueue):
     def add(self, info: KeyInfo, round_: Round | None) -> bool:
         """Add one more push of a key. None: the key is skipped in this round, on all workers."""
         at = self._counts[info.id] - self.pushed  # which of the incomplete rounds
-        while len(self._open) <= at:
-            self._open.append(Round({} if self.space.device is not None else self._buffer(), {}))
-        whole = self._open[at]
+        while len(self._incomplete) <= at:
+            self._incomplete.append(Round({} if self.space.device is not None else self._buffer(), {}))
+        whole = self._incomplete[at]
         if round_ is not None and round_.op is not whole.op:
             if any(under is not None for under in whole.under.values()):
                 raise MpikvError(
                     f"pushpull of key {shown(info.key)} with op={round_.op.name!r}: other keys of its bucket were "
                     f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
                 )
-            whole = self._open[at] = whole._replace(op=round_.op)
+            whole = self._incomplete[at] = whole._replace(op=round_.op)
         if round_ is not None:
             first = all(under is None for under in whole.under.values())
             highest = round_.priority if first else max(whole.priority, round_.priority)
-            whole = self._open[at] = whole._replace(
+            whole = self._incomplete[at] = whole._replace(
                 priority=highest, uncompressed=whole.uncompressed or round_.uncompressed
             )
         self._counts[info.id] += 1
@@ -92,8 +92,8 @@ class Bucket(RoundQueue):
             whole.values[info.id] = round_.values
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
-        while self._open and len(self._open[0].under) == len(self._infos):
-            self.waiting.append(self._open.popleft())
+        while self._incomplete and len(self._incomplete[0].under) == len(self._infos):
+            self.waiting.append(self._incomplete.popleft())
             self.pushed += 1
             completed = True
         return completed
@@ -102,7 +102,7 @@ class Bucket(RoundQueue):
     def held_bytes(self) -> int:
         """See `RoundQueue`; also incomplete rounds, and the buffer that is kept."""
         spare: int = 0 if self._spare is None else self._spare.nbytes
-        filling: int = sum(bytes_of(round_) for round_ in self._open)
+        filling: int = sum(bytes_of(round_) for round_ in self._incomplete)
         return super().held_bytes + spare + filling
 
     def _buffer(self) -> SpaceArray:

@@ -110,7 +110,7 @@ class Direct:
 
     # --- keys
 
-    def pushed(self, queue: RoundQueue) -> None:
+    def note_push(self, queue: RoundQueue) -> None:
         """Note a push through a queue. To be called before other workers can notice the push."""
         self._common_calls.pushed(queue.direct_calls.digest, 1)
         self._copy_to_place(queue)

@@ -111,7 +111,7 @@ class QueuedCall(PreparedCall):
         uncompressed = session.compressions.suspended or not round_.op.adds  # only sums are compressed
         complete = queue.add(info, round_._replace(under=under, uncompressed=uncompressed))
         if self._keys.direct is not None:
-            self._keys.direct.pushed(queue)
+            self._keys.direct.note_push(queue)
         session.activity.note(f"push of key {shown(info.key)}")
         return self._keys.new_running(queue) if complete else None
 
