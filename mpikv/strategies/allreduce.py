@@ -1,12 +1,12 @@
-"""Synchronous without servers: every worker owns a part of each key.
+"""The strategy of synchronous stores without servers: every worker owns a shard of each key.
 
-A push puts the gradient into the key's queue. A queue does one round after another: reduce-scatter, so that each worker
-holds the sum of the part it owns; the optimizer on that part; allgather of the new values. This is allreduce with the
-optimizer in its middle, and the optimizer's state exists once over all workers, not once per worker. A pull waits until
-the queue has done this worker's last push and copies the value out.
+A push adds the gradient to the key's queue. A queue does one round after another. A round is a reduce-scatter, after
+which each worker holds the sum of the shard it owns; the optimizer on that shard; and an allgather of the new values.
+This is an allreduce with the optimizer in the middle, and the optimizer's state exists once over all workers, not once
+per worker. A pull waits until the queue has done the round of this worker's last push, and copies the value out.
 
-Cost per round and worker: the two halves of the chosen algorithm; memory: the value, one buffer for each push under
-way, 1/W of the optimizer's state.
+Cost per round and worker of W: the chosen algorithm's reduce-scatter and allgather. Memory: the value, one buffer for
+each push in progress, 1/W of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE
-from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, Travelling, Write
-from mpikv.strategies.bucketed import Bucketed, agreed_buckets
+from mpikv.strategies.base import BucketedKeys, Entry, Loaded, PreparedCall, Read, Strategy, Write
+from mpikv.strategies.bucketed import WorkersBuckets, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundReached
@@ -42,7 +42,7 @@ from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 
 
 class AllreduceStrategy(Strategy):
-    """The strategy of `dist_sync` without servers. keys: of this worker; they can go on with fewer workers."""
+    """The strategy of `dist_sync` without servers. keys: this store's; `keys.regroup` goes on with fewer workers."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AllreduceStrategy(Strategy):
         memory: HostMemory | None = None,
         nccl: NcclComm | None = None,
     ) -> None:
-        """serve_rows: makes what serves this worker's rows of row-sparse keys."""
+        """serve_rows: makes the service that owns this worker's rows of row-sparse keys."""
         self._session = session
         self._rows = WorkersRows(session, serve_rows)
         self.keys = PlacedKeys(session, memory, self._rows, nccl)
@@ -60,7 +60,7 @@ class AllreduceStrategy(Strategy):
     # --- keys
 
     def init(self, values: Sequence[NewKey]) -> None:
-        """Agree, then give every worker the value of worker 0."""
+        """Agree on the keys, then broadcast the values of worker 0."""
         if self._session.rank == 0:
             dense = {new.key: new.value for new in values if not isinstance(new.value, RowSparse)}
             self.keys.first_values.update(dense)
@@ -68,20 +68,20 @@ class AllreduceStrategy(Strategy):
         agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if info.sparse or self._session.is_released(info):
-                continue  # its rows are asked for when they are needed; it may be forgotten already
+                continue  # rows are fetched when they are needed; a released key may be gone already
             queue = self._queues[info.id]
             if not queue.has_value:
                 self._session.wait(Pending(RoundReached(queue, 0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
-        self._rows.client.proposed(values)
+        self._rows.client.drop_first_rows(values)
         if error is not None:
             raise error
 
     # --- push and pull
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """Through the keys' queues, or on the direct path where all keys go it and the arrays are the caller's own."""
+        """Take the direct path if it is the path of all keys and the caller lends its arrays; else the keys' queues."""
         queued = QueuedCall(self.keys, self._session, entries, op)
         if not waits or (direct := self.keys.direct) is None or any(entry.outs is None for entry in entries):
             return queued
@@ -90,25 +90,25 @@ class AllreduceStrategy(Strategy):
         return direct.prepare(entries, op, queued) or queued
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """One message to each worker that owns rows of the key."""
+        """Send one message to each worker that owns rows of the key."""
         with self._session.engine.lock:
             self._rows.push(info, total, self.keys.under(info), priority)
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """One message to each worker that owns some of the rows, and its answer."""
+        """Send one message to each worker that owns some of the rows, and receive its answer."""
         return self._rows.client.pull(info, ids, priority, call)
 
     def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """One message to each owner, and its answer."""
+        """Send one message to each owner, and receive its answer."""
         return self._rows.client.changed(info, priority)
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """Memory in a block of the host's, of which a part belongs to this worker."""
+        """Reserve a block of the host's memory. Returns the range of it that belongs to this worker."""
         hosts, found = self.keys.hosts, self._reserve("empty", text, n_bytes)
         return None if hosts is None or found is None else hosts.array(found[1], n_bytes)
 
     def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
-        """A block of the host's memory."""
+        """Reserve a block of the host's memory."""
         return self._reserve(call, "a collective call", n_bytes)
 
     def _reserve(self, call: str, text: str, n_bytes: int) -> tuple[HostMemory, int] | None:
@@ -118,10 +118,11 @@ class AllreduceStrategy(Strategy):
         return None if hosts is None or begin is None else (hosts.memory, begin)
 
     def stats(self) -> dict[str, Any]:
-        """What went the direct path, the memory held, and what was encoded.
+        """Counts of the direct path, bytes of memory held, and bytes encoded.
 
-        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed. compressed_keys:
-        how each key travels that may travel encoded or as it is; missing where there is none.
+        encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding; missing where no key is compressed.
+        compressed_keys: for each key that is sent encoded or not, whichever is faster, which it is now; missing where
+        there is no such key.
         """
         held: dict[str, Any] = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
         if self._rows.any:
@@ -137,16 +138,16 @@ class AllreduceStrategy(Strategy):
     # --- optimizers
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        """Each worker keeps a copy for the parts it owns."""
+        """Each worker keeps a copy of the optimizer for the shards it owns."""
         self._drain("set_optimizer")
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         self._rows.set_optimizer(slot, pickled, key_ids)
         self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
-        if self._rows.any:  # no rows may come to an owner that has not set it yet
+        if self._rows.any:  # no rows may arrive at an owner that has not set the optimizer yet
             self._session.agree("set_optimizer in place", None, "set_optimizer")
 
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-        """Owners are told that they apply nothing."""
+        """Set the attributes to compare. Owners have no optimizer to apply."""
         self._drain("set_optimizer")
         slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
         self.keys.set_optimizer(slot, optimizer.attributes(), key_ids)
@@ -158,50 +159,50 @@ class AllreduceStrategy(Strategy):
 
     # --- buckets
 
-    def bucket(self, keys: Sequence[Key]) -> Travelling:
-        """Let keys that were never pushed travel together.
+    def bucket(self, keys: Sequence[Key]) -> BucketedKeys:
+        """Put keys that were never pushed into buckets.
 
-        Each travels alone where a key cannot share a buffer: all workers share the host memory that it is in, a key has
-        a communicator of its own, or an optimizer needs the whole of a key.
+        Each key is sent by itself where keys cannot share a buffer: their values are in memory that all workers share,
+        each key has a communicator of its own, or an optimizer needs all elements of a key at one owner.
         """
         session = self._session
-        travelling = Bucketed(session, self._queues, self.keys.start)
+        buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
         infos = [session.infos[key] for key in keys]
         if self.keys.direct is not None:
             infos = [info for info in infos if info.space == DEVICE]
         optimizers = [self.keys.owner.optimizer_of(info.id) for info in infos]
         if not infos or self.keys.communicators is not None or session.num_workers == 1:
-            return travelling
+            return buckets
         if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
-            return travelling
+            return buckets
         self.keys.join(agreed_buckets(session, infos, self._queues))
-        return travelling
+        return buckets
 
     # --- states
 
     def save_states(self, write: Write) -> None:
-        """Gather the states at worker 0."""
+        """Gather the states at worker 0, which writes them."""
         self._drain(SAVE)
-        self._session.agree(SAVE, None, SAVE)  # all are here to send their parts
+        self._session.agree(SAVE, None, SAVE)  # wait until all workers are ready to send theirs
         dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
         mine = parts_to_bytes([*dense, *self._rows.states()])
         gathered = self._session.gather(SAVE, mine)
         self._session.decide(SAVE, lambda: write([parts_from_bytes(blob) for blob in gathered]))
 
     def load_states(self, read: Read) -> Loaded:
-        """Worker 0 gives each worker its part."""
+        """Worker 0 reads the file and sends each worker the states of its shards."""
         self._drain(LOAD)
-        parts: list[bytes] = []
+        blobs: list[bytes] = []
 
         def cut() -> Loaded:
             file = read()
             for rank in range(self._session.num_workers):
                 owned = [*self.keys.owned(rank), *self._rows.client.owned(rank)]
-                parts.append(parts_to_bytes(distribute(file, owned)))
+                blobs.append(parts_to_bytes(distribute(file, owned)))
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, cut)
-        given = self._session.scatter(LOAD, parts)
+        given = self._session.scatter(LOAD, blobs)
         replaced = [self._session.infos[key].id for key in keys]
         mine = parts_from_bytes(given)
         with self._session.engine.lock:
@@ -214,19 +215,19 @@ class AllreduceStrategy(Strategy):
         return keys, configs
 
     def codec_states(self, call: str) -> list[Part]:
-        """After the rounds that this worker has pushed."""
+        """Wait for the rounds that this worker has pushed, then return the states."""
         self.keys.drain(call)
-        self._session.agree(call, None, call)  # all are here to send what follows
+        self._session.agree(call, None, call)  # wait until all workers are ready to send theirs
         return self.keys.codec_states()
 
     def take_codec_states(self, parts: Sequence[Part]) -> None:
-        """Each key its own; `load_states` has waited for all rounds."""
+        """Replace the codec states of each key; `load_states` has waited for all rounds."""
         self.keys.take_codec_states(parts)
 
     # --- the end
 
     def close(self) -> None:
-        """Wait until all workers close; what they pushed in common is done first."""
+        """Wait until all workers close. Rounds that all workers have pushed are done first."""
         common, error = self._session.leave(matched=True)
         refused: ConfigError | None = None
         try:
@@ -236,7 +237,7 @@ class AllreduceStrategy(Strategy):
         self._rows.close()
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
-        if error is not None:  # told first: where a worker is gone, what MPI still makes is waited for in vain
+        if error is not None:  # raised before the waits below, which do not end where a worker is gone
             raise error
         if self.keys.communicators is not None:
             self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")

@@ -1,4 +1,4 @@
-"""Which arrays of a call can be read and written where they are, so that nothing has to be copied first."""
+"""Checks which arrays of a call can be read and written in place, so that no copy is needed first."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Flat = tuple[SpaceArray, tuple[SpaceArray, ...]]  # a key's value and its outs, 
 
 
 def flattened(infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]) -> list[Flat] | None:
-    """The arrays of a call as flat views; None where one of them cannot be used in its place, or where they overlap."""
+    """The arrays of a call as flat views; None where one of them cannot be used in place, or where they overlap."""
     flat: list[Flat] = []
     for info, value, targets in zip(infos, values, outs, strict=True):
-        if not plain(value, info):
+        if not usable_in_place(value, info):
             return None
         own = _flat(value)
         if len(targets) == 1 and targets[0] is value:  # as in most calls
             flat.append((own, (own,)))
             continue
-        if not all(plain(target, info) for target in targets):
+        if not all(usable_in_place(target, info) for target in targets):
             return None
         flat.append((own, tuple(map(_flat, targets))))
     return None if overlap(flat) else flat
 
 
 def _flat(array: Any) -> SpaceArray:
-    """As a plain array: a reshaped np.matrix has two axes."""
+    """A flat view. np.asarray first, because a reshaped np.matrix still has two axes."""
     return np.asarray(array).reshape(-1) if isinstance(array, np.ndarray) else array.reshape(-1)
 
 
 def address_of(array: SpaceArray) -> int:
-    """Where its first element is."""
+    """The memory address of its first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
-def plain(array: Any, info: KeyInfo) -> bool:
-    """Whether the values can be read and written where they are."""
+def usable_in_place(array: Any, info: KeyInfo) -> bool:
+    """Whether the store can read and write the array in place as a value of the key."""
     return (
         is_space_array(array)
         and array.dtype == info.dtype
@@ -54,7 +54,7 @@ def plain(array: Any, info: KeyInfo) -> bool:
 
 
 def overlap(flat: Sequence[Flat]) -> bool:
-    """Whether writing a result could change a value that has not been read, or another key's result."""
+    """Whether writing one result could change another key's result, or a value that has not been read yet."""
     spans = []
     for value, outs in flat:
         if not value.nbytes:

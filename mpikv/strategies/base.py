@@ -1,8 +1,8 @@
-"""What a strategy is: it decides who adds the pushed arrays, when, and where the optimizer runs.
+"""The interface of a strategy, which decides who adds the pushed arrays, when, and where the optimizer runs.
 
-The store hands it flat arrays, one per key and call, already summed over this worker's devices. Every transfer comes
-back as a request together with what a wait for it is about, so that the blocking and the `_async` calls are one path.
-What is the same in every mode, the session has (session/base.py). What most modes have none of has a default here.
+The store passes flat arrays to it, one per key and call, already summed over this worker's devices. Every call returns
+its transfers as requests, each with a description for error texts, so that blocking and `_async` calls share one path.
+The session does what is the same in every mode (session/base.py). Methods that most modes do not need have a default.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 
 Loaded = tuple[list[Key], list[Any]]
-"""What all workers must know of a file of states: its keys, and the optimizer's config of each, if it was saved."""
+"""What all workers must know about a loaded states file: its keys, and each key's optimizer config if it was saved."""
 
 Write = Callable[[Sequence[Sequence[Part]]], None]
-"""Writes a file of states. Takes the parts that each owner has."""
+"""Writes a states file. Takes, for each owner, the states of the shards that it owns."""
 
 Read = Callable[[], StatesFile]
-"""Reads a file of states and checks that it fits the store."""
+"""Reads a states file and checks that it fits the store."""
 
 
 class Entry(NamedTuple):
-    """One key of a call: what is pushed, flat, in the key's space, and where the value after it goes.
+    """One key of a call: the array to push, and where to write the value that is pulled.
 
-    None: no push, or no pull. outs: of a push and a pull, in place of `sink`, flat arrays of the caller's that the
-    value goes to. The caller lends them, and `total`, until the call has ended. None: `total` is the strategy's own.
+    total: (n,), in the key's space; None: nothing is pushed. sink: where the pulled value is written; None: nothing is
+    pulled. outs: given in place of `sink` when a call pushes and pulls: the caller's flat arrays to write to. The
+    caller then lends `outs` and `total`: it does not touch them until the call has ended. None: the strategy may keep
+    and change `total`.
     """
 
     info: KeyInfo
@@ -50,54 +52,54 @@ class Entry(NamedTuple):
 
 
 class Sink:
-    """Where one pulled value goes: one or several arrays of the caller's. Made in the thread that makes the call.
+    """The caller's arrays, one or several, that one pulled value is written to. Made in the thread that makes the call.
 
-    `buffer()` is contiguous host memory for the value in the key's dtype: the caller's own array where that can be.
-    `deliver(value)` brings the value to every array; it costs nothing for the one that was the buffer.
+    `buffer()` returns contiguous host memory for the value in the key's dtype: one of the caller's arrays if possible.
+    `deliver(value)` writes the value into every array, except the one that is the buffer and has it already.
     """
 
     def __init__(self, info: KeyInfo, outs: Sequence[Any], spaces: Spaces) -> None:
         self._info, self._spaces = info, spaces
         self._outs = spaces.callers(outs)
-        self._direct: HostArray | None = None  # the array of the caller's that is the buffer
+        self._direct: HostArray | None = None  # the caller's array that is the buffer
 
     def buffer(self) -> HostArray:
-        """Host memory for the flat value, (n,); new memory, if it is no array of the caller's."""
+        """Host memory for the flat value, (n,): one of the caller's arrays, or new memory if none of them fits."""
         for out in self._outs:
             if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
                 self._direct = out
-                return np.asarray(out).reshape(-1)  # of a subclass of ndarray, too, the plain view
+                return np.asarray(out).reshape(-1)  # a base-class view, also of an ndarray subclass
         buffer: HostArray = self._spaces.host.empty(self._info.n_elems, self._info.dtype)
         return buffer
 
     @property
-    def places(self) -> set[str]:
-        """The names of the spaces that the arrays are in."""
+    def space_names(self) -> set[str]:
+        """The names of the memory spaces (host, device) that the caller's arrays are in."""
         return {self._spaces.where(out) for out in self._outs}
 
     def deliver(self, value: SpaceArray, on_host: HostArray | None = None) -> None:
-        """Write the flat value, which is in the key's space or in host memory, into every array.
+        """Write the flat value into every array. value: in the key's space or in host memory.
 
-        on_host: the same value for the arrays that are there, where it is in both.
+        on_host: a copy of the value in host memory, for arrays that are there, if the value exists in both memories.
         """
         for out in self._outs:
             if out is not self._direct:
-                found = value if on_host is None or self._spaces.where(out) == DEVICE else on_host
-                space = HOST if isinstance(found, np.ndarray) else self._info.space
-                self._spaces.write(space, out, found, "out")
+                source = value if on_host is None or self._spaces.where(out) == DEVICE else on_host
+                space = HOST if isinstance(source, np.ndarray) else self._info.space
+                self._spaces.write(space, out, source, "out")
 
 
 class PreparedCall(ABC):
-    """A call that is ready to be made: once, or as often as its arrays come again.
+    """A call whose arguments have been checked. It can be started again whenever the caller passes the same arrays.
 
-    valid: whether it may still be made.
+    valid: whether it may still be started.
     """
 
     valid = True
 
     @abstractmethod
     def start(self, priority: int = 0) -> list[Pending]:
-        """Make it; what is still to be waited for, one transfer for each key that is pulled. Local."""
+        """Start the call. Returns the transfers to wait for, one for each key that is pulled. Local."""
 
     @abstractmethod
     def wait(self, pending: Sequence[Pending]) -> None:
@@ -108,13 +110,14 @@ class PreparedCall(ABC):
         """Forget the arrays."""
 
 
-class Travelling(Protocol):
-    """Keys of which some travel together."""
+class BucketedKeys(Protocol):
+    """Keys of which some share buckets: a bucket's keys are sent in the same messages."""
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """These take no part in the round that follows, on no worker: those that travel with them do not wait for them.
+        """Leave these keys out of the next round on all workers, so that other keys of their buckets need not wait.
 
-        Collective where they are others than in the last round, then ConfigError where workers differ; else local.
+        Collective if they differ from those of the last round, and ConfigError if workers name different keys. Else
+        local.
         """
         ...
 
@@ -124,92 +127,94 @@ class Strategy(ABC):
 
     @abstractmethod
     def init(self, values: Sequence[NewKey]) -> None:
-        """Agree on new keys and their first values (flat). Collective, blocks."""
+        """Agree with all workers on new keys and their first values (flat). Collective, blocks."""
 
     lends = True  # whether callers lend their arrays (`Entry.outs`) where they can
 
     @abstractmethod
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """A call that pushes, pulls or both, all keys alike. Local; never blocks, nor does starting it.
+        """Prepare a call that pushes, pulls or does both, the same for all keys. Local; never blocks, nor does `start`.
 
-        What is pulled is the value after this worker's last push. op: what all workers' arrays become; not SUM only in
-        a push with a pull, where nothing updates the key. waits: whether the caller waits for it as soon as it has
-        started it, so that it need not be moved on meanwhile, and may be made by all workers together.
+        A pull returns the value after this worker's last push. op: how the workers' arrays are combined; another one
+        than SUM only in a call that pushes and pulls keys that no optimizer updates. waits: whether the caller waits
+        right after it has started the call. The engine then need not run the call in the background, and workers of
+        one host may make it together.
         """
 
     @abstractmethod
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """Push rows of a row-sparse key, which become the strategy's own. Local, never blocks."""
+        """Push rows of a row-sparse key. The strategy may keep and change `total`. Local, never blocks."""
 
     @abstractmethod
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """Start to pull rows of a row-sparse key, (len(ids), columns), as they are after this worker's last push.
 
-        ids: in ascending order, each once. The array is filled when what is pending is done. Local, blocks only while
-        thousands of transfers are under way.
+        ids: in ascending order, each once. The array is filled when the returned transfers are done. Local, blocks
+        only while thousands of transfers are in progress.
         """
 
     @abstractmethod
     def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Start to pull the rows of a key that were changed since this worker's last such call; none in the first one.
+        """Start to pull the rows that changed since this worker's last such call; the first call returns none.
 
-        They are as they are after this worker's last push. The function returns them when what is pending is done.
+        Rows have their values after this worker's last push. Call the returned function when the transfers are done.
         """
 
-    def bucket(self, keys: Sequence[Key]) -> Travelling | None:
-        """Let keys that are always pushed together, in this order, travel together; None: each travels alone.
+    def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:
+        """Put keys that are always pushed together, in this order, into buckets. None: each key is sent by itself.
 
-        Before any of them is pushed. Collective, blocks.
+        To be called before any of them is pushed. Collective, blocks.
         """
         return None
 
     @abstractmethod
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        """Let `optimizer` serve `keys` (None: all that have no other). Collective, blocks."""
+        """Let `optimizer` update `keys` (None: all keys that have no other optimizer). Collective, blocks."""
 
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:  # noqa: B027 - one worker has none
-        """Compare what workers update these keys with by themselves, now and with each push; the store sums.
+        """Check, now and at each push, that all workers update these keys with the same optimizer.
 
-        Collective, blocks. Raises ConfigError on every worker for different optimizers.
+        For keys that workers update by themselves while the store only sums. Collective, blocks. Raises ConfigError on
+        every worker where optimizers differ.
         """
 
     @abstractmethod
     def save_states(self, write: Write) -> None:
-        """Give `write`, at worker 0, the states of all owners after what all workers have pushed. Collective, blocks.
+        """Call `write` at worker 0 with the states of all owners after all pushes of all workers. Collective, blocks.
 
         Raises what `write` raises, on every worker.
         """
 
     @abstractmethod
     def load_states(self, read: Read) -> Loaded:
-        """Let worker 0 `read` a file, and give all owners their parts of it; what all must know of it.
+        """Call `read` at worker 0, and send each owner the states of its shards. Collective, blocks.
 
-        Collective, blocks. Raises what `read` raises, on every worker, and has changed nothing then.
+        Raises what `read` raises, on every worker, and has changed nothing then.
         """
 
     def codec_states(self, call: str) -> list[Part]:
-        """What this worker's codecs remember, piece by piece, after all that it has pushed. Collective, blocks."""
+        """The states of this worker's codecs, piece by piece, after all of its pushes. Collective, blocks."""
         return []
 
     def take_codec_states(self, parts: Sequence[Part]) -> None:  # noqa: B027 - most modes have no codecs
-        """Let the codecs remember this, and forget what they remembered. Local."""
+        """Replace the states of this worker's codecs. Local."""
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """Zeroed memory that the host's workers share, None where they do not. Collective, blocks.
+        """Zeroed memory that the workers of a host share; None where they share none. Collective, blocks.
 
         text: what it is for; ShapeMismatch on every worker where it differs.
         """
         return None
 
     def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
-        """Zeroed memory that the host's workers share, `n_bytes` for each, and where it begins; None as in `allocate`.
+        """Zeroed memory that a host's workers share, `n_bytes` for each, and its offset; None as in `allocate`.
 
-        Collective, blocks. call: whose it is; ShapeMismatch on every worker where it differs.
+        Collective, blocks. call: the user's call that needs it; ShapeMismatch on every worker where it differs.
         """
         return None
 
     def stats(self) -> dict[str, int]:
-        """What has been counted besides messages, and the memory held. Local."""
+        """Counts other than those of messages, and the bytes of memory held. Local."""
         return {}
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Keys that travel together: a bucket is a queue of several keys that lie one behind the other in one buffer.
+"""Buckets: a bucket is a queue of several keys whose values lie one after another in one buffer and are sent together.
 
-Its round is complete, and starts, when each of them has been pushed once more. A key that is not trained any more must
-be skipped in each round, or those that travel with it would wait for it.
+A round of a bucket is complete, and starts, when each of its keys has been pushed once more. A key that is not trained
+any more must be skipped in each round, or the other keys of its bucket would wait for it.
 
 Memory: that of a queue, and one buffer that is kept to be used again.
 """
@@ -31,27 +31,27 @@ from mpikv.strategies.queues import Round, RoundQueue, RoundReached, Unders, byt
 
 
 class Bucket(RoundQueue):
-    """A queue of several keys of one dtype, which travel by one codec, in one space."""
+    """A queue of several keys of one dtype, one codec and one space."""
 
     def __init__(self, infos: Sequence[KeyInfo], space: Space) -> None:
         begins = buckets.offsets([info.n_elems for info in infos])
-        # It goes by the number of its first key, whose tags it uses.
+        # The bucket has the number, and so the message tags, of its first key.
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
         first = infos[0]
         super().__init__(KeyInfo(name, first.id, (begins[-1],), first.dtype, first.codec, first.space), space)
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
-        self._open: deque[Round] = deque()  # those that lack keys
+        self._incomplete: deque[Round] = deque()  # rounds in which keys are still missing, oldest first
         self._spare: SpaceArray | None = None
 
-    def go(self, paths: KeyPaths) -> None:
-        """With what was pushed of rounds that are not complete, in the dtype of the new paths."""
-        super().go(paths)
+    def use_paths(self, paths: KeyPaths) -> None:
+        """Use these paths, also for incomplete rounds, whose values are cast to the dtype of the new paths."""
+        super().use_paths(paths)
         self._spare = None
         if self.space.device is None:
-            for i, round_ in enumerate(self._open):
-                self._open[i] = round_._replace(values=self.space.cast(round_.values, paths.dtype))
+            for i, round_ in enumerate(self._incomplete):
+                self._incomplete[i] = round_._replace(values=self.space.cast(round_.values, paths.dtype))
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
@@ -59,7 +59,7 @@ class Bucket(RoundQueue):
         return self._infos
 
     def span(self, info: KeyInfo) -> slice:
-        """Where a key's values lie in the bucket's."""
+        """The range of a key's elements within the bucket's value."""
         return self._spans[info.id]
 
     def pushes_of(self, info: KeyInfo) -> int:
@@ -67,22 +67,24 @@ class Bucket(RoundQueue):
         return self._counts[info.id]
 
     def add(self, info: KeyInfo, round_: Round | None) -> bool:
-        """One more push of a key; None: it takes no part in this round, on no worker."""
-        place = self._counts[info.id] - self.pushed
-        while len(self._open) <= place:
-            self._open.append(Round({} if self.space.device is not None else self._buffer(), {}))
-        whole = self._open[place]
+        """Add one more push of a key. None: the key is skipped in this round, on all workers."""
+        at = self._counts[info.id] - self.pushed  # which of the incomplete rounds
+        while len(self._incomplete) <= at:
+            self._incomplete.append(Round({} if self.space.device is not None else self._buffer(), {}))
+        whole = self._incomplete[at]
         if round_ is not None and round_.op is not whole.op:
             if any(under is not None for under in whole.under.values()):
                 raise MpikvError(
-                    f"pushpull of key {shown(info.key)} with op={round_.op.name!r}: keys that travel with it were "
+                    f"pushpull of key {shown(info.key)} with op={round_.op.name!r}: other keys of its bucket were "
                     f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
                 )
-            whole = self._open[place] = whole._replace(op=round_.op)
+            whole = self._incomplete[at] = whole._replace(op=round_.op)
         if round_ is not None:
             first = all(under is None for under in whole.under.values())
             highest = round_.priority if first else max(whole.priority, round_.priority)
-            whole = self._open[place] = whole._replace(priority=highest, plain=whole.plain or round_.plain)
+            whole = self._incomplete[at] = whole._replace(
+                priority=highest, uncompressed=whole.uncompressed or round_.uncompressed
+            )
         self._counts[info.id] += 1
         if self.space.device is None:
             self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
@@ -90,58 +92,58 @@ class Bucket(RoundQueue):
             whole.values[info.id] = round_.values
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
-        while self._open and len(self._open[0].under) == len(self._infos):
-            self.waiting.append(self._open.popleft())
+        while self._incomplete and len(self._incomplete[0].under) == len(self._infos):
+            self.waiting.append(self._incomplete.popleft())
             self.pushed += 1
             completed = True
         return completed
 
     @property
     def held_bytes(self) -> int:
-        """With the rounds that are being filled, and the buffer kept for the next one."""
+        """See `RoundQueue`; also incomplete rounds, and the buffer that is kept."""
         spare: int = 0 if self._spare is None else self._spare.nbytes
-        filling: int = sum(bytes_of(round_) for round_ in self._open)
+        filling: int = sum(bytes_of(round_) for round_ in self._incomplete)
         return super().held_bytes + spare + filling
 
     def _buffer(self) -> SpaceArray:
         spare, self._spare = self._spare, None
         return self.space.empty(self.info.n_elems, self.paths.dtype) if spare is None else spare
 
-    def brought(self, round_: Round) -> Steps[SpaceArray]:
-        """All keys' values, which a round on a GPU has by their numbers until it begins, in one array."""
+    def device_values(self, round_: Round) -> Steps[SpaceArray]:
+        """Concatenate the keys' values, of which a round on a GPU has a dict by the keys' numbers until it begins."""
         for values in round_.values.values():
             yield self.space.arrived(values)
         self.space.follow(*round_.values.values())
         buf = self._buffer()
-        parts = [round_.values.get(info.id) for info in self._infos]
+        arrays = [round_.values.get(info.id) for info in self._infos]
         for i, info in enumerate(self._infos):
-            if parts[i] is None:  # nobody has pushed it
-                parts[i] = np.zeros_like(buf, shape=(info.n_elems,))
-        np.concatenate(parts, out=buf)
+            if arrays[i] is None:  # skipped
+                arrays[i] = np.zeros_like(buf, shape=(info.n_elems,))
+        np.concatenate(arrays, out=buf)
         return buf
 
     def labels(self, under: Unders) -> Labels:
-        """Of a round, key by key."""
+        """Return the labels of a round, key by key; None for a key that was skipped."""
         return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
 
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
-        """Update the parts of the keys that lie in [begin, end)."""
-        parts = []
+        """Update the elements of all keys that lie in [begin, end) of the bucket."""
+        joined = []
         for info in self._infos:
-            place, one = self._spans[info.id], under[info.id]
-            first, last = max(span[0], place.start), min(span[1], place.stop)
+            of_key, one = self._spans[info.id], under[info.id]
+            first, last = max(span[0], of_key.start), min(span[1], of_key.stop)
             if first < last and one is not None:
-                parts.append(Joined(info, first, last, one.number))
-        owner.apply_together(parts, self.own, buf)
+                joined.append(Joined(info, first, last, one.number))
+        owner.apply_together(joined, self.stored, buf)
 
     def finish(self, buf: SpaceArray) -> None:
-        """A round is done."""
+        """See `RoundQueue`; keeps the buffer for a later round."""
         super().finish(buf)
         self._spare = buf
 
 
 def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[int, RoundQueue]) -> list[Bucket]:
-    """The buckets of several keys that these keys make, in this order. Collective, blocks until all have their values.
+    """Divide keys, in this order, into buckets; a key alone gets none. Collective, blocks until all keys have values.
 
     ConfigError on every worker where workers name different keys.
     """
@@ -154,20 +156,20 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
 
 
 def kind_of(info: KeyInfo) -> str:
-    """What keys of one bucket have in common. A codec that sees a key's rows sees those of one key alone."""
+    """A text that is equal for keys that may share a bucket. A codec that works on rows needs a key by itself."""
     alone = of_text(info.codec).push.row_elems > 1
     return f"{info.dtype} {info.space} {info.codec} {info.id if alone else ''}"
 
 
-class Bucketed:
-    """The keys that were named together. start: lets a queue's rounds be done; called under the engine's lock."""
+class WorkersBuckets:
+    """The buckets of one `Strategy.bucket` call. start: starts a queue's rounds; called under the engine's lock."""
 
     def __init__(self, session: Workers, queues: Mapping[int, RoundQueue], start: Callable[[RoundQueue], None]) -> None:
         self._session, self._queues, self._start = session, queues, start
         self._skipped: list[Key] = []  # in the last round
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """These take no part in the round that follows, on no worker."""
+        """See `BucketedKeys`."""
         if list(keys) != self._skipped:
             self._session.agree("skip", list(keys), "a step with other parameters frozen than before")
             self._skipped = list(keys)

@@ -1,8 +1,8 @@
-"""A key as a worker sees it whose values live with servers: where its shards are, and how they travel there and back.
+"""A worker's view of a key that servers own: which server owns each shard, and how shards are sent there and back.
 
-Both sides know the lengths of what travels, from the placement and the codec that they agreed on. Each message says
-whether its values travel encoded or as they are, so that each worker chooses by itself what is faster on its way to the
-servers: a round of a key is timed from its push until the answer to a pull that was made behind it.
+Both sides know the lengths of all messages from the placement and the codec that they agreed on. The header of a
+message tells whether its values are encoded, so that each worker can choose by itself what is faster on its link to the
+servers. For this a round of a key is timed from its push until the answer to the pull that follows it.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying 
 
 
 class Route(NamedTuple):
-    """How one shard travels. parts: bounds in the key's value. inline: behind its header.
+    """How one shard, elements [begin, end) of a key, is sent to its owner.
 
-    n_bytes: of a push of it, on its way.
+    pieces: their bounds in the key's value. inline: whether it is sent behind its header, in one message. n_bytes: the
+    bytes of a push of it, as they are sent.
     """
 
     owner: int
     begin: int
     end: int
-    parts: tuple[tuple[int, int], ...]
+    pieces: tuple[tuple[int, int], ...]
     inline: bool
     n_bytes: int
 
 
 class PieceMessages(NamedTuple):
-    """In place of an array: a push that has been encoded already, or memory for an answer that is decoded elsewhere.
+    """Used instead of an array for a push that is already encoded, or an answer that is decoded later, on a GPU.
 
-    by_piece: the bytes on their way of elements [begin, end).
+    by_piece: the message of each piece.
     """
 
     by_piece: Mapping[Span, HostArray]
 
 
-class Value:
-    """Where the answers to a pull of one key go: `array`, (n,) in the key's dtype, piece by piece.
+class AnswerBuffer:
+    """Receives the answers to a pull of one key, piece by piece, into `array`, (n,) in the key's dtype.
 
-    encoded: how they come; None: as they are, straight into the array.
+    encoded: decodes the answers; None: they are received uncompressed, directly into the array.
     """
 
     def __init__(self, array: HostArray | PieceMessages, encoded: Pieces | None) -> None:
         self.array, self._encoded = array, encoded
         self._data: list[tuple[Span, HostArray]] = []
 
-    def piece(self, begin: int, end: int) -> HostArray:
+    def memory_for(self, begin: int, end: int) -> HostArray:
         """Memory for the answer to elements [begin, end)."""
         if isinstance(self.array, PieceMessages):
             return self.array.by_piece[begin, end]
@@ -75,7 +76,7 @@ class Value:
         return data
 
     def complete(self) -> HostArray | PieceMessages:
-        """The array, when all answers are there."""
+        """Decode all answers, which have been received, into the array, and return it."""
         for piece, data in self._data:
             assert self._encoded is not None
             assert not isinstance(self.array, PieceMessages)
@@ -86,9 +87,10 @@ class Value:
 class ClientKey:
     """One key as its client sees it.
 
-    codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do. space: what
-    they are in on this worker; None: host memory.
-    encoded: its pushes, and what their codec remembers of them. returned: its answers, for arrays in host memory.
+    codecs: makes its codecs from their text. choice: whether its values are sent encoded; None: they always are. space:
+    the space of its values on this worker; None: host memory. encoded: the pieces of pushes, with the codec's states.
+    returned: the pieces of answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can push
+    and pull it.
     """
 
     def __init__(
@@ -100,63 +102,66 @@ class ClientKey:
         space: Space | None = None,
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)
-        self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
+        self.sends_uncompressed = self.compression.push == IDENTITY
+        self._returns_uncompressed = self.compression.pull == IDENTITY
         self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
         self._space = space
         self.choice, self._timed = choice, False
         self.pushed = 0
-        self.move(placement)
+        self.use_placement(placement)
 
-    def move(self, placement: Placement) -> None:
-        """The key lives there from now on."""
+    def use_placement(self, placement: Placement) -> None:
+        """Use this placement from now on."""
         self.placement = placement
         self.routes = []
         for shard in placement.shards:
-            parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
-            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
+            pieces = partitions(shard.begin, shard.end, placement.part_elems)
+            n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in pieces)
+            self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.encoded.recut(self.encoded.states, self._pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
-        self.smallest = one_small and self._comes_as_it_is and self.choice is None
+        self.can_ask_small = one_small and self._returns_uncompressed and self.choice is None
 
     @property
-    def plain(self) -> bool:
-        """Whether answers to a pull come as they are: also before this worker's first push."""
-        return self._comes_as_it_is or not self.pushed
+    def answers_uncompressed(self) -> bool:
+        """Whether answers to a pull are uncompressed. They always are before this worker's first push."""
+        return self._returns_uncompressed or not self.pushed
 
-    def encode(self, total: HostArray | PieceMessages, begin: int, end: int, *, plain: bool = False) -> HostArray:
-        """What travels of elements [begin, end) of a push. plain: the values as they are."""
+    def encode(
+        self, total: HostArray | PieceMessages, begin: int, end: int, *, uncompressed: bool = False
+    ) -> HostArray:
+        """Elements [begin, end) of a push as they are sent. uncompressed: do not encode them."""
         if isinstance(total, PieceMessages):
             return total.by_piece[begin, end]
-        if self.sends_as_it_is or plain:
+        if self.sends_uncompressed or uncompressed:
             return total[begin:end]
         return self.encoded.encode(total, (begin, end))
 
-    def encodes_on_device(self, *, plain: bool) -> bool:
-        """Whether a push is encoded in device memory, before its messages. plain: it travels as it is."""
-        return isinstance(self.encoded, DevicePieces) and not plain
+    def encodes_on_device(self, *, uncompressed: bool) -> bool:
+        """Whether a push is encoded on the GPU, before it is copied to the host. uncompressed: it is not encoded."""
+        return isinstance(self.encoded, DevicePieces) and not uncompressed
 
     @cached_property
-    def returned_here(self) -> Pieces:
-        """Its answers, for arrays in `space`."""
+    def returned_in_space(self) -> Pieces:
+        """The pieces of answers that are decoded in `space`."""
         return pieces_in(self._space, self.info, self.compression.pull)
 
-    def decodes_on_device(self, *, plain: bool) -> bool:
-        """Whether the answer to a pull is decoded in device memory, behind its messages. plain: it comes as it is."""
-        return isinstance(self.returned_here, DevicePieces) and not plain
+    def decodes_on_device(self, *, uncompressed: bool) -> bool:
+        """Whether an answer is decoded on the GPU, after it has been copied there. uncompressed: it is not encoded."""
+        return isinstance(self.returned_in_space, DevicePieces) and not uncompressed
 
-    # --- encoded or as it is, of a key that has the choice
+    # --- keys with a choice between encoded and uncompressed
 
-    def begin(self, total: HostArray, now_s: float) -> HostArray:
-        """A push: what travels, with what earlier ones owe where it travels as it is."""
+    def begin_round(self, total: HostArray, now_s: float) -> HostArray:
+        """Begin a round with a push. Returns the values, plus the codec's residual if they are sent uncompressed."""
         assert self.choice is not None
         if not self._timed:
             self.choice.begin(now_s)
             self._timed = True
-        return self.encoded.with_owed(total) if self.choice.plain else total
+        return self.encoded.with_residual(total) if self.choice.plain else total
 
-    def end(self, now_s: float) -> None:
-        """The answer to a pull has come."""
+    def end_round(self, now_s: float) -> None:
+        """End the round, since the answer to a pull has been received."""
         assert self.choice is not None
         if self._timed:
             self._timed = False
@@ -167,24 +172,24 @@ class ClientKey:
     # --- states
 
     def codec_states(self) -> list[tuple[int, int, State]]:
-        """What the codec of this worker's pushes remembers, by pieces."""
+        """The states of the codec of this worker's pushes, by pieces [begin, end)."""
         states = self.encoded.states_on_host()
         return [(*piece, states[piece]) for piece in self._pieces if states.get(piece)]
 
     def take_codec_states(self, pieces: Mapping[Span, State]) -> None:
-        """Remember this instead: states of the pieces [begin, end)."""
+        """Replace the states of the codec of this worker's pushes. pieces: states by pieces [begin, end)."""
         self.encoded.recut(pieces, self._pieces)
 
     @property
     def _pieces(self) -> list[Span]:
-        return [part for route in self.routes for part in route.parts]
+        return [piece for route in self.routes for piece in route.pieces]
 
-    def value(self, array: HostArray | PieceMessages, *, plain: bool) -> Value:
-        """Where the answers to a pull go. plain: they come as they are."""
-        return Value(array, None if plain else self.returned)
+    def answer_buffer(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
+        """Make the buffer for the answers to a pull. uncompressed: whether they are not encoded."""
+        return AnswerBuffer(array, None if uncompressed else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
-        """What tells each server that it owns a part of the key, and the values there: server, header, payload."""
+        """The messages that give each owner its shard and the shard's first values: server, header, payload."""
         info = self.info
         for shard in self.placement.shards:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}

@@ -1,11 +1,12 @@
-"""What codecs remember, between the workers and a file of states.
+"""The states of codecs between the workers and a states file.
 
-Every worker's codecs owe something of what it has pushed. That is saved with the states of the optimizer: the pieces of
-each worker, as they are, so that a run with as many workers goes on with the same bits. Where there are more workers
-or fewer, all owe in equal parts what all owed together, and the rest of a state is that of worker 0. Where the pieces
-are others than they were, what is owed of each element stays owed, and the rest of a state starts anew.
+Every worker's codecs hold residuals: the errors of what they have encoded, to be added to later pushes. They are saved
+with the optimizer's states, piece by piece for each worker, so that a run with as many workers goes on with the same
+bits. With another number of workers, the sum of all residuals is divided equally among them, and the rest of a state is
+taken from worker 0. Where the pieces have other bounds than before, each element keeps its residual, and the rest of a
+state starts anew.
 
-Cost: a file holds the states of all workers, so that it grows with their number; two messages for each worker.
+Cost: a file holds the states of all workers, so that its size grows with their number; two messages for each worker.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ RESIDUAL = "residual"
 
 
 def compresses(session: Session, keys: Iterable[Key] | None = None) -> bool:
-    """Whether some of these keys (None: of all) are pushed by a codec, which may remember something. Local."""
+    """Whether a codec, which may have states, encodes pushes of some of these keys (None: of all). Local."""
     infos = session.infos.values() if keys is None else [session.infos[key] for key in keys]
     return any(compression.of_text(info.codec).push != IDENTITY for info in infos)
 
 
 def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[Part]:
-    """The states of the codecs of `keys` (None: of all) on all workers, at worker 0; elsewhere none.
+    """Gather the states of all workers' codecs of `keys` (None: of all) at worker 0; other workers get none.
 
-    Collective, blocks, where one of the keys is pushed by a codec; else local.
+    Collective, blocks, if pushes of one of the keys are encoded; else local.
     """
     if not isinstance(session, Workers) or not compresses(session, keys):
         return []
@@ -47,7 +48,7 @@ def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] 
 
 
 def check(saved: Iterable[Part], path: str) -> None:
-    """Raise StatesFileError where a file has residuals that are none of their pieces'."""
+    """Raise StatesFileError where a residual has another dtype or length than its piece requires."""
     for part in saved:
         residual = part.state.get(RESIDUAL)
         if residual is not None and (residual.dtype, residual.shape) != (np.float32, (part.end - part.begin,)):
@@ -58,35 +59,36 @@ def check(saved: Iterable[Part], path: str) -> None:
 
 
 def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part]) -> None:
-    """Give each worker its part of what was saved; what its codecs remembered is forgotten.
+    """Replace the states of all workers' codecs by those that were saved.
 
-    saved: of all workers, at worker 0. Collective, blocks, where some key of the store is pushed by a codec.
+    saved: of all workers, at worker 0. Collective, blocks, if pushes of some key of the store are encoded; else local.
     """
     if not isinstance(session, Workers) or not compresses(session):
         return
     parts = None
     if session.rank == 0:
-        here = [part for part in saved if part.key in session.infos]
-        parts = [parts_to_bytes(given) for given in shares(here, session.num_workers)]
+        known = [part for part in saved if part.key in session.infos]
+        parts = [parts_to_bytes(given) for given in shares(known, session.num_workers)]
     strategy.take_codec_states(parts_from_bytes(session.scatter(call, parts)))
 
 
 def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
-    """What each of so many workers has of what some workers had: the same, or as many equal parts of all together.
+    """The codec states for each of `num_workers` workers, from those that some workers had saved.
 
-    The sum over the workers of what is owed stays what it was, but for the rounding of one division.
+    They are unchanged if the number of workers is the same. Else each worker gets an equal share of all residuals, so
+    that their sum over the workers stays the same but for the rounding of one division.
     """
     workers = sorted({part.worker for part in saved if part.worker is not None})
     if workers == list(range(num_workers)):
         return [[part for part in saved if part.worker == worker] for worker in workers]
-    owed: dict[tuple[Key, int, int], Part] = {}
+    sums: dict[tuple[Key, int, int], Part] = {}
     for part in saved:
-        place = (part.key, part.begin, part.end)
-        first = owed.setdefault(place, part._replace(state=dict(part.state)))
+        piece = (part.key, part.begin, part.end)
+        first = sums.setdefault(piece, part._replace(state=dict(part.state)))
         if part.worker != first.worker and RESIDUAL in part.state:
             first.state[RESIDUAL] = first.state.get(RESIDUAL, 0) + part.state[RESIDUAL].astype(np.float64)
     found = []
-    for part in owed.values():
+    for part in sums.values():
         state = dict(part.state)
         if RESIDUAL in state:
             state[RESIDUAL] = (state[RESIDUAL] / num_workers).astype(np.float32)

@@ -1,7 +1,7 @@
 """A communicator for each key, which MPI's own collectives need (collectives/native).
 
-MPI wants communicators to be made in the same order on all ranks, and keys may become known in any order. So they are
-made one after another, in the order in which all workers agreed on the keys.
+MPI requires that all ranks make communicators in the same order, but a worker may learn of keys in any order. So they
+are made one after another, in the order in which all workers agreed on the keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpikv.transports.base import Transport
 
 
 class Communicators:
-    """Those of one worker. native: the module of the collectives."""
+    """The communicators of one worker's keys. native: the module `collectives.native`."""
 
     def __init__(self, transport: Transport, engine: Engine) -> None:
         # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
@@ -30,7 +30,7 @@ class Communicators:
         self._last: Running[Any] | None = None
 
     def agreed(self, info: KeyInfo) -> None:
-        """Make one for a key that all workers agreed on. To be called in the same order on all of them."""
+        """Start to make the one of a key that all workers agreed on. To be called in the same order on all workers."""
         steps = self._duplicate_after(self._last)
         self._last = self._made[info.id] = self._engine.start(steps, f"communicator of key {shown(info.key)}")
 
@@ -43,17 +43,17 @@ class Communicators:
         return (yield from self.native.duplicate(comm))
 
     def of(self, key_id: int) -> Steps[Any]:
-        """Wait for a key's. Not all workers may have agreed on the key by now, though its `init` has returned."""
+        """Wait for the communicator of a key. `init` may return before all workers have agreed on the key."""
         yield Predicate(lambda: key_id in self._made)
         yield self._made[key_id]
         return self._made[key_id].result
 
     def all_made(self) -> bool:
-        """Whether none is being made any more. MPI must not end before, even if no round has needed them."""
+        """Whether all are complete. MPI must not be finalized before, even if no round has needed them."""
         return all(running.done for running in self._made.values())
 
     def free(self) -> None:
-        """Give all back, once they are made. Collective."""
+        """Free all of them, when all are complete. Collective."""
         for running in self._made.values():
             if running.result is not None:
                 running.result.Free()

@@ -1,15 +1,16 @@
-"""What travels of one key's values in device memory, piece by piece: encoded and decoded on the GPU.
+"""Pieces (pieces.py) of a key whose values are in device memory: they are encoded and decoded on the GPU.
 
-The codecs are those of the host, whose functions work on CuPy's arrays, too; residuals are in device memory. Messages
-are page-locked host memory: so what crosses between the GPU and the host is what travels, and no more. A piece that
-this worker owns itself stays on the GPU.
+The codecs are those of the host, whose functions also work on CuPy's arrays; residuals are in device memory. Messages
+are in page-locked host memory, so that only encoded bytes are copied between the GPU and the host. A piece that this
+worker owns itself stays on the GPU.
 
-All that a worker sends in one half of a round is encoded and copied down before its first message; that takes a GPU
-less time than a network takes for a few of them. What has come is copied up and added as it comes, in the store's
-stream, which the host waits for once at the end: until then memory of messages is in use.
+All that a worker sends in one half of a round is encoded and copied to the host before its first message, because that
+takes a GPU less time than a network takes for a few messages. Each received message is copied to the GPU and added in
+the store's stream as soon as it is there. The host waits for that stream once, at the end of the half round; until then
+the messages' buffers are in use.
 
-Cost: a copy for each piece, and the launches of its codec. Page-locked memory: what is sent and received in half a
-round.
+Cost: a copy for each piece, and the kernel launches of its codec. Page-locked memory: that of all messages sent and
+received in half a round.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from mpikv.strategies.pieces import Encoding, Pieces
 
 
 class DevicePieces(Pieces):
-    """See `Pieces`. Values, what is encoded and states are arrays of `space`; messages are page-locked host memory."""
+    """See `Pieces`. Values, encoded pieces and states are arrays of `space`; messages are in page-locked memory."""
 
     def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace) -> None:
         super().__init__(info, codec)
         self.space = space
-        self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
+        self._message_memory: list[HostArray] = []  # of the current half round
 
-    def _init(self, n_elems: int) -> State:
-        return self._brought(self._codec.init(n_elems))
+    def _new_state(self, n_elems: int) -> State:
+        return self._state_on_device(self._codec.init(n_elems))
 
-    def _brought(self, state: State) -> State:
+    def _state_on_device(self, state: State) -> State:
         return state_brought(self._codec, state, self.space.from_host)
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
-        """What travels of some pieces, different ones, as bytes."""
+        """Encode several pieces, each once. Returns their bytes, in device memory."""
         return {piece: self.encode(values, piece).view(np.uint8) for piece in pieces}
 
-    def _here(self, data: Any, n_elems: int) -> SpaceArray:
-        """What was encoded of n values, on the GPU. data: the same, or a message that has come, in use until `end`."""
+    def _on_device(self, data: Any, n_elems: int) -> SpaceArray:
+        """Encoded values in device memory. data: they are there already, or in a message, in use until `end`."""
         if not isinstance(data, np.ndarray):
             return data
-        self._codec.check(self._seen(data), n_elems)
-        found = self.space.empty(data.nbytes, np.dtype(np.uint8))
-        self.space.bring(found, data)
-        return found
+        self._codec.check(self._as_encoded(data), n_elems)
+        on_device = self.space.empty(data.nbytes, np.dtype(np.uint8))
+        self.space.bring(on_device, data)
+        return on_device
 
     def decode(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        super().decode(self._here(data, out.size), out)
+        super().decode(self._on_device(data, out.size), out)
 
     def add(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        super().add(self._here(data, out.size), out)
+        super().add(self._on_device(data, out.size), out)
 
     # --- a round
 
@@ -75,30 +76,30 @@ class DevicePieces(Pieces):
         """See `Pieces`."""
         return DeviceEncoding(self, values, outgoing, uses)
 
-    def rooms(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
-        """See `Pieces`. Each has memory of its own, since copies from it are under way until `end`."""
-        return [self.room(n) for n in n_bytes]
+    def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
+        """See `Pieces`. Each message has its own buffer, as the GPU may copy from it until `end`."""
+        return [self.message_buffer(n) for n in n_bytes]
 
-    def room(self, n_bytes: int) -> HostArray:
-        """Page-locked memory for a message, until `end`."""
+    def message_buffer(self, n_bytes: int) -> HostArray:
+        """Page-locked memory for a message, in use until `end`."""
         memory = self.space.pinned.take(n_bytes)
-        self._lent.append(memory)
+        self._message_memory.append(memory)
         return memory
 
     def end(self) -> Steps[None]:
         """See `Pieces`."""
         yield self.space.begun()
-        self._lent.clear()
+        self._message_memory.clear()
 
     # --- states
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
-        """See `Pieces`. Blocks until they have come to the host, or from there."""
+        """See `Pieces`. Blocks until the states have been copied to the host, or from there."""
         super().recut(self._on_host(states), pieces)
-        self.states = {piece: self._brought(state) for piece, state in self.states.items()}
+        self.states = {piece: self._state_on_device(state) for piece, state in self.states.items()}
 
     def states_on_host(self) -> Mapping[Span, State]:
-        """See `Pieces`. Blocks until they have come there."""
+        """See `Pieces`. Blocks until they have been copied."""
         return self._on_host(self.states)
 
     def _on_host(self, states: Mapping[Span, State]) -> dict[Span, State]:
@@ -112,14 +113,14 @@ class DevicePieces(Pieces):
 
 
 def pieces_in(space: Space | None, info: KeyInfo, codec: Codec) -> Pieces:
-    """Those of a key whose values are in `space`: encoded there, if it is device memory and the codec can do so."""
+    """Make the pieces of a key whose values are in `space`. On a GPU they are encoded there, if the codec can do so."""
     if codec != IDENTITY and isinstance(space, DeviceSpace) and codec.on_device:
         return DevicePieces(info, codec, space)
     return Pieces(info, codec)
 
 
 class DeviceEncoding(Encoding):
-    """See `Encoding`. All that is sent is encoded and copied down at once, when the caller's values are there."""
+    """See `Encoding`. `begin` encodes all pieces to be sent and copies them to the host."""
 
     pieces: DevicePieces
 
@@ -128,7 +129,7 @@ class DeviceEncoding(Encoding):
         space = self.pieces.space
         sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
-        self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
+        self._messages = {piece: self.pieces.message_buffer(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():
             space.fetch(self._messages[piece], data)
         yield space.begun()

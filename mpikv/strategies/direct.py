@@ -1,12 +1,12 @@
-"""The direct path of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
+"""The direct path of a blocking `pushpull`: all workers of one host make the same call together, in shared memory.
 
-Where a call can go this path it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
-The workers find out whether all of them make the same call (hostmemory/common_calls.py). If so, they make it in common,
-without a message; if not, the call goes through the keys' queues. Both paths add in the order of the ranks, so the bits
-do not tell which one it was.
+A call that can take this path becomes a `DirectCall`, which is kept and used again when the caller passes the same
+arrays again. At each call the workers find out whether all of them make the same one (hostmemory/common_calls.py). If
+so, they make it together, without a message; if not, the call goes through the keys' queues. Both paths add in the
+order of the ranks, so the bits are the same.
 
-The newest value of a key is in its place in the host's memory, once for all workers; or, after a call that added in
-place, in the arrays of that call, until a push of another kind brings it home.
+The newest value of a key is at its place in shared memory, once for all workers. After a call that added in place it is
+in the arrays of that call instead, until another kind of push copies it to the key's place.
 
 Memory: scratch, see collectives/shared.
 """
@@ -41,22 +41,25 @@ from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.key_calls import KeyCall
+from mpikv.strategies.key_calls import DirectCallRecord
 from mpikv.strategies.queues import RoundQueue
 
 
 class Direct:
-    """The direct path of one worker."""
+    """The direct path of one worker.
 
-    def __init__(self, session: Workers, places: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
+    Direct calls and copies to a key's place are numbered events, so that it is known which was the last.
+    """
+
+    def __init__(self, session: Workers, host_keys: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
         self._session = session
-        memory, config = places.memory, session.members.config
-        assert places.slots is not None
-        self._places, self._slots = places, places.slots
+        memory, config = host_keys.memory, session.members.config
+        assert host_keys.slots is not None
+        self._host_keys, self._slots = host_keys, host_keys.slots
         self._queues = queues
         self._owner = owner
         counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
-        self._together = CommonCalls(
+        self._common_calls = CommonCalls(
             counters,
             step=session.engine.step,
             clock=session.engine.clock,
@@ -65,15 +68,15 @@ class Direct:
         )
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
-        # Counts calls and pushes, to tell which was the last; the queues may have been used before.
-        self._clock = max((queue.calls.at_home for queue in queues.values()), default=0)
-        self._turn = 0
+        # The queues may have been used before, with another object of this class.
+        self._last_event = max((queue.direct_calls.copied_at for queue in queues.values()), default=0)
+        self._parity = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
-        self.pushes_elsewhere = 0  # changes whenever a queue has changed a value
-        self.epoch = 0  # changes with the optimizers: calls made before are of no use
-        self._numbers: dict[int, int] = {}  # slot -> number of its attributes in this call
+        self.queue_changes = 0  # how often a queue has got a push, which changes a value
+        self.epoch = 0  # how often optimizers have changed: calls prepared in an earlier epoch are not valid
+        self._numbers: dict[int, int] = {}  # by slot, the number of its attributes in the current call
         self._current: DirectCall | None = None
-        self._failure: BaseException | None = None  # what ended a call half-way: the others' counters are ahead since
+        self._failure: BaseException | None = None  # ended a call half-way: the others' counters are ahead since then
         self.calls = 0
         self.declined = 0
         self.copied_bytes = 0
@@ -82,7 +85,7 @@ class Direct:
     # --- memory
 
     def scratch(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Memory of this worker's alone, for one key after another."""
+        """Private memory of this worker, used by one key after another."""
         n_bytes = n_elems * dtype.itemsize
         if self._scratch.size < n_bytes:
             self._scratch = np.empty(aligned(n_bytes), np.uint8)
@@ -90,13 +93,14 @@ class Direct:
 
     @property
     def held_bytes(self) -> int:
-        """Scratch memory of this worker: its slots, and what an optimizer's sums need."""
+        """This worker's scratch memory: its slots, and the memory for the sums that an optimizer applies."""
         return self._slots.per_rank_bytes + self._scratch.size
 
     def stats(self) -> dict[str, int]:
-        """Counted since the start: calls made together, calls that did not meet; bytes copied and added by this worker.
+        """Counts since the start.
 
-        held_bytes: scratch memory of this worker.
+        direct_calls: calls made together. declined_calls: those that went through the queues, mostly because not all
+        workers made the same call. bytes_copied, bytes_added: by this worker. held_bytes: its scratch memory.
         """
         return {
             "direct_calls": self.calls,
@@ -108,26 +112,26 @@ class Direct:
 
     # --- keys
 
-    def pushed(self, queue: RoundQueue) -> None:
-        """A push of the queue's key that goes through the queue, before the others can learn of it."""
-        self._together.pushed(queue.calls.digest, 1)
-        self._bring_home(queue)
-        self.pushes_elsewhere += 1
+    def note_push(self, queue: RoundQueue) -> None:
+        """Note a push through a queue. To be called before other workers can notice the push."""
+        self._common_calls.pushed(queue.direct_calls.digest, 1)
+        self._copy_to_place(queue)
+        self.queue_changes += 1
 
-    def _bring_home(self, queue: RoundQueue) -> None:
-        """Where the newest value is in the arrays of a call, copy it to the key's place. All workers write the same."""
-        array = queue.calls.array()
+    def _copy_to_place(self, queue: RoundQueue) -> None:
+        """Copy the newest value to the key's place if it is in a call's arrays. All workers write the same bytes."""
+        array = queue.direct_calls.array()
         if array is not None:
-            queue.own[...] = array
-        self._clock += 1
-        queue.calls.at_home = self._clock
+            queue.stored[...] = array
+        self._last_event += 1
+        queue.direct_calls.copied_at = self._last_event
 
     # --- calls
 
-    def prepare(self, entries: Sequence[Entry], op: Reduction, otherwise: PreparedCall) -> DirectCall | None:
-        """A call of keys whose path it is, with arrays of the caller's; None where it cannot go the direct path.
+    def prepare(self, entries: Sequence[Entry], op: Reduction, fallback: PreparedCall) -> DirectCall | None:
+        """Prepare a direct call, with arrays that the caller lends. None where it cannot take the direct path.
 
-        otherwise: the same call through the keys' queues, for when workers are in different calls.
+        fallback: the same call through the keys' queues, made when not all workers make the same call.
         """
         infos = [entry.info for entry in entries]
         queues = [self._queues[info.id] for info in infos]
@@ -135,7 +139,7 @@ class Direct:
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if 0 < optimizers.count(None) < len(optimizers):
             return None
-        replicas = [self._places.replicas(value) for value, _ in flat]
+        replicas = [self._host_keys.replicas(value) for value, _ in flat]
         where_they_are = all(
             one is not None
             and len(targets) == 1
@@ -144,40 +148,40 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = always(in_place(self._places, replicas, op))
+            plan = always(in_place(self._host_keys, replicas, op))
         elif kind == "staged":
-            plan = staged_plan(self._slots, regions(self._places, queues, flat), op)
+            plan = staged_plan(self._slots, regions(self._host_keys, queues, flat), op)
         else:
             plan = self._update(queues, flat, replicas)
-        offset_of = self._places.memory.offset_of
-        places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
-        named = digest(kind, [info.id for info in infos], places, op.name)
-        call = DirectCall(self, kind, queues, plan, named, otherwise=otherwise)
+        offset_of = self._host_keys.memory.offset_of
+        offsets = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
+        call_digest = digest(kind, [info.id for info in infos], offsets, op.name)
+        call = DirectCall(self, kind, queues, plan, call_digest, fallback=fallback)
         call.slots = {self._session.slot_of(info): info for info in infos}
-        call.hash = history_hash(queue.calls.digest for queue in queues)
+        call.hash = history_hash(queue.direct_calls.digest for queue in queues)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
         for queue in queues:
-            queue.calls.kept.append(call)
+            queue.direct_calls.kept.append(call)
         return call
 
     def release(self, call: DirectCall) -> None:
-        """The call's arrays are forgotten: values that are only there go home."""
+        """Forget the call and its arrays; values that are only there are first copied to their keys' places."""
         for queue in call.queues:
-            if queue.calls.newest is call:
-                self._bring_home(queue)
-            elif not call.values:  # it has written to the key's place
-                queue.calls.at_home = max(queue.calls.at_home, call.last)
-            queue.calls.released_rounds += call.rounds
-            queue.calls.kept.remove(call)
+            if queue.direct_calls.newest is call:
+                self._copy_to_place(queue)
+            elif not call.values:  # the call has written to the key's place
+                queue.direct_calls.copied_at = max(queue.direct_calls.copied_at, call.last)
+            queue.direct_calls.released_rounds += call.rounds
+            queue.direct_calls.kept.remove(call)
         call.rounds = 0
 
     def reset(self) -> None:
-        """Optimizers change: calls prepared so far are of no use, and every value goes home."""
+        """Invalidate all prepared calls, as optimizers change, and copy every value to its key's place."""
         for queue in self._queues.values():
-            self._bring_home(queue)
+            self._copy_to_place(queue)
         self.epoch += 1
-        self.pushes_elsewhere += 1
+        self.queue_changes += 1
 
     def _update(
         self,
@@ -185,7 +189,7 @@ class Direct:
         flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]],
         replicas: Sequence[list[HostArray] | None],
     ) -> Callable[[int], Plan]:
-        me, keys = self._places.rank, []
+        me, keys = self._host_keys.rank, []
         longest = max(
             (queue.bounds[me + 1] - queue.bounds[me]) * sum_dtype(queue.info.dtype).itemsize for queue in queues
         )
@@ -194,14 +198,14 @@ class Direct:
             if not value.size:
                 continue
             values: Sequence[HostArray | None] = shared or [
-                value if rank == me else None for rank in range(self._places.size)
+                value if rank == me else None for rank in range(self._host_keys.size)
             ]
-            keys.append(Update(values, queue.own, outs, queue.bounds, self._applier(queue)))
+            keys.append(Update(values, queue.stored, outs, queue.bounds, self._applier(queue)))
         return always(update_plan(self._slots, keys, self.scratch))
 
     def _applier(self, queue: RoundQueue) -> Callable[[HostArray], None]:
-        me = self._places.rank
-        own = queue.own[queue.bounds[me] : queue.bounds[me + 1]]
+        me = self._host_keys.rank
+        own = queue.stored[queue.bounds[me] : queue.bounds[me + 1]]
         slot = self._session.slot_of(queue.info)
 
         def apply(total: HostArray) -> None:
@@ -210,34 +214,34 @@ class Direct:
         return apply
 
     def run(self, call: DirectCall) -> bool:
-        """Make the call together with the others; False: nothing was done, it must go through the keys' queues."""
+        """Make the call together with the others. False: nothing was done; make it through the keys' queues instead."""
         if not self._lock.acquire(blocking=False):
-            return False  # another thread of this worker is in one
+            return False  # another thread of this worker is making one
         try:
             if self._failure is not None:
                 raise MpikvError(
                     f"pushpull: an earlier call ended half-way on this worker ({type(self._failure).__name__}: "
-                    f"{self._failure}), and the other workers count on its part of it: this store can sum no more"
+                    f"{self._failure}), and the other workers wait for it to go on: this store can sum no more"
                 ) from self._failure
             if self._session.engine.failure is not None or not call.ready():
                 return False
-            plan = call.plan(self._turn)
-            # It may raise, so before the others count on this worker.
+            plan = call.plan(self._parity)
+            # This may raise, so it is done before the other workers depend on this one.
             label = self._number_attributes(call) if self._session.attributes.slots else 0
             if label is None:
                 self.declined += 1
                 return False
             self._executor.begin(plan)
             try:
-                together = self._together.begin(call.digest + label)
-            except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
+                together = self._common_calls.begin(call.digest + label)
+            except BaseException as error:  # Ctrl-C: the others may have seen this worker and wait for it
                 self._failure = error
                 self._session.engine.interrupted("pushpull", error)
                 raise
             if not together:
                 self.declined += 1
                 return False
-            self._turn ^= 1
+            self._parity ^= 1
             self._current = call
             try:
                 self._executor.finish(plan)
@@ -246,24 +250,25 @@ class Direct:
                 raise
             finally:
                 with self._session.engine.lock:
-                    self._clock += 1
-                    call.last = self._clock
+                    self._last_event += 1
+                    call.last = self._last_event
                     call.rounds += 1
-                    self._together.end(call.hash, call.n_keys)
+                    self._common_calls.end(call.hash, call.n_keys)
             self._session.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
             self.added_bytes += plan.added_bytes
             return True
         finally:
-            self._current = None  # it holds the arrays
+            self._current = None  # so that nothing keeps its arrays alive
             self._lock.release()
 
     def _number_attributes(self, call: DirectCall) -> int | None:
-        """Changed attributes of the optimizers get a number, which they keep if the call goes through the keys' queues.
+        """Number the optimizers' changed attributes. Returns a digest of the labels under which the call pushes.
 
-        Returns a digest of the labels. Where those of workers differ, they do not meet: then the call goes through the
-        keys' queues, where they are compared. None: it has to, since this worker's values are to be scaled, in a copy.
+        Where labels differ between workers, so do the digests of their calls. The calls then go through the keys'
+        queues, which compare labels; the attributes keep their numbers there. None: the call must go through the
+        queues, because this worker's values have to be scaled in a copy.
         """
         self._numbers = {}
         label = 0
@@ -283,8 +288,13 @@ class Direct:
         self._session.wait(Pending(request, Waiting("pushpull", queue.info.key, queue.info.id)))
 
 
-class DirectCall(KeyCall, PreparedCall):
-    """One call, ready to be made: which keys, which arrays, what this worker does."""
+class DirectCall(DirectCallRecord, PreparedCall):
+    """One prepared direct call.
+
+    plan: makes the steps of this worker from the parity of the call's number. digest: identifies the call, to compare
+    it with those of other workers. hash: of its keys. slots: the slots of its keys' optimizers, each with one of its
+    keys.
+    """
 
     def __init__(
         self,
@@ -292,19 +302,19 @@ class DirectCall(KeyCall, PreparedCall):
         kind: str,
         queues: Sequence[RoundQueue],
         plan: Callable[[int], Plan],
-        digest_: int,
+        call_digest: int,
         *,
-        otherwise: PreparedCall,
+        fallback: PreparedCall,
     ) -> None:
         super().__init__()
-        self._direct, self._otherwise = direct, otherwise
+        self._direct, self._fallback = direct, fallback
         self.kind = kind
         self.name = f"pushpull of key {shown(queues[0].info.key)}"  # for a stall report
         self.queues = queues
         self.plan = plan
-        self.digest = digest_
+        self.digest = call_digest
         self.hash = 0
-        self.slots: dict[int, KeyInfo] = {}  # of the optimizers of its keys, with one of the keys
+        self.slots: dict[int, KeyInfo] = {}
         self.n_keys = len(queues)
         self._checked = -1
         self._epoch = direct.epoch
@@ -315,23 +325,23 @@ class DirectCall(KeyCall, PreparedCall):
         return self._epoch == self._direct.epoch
 
     def ready(self) -> bool:
-        """Whether nothing is under way in the queues of its keys."""
-        if self._checked == self._direct.pushes_elsewhere:
+        """Whether the queues of its keys are idle."""
+        if self._checked == self._direct.queue_changes:
             return True
         if not all(queue.idle for queue in self.queues):
             return False
-        self._checked = self._direct.pushes_elsewhere
+        self._checked = self._direct.queue_changes
         return True
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Make it together with the others, blocking; else start it through the keys' queues."""
-        return [] if self._direct.run(self) else self._otherwise.start(priority)
+        """Make the call together with the others, which blocks; else start it through the keys' queues."""
+        return [] if self._direct.run(self) else self._fallback.start(priority)
 
     def wait(self, pending: Sequence[Pending]) -> None:
         """See `PreparedCall`."""
-        self._otherwise.wait(pending)
+        self._fallback.wait(pending)
 
     def release(self) -> None:
         """See `Direct.release`."""
         self._direct.release(self)
-        self._otherwise.release()
+        self._fallback.release()

@@ -1,4 +1,4 @@
-"""How the keys of a direct call are put together: which arrays lie side by side, among keys and in blocks."""
+"""Joins adjacent arrays of a direct call, also those of several keys, so that they are added in one operation."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.queues import RoundQueue
 
 
-def in_place(places: HostKeys, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
-    """Arrays in shared memory, each as its replicas in rank order; None is left out."""
+def in_place(host_keys: HostKeys, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
+    """Make the plan to add arrays in place in shared memory. replicas: of each array, in rank order; None: skip it."""
     found = [one for one in replicas if one is not None and one[0].size]
     joined: list[list[HostArray]] = []
-    for one in sorted(found, key=lambda one: places.memory.offset_of(one[0]) or 0):
-        both = places.join(joined[-1], one) if joined else None  # arrays side by side are added as one
+    for one in sorted(found, key=lambda one: host_keys.memory.offset_of(one[0]) or 0):
+        both = host_keys.join(joined[-1], one) if joined else None  # adjacent arrays are added as one
         if both is None:
             joined.append(one)
         else:
             joined[-1] = both
-    return in_place_plan(places.rank, joined, op)
+    return in_place_plan(host_keys.rank, joined, op)
 
 
-def regions(places: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Flat]) -> list[Region]:
-    """The keys in the order of their places; those side by side are one region, with gaps up to the cache line."""
-    begins = [places.memory.offset_of(queue.own) or 0 for queue in queues]
+def regions(host_keys: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Flat]) -> list[Region]:
+    """Join keys, in the order of their places, into regions. Gaps shorter than a cache line are part of a region."""
+    begins = [host_keys.memory.offset_of(queue.stored) or 0 for queue in queues]
     order = sorted(range(len(queues)), key=begins.__getitem__)
     found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
     end = -1
@@ -49,6 +49,6 @@ def regions(places: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Flat]
         found[-1][2].append(Piece(value.size, value, outs))
         end = begin + value.nbytes
     return [
-        Region(places.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
+        Region(host_keys.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
         for begin, dtype, pieces in found
     ]

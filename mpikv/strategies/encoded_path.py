@@ -1,31 +1,32 @@
-"""The path "encoded": each worker sends its values, as the key's codec encodes them, straight to whoever adds them.
+"""The path "encoded": each worker encodes its values by the key's codec and sends them directly to whoever adds them.
 
-Home: each worker has the whole value in memory of its own, on the host or on its GPU.
+Value: each worker has a copy in its own memory, on the host or on its GPU.
 
-Who adds, and in which order. What is encoded cannot be added on its way, as a ring adds. So each worker encodes its
-values piece by piece and sends each piece to the piece's owner, who decodes those of all workers and adds them in
-float32 (float64 for float64), in the order of the workers, its own one through the codec like the others: bits do not
-depend on who owns what, and are those of a server. Then the owner updates its part, and sends it to all: as it is, or
-encoded by the codec for the way back; then the owner, too, goes on with what the others decode, and keeps the exact
-values for its next update. (`owners`)
+Who adds, and in which order. A ring would have to decode and encode again at every rank, because encoded values cannot
+be added. So each worker encodes its values piece by piece and sends each piece to the piece's owner. The owner decodes
+the pieces of all workers, also its own, and adds them in float32 (float64 for float64) in the order of the workers. So
+the bits do not depend on who owns what, and are those of a server. Then the owner updates its shard and sends it to
+all, uncompressed or encoded by the codec for answers. If it is encoded, the owner also uses the decoded values, and
+keeps the exact values for its next update. This is the algorithm `owners`.
 
-Where few workers send few bytes and nothing updates the key, each sends its pieces to all others instead, and every
-worker adds all of them in the same order: nothing has to be sent back. (`gather`)
+Where few workers send few bytes and nothing updates the key, each sends its pieces to all others instead. Every worker
+adds all of them in the same order, so that nothing has to be sent back. This is the algorithm `gather`.
 
-Rounds that travel as they are go the path of a key without compression, with the same owners, where the placement names
-one (`Placement.plain`); else this one, by the owners. Keys of half precision go this path without a codec: two bytes
-for each element, added in float32, rounded once.
+Uncompressed rounds of a key with a codec use the path of a key without one, with the same owners, if the placement
+names such a path (`Placement.plain`); else they use this one, with `owners`. Keys of half precision use this path
+without a codec: they are sent in two bytes for each element, added in float32 and rounded once.
 
-What is sent. Sending, receiving and adding run side by side, with a limited number of messages under way; a piece is
-encoded when it is its turn to be sent, and added when those of all workers before have been. Labels are compared as
-those of other paths are (collectives/labelled.py).
+What is sent. Sending, receiving and adding run side by side, with a limited number of messages in flight. A piece is
+encoded just before it is sent, and added when the pieces of all workers of lower rank have been. Labels are compared as
+on other paths (collectives/labelled.py).
 
-On a GPU the messages are the same; but pieces are encoded, decoded and added there (device_pieces.py). So n bytes of
-values do not cross to the host, only what travels of them.
+On a GPU the messages are the same, but pieces are encoded, decoded and added there (device_pieces.py), so that only
+encoded bytes are copied between the GPU and the host.
 
-Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
-each element encoded once and decoded once; `gather` (W-1) w bytes, decoded W times. Memory: the codec's states, the sum
-of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned.
+Cost per worker of W, for n elements that are w bytes encoded and b bytes as an answer: `owners` sends (W-1)/W (w + b)
+bytes and encodes and decodes each element once; `gather` sends (W-1) w bytes and decodes each element W times. Memory:
+the codec's states, the sums of the owned shard (of all elements for `gather`), and a window of messages; with a codec
+for answers also a copy of the owned shard.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.key_codec import KeyCodec
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.pieces import Encoding, Pieces
 from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
@@ -55,8 +56,8 @@ from mpikv.transports.base import Group
 _BYTES = np.dtype(np.uint8)
 
 
-class _AndOwn:
-    """A group in whose order of receives a rank's own turn comes, too."""
+class _WithOwnRank:
+    """A group in which a rank can also receive from itself: that is done at once, without a message."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -71,31 +72,31 @@ class _AndOwn:
 class EncodedPath(KeyPath):
     """See `KeyPath`."""
 
-    changes = False
+    overwrites = False
     codec: KeyCodec
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self._sum_dtype = self.dtype
         if staging is None:
             self.dtype = info.dtype
         self._device = self._space if isinstance(self._space, DeviceSpace) else None
         self.value = self._space.empty(info.n_elems, info.dtype)
-        self.codec = KeyCodec(info, self._space, means.group, means.choices)
+        self.codec = KeyCodec(info, self._space, resources.group, resources.choices)
 
     @property
     def _gathers(self) -> bool:
-        return self.placement.algorithm == "gather" and not self.codec.plain
+        return self.placement.algorithm == "gather" and not self.codec.uncompressed
 
     @property
     def updates(self) -> Span:
-        """All elements, where every worker adds all."""
+        """All elements, if every worker adds all; else this worker's shard."""
         return (0, self.value.size) if self._gathers else self.owned
 
-    def share(self) -> Steps[None]:
-        """By a tree, as it is; from and to a GPU through page-locked memory."""
+    def broadcast(self) -> Steps[None]:
+        """Broadcast uncompressed by messages along a tree; from and to a GPU through page-locked memory."""
         if (space := self._device) is None:
             yield from broadcast(self._group, self.value, 0, self._tag(0))
             return
@@ -112,19 +113,19 @@ class EncodedPath(KeyPath):
 
     @property
     def _peers(self) -> list[int]:
-        """All other workers, from the next one on, so that not all send to worker 0 first."""
+        """All other workers, beginning with the next one, so that not all send to worker 0 first."""
         return [(self._group.rank + step) % self._group.size for step in range(1, self._group.size)]
 
     def _of_owners(self, pieces: Pieces) -> list[tuple[int, Span]]:
-        """Owners and their pieces: the first one of each owner, the second of each, and so on; this worker's last."""
+        """Owners and their pieces: the first piece of each owner, then the second of each. This worker comes last."""
         bounds, ranks = self.placement.bounds, [*self._peers, self._group.rank]
         of_each = [[(rank, piece) for piece in pieces.of((bounds[rank], bounds[rank + 1]))] for rank in ranks]
         return [one for row in zip_longest(*of_each) for one in row if one is not None]
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """In new memory; for values that come from a GPU, in `values`, which it copies from."""
+        """Add in new memory; if `staging` has copied `values` from a GPU, then write the sum into `values`."""
         if self.staging is None:
             return self._add(values, combine, comparison)
         steps = self._add_in_place(values, combine, comparison)
@@ -138,15 +139,15 @@ class EncodedPath(KeyPath):
     def _add(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[HostArray]:
         group, codec = self._groups(comparison)[0], self.codec
         pieces = codec.pushed
-        if codec.plain:
-            pieces, values = codec.as_it_is, codec.with_owed(values)
+        if codec.uncompressed:
+            pieces, values = codec.uncompressed_pieces, codec.with_residual(values)
         mine = pieces.of(self.updates)
-        codec.restore(self.value, self.updates)
+        codec.restore_exact(self.value, self.updates)
         if self._gathers:
             encoding = pieces.encoding(values, [(rank, one) for one in mine for rank in self._peers], group.size)
         else:
             encoding = pieces.encoding(values, [one for one in self._of_owners(pieces) if one[0] != group.rank], 1)
-        # Of this memory only what this worker updates is ever touched; on the host the rest of a long array takes none.
+        # Only the elements that this worker updates are used. On the host, untouched pages of an array take no memory.
         totals = pieces.empty(self.value.size, self._sum_dtype)
 
         def add(source: int, piece: Span, data: HostArray) -> None:
@@ -163,8 +164,8 @@ class EncodedPath(KeyPath):
         yield from self._move(group, 1, encoding, incoming, take=add)
         return totals
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """Nothing has to be sent, where every worker has added all."""
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Send the updated shards back. With `gather` nothing is sent, as every worker has added all elements."""
         (begin, end), n = self.updates, self.value.size
         steps = self._end_alone() if self._gathers else self._send_back(comparison)
         return whole(self._parts, steps, self.value, needed=(begin, end), completed=[(0, begin), (end, n)])
@@ -175,13 +176,13 @@ class EncodedPath(KeyPath):
 
     def _send_back(self, comparison: Comparison | None) -> Steps[None]:
         group, codec = self._groups(comparison)[1], self.codec
-        sends_encoded = codec.returns_encoded and not codec.plain
-        pieces = codec.returned if sends_encoded else codec.as_it_is
+        sends_encoded = codec.returns_encoded and not codec.uncompressed
+        pieces = codec.returned if sends_encoded else codec.uncompressed_pieces
         outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._peers]
         encoding = pieces.encoding(self.value, outgoing, group.size if sends_encoded else group.size - 1)
         incoming = [one for one in self._of_owners(pieces) if one[0] != group.rank or sends_encoded]
         if not sends_encoded:
-            codec.exact = None  # it is in the value
+            codec.exact = None  # the value itself is exact
             if self._device is None:
                 yield from self._move(group, 2, encoding, incoming, into=self.value)
                 return
@@ -206,10 +207,10 @@ class EncodedPath(KeyPath):
         take: Callable[[int, Span, HostArray], None] | None = None,
         into: HostArray | None = None,
     ) -> Steps[None]:
-        """Send what is encoded, and receive, in this order, pieces from ranks, of which this one may be one.
+        """Send what `encoding` has, and receive the pieces `incoming`, pairs of a source and a piece, in this order.
 
-        use: of the tag. take: called with each piece that has come, and its data; where they come as they are, they are
-        received `into` an array instead.
+        use: selects the tag. take: called with the source, the piece and its data for each piece received, also for
+        pieces of this rank itself. into: where uncompressed pieces are received instead, if `take` is None.
         """
         tag, window = self._tag(use), max(LINK_WINDOW, 2 * group.size)
         yield from encoding.begin()
@@ -217,16 +218,16 @@ class EncodedPath(KeyPath):
             assert into is not None
             receiver = Receiver(group, [(source, into[slice(*piece)]) for source, piece in incoming], tag, window)
         else:
-            call, room = take, group.room(_BYTES)
+            call, extra_bytes = take, group.room(_BYTES)
             sizes = [encoding.pieces.wire_bytes(piece) for _, piece in incoming]
-            rooms = encoding.pieces.rooms([n + room for n in sizes], window)
+            buffers = encoding.pieces.message_buffers([n + extra_bytes for n in sizes], window)
 
             def take_one(i: int) -> None:
                 source, piece = incoming[i]
-                call(source, piece, encoding.data(piece) if source == group.rank else rooms[i][: sizes[i]])
+                call(source, piece, encoding.data(piece) if source == group.rank else buffers[i][: sizes[i]])
 
-            targets = [(source, rooms[i]) for i, (source, _) in enumerate(incoming)]
-            receiver = Receiver(_AndOwn(group), targets, tag, window, take=take_one)
+            targets = [(source, buffers[i]) for i, (source, _) in enumerate(incoming)]
+            receiver = Receiver(_WithOwnRank(group), targets, tag, window, take=take_one)
         sender = Sender(group, encoding, tag, window, lambda: len(encoding))
         yield from drive(receiver, sender)
         yield from encoding.pieces.end()

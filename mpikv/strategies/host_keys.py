@@ -1,16 +1,17 @@
-"""Keys and arrays in the memory of each host.
+"""Keys and arrays in the shared memory of each host.
 
-It has three parts of the same length. The first begins with the counters and slots of the direct path, and the table of
-the device memory that ranks read of each other (spaces/peers); then come the values of the keys, and blocks for arrays
-of `store.empty`, in which every worker has a part of the same length. The second holds the keys' counters
-(collectives/host_key), behind a word that says that the key's first value is there.
-Worker 0 gives places in these two out, the same on every host, one behind the other; the others learn them when they
-agree on a key or an array. Nothing is ever given back. The third is cut into parts, one for each worker, for values
-that the others are to read.
+The memory has three ranges of equal length. The first begins with the counters and slots of the direct path, and the
+table of the device memory that ranks read of each other (spaces/peers). Behind them are the keys' values, and blocks
+for arrays of `store.empty`, which have a range of the same length for every worker. The second has the keys' counters
+(collectives/host_key), each key's behind a word that is set when the key's first value has been written. Worker 0
+allocates in these two ranges, one key or block after another, at the same offsets on every host; the others get the
+offsets when they agree on a key or an array. Nothing is ever freed. The third is divided among the workers, for values
+that the others of the host read.
 
-No message calls a worker that waits for another of its host. So each worker keeps a log, a ring of words: the key that
-it has counted something of, each time, and how many entries it has made in all. The progress engine reads the new
-entries of the others in each of its steps, and wakes who waits for these keys.
+A worker gets no message when another of its host changes a counter that it waits for. So each worker keeps a log in
+shared memory: a ring buffer with an entry for each counter that it has changed, and the number of all entries so far.
+An entry names a key by the offset of its counters. In each of its steps the progress engine reads the new entries of
+the other workers, and wakes the transfers that wait for these keys.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from mpikv.spaces.peers import Peers
 from mpikv.spaces.peers import table_bytes as peers_bytes
 
 LOG_ENTRIES = 1024
-LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
-LENGTH, ENTRIES = 0, ALIGN_BYTES // WORD_BYTES  # words: the number of entries, in a cache line of its own, and they
+MOST_UNREAD = LOG_ENTRIES // 2  # a worker that has more entries to read wakes all waiting transfers instead
+LENGTH, ENTRIES = 0, ALIGN_BYTES // WORD_BYTES  # words: the number of entries, in its own cache line, and the entries
 LOG_WORDS = ENTRIES + LOG_ENTRIES
 
 
 class ArrayBlock(NamedTuple):
-    """Worker r's part begins at `begin + r * stride`, workers counted on their host."""
+    """A block of arrays. Worker r's array begins at `begin + r * stride`; workers are counted on their host."""
 
     begin: int
     stride: int
 
 
 class _Published(Waking):
-    """A request that is done when a key's first value is at its place."""
+    """A request that is done when a key's first value has been written to its place."""
 
     __slots__ = ("_hosts", "_place")
 
@@ -57,20 +58,20 @@ class _Published(Waking):
         self._hosts, self._place = hosts, place
 
     def test(self) -> bool:
-        """Whether it is."""
+        """Whether the value is published."""
         return self._hosts.is_published(self._place)
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When rank 0 has published it."""
+        """Let `waiter` be woken when rank 0 has published the value."""
         self._hosts.wait(self._place[1], waiter)
         return True
 
 
 class HostKeys:
-    """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do.
+    """One worker's view of its host's memory. Also a request that is never done, whose `test` wakes waiting transfers.
 
-    hosts: of each worker. space: the device memory of this worker that the others of its host read; None: they do not.
-    peers: what they read there of each other.
+    hosts: each worker's host. space: the space of this worker's device memory, if the others of its host read that;
+    else None. peers: the device arrays that they read of each other.
     """
 
     def __init__(self, memory: HostMemory, hosts: Sequence[str], space: DeviceSpace | None = None) -> None:
@@ -79,11 +80,11 @@ class HostKeys:
         self.rank = memory.rank
         self.size = memory.size
         self._n_rings = found.carriers
-        self._most = max(len(ranks) for ranks in found.hosts)
-        words_begin = table_bytes(self._most, WORDS)
+        self._most_ranks = max(len(ranks) for ranks in found.hosts)
+        words_begin = table_bytes(self._most_ranks, WORDS)
         self._log = Counters(memory, words_begin, LOG_WORDS)
-        self._read = dict.fromkeys(self._log.others, 0)  # entries of each
-        begin = words_begin + table_bytes(self._most, LOG_WORDS)
+        self._n_read = dict.fromkeys(self._log.others, 0)  # entries of each
+        begin = words_begin + table_bytes(self._most_ranks, LOG_WORDS)
         self.slots = None
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
@@ -91,30 +92,30 @@ class HostKeys:
         self.peers: Peers | None = None
         if space is not None:
             self.peers = Peers(space, memory, begin)
-            begin += peers_bytes(self._most)
+            begin += peers_bytes(self._most_ranks)
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
-        self._values = MemoryRange(begin, third)  # kept by worker 0 alone
+        self._values = MemoryRange(begin, third)  # used by worker 0 only
         self._counters = MemoryRange(third, 2 * third)  # likewise
-        self._own_part = Segment(memory, 2 * third)
+        self._own_memory = Segment(memory, 2 * third)
         self._blocks: list[ArrayBlock] = []
-        self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
+        self._waiting: dict[int, Waiter] = {}  # by the offset of the key's counters
         self._words = memory.words(0, memory.n_bytes // WORD_BYTES)
 
     # --- places
 
     def reserve_key(self, n_bytes: int, *, pages: bool = False) -> Place | None:
-        """At worker 0: where a key is on every host. None when the smallest memory is full.
+        """Allocate the place of a key, on every host, at worker 0. None when the memory is full on one of them.
 
-        pages: whole pages for the key alone, which can be locked.
+        pages: whether the key gets whole pages, which can be page-locked.
         """
         value = self._values.reserve(n_bytes, pages=pages)
-        # In front of the counters a word, in a cache line of its own, that says whether the first value is there.
-        counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most))
+        # Before the counters is the word that is set when the first value is published, in a cache line of its own.
+        counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most_ranks))
         return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
 
     def reserve_arrays(self, n_bytes: int) -> int | None:
-        """The same for `n_bytes` of each worker."""
-        return self._values.reserve(aligned(n_bytes) * self._most)
+        """Allocate a block of `n_bytes` for each worker. Returns its offset; None as in `reserve_key`."""
+        return self._values.reserve(aligned(n_bytes) * self._most_ranks)
 
     def value(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """The value of a key at its place: (n_elems,)."""
@@ -130,7 +131,7 @@ class HostKeys:
         value: Any = None,
         arrays: Arrays | None = None,
     ) -> HostKey:
-        """What rounds of a key at its place need. pages: what they take of this worker's part is of whole pages.
+        """Make what the rounds of a key at `place` need. pages: whether they allocate whole pages.
 
         value, arrays: of a key in device memory, see `HostKey`.
         """
@@ -140,7 +141,7 @@ class HostKeys:
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            room=partial(self.room, pages=pages),
+            room=partial(self.allocate, pages=pages),
             value=value,
             arrays=arrays,
             on_count=self._count,
@@ -148,30 +149,30 @@ class HostKeys:
         )
 
     def close(self) -> Operation:
-        """Let go of the others' device memory. A request that is done when they have let go of this rank's.
+        """Unmap the others' device memory. Returns a request that is done when they have unmapped this rank's.
 
-        Collective; whoever frees device memory has to wait for it.
+        Collective. Wait for the request before device memory is freed.
         """
         return Done() if self.peers is None else self.peers.close()
 
-    def room(self, n_bytes: int, *, pages: bool = False) -> HostArray:
-        """(n_bytes,) of uint8 in this worker's part, which the others can read. MpikvError where it is full."""
-        room = self._own_part.take(n_bytes, pages=pages)
-        if room is None:
+    def allocate(self, n_bytes: int, *, pages: bool = False) -> HostArray:
+        """Allocate (n_bytes,) of uint8 in this worker's range, which the others can read. MpikvError if it is full."""
+        memory = self._own_memory.take(n_bytes, pages=pages)
+        if memory is None:
             raise MpikvError(
                 f"no room for {n_bytes} bytes more in this worker's part of the host's memory: "
                 "MPIKV_SHARED_MEMORY=off does without it"
             )
-        return room
+        return memory
 
     def array(self, begin: int, n_bytes: int) -> HostArray:
-        """This worker's part of a block that all have agreed on: (n_bytes,) of uint8."""
+        """This worker's array in a block that all workers have agreed on: (n_bytes,) of uint8."""
         stride = aligned(n_bytes)
         self._blocks.append(ArrayBlock(begin, stride))
         return self.memory.array(begin + self.rank * stride, n_bytes, np.dtype(np.uint8))
 
     def replicas(self, array: HostArray) -> list[HostArray] | None:
-        """The same place in every worker's part of a block, in rank order, where `array` lies in this worker's."""
+        """The arrays of all workers, in rank order, at the same position of a block; None if `array` is in no block."""
         if not self._blocks:
             return None
         offset = self.memory.offset_of(array)
@@ -191,7 +192,7 @@ class HostKeys:
         return None
 
     def join(self, first: list[HostArray], second: list[HostArray]) -> list[HostArray] | None:
-        """Replicas of two arrays as those of one, where the second begins at the first one's end."""
+        """Join the replicas of two arrays if the second begins where the first ends; else None."""
         mine = self.memory.offset_of(first[self.rank])
         behind = self.memory.offset_of(second[self.rank])
         if mine is None or behind is None or first[0].dtype != second[0].dtype or mine + first[0].nbytes != behind:
@@ -204,27 +205,27 @@ class HostKeys:
     # --- first values
 
     def publish(self, place: Sequence[int]) -> None:
-        """Say to the others of the host that the key's first value is at its place."""
+        """Publish to the others of the host that the key's first value has been written to its place."""
         if not ORDERED:
             fence()
         self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] = 1
         self._count(place[1])
 
     def is_published(self, place: Sequence[int]) -> bool:
-        """Whether a rank of the host has said so."""
+        """Whether the key's first value has been published."""
         there = self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] == 1
         if not ORDERED:
             fence()
         return there
 
     def published(self, place: Sequence[int]) -> Operation:
-        """A request that is done when one has."""
+        """A request that is done when the key's first value has been published."""
         return _Published(self, place)
 
     # --- waking
 
     def wait(self, name: int, waiter: Waiter) -> None:
-        """Wake `waiter` when another rank has counted something of the key with this name: where its counters are."""
+        """Wake `waiter` when another rank has changed a counter of a key. name: the offset of the key's counters."""
         self._waiting[name] = waiter
 
     def _count(self, name: int) -> None:
@@ -233,20 +234,20 @@ class HostKeys:
         self._log.count(LENGTH, entries + 1)
 
     def listen(self) -> Steps[None]:
-        """For the progress engine: look in each of its steps."""
+        """A generator for the progress engine, which then calls `test` in each of its steps."""
         while True:
             yield self
 
     def test(self) -> bool:
-        """Wake the transfers of keys that somebody has counted for. Never done."""
+        """Wake the transfers of keys of which another rank has changed a counter. Returns False: it is never done."""
         log = self._log
-        for rank, read in self._read.items():
+        for rank, read in self._n_read.items():
             entries = log.of(rank, LENGTH)
             if entries == read:
                 continue
-            self._read[rank] = entries
+            self._n_read[rank] = entries
             names: Sequence[int] = ()
-            if entries - read < LAG:
+            if entries - read < MOST_UNREAD:
                 names = [log.said(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
             if not names or log.of(rank, LENGTH) - read > LOG_ENTRIES:  # some may have been written over
                 names = [*self._waiting]

@@ -1,9 +1,9 @@
 """The path "hosted": workers are on several hosts, and the workers of a host add in memory that they share.
 
-Home: the value is in that memory, once for each host. Who adds: within a host one worker for each ring of hosts, from
-where the workers of the host have their values; then around the ring, from host to host, in the order that
-collectives/hierarchical fixes. What is sent: sums and results between hosts alone, with what the messages of
-`MessagePath` say of labels (collectives/hosted).
+Value: in that memory, once for each host. Who adds: several rings of ranks connect the hosts; each ring has one rank of
+each host. On each host the rank of a ring adds the values of the host's workers, in place; then sums are added from
+host to host around the ring, in the order that collectives/hierarchical fixes. What is sent: sums and results between
+hosts only, with labels as in the messages of `MessagePath` (collectives/hosted).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mpikv.strategies.key_path import SharedPath
 class HostedPath(SharedPath):
     """See `KeyPath`."""
 
-    def share(self) -> Steps[None]:
-        """By a tree over one rank of each host."""
+    def broadcast(self) -> Steps[None]:
+        """Broadcast by messages along a tree of one rank of each host."""
         return hosted.share(self._group, self._key, self._tag(0))
 
-    def begin(
+    def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """From where the values are, if the others of the host can read them there."""
+        """Add. `values` are copied only if the others of the host cannot read them in place."""
         return hosted.reduce_scatter(
             self._groups(comparison)[0],
             values,
@@ -43,7 +43,7 @@ class HostedPath(SharedPath):
             parts=self._parts,
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """The value is completed once for each host, and copied out as it comes."""
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Complete the value once for each host, and copy each segment to `outs` as soon as it is complete."""
         group = self._groups(comparison)[1]
         return hosted.allgather(group, self.placement.bounds, self._tag(2), self._key, outs, parts=self._parts)

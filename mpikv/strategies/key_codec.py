@@ -1,8 +1,8 @@
-"""What encodes the values of one key, and what follows from one of its rounds to the next, whichever path each goes.
+"""The codec of one key, and its state from one round to the next, on whichever path each round is done.
 
-Values that are compressed, and not by force, travel as they are in rounds where that is faster (codecs/choice). The
-first of such rounds adds what the codec owes. Where owners send new values back encoded, they keep the exact values of
-what they own for their next update.
+Unless its codec is forced, a key's values are sent uncompressed in rounds where that is faster (codecs/choice). The
+first of such rounds adds the codec's residual. Where owners send new values back encoded, they keep the exact values of
+their shards for their next update.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from mpikv.transports.base import Group
 
 
 class KeyCodec:
-    """Of one key. pushed, returned, as_it_is: what travels to the owners, back from them, and where nothing is encoded.
+    """The codec of one key.
 
-    choice: whether values travel encoded; None: they always do. plain, measured: of the round that has begun, whether
-    it travels as it is, and whether the choice says so. exact: what this worker owns of the value, as it was before it
-    was sent back encoded; None: it is in the value.
+    pushed, returned: encode values that are sent to the owners, and back from them. uncompressed_pieces: used instead
+    in uncompressed rounds. choice: whether values are sent encoded; None: they always are. uncompressed: whether the
+    current round is. timed: whether the choice decided that and measures the round's time. exact: this worker's shard
+    before it was sent back encoded; None: the value itself is exact.
     """
 
     def __init__(self, info: KeyInfo, space: Space, group: Group, choices: Choices | None) -> None:
-        travels = compression.of_text(info.codec)
+        codecs = compression.of_text(info.codec)
 
         def pieces(codec: Codec) -> Pieces:
             return DevicePieces(info, codec, space) if isinstance(space, DeviceSpace) else Pieces(info, codec)
 
-        self.pushed, self.returned, self.as_it_is = pieces(travels.push), pieces(travels.pull), pieces(IDENTITY)
-        self.returns_encoded = travels.pull != IDENTITY
-        self._group, self._n_elems, self._name = group, info.n_elems, travels.push.name
+        self.pushed, self.returned = pieces(codecs.push), pieces(codecs.pull)
+        self.uncompressed_pieces = pieces(IDENTITY)
+        self.returns_encoded = codecs.pull != IDENTITY
+        self._group, self._n_elems, self._name = group, info.n_elems, codecs.push.name
         self._clock = group.transport.clock
-        self._choices = choices if travels.chosen and info.n_elems > 0 and group.size > 1 else None
+        self._choices = choices if codecs.chosen and info.n_elems > 0 and group.size > 1 else None
         self.choice = self._new_choice()
-        self.plain = self.measured = False
+        self.uncompressed = self.timed = False
         self.exact: SpaceArray | None = None
 
     def _new_choice(self) -> CodecChoice | None:
@@ -54,45 +56,45 @@ class KeyCodec:
 
     @property
     def held_bytes(self) -> int:
-        """What the codecs remember, and exact values."""
+        """Memory of the codecs' states and of exact values."""
         exact = 0 if self.exact is None else int(self.exact.nbytes)
         return self.pushed.held_bytes + self.returned.held_bytes + exact
 
-    def cut(self, before: Placement, placement: Placement) -> None:
-        """From the next round on the owners own other parts, or there are owners at last."""
+    def reshard(self, before: Placement, placement: Placement) -> None:
+        """Change the bounds of the owners' shards. Not to be called during a round."""
         if before.bounds != placement.bounds:
             self.exact = None
-            self.returned.states = {}  # of parts that are others' now
-        self.choice = self._new_choice()  # other messages take another time
-        self.remember(self.pushed.states, placement)
+            self.returned.states = {}  # other workers own those elements now
+        self.choice = self._new_choice()  # times of earlier rounds do not hold for other messages
+        self.set_states(self.pushed.states, placement)
 
-    def remember(self, states: Mapping[Span, State], placement: Placement) -> None:
-        """Of what this worker pushes, in place of what its codec remembers. states: of these pieces or others."""
-        gathers = placement.algorithm == "gather"  # whatever the last round was
-        whole = [(0, self._n_elems)] if gathers else pairwise(placement.bounds)
-        self.pushed.recut(states, [piece for span in whole for piece in self.pushed.of(span)])
+    def set_states(self, states: Mapping[Span, State], placement: Placement) -> None:
+        """Replace the states of the codec of this worker's pushes. states: by pieces, which may have other bounds."""
+        gathers = placement.algorithm == "gather"  # also if the last round was uncompressed and had owners
+        spans = [(0, self._n_elems)] if gathers else pairwise(placement.bounds)
+        self.pushed.recut(states, [piece for span in spans for piece in self.pushed.of(span)])
 
     # --- a round
 
-    def begin(self, *, plain: bool) -> None:
-        """A round begins; a `plain` one travels as it is, others as the choice says."""
-        choice = None if plain else self.choice
-        self.measured = choice is not None
-        self.plain = plain or (choice is not None and choice.plain)
+    def begin_round(self, *, uncompressed: bool) -> None:
+        """Begin a round. uncompressed: it must be sent so; else the choice decides."""
+        choice = None if uncompressed else self.choice
+        self.timed = choice is not None
+        self.uncompressed = uncompressed or (choice is not None and choice.plain)
         if choice is not None:
             choice.begin(self._clock.now_s())
 
-    def with_owed(self, values: SpaceArray) -> SpaceArray:
-        """The values of a round that travel as they are, with what earlier ones owe if the choice says so."""
-        return self.pushed.with_owed(values) if self.measured else values
+    def with_residual(self, values: SpaceArray) -> SpaceArray:
+        """The values of an uncompressed round, plus the residual if the choice made the round uncompressed."""
+        return self.pushed.with_residual(values) if self.timed else values
 
-    def restore(self, value: SpaceArray, updates: Span) -> None:
-        """Bring the exact values to where they are updated."""
+    def restore_exact(self, value: SpaceArray, updates: Span) -> None:
+        """Copy the exact values of the elements `updates` into `value`, before they are updated."""
         if self.exact is not None:
             value[slice(*updates)] = self.exact
 
-    def end(self, tag: int) -> Steps[None]:
-        """A round that was measured has ended: all workers compare their times after the same one, in messages."""
+    def end_round(self, tag: int) -> Steps[None]:
+        """End a round whose time is measured. After some rounds, the same on all workers, exchange times with all."""
         assert self.choice is not None
         self.choice.end(self._clock.now_s())
         if self.choice.asks:

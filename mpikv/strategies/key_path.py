@@ -2,13 +2,12 @@
 
 A path does the rounds of one key. A round has two halves, and the optimizer runs between them (round_steps.py):
 
-- `begin`: this worker's last contribution to the round is there. The values of all workers are added, so that each
-  owner has the sum of its part of the key.
-- `end`: the owners have updated their parts of the value. The new value is brought to all workers.
+- `reduce_scatter` adds the values of all workers, so that each owner has the sum of its shard of the key.
+- `allgather` sends the new values, of which each owner has updated its shard, to all workers.
 
-Each path has a file of its own, which says where the value's home is, who adds, in which order, and what is sent. A
-path knows no other path: which one a round goes, the key's `KeyPaths` say (paths.py). What paths share are the
-collectives, the pieces of a codec (pieces.py, key_codec.py), and the copies between a GPU and the host (staging.py).
+Each path has a file of its own, which says where the value is kept, who adds, in which order, and what is sent. A path
+knows no other path: the key's `KeyPaths` choose the path of a round (paths.py). Paths share the collectives, the pieces
+of a codec (pieces.py, key_codec.py), and the copies between a GPU and the host (staging.py).
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from mpikv.transports import wire
 from mpikv.transports.base import Group
 
 
-class Means(NamedTuple):
-    """What the paths of one worker's keys are made with.
+class PathResources(NamedTuple):
+    """What the paths of one worker's keys need.
 
-    spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. plain_group: the
-    same ranks for messages of device memory; None: `group` is. hosts: the keys in shared memory, communicators: those
-    of MPI's own collectives, nccl: the communicator of NCCL; None where the store has no path that needs them.
-    timeout_s: the longest time that a round by NCCL may take on the GPU. choices: for keys that travel encoded or as
-    they are, whichever is faster; None: they always travel encoded.
+    group: sends and receives messages. device_group: does so from and to device memory, without their ordering by
+    priority; None: use `group`. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the
+    keys in shared memory; communicators: those for MPI's own collectives; nccl: the communicator of NCCL; each None
+    where the store has no path that needs it. timeout_s: the longest time that a round by NCCL may take on the GPU.
+    choices: for keys that are sent encoded or uncompressed, whichever is faster; None: they are always sent encoded.
     """
 
     group: Group
@@ -55,44 +54,45 @@ class Means(NamedTuple):
     communicators: Communicators | None = None
     nccl: NcclComm | None = None
     timeout_s: float = 60.0
-    plain_group: Group | None = None
+    device_group: Group | None = None
     choices: Choices | None = None
 
 
 class KeyPath:
     """The path of one key.
 
-    value: what `end` completes, (n,). It is the key's home but where `staging` has that, or where the key has another
-    path as well (paths.py). dtype: of what is pushed. shared: whether `value` is in memory that the ranks of this host
-    share. Then they read what is pushed where it is, and `end` writes the value to the caller's arrays as it comes.
-    changes: whether `begin` may change what is pushed. codec: of what travels; None: values travel as they are.
-    staging: the copies of a key in device memory whose path adds in host memory; None: values are added where they are.
+    value: the array that `allgather` completes, (n,). It holds the key's value, unless `staging` or an earlier path of
+    the key does (paths.py). dtype: the dtype of pushed values. shared: whether `value` is in memory that the ranks of
+    this host share. If so, they read pushed values in place, and `allgather` writes each segment of the value to the
+    caller's arrays as soon as it is complete. overwrites: whether `reduce_scatter` may overwrite pushed values. codec:
+    encodes what is sent; None: values are sent uncompressed. staging: the copies of a key in device memory whose path
+    adds in host memory; None: values are added where they are.
     """
 
     shared = False
-    changes = True
+    overwrites = True
     value: SpaceArray
     codec: KeyCodec | None = None
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        """place: the key's in the memory of its host; None: it has none."""
+        """place: the key's place in the shared memory of its host; None: it has none."""
         self.placement, self.staging = placement, staging
         self.dtype: np.dtype[Any] = sum_dtype(info.dtype)
-        self._group, self._key_id = means.group, info.id
-        self._space = means.spaces.of(info) if staging is None else staging.on_host
+        self._group, self._key_id = resources.group, info.id
+        self._space = resources.spaces.of(info) if staging is None else staging.on_host
         self._parts: Parts = HERE if staging is None else staging.segments
         self._labelled: tuple[Group, Group] | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Memory of this worker's own that is held for the value, or for what it adds; by default the value's."""
+        """This worker's own memory that the path holds; by default that of the value."""
         return int(self.value.nbytes)
 
     @property
     def owned(self) -> Span:
-        """The elements that this worker owns."""
+        """The shard that this worker owns."""
         begin, end = self.placement.bounds[self._group.rank : self._group.rank + 2]
         return begin, end
 
@@ -101,38 +101,38 @@ class KeyPath:
         """The elements that this worker updates in a round, between its two halves; by default those that it owns."""
         return self.owned
 
-    def cut(self, placement: Placement) -> None:
-        """From the next round on the owners own other parts, and labels are compared anew. Not during a round."""
+    def reshard(self, placement: Placement) -> None:
+        """Change the bounds of the owners' shards, and compare labels anew. Not to be called during a round."""
         self.placement, self._labelled = placement, None
 
-    def share(self) -> Steps[None]:
-        """Bring `value` of worker 0 to all. Collective; once, before the first round."""
+    def broadcast(self) -> Steps[None]:
+        """Broadcast `value` of worker 0. Collective; once, before the first round."""
         raise NotImplementedError
 
-    def share_now(self) -> bool:
-        """Do what `share` does, where nothing has to be waited for. False: nothing was done."""
+    def broadcast_now(self) -> bool:
+        """Do what `broadcast` does if that needs no wait. Returns whether it was done."""
         return False
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """Combine `values` of all workers. Returns (n,) with the result in what it `updates`; None: it is in `values`.
+        """Combine `values` of all workers. Returns (n,), valid in the elements `updates`; None: it is `values`.
 
-        values: (n,), in `dtype`; not to be changed by the caller until `end` of the same round has ended, and by the
-        path only where it `changes` them and they are `changeable`. comparison: of the labels that they were pushed
-        under, the same one until `cut`; None: there are none to be compared. Collective.
+        values: (n,), in `dtype`. The caller must not change them until `allgather` of this round has ended; the path
+        may overwrite them only if `overwrites` is set and they are `changeable`. comparison: compares the labels that
+        workers have pushed under, the same object until `reshard`; None: there is nothing to compare. Collective.
         """
         raise NotImplementedError
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """Complete `value`, of which each worker has updated its own part, on all workers. Collective.
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Complete `value`, of which each worker has updated its own shard, on all workers. Collective.
 
-        outs: arrays of the caller's, (n,), to write it to; there are none where it is not `shared`.
+        outs: the caller's arrays, (n,), to write the value to; only given if the path is `shared`.
         """
         raise NotImplementedError
 
     def _others(self) -> list[Span]:
-        """What the others own, before this worker's part and behind it."""
+        """The elements that other workers own, before this worker's shard and behind it."""
         begin, end = self.owned
         return [(0, begin), (end, self.placement.bounds[-1])]
 
@@ -140,7 +140,7 @@ class KeyPath:
         return wire.key_tag(self._key_id, use)
 
     def _groups(self, comparison: Comparison | None) -> tuple[Group, Group]:
-        """For the messages of the two halves, which carry labels. Made by the first round, which may come late."""
+        """The groups of the two halves, whose messages contain labels. Made by the first round: some keys have none."""
         if self._labelled is None:
             group, bounds = self._group, self.placement.bounds
             self._labelled = group, group
@@ -154,23 +154,23 @@ class KeyPath:
 
 
 class SharedPath(KeyPath):
-    """A path whose value is in memory that the ranks of this host share. place: where all ranks know it to be."""
+    """A path whose value is in memory that the ranks of this host share, at the key's `place`."""
 
     shared = True
-    changes = False
+    overwrites = False
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
-        assert means.hosts is not None
-        self._hosts, self._info, self._place = means.hosts, info, place
+        super().__init__(resources, info, placement, place, staging)
+        assert resources.hosts is not None
+        self._hosts, self._info, self._place = resources.hosts, info, place
         self._shared_key: HostKey | None = None
-        self.value: HostArray = means.hosts.value(place, info.n_elems, info.dtype)
+        self.value: HostArray = resources.hosts.value(place, info.n_elems, info.dtype)
 
     @property
     def _key(self) -> HostKey:
-        """What its rounds need. Made by the first one, which may come late."""
+        """The key's counters and buffers. Made by the first round: some keys have none."""
         if self._shared_key is None:
             info, pages = self._info, self.staging is not None
             self._shared_key = self._hosts.key(self._place, info.n_elems, info.dtype, pages=pages)
@@ -178,9 +178,9 @@ class SharedPath(KeyPath):
 
     @property
     def held_bytes(self) -> int:
-        """Where it copies its values to, for the others to add."""
+        """The buffer that this worker copies its values to, so that the others can add them."""
         return 0 if self._shared_key is None else self._shared_key.held_bytes
 
 
-# Where a path has nothing to add to a collective, it returns the generator: one more in the chain would be one more
-# frame between every message and its call.
+# Where a path does no more than a collective, it returns the collective's generator: a generator of its own around it
+# would be one more frame between every message and the call.

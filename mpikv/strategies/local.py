@@ -1,4 +1,4 @@
-"""One process, several devices: the sum and the update happen here and at once. Needs no MPI.
+"""The strategy of stores with one process: sums and updates are made in the call itself. Needs no MPI.
 
 Also the reference that every other mode is compared with.
 """
@@ -22,13 +22,13 @@ from mpikv.strategies.states import collect, distribute, restored
 
 
 class LocalCall(PreparedCall):
-    """One call: it is done when it has started."""
+    """One call, which is done when `start` returns."""
 
     def __init__(self, strategy: LocalStrategy, entries: Sequence[Entry]) -> None:
         self._strategy, self._entries = strategy, entries
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Key by key."""
+        """Push and pull one key after another."""
         for entry in self._entries:
             if entry.total is not None:
                 self._strategy.push(entry.info, entry.total)
@@ -37,7 +37,7 @@ class LocalCall(PreparedCall):
         return []
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Nothing is left."""
+        """Return at once: `start` has done everything."""
 
     def release(self) -> None:
         """Forget the arrays."""
@@ -68,7 +68,7 @@ class LocalStrategy(Strategy):
                 self._stored[info.id] = value
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """Update the stored values, and copy them out. Every reduction is what one worker makes of its devices."""
+        """See `LocalCall`. `op` has no effect here: with one worker every reduction returns that worker's array."""
         return LocalCall(self, entries)
 
     def pull(self, info: KeyInfo, sink: Sink) -> None:
@@ -99,18 +99,18 @@ class LocalStrategy(Strategy):
         return self._tables[info.id].rows(ids), []
 
     def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Those of now."""
+        """Return the rows that changed up to now."""
         table = self._tables[info.id]
         ids = table.changed(0)
         changed = RowSparse(ids, table.rows(ids).reshape(ids.size, *info.shape[1:]), info.shape)
         return [], lambda: changed
 
     def stats(self) -> dict[str, int]:
-        """The memory of row-sparse keys, where there are some."""
+        """Bytes of memory held for row-sparse keys, if there are any."""
         return {"row_bytes": sum(table.held_bytes for table in self._tables.values())} if self._tables else {}
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        """Use the user's own object, so that a changed attribute has effect without being sent."""
+        """Use the user's own object, so that attributes which the user changes later take effect without a message."""
         slot, key_ids = self._session.serve(optimizer, keys)
         self._owner.set_optimizer(slot, optimizer, key_ids)
 
@@ -139,5 +139,5 @@ class LocalStrategy(Strategy):
         return loaded
 
     def close(self) -> None:
-        """Give back the device's memory; nothing else is to end."""
+        """Free the device memory; there is nothing else to end."""
         self._session.spaces.close()

@@ -1,8 +1,8 @@
 """The path "messages": the workers own the keys, and send messages, also within a host.
 
-Home: each worker has the whole value in memory of its own. Who adds, in which order, and what is sent: what the
-algorithm says that the placement names (collectives/ring, naive, halving_doubling, hierarchical). Messages also say
-under which labels values were pushed (collectives/labelled).
+Value: each worker has a copy in its own memory. Who adds, in which order, and what is sent: the placement names the
+algorithm that decides this (collectives/ring, naive, halving_doubling, hierarchical). Messages also contain the labels
+that values were pushed under (collectives/labelled).
 
 Cost: that of the algorithm. Memory: the value.
 """
@@ -22,7 +22,7 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 
 
@@ -30,19 +30,19 @@ class MessagePath(KeyPath):
     """See `KeyPath`."""
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self.value = self._space.empty(info.n_elems, info.dtype)
 
-    def share(self) -> Steps[None]:
-        """By a tree."""
+    def broadcast(self) -> Steps[None]:
+        """Broadcast by messages along a tree."""
         return broadcast(self._group, self.value, 0, self._tag(0))
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """In place."""
+        """Add in `values`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
         if self.placement.algorithm in IN_PARTS:
@@ -52,8 +52,8 @@ class MessagePath(KeyPath):
             self._parts, algorithm.reduce_scatter(*arguments), values, needed=(0, values.size), completed=[self.owned]
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """In place."""
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Receive into `value`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
         if self.placement.algorithm in IN_PARTS:

@@ -1,7 +1,7 @@
 """The path "native": the workers own the keys, and MPI's own collectives move them (collectives/native).
 
-Home: each worker has the whole value in memory of its own. Who adds: MPI, in an order of its own. What is sent: what
-MPI sends, and the workers' labels, gathered before. Each key has a communicator of its own (communicators.py).
+Value: each worker has a copy in its own memory. Who adds: MPI, in an order that it chooses. What is sent: MPI's own
+messages, and before them a gather of the workers' labels. Each key has its own communicator (communicators.py).
 
 Cost: MPI's, a gather of 32 bytes for each round, and a communicator for each key. Memory: the value.
 """
@@ -20,7 +20,7 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 
 
@@ -28,23 +28,23 @@ class NativePath(KeyPath):
     """See `KeyPath`."""
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
-        assert means.communicators is not None
+        super().__init__(resources, info, placement, place, staging)
+        assert resources.communicators is not None
         self.value = self._space.empty(info.n_elems, info.dtype)
-        self._communicators = means.communicators
+        self._communicators = resources.communicators
         self._comm: Any = None
 
-    def share(self) -> Steps[None]:
-        """By a tree of messages of ours; then the key waits for its communicator."""
+    def broadcast(self) -> Steps[None]:
+        """Broadcast by the store's own messages along a tree; then wait for the key's communicator."""
         yield from broadcast(self._group, self.value, 0, self._tag(0))
         self._comm = yield from self._communicators.of(self._key_id)
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """In place, with the workers' labels compared before."""
+        """Add in `values`, after the workers' labels have been compared."""
         steps = self._add(values, combine, comparison)
         return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.owned])
 
@@ -55,7 +55,7 @@ class NativePath(KeyPath):
         yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
         return None
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """In place."""
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Receive into `value`."""
         steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
         return whole(self._parts, steps, self.value, needed=self.owned, completed=self._others())

@@ -1,25 +1,25 @@
 """The path "nccl": a key's value is on a GPU, and NCCL adds it over all workers, each of which has a GPU of its own.
 
-Home: each worker has the whole value in its device memory. Who adds, in which order, and what is sent: as NCCL likes.
+Value: each worker has a copy in its device memory. Who adds, in which order, and what is sent: NCCL decides.
 
-One communicator serves all keys that go this path, of all stores of the process. NCCL wants its calls in the same order
-on all workers, and a call waits on the GPU until all others have made it; workers push keys in any order, and may wait
-for one before they push the next. So a round of a key begins with short messages in host memory. First every worker
-hears from all others (collectives/notes.py), and then all have pushed the key; the same messages say under which
-labels. Then worker 0 gives the round a number, the next one, and tells it to all. Rounds are put into their streams in
-the order of their numbers, each as a whole, while no other generator runs: reduce-scatter, update and allgather, one
-after another, in arrays whose parts are padded to equal lengths; or an allreduce where nothing updates the key; or a
-reduction and a broadcast where one worker updates all of it. Keys that go another path have no number and wait for
-none: docs/adr/0021 says why both can be under way at a time.
+One communicator serves all keys on this path, of all stores of the process. NCCL needs its calls in the same order on
+all workers, and a call blocks the GPU's stream until all others have made it. But workers push keys in any order, and
+may wait for one before they push the next. So a round of a key begins with short messages in host memory. By the first
+of them each worker learns that all have pushed the key, and with which labels (collectives/notes.py). Then worker 0
+gives the round the next number and sends it to all. All workers start rounds on the GPU in the order of their numbers,
+each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays whose
+shards are padded to equal lengths; or an allreduce, where nothing updates the key; or a reduction and a broadcast,
+where one worker updates all of it. Keys on other paths have no such number and wait for none: docs/adr/0021 says why
+both kinds can be in progress at the same time.
 
-What cannot end, because a worker has died after it had told that it is there, is aborted after the store's limit, and
-whoever waits for the key gets StallError. The store is of no use then.
+A round that cannot end, because a worker has died after it had sent its first messages, is aborted after the store's
+time limit. Whoever waits for the key gets StallError, and the store cannot be used any more.
 
 The bits are NCCL's: the same on all workers, but not those of the other paths, nor the same with another number of GPUs
 or another version of NCCL.
 
 Cost for p workers: NCCL's, a copy of the values, and ceil(log2(p)) + 1 short messages one after another in each round,
-p-1 more at worker 0. The first value comes through host memory, once. Memory: the value, and what is added.
+p-1 more at worker 0. The first value is broadcast through host memory. Memory: the value, and the buffer that is added.
 """
 
 from __future__ import annotations
@@ -41,47 +41,47 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.key_path import KeyPath, Means
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
 
-LONGEST_TURN = 0.05  # of the limit: a process that was stopped for a while has not waited meanwhile
+LONGEST_TURN = 0.05  # of the limit, counted between two tests: time in which the process was stopped is no wait
 
 
 class NcclPath(KeyPath):
     """See `KeyPath`."""
 
     def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
+        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(means, info, placement, place, staging)
+        super().__init__(resources, info, placement, place, staging)
         self._device = cast(DeviceSpace, self._space)
-        self._info, self._timeout_s = info, means.timeout_s
-        # With nobody to add with, or nothing to add, nothing is asked of NCCL.
-        self._comm = means.nccl if means.group.size > 1 and info.n_elems else None
-        self._whole = self._device.zeros(padded(info.n_elems, means.group.size, info.dtype), info.dtype)
+        self._info, self._timeout_s = info, resources.timeout_s
+        # NCCL is not needed where there is no other worker, or no element.
+        self._comm = resources.nccl if resources.group.size > 1 and info.n_elems else None
+        self._whole = self._device.zeros(padded(info.n_elems, resources.group.size, info.dtype), info.dtype)
         self.value = self._whole[: info.n_elems]
-        self._added: SpaceArray = None  # what is added is there, from the first round on
+        self._added: SpaceArray = None  # the buffer that NCCL adds in; made by the first round
 
     @property
     def _all_have_all(self) -> bool:
-        """Whether nothing updates the key, so that all workers take the sum."""
+        """Whether nothing updates the key, so that an allreduce gives all workers the sum."""
         return self.placement.algorithm == "nccl_allreduce"
 
     @property
     def _root(self) -> int | None:
-        """The one worker that updates all of the key; None where each updates a part."""
+        """The one worker that updates all of the key; None where each updates a shard."""
         bounds, n = self.placement.bounds, self._info.n_elems
         owners = [rank for rank in range(self._group.size) if bounds[rank + 1] - bounds[rank] == n]
         return owners[0] if owners and n > self._whole.size // self._group.size else None
 
     @property
     def updates(self) -> Span:
-        """All elements, where all workers take the sum."""
+        """All elements, if all workers get the sum; else this worker's shard."""
         return (0, self._info.n_elems) if self._all_have_all else super().updates
 
-    def share(self) -> Steps[None]:
-        """By a tree, through host memory."""
+    def broadcast(self) -> Steps[None]:
+        """Broadcast by messages along a tree, through host memory."""
         if self._comm is None:
             return
         space, is_root = self._device, self._group.rank == 0
@@ -90,14 +90,14 @@ class NcclPath(KeyPath):
         if not is_root:
             space.copy(self.value, value)
 
-    def begin(
+    def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """What follows until the first request of `end` belongs to the round's turn."""
+        """Wait until it is this round's turn; the turn ends with the first request that `allgather` yields."""
         comm, space = self._comm, self._device
         if comm is None:
             return None
-        yield from notes.compare(self._group, comparison, self._tag(1))  # nobody goes on before all are there
+        yield from notes.compare(self._group, comparison, self._tag(1))  # ends only when all have pushed the key
         number = yield from self._number(comm)
         yield Predicate(lambda: comm.failure is not None or comm.begun == number)
         if self._all_have_all:
@@ -113,7 +113,7 @@ class NcclPath(KeyPath):
         return self._added[: values.size]
 
     def _number(self, comm: NcclComm) -> Steps[int]:
-        """Which of all rounds this is: worker 0 gives it the next number once all workers are there."""
+        """The round's number, which worker 0 assigns once all workers have pushed the key."""
         group, number = self._group, np.zeros(1, np.int64)
         if group.rank:
             yield group.irecv(number, 0, self._tag(0))
@@ -123,8 +123,8 @@ class NcclPath(KeyPath):
             yield from sends
         return int(number[0])
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """In place. Ends the round's turn, and waits until the GPU has done it."""
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Receive into `value`. Ends the round's turn, and waits until the GPU has done the round."""
         comm = self._comm
         if comm is None:
             return
@@ -144,15 +144,15 @@ class NcclPath(KeyPath):
 
 
 class _Ended:
-    """A request that is done when the GPU has done a round; where it does not, it ends all that is under way."""
+    """A request that is done when the GPU has done a round. At a failure or timeout it aborts NCCL's communicator."""
 
     def __init__(self, done: Operation, comm: NcclComm, group: Group, info: KeyInfo, timeout_s: float) -> None:
         self._done, self._comm, self._group, self._info, self._timeout_s = done, comm, group, info, timeout_s
         self._clock = group.transport.clock
-        self._waited_s, self._looked_s = 0.0, self._clock.now_s()
+        self._waited_s, self._tested_s = 0.0, self._clock.now_s()
 
     def test(self) -> bool:
-        """Whether it is done. Raises StallError after the limit, MpikvError where NCCL has failed."""
+        """Whether it is done. Raises StallError after the time limit, MpikvError where NCCL has failed."""
         comm = self._comm
         if comm.failure is not None:
             raise comm.failure
@@ -163,8 +163,8 @@ class _Ended:
         except MpikvError as error:
             raise comm.fail(error) from None
         now_s = self._clock.now_s()
-        self._waited_s += min(now_s - self._looked_s, LONGEST_TURN * self._timeout_s)
-        self._looked_s = now_s
+        self._waited_s += min(now_s - self._tested_s, LONGEST_TURN * self._timeout_s)
+        self._tested_s = now_s
         if self._waited_s >= self._timeout_s:
             group = self._group
             raise comm.fail(

@@ -1,11 +1,11 @@
-"""The path "direct" of a key by itself: all workers are on one host, and add in memory that they share.
+"""The path "direct" for rounds of one key: all workers are on one host, and add in memory that they share.
 
-Calls that all workers make together are done together (direct.py). This is what pushes do, and calls that workers make
-at different times; the bits are the same.
+It is used for pushes, and for calls that workers make at different times. Blocking calls that all workers make at the
+same time use direct.py instead, with the same bits.
 
-Home: the value is in the shared memory, once for all workers. Who adds: each worker the part that it owns, straight
-from where all workers have their values, in the order of the ranks. What is sent: nothing; counters in the memory say
-how far each worker is (collectives/one_host).
+Value: in the shared memory, once for all workers. Who adds: each worker adds the shard that it owns, directly from the
+arrays of all workers, in the order of the ranks. What is sent: nothing; counters in the shared memory show how far each
+worker has come (collectives/one_host).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from mpikv.strategies.key_path import SharedPath
 class OneHostPath(SharedPath):
     """See `KeyPath`."""
 
-    def share(self) -> Steps[None]:
-        """The value is in the memory: the others are told that it is."""
-        if not self.share_now():
+    def broadcast(self) -> Steps[None]:
+        """Wait until rank 0 has published that the value is in the shared memory."""
+        if not self.broadcast_now():
             yield self._hosts.published(self._place)
 
-    def share_now(self) -> bool:
-        """The others look whether they have been told. Not where the value has to be copied from a GPU first."""
+    def broadcast_now(self) -> bool:
+        """Publish the value at rank 0; other ranks check whether it is published. Not used for keys on a GPU."""
         if self._group.rank == 0:
             self._hosts.publish(self._place)
         return self._group.rank == 0 or self._hosts.is_published(self._place)
 
-    def begin(
+    def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """From where the values are, if the others can read them there."""
+        """Add this worker's shard. `values` are copied only if the others cannot read them in place."""
         return one_host.reduce_scatter(
             self._group.rank,
             values,
@@ -50,6 +50,6 @@ class OneHostPath(SharedPath):
             parts=self._parts,
         )
 
-    def end(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """Wait for the other owners, and copy the value out."""
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        """Wait for the other owners, and copy the value to `outs`."""
         return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs, parts=self._parts)

@@ -1,10 +1,10 @@
-"""What travels of one key's values by one codec, piece by piece, and what the codec remembers of each piece.
+"""One key's values in the encoding of one codec, piece by piece, and the codec's state of each piece.
 
-A piece is encoded, sent and decoded by itself, in one message: long enough that a message costs little beside its
-bytes, short enough that one is under way while the next is encoded. A codec's states belong to pieces. Where a key is
-cut anew, what is owed of each element goes with it (codecs/residuals).
+A piece is encoded, sent and decoded by itself, in one message. It is long enough that a message's fixed cost is small
+beside that of its bytes, and short enough that one piece is in flight while the next is encoded. Each piece has a codec
+state of its own. When a key is cut into other pieces, every element keeps its residual (codecs/residuals).
 
-Cost: one pass over the values in each direction. Memory: the states; of a round what is encoded and not sent yet.
+Cost: one pass over the values in each direction. Memory: the states, and pieces that are encoded and not sent yet.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 
 MOST_ELEMS = 1 << 18  # of a piece: 1 MiB of float32, some milliseconds to encode
-STEP_ELEMS = 1 << 10  # pieces end at multiples of it: no codec has bytes there that belong to two of them
+STEP_ELEMS = 1 << 10  # pieces end at multiples of it, where no codec has a byte that encodes elements of both sides
 
 _BYTES = np.dtype(np.uint8)
 
 
 def piece_elems(codec: Codec, dtype: np.dtype[Any]) -> int:
-    """The most elements of a piece. It follows from the codec alone, so that bits do not depend on hosts or paths.
+    """The most elements of a piece. Only the codec and dtype decide it, so that bits do not depend on hosts or paths.
 
-    A codec with rows has whole rows, and at least as many as a row has elements: factors of fewer would be as long.
+    A codec that works on rows gets whole rows, and at least as many as a row has elements: the factors that it sends of
+    fewer rows would be as long.
     """
     if (row := codec.row_elems) > 1:
         return row * max(row, MOST_ELEMS // row)
@@ -40,14 +41,17 @@ def piece_elems(codec: Codec, dtype: np.dtype[Any]) -> int:
 
 
 class Pieces:
-    """One key's, by one codec. encoded_from_bytes, encoded_bytes: all that was, before and after. states: by piece."""
+    """One key's pieces in the encoding of one codec.
+
+    encoded_from_bytes, encoded_bytes: counts of all bytes before and after encoding. states: the codec's, by piece.
+    """
 
     def __init__(self, info: KeyInfo, codec: Codec) -> None:
         self._codec, self._dtype = codec, info.dtype
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
-        self._owes = False  # whether a state may owe something that the next round could pay
+        self._has_residual = False  # whether a state may have a residual that the next round can add
         self.encoded_from_bytes = self.encoded_bytes = 0
 
     def of(self, span: Span) -> list[Span]:
@@ -55,68 +59,68 @@ class Pieces:
         return list(cut(span, 1, self._longest))
 
     def wire_bytes(self, piece: Span) -> int:
-        """How many bytes a piece is on its way."""
+        """The number of bytes of an encoded piece."""
         return self._codec.wire_bytes(piece[1] - piece[0], self._dtype)
 
     def encode(self, values: HostArray, piece: Span) -> HostArray:
-        """What travels of a piece. values: (n,), in the key's dtype or a wider one that they were brought to."""
+        """Encode a piece. values: (n,), the whole key's, in its dtype or in a wider one that they were cast to."""
         data = self._codec.encode(values[slice(*piece)].astype(self._dtype, copy=False), self._state(piece))
         self._count(piece, data)
         return data
 
     def _state(self, piece: Span) -> State:
-        """That of a piece which is encoded."""
+        """The codec's state of a piece that is being encoded; a new one if there is none."""
         if (state := self.states.get(piece)) is None:
-            state = self.states[piece] = self._init(piece[1] - piece[0])
-        self._owes = self._owes or "residual" in state
+            state = self.states[piece] = self._new_state(piece[1] - piece[0])
+        self._has_residual = self._has_residual or "residual" in state
         return state
 
-    def _init(self, n_elems: int) -> State:
+    def _new_state(self, n_elems: int) -> State:
         return self._codec.init(n_elems)
 
     def _count(self, piece: Span, data: HostArray) -> None:
-        """A piece was encoded."""
+        """Count the bytes of a piece that was encoded."""
         if self._codec != IDENTITY:
             self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
             self.encoded_bytes += data.nbytes
 
-    def with_owed(self, values: HostArray) -> HostArray:
-        """Return the values of a round that travel as they are, with what earlier ones owe; then in new memory.
+    def with_residual(self, values: HostArray) -> HostArray:
+        """Add the residual, which earlier encodings left, to the values of an uncompressed round.
 
-        values: (n,), in the key's dtype. What of a codec's remainder the dtype cannot hold stays with the codec
-        until a round is encoded again.
+        values: (n,), in the key's dtype. Returns `values` themselves if there is no residual, else a new array. The
+        rounding error of the sum stays as residual until a round is encoded again.
         """
-        if not self._owes:
+        if not self._has_residual:
             return values
-        self._owes = False
-        return self._paid(values)
+        self._has_residual = False
+        return self._plus_residuals(values)
 
-    def _paid(self, values: HostArray) -> HostArray:
-        """The values with what is owed, in new memory."""
+    def _plus_residuals(self, values: HostArray) -> HostArray:
+        """The sum of values and residuals, in new memory."""
         totals = values.astype(sum_dtype(self._dtype))
         for piece, state in self.states.items():
             if "residual" not in state:
                 continue
-            part, owed = totals[slice(*piece)], state["residual"]
-            part += owed
-            owed[...] = 0
-            if part.dtype != self._dtype:
+            total, residual = totals[slice(*piece)], state["residual"]
+            total += residual
+            residual[...] = 0
+            if total.dtype != self._dtype:
                 with np.errstate(invalid="ignore", over="ignore"):
-                    lost = part - part.astype(self._dtype).astype(part.dtype)
-                np.copyto(owed, lost, where=np.isfinite(lost), casting="unsafe")
+                    lost = total - total.astype(self._dtype).astype(total.dtype)
+                np.copyto(residual, lost, where=np.isfinite(lost), casting="unsafe")
         with np.errstate(over="ignore"):
             return totals.astype(self._dtype, copy=False)
 
-    def _seen(self, data: HostArray) -> HostArray:
-        """What a codec decodes, of bytes."""
+    def _as_encoded(self, data: HostArray) -> HostArray:
+        """View bytes in the dtype that the codec decodes."""
         return data if self._wire_dtype is None or data.dtype != _BYTES else data.view(self._wire_dtype)
 
     def decode(self, data: HostArray, out: HostArray) -> None:
-        """Write the values of a piece into `out`, in the dtype of the sums. data: what was encoded, or its bytes."""
-        self._codec.decode(self._seen(data), out)
+        """Decode a piece into `out`, in the dtype of sums. data: what `encode` returned, or its bytes."""
+        self._codec.decode(self._as_encoded(data), out)
 
     def put(self, data: HostArray, out: HostArray) -> None:
-        """Write the values of a piece into `out`, in the key's dtype."""
+        """Decode a piece into `out`, in the key's dtype."""
         dtype = sum_dtype(out.dtype)
         values = out if dtype == out.dtype else self.empty(out.size, dtype)
         self.decode(data, values)
@@ -124,46 +128,46 @@ class Pieces:
             out[...] = values
 
     def add(self, data: HostArray, out: HostArray) -> None:
-        """Add the values of a piece to `out`."""
-        self._codec.add(self._seen(data), out)
+        """Decode a piece and add it to `out`, in the dtype of sums."""
+        self._codec.add(self._as_encoded(data), out)
 
     # --- a round
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """New memory of any content, for values."""
+        """New, uninitialised memory for values."""
         return np.empty(n_elems, dtype)
 
     def encoding(self, values: HostArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> Encoding:
-        """One round's values. See `Encoding`."""
+        """Make the encoding of one round's values. See `Encoding`."""
         return Encoding(self, values, outgoing, uses)
 
-    def rooms(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
-        """Memory for messages of so many bytes, of which `window` are received at a time, in their order."""
-        longest, n_rows = max(n_bytes, default=0), min(window, len(n_bytes))
-        rows = [np.empty(longest, np.uint8) for _ in range(n_rows)]
-        return [rows[i % n_rows][:n] for i, n in enumerate(n_bytes)]
+    def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
+        """Buffers for messages of these lengths, which are received in this order, at most `window` at a time."""
+        longest, n_buffers = max(n_bytes, default=0), min(window, len(n_bytes))
+        buffers = [np.empty(longest, np.uint8) for _ in range(n_buffers)]
+        return [buffers[i % n_buffers][:n] for i, n in enumerate(n_bytes)]
 
     def end(self) -> Steps[None]:
-        """All messages have been sent, and taken: their memory is free."""
+        """Release the messages' buffers. To be called when all messages have been sent and decoded."""
         yield from ()
 
     # --- states
 
     @property
     def held_bytes(self) -> int:
-        """Of the states."""
+        """Memory of the states."""
         return sum(array.nbytes for state in self.states.values() for array in state.values())
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
-        """From now on these pieces travel. states: what is remembered of others that they may have been cut from."""
-        self.states, self._owes = cut_anew(self._codec, states, pieces), True
+        """Use these pieces from now on. states: of the pieces so far, whose bounds may differ."""
+        self.states, self._has_residual = cut_anew(self._codec, states, pieces), True
 
     def states_on_host(self) -> Mapping[Span, State]:
         """The states, in host memory."""
         return self.states
 
     def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:
-        """What is remembered of elements of a span alone: begin and end there, and the state."""
+        """The states of a span's elements: begin and end, counted from the span's begin, and the state."""
         inside = ((max(begin, span.start), min(end, span.stop)) for begin, end in sorted(self.states))
         cuts = [(begin, end) for begin, end in inside if begin < end]
         for (begin, end), state in cut_anew(self._codec, self.states_on_host(), cuts).items():
@@ -172,7 +176,7 @@ class Pieces:
 
 
 def encoded_bytes(pushed: Iterable[Pieces]) -> dict[str, int]:
-    """What `store.stats()` says of all pushes: bytes before and after; nothing where none was encoded."""
+    """Bytes of all pushes before and after encoding, for `store.stats()`; empty if nothing was encoded."""
     all_pushed = list(pushed)
     before = sum(one.encoded_from_bytes for one in all_pushed)
     after = sum(one.encoded_bytes for one in all_pushed)
@@ -180,9 +184,10 @@ def encoded_bytes(pushed: Iterable[Pieces]) -> dict[str, int]:
 
 
 class Encoding:
-    """One round's values, each piece encoded when it is first asked for, and kept until it was asked for `uses` times.
+    """The encoded values of one round. A piece is encoded at its first use, and kept until its last.
 
-    Also what a `Sender` sends: outgoing: pairs of a rank and a piece.
+    outgoing: pairs of a rank and a piece; this is the sequence of messages that a `Sender` sends. uses: how often
+    `data` is called for each piece.
     """
 
     def __init__(self, pieces: Pieces, values: HostArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> None:
@@ -197,11 +202,11 @@ class Encoding:
         return dest, self.data(piece)
 
     def begin(self) -> Steps[None]:
-        """Do what has to be done before the first message."""
+        """Prepare for the first message; on the host there is nothing to do."""
         yield from ()
 
     def data(self, piece: Span) -> HostArray:
-        """What travels of it."""
+        """The encoded piece."""
         if (kept := self._kept.pop(piece, None)) is None:
             kept = self.pieces.encode(self._values, piece), self._uses
         data, left = kept

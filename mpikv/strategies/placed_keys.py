@@ -1,7 +1,7 @@
-"""The keys of one worker among workers that own them: their queues, the paths they go, and who the workers are.
+"""The keys of a store without servers: their queues, their placements and paths, and the group of workers.
 
-Workers agree on keys (session/workers); each key then begins here, and its placement says which path it goes and what
-each worker owns of it. All of it follows from who the workers are, and is made anew when they become fewer.
+When the workers have agreed on a key (session/workers), it is placed here: its placement names its path and each
+worker's shard. Both depend on which workers there are, and are made anew when they become fewer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_codec import KeyCodec
-from mpikv.strategies.key_path import Means
+from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue, RoundReached
@@ -48,11 +48,11 @@ from mpikv.strategies.sparse_owners import WorkersRows
 
 
 class PlacedKeys:
-    """Those of one worker.
+    """The keys of one worker.
 
-    queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns. rows: the
-    row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: of
-    the paths that need them; None where the store has no such path.
+    queues: by the keys' numbers; keys of a bucket have the same. owner: applies optimizers to this worker's shards.
+    rows: the row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct,
+    communicators, nccl: for the paths that need them; None where the store has no such path.
     """
 
     def __init__(
@@ -62,41 +62,41 @@ class PlacedKeys:
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
-        self._listening: Running[Any] | None = None
+        self._log_reader: Running[Any] | None = None
         self.hosts: HostKeys | None = None
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
         self.nccl = nccl
-        self._follow(memory)
+        self._set_up(memory)
         agreed = None if self.communicators is None else self._agreed
-        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
+        session.start(KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes, agreed))
 
     # --- the ranks
 
-    def _follow(self, memory: HostMemory | None) -> None:
-        """Make all that hangs on who the workers are."""
+    def _set_up(self, memory: HostMemory | None) -> None:
+        """Make everything that depends on which workers there are."""
         session, members = self._session, self._session.members
-        if self._listening is not None:
-            self._listening.cancel()
+        if self._log_reader is not None:
+            self._log_reader.cancel()
         if self.hosts is not None:
             self.hosts.close()
-        self.hosts = self._listening = self.direct = None
+        self.hosts = self._log_reader = self.direct = None
         if memory is not None:
             space = cast(DeviceSpace, session.spaces.device) if members.device_path == "ipc" else None
             self.hosts = HostKeys(memory, members.worker_hosts, space)
-            self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
+            self._log_reader = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
-        self._placements: dict[Any, Placement] = {}  # of keys that are alike
-        self._means = Means(
+        self._placements: dict[Any, Placement] = {}  # shared by keys of equal properties
+        self._resources = PathResources(
             session.key_group,
             session.spaces,
             self.hosts,
             self.communicators,
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
-            plain_group=session.group,
+            device_group=session.group,
             choices=Choices(),
         )
         self._rounds = RoundSteps(
@@ -110,16 +110,16 @@ class PlacedKeys:
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
         """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
 
-        members: the store's with fewer workers (`Members.only`). memory: new memory, which the ranks of each host that
-        stay share; None: they send messages. Prepared calls are made anew, the counts of direct calls start at 0, and
-        arrays of `store.empty` are ordinary ones from now on.
+        members: the store's with fewer workers (`Members.only`). memory: new memory that the remaining ranks of each
+        host share; None: they send messages. Calls must be prepared anew, the counts of direct calls start at 0, and
+        arrays of `store.empty` are no longer shared by the store.
 
-        Collective over the workers that stay; blocks until each of them has called it. The others make no further call.
-        Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
-        or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
-        UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
-        be lost, and with MPIKV_ALGORITHM=native, whose communicators are those of all workers. Keys that went by NCCL
-        go the path `staged` from now on.
+        Collective over the remaining workers; blocks until each of them has called it. The others make no further call.
+        All remaining workers must have pushed equally often, and those rounds must be complete: StallError or PeerError
+        where they are not, MpikvError on all where the counts differ; the store cannot be used any more then.
+        UnsupportedError, with nothing changed, where an optimizer is set, since the states that the others own would be
+        lost, and with MPIKV_ALGORITHM=native, whose communicators include all workers. Keys on the path "nccl" are on
+        the path "staged" from now on.
         """
         session = self._session
         if session.optimizers():
@@ -136,7 +136,7 @@ class PlacedKeys:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
-        self._settle(queues)
+        self._wait_for_copies(queues)
         if self.nccl is not None:
             self.nccl.close(alone=True)
             self.nccl = None
@@ -144,21 +144,21 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             session.regroup(members)
-            self._follow(memory)
+            self._set_up(memory)
         places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
         places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
         with session.engine.lock:
             for queue, reserved in zip(queues, places, strict=True):
-                value, before = queue.own, queue.paths.codec
+                value, before = queue.stored, queue.paths.codec
                 self._place(queue, reserved)
-                queue.space.copy(queue.own, value)
+                queue.space.copy(queue.stored, value)
                 if queue.paths.codec is not None and before is not None:
-                    queue.paths.codec.remember(before.pushed.states, queue.placement)
+                    queue.paths.codec.set_states(before.pushed.states, queue.placement)
 
     # --- keys as they are agreed on
 
     def _reserve(self, info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> Any:
-        """The key's place in shared memory; all else follows from what all workers know. keys: of a bucket."""
+        """Allocate the key's place in shared memory; None: it needs none. keys: the keys of a bucket."""
         if info.sparse:
             return None
         if self.hosts is None:
@@ -167,7 +167,7 @@ class PlacedKeys:
         path = self._session.members.device_path_of(info) if on_device else "host"
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
         if may_be_encoded:
-            placement = self._placement(info, keys or (info,), room=True)
+            placement = self._placement(info, keys or (info,), has_place=True)
             if _is_encoded(placement) and not _goes_hosted(placement):
                 return None
         if on_device and path not in {"ipc", "staged"}:
@@ -175,9 +175,7 @@ class PlacedKeys:
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Open the key's queue, which first brings the value of worker 0 to all. Of a row-sparse key the rows go to
-        their owners.
-        """
+        """Make the key's queue, and start to broadcast the value of worker 0; rows are sent to their owners."""
         if info.sparse:
             self._rows.begin(info)
             return
@@ -185,16 +183,16 @@ class PlacedKeys:
         self._place(queue, reserved)
         if self._session.rank == 0:
             value = self.first_values.pop(info.key)
-            # Memory of the host that its ranks share begins as zeros, and takes no pages before it is written to.
-            if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.home_is_shared:
-                queue.space.copy(queue.own, value)
+            # Shared memory is zero at first, and has no pages until it is written: zeros need not be copied there.
+            if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.value_is_shared:
+                queue.space.copy(queue.stored, value)
         self.queues[info.id] = queue
-        queue.has_value = queue.paths.share_now()
+        queue.has_value = queue.paths.broadcast_now()
         if not queue.has_value:
             queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
-    def _broken(self, info: KeyInfo) -> None:
-        """A key that `init` returned for already turned out to differ between workers: forget it."""
+    def _forget_key(self, info: KeyInfo) -> None:
+        """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
         self._rows.client.forget(info)
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
@@ -205,40 +203,43 @@ class PlacedKeys:
         if self.communicators is not None and not info.sparse:
             self.communicators.agreed(info)
 
-    def _settle(self, queues: Sequence[RoundQueue]) -> None:
-        """Wait for copies that are under way in memory of paths that other paths take the place of."""
+    def _wait_for_copies(self, queues: Sequence[RoundQueue]) -> None:
+        """Wait for copies that still use memory of the queues' paths, which are about to be replaced."""
         for space in {id(queue.space): queue.space for queue in queues}.values():
             space.settle()
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
-        """Which paths its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
-        placement = self._placement(queue.info, queue.keys, room=reserved is not None)
-        queue.go(KeyPaths(self._means, queue.info, placement, reserved))
+        """Give a queue its paths and the memory of its value. reserved: its place in shared memory, or None."""
+        placement = self._placement(queue.info, queue.keys, has_place=reserved is not None)
+        queue.use_paths(KeyPaths(self._resources, queue.info, placement, reserved))
 
     def _placement(
-        self, info: KeyInfo, keys: Sequence[KeyInfo], *, room: bool, encoded: bool | None = None
+        self, info: KeyInfo, keys: Sequence[KeyInfo], *, has_place: bool, encoded: bool | None = None
     ) -> Placement:
-        """With the optimizers that serve the keys of a queue."""
+        """The placement of a queue's keys with their optimizers. has_place: whether they have a place in shared memory.
+
+        encoded: whether values are sent encoded; None: the placement decides.
+        """
         optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
         whole = bool(optimizers) and not all(optimizer.elementwise for optimizer in optimizers)
-        alike = info.n_elems, info.dtype, info.codec, info.space, room, bool(optimizers), encoded
-        if whole or alike not in self._placements:
+        properties = info.n_elems, info.dtype, info.codec, info.space, has_place, bool(optimizers), encoded
+        if whole or properties not in self._placements:
             placement = place(
                 self._session.members,
                 info,
                 whole=whole,
-                room=room,
+                room=has_place,
                 wire=wire_of(info),
                 updated=bool(optimizers),
                 encoded=encoded,
             )
             if whole:
-                return placement  # whose owner depends on the key
-            self._placements[alike] = placement
-        return self._placements[alike]
+                return placement  # not shared: its owner depends on the key
+            self._placements[properties] = placement
+        return self._placements[properties]
 
     def _comparison(self, queue: RoundQueue) -> Comparison | None:
-        """Of the labels of its rounds, where there are other workers and something to add."""
+        """Make the comparison of a queue's labels; None where there is no other worker or no element."""
         session = self._session
         if session.num_workers == 1 or not queue.info.n_elems:
             return None
@@ -246,18 +247,18 @@ class PlacedKeys:
 
     # --- rounds
 
-    def start(self, queue: RoundQueue) -> None:
-        """Let its rounds be done, unless they are. Under the engine's lock."""
-        running = self.due(queue)
+    def start_rounds(self, queue: RoundQueue) -> None:
+        """Start to do the queue's rounds, unless that has started. Under the engine's lock."""
+        running = self.new_running(queue)
         if running is not None:
             queue.running = self._session.engine.take(running)
 
-    def due(self, queue: RoundQueue) -> Running[None] | None:
-        """What does its rounds, to be taken by the engine; None: they are being done."""
+    def new_running(self, queue: RoundQueue) -> Running[None] | None:
+        """Make what does the queue's rounds, for the engine to run; None: it runs already."""
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
 
     def under(self, info: KeyInfo) -> Under:
-        """What a push of this key is made under now; the owner of what this worker owns knows it."""
+        """What a push of this key is made under now; changed attributes are also given to this worker's `owner`."""
         under, attributes = self._session.under(info)
         if attributes is not None:
             self.owner.add_attributes(self._session.slot_of(info), 0, under.number, attributes)
@@ -270,24 +271,24 @@ class PlacedKeys:
     def pushed(self, info: KeyInfo) -> int:
         """How often this worker has pushed a key."""
         queue = self.queues[info.id]
-        return queue.pushes_of(info) + queue.calls.rounds
+        return queue.pushes_of(info) + queue.direct_calls.rounds
 
     def _pushes(self) -> dict[int, int]:
-        """The same of each key, by its number."""
+        """How often this worker has pushed each key, by the key's number."""
         dense = {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
         return {**dense, **self._rows.client.pushes()}
 
     def drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
-        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.
+        """Wait until all rounds that this worker has pushed are done; of keys in `common` only that number of rounds.
 
-        Raises at last where a round was refused, on every worker, so that nothing is left under way.
+        Raises ConfigError where a round was refused, on every worker, after all others are done.
         """
         refused: ConfigError | None = None
         for queue in self.all():
             rounds = [queue.pushed]
             for info in queue.keys:
                 if common is not None and info.id in common:
-                    rounds.append(common[info.id] - queue.calls.rounds)
+                    rounds.append(common[info.id] - queue.direct_calls.rounds)
             round_ = min(rounds)
             try:
                 self._session.wait(
@@ -301,23 +302,21 @@ class PlacedKeys:
 
     @property
     def shared_bytes(self) -> int:
-        """Of values in host memory that the ranks of this host share."""
+        """Bytes of values in shared memory of this host."""
         return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and queue.paths.shared)
 
     # --- codecs
 
     def _encoded(self) -> list[tuple[RoundQueue, KeyCodec]]:
-        """The queues whose values travel encoded."""
+        """The queues that have a codec, with their codecs."""
         return [(queue, codec) for queue in self.all() if (codec := queue.paths.codec) is not None]
 
     def encoded_bytes(self) -> dict[str, int]:
-        """What was encoded of pushes, before and after; nothing where no key is compressed."""
+        """Bytes of all pushes before and after encoding; empty where no key is compressed."""
         return encoded_bytes(codec.pushed for _, codec in self._encoded())
 
     def compressed_keys(self) -> dict[str, Any]:
-        """Of each key that may travel encoded or as it is, how it does now, and how long a round of all keys took that
-        are timed with it.
-        """
+        """For each key with a choice: whether it is sent encoded now, and the times that the choice has measured."""
         return {
             str(info.key): choice.told(info.codec)
             for queue, codec in self._encoded()
@@ -326,7 +325,7 @@ class PlacedKeys:
         }
 
     def codec_states(self) -> list[Part]:
-        """What is remembered of this worker's pushes. Not while rounds are under way."""
+        """The states of the codecs of this worker's pushes. Not to be called while rounds are in progress."""
         return [
             part_of(info, begin, end, state)
             for queue, codec in self._encoded()
@@ -335,46 +334,49 @@ class PlacedKeys:
         ]
 
     def take_codec_states(self, parts: Sequence[Part]) -> None:
-        """Remember this instead. Not while rounds are under way."""
+        """Replace the states of these codecs. Not to be called while rounds are in progress."""
         with self._session.engine.lock:
             for queue, codec in self._encoded():
                 begins = {info.key: queue.span(info).start for info in queue.keys}
                 mine = [(begins[part.key], part) for part in parts if part.key in begins]
                 states = {(at + part.begin, at + part.end): part.state for at, part in mine}
-                codec.remember(states, queue.placement)
+                codec.set_states(states, queue.placement)
 
     # --- what changes owners
 
     def set_optimizer(self, slot: int, optimizer: Optimizer | dict[str, Any], key_ids: list[int]) -> None:
-        """What all workers agreed on, this worker's own copy, as for `Owner`. Not while rounds are under way."""
+        """Set an optimizer, or its attributes, as in `Owner`. Not to be called while rounds are in progress.
+
+        All workers have agreed on it, and each has its own copy.
+        """
         with self._session.engine.lock:
             self.owner.set_optimizer(slot, optimizer, key_ids)
             if self.direct is not None:
                 self.direct.reset()
             for queue in self.all():
-                encoded, room = _is_encoded(queue.placement), queue.paths.shared
-                queue.paths.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
+                encoded, has_place = _is_encoded(queue.placement), queue.paths.shared
+                queue.paths.reshard(self._placement(queue.info, queue.keys, has_place=has_place, encoded=encoded))
                 queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
-        """Let the keys of buckets, which were never pushed, go in these from now on. Collective, blocks."""
+        """Replace the queues of keys, which were never pushed, by buckets. Collective, blocks."""
         session = self._session
         places: Sequence[Any] = [None] * len(buckets)
         if self.hosts is not None:
             if session.rank == 0:
                 places = [self._reserve(bucket.info, bucket.keys) for bucket in buckets]
             places = session.agree("empty", ["buckets", places], "bucket")
-        self._settle(buckets)
+        self._wait_for_copies(buckets)
         with session.engine.lock:
             for bucket, reserved in zip(buckets, places, strict=True):
                 self._place(bucket, reserved)
                 for info in bucket.keys:
-                    bucket.space.copy(bucket.own[bucket.span(info)], self.queues[info.id].value())
+                    bucket.space.copy(bucket.stored[bucket.span(info)], self.queues[info.id].value())
                     self.queues[info.id] = bucket
                 bucket.has_value = True
 
     def owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
-        """The part of each key that a worker owns; an empty one where it owns nothing of it."""
+        """The shard of each key that a worker owns; begin equals end where it owns none."""
         owned = []
         for queue in self.all():
             for info in queue.keys:
@@ -390,5 +392,5 @@ def _is_encoded(placement: Placement) -> bool:
 
 
 def _goes_hosted(placement: Placement) -> bool:
-    """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
+    """Whether uncompressed rounds of a key with a codec take the path "hosted"."""
     return placement.plain is not None and "hosted" in (placement.plain[0], placement.host)

@@ -1,11 +1,11 @@
-"""Parameter servers: the values live with servers, which are ranks of their own or a service inside every worker.
+"""The strategy of stores with parameter servers, which are ranks of their own or a service inside every worker.
 
-A push has no acknowledgement, since MPI loses nothing. A pull names the version that it needs (synchronous) or none
-(asynchronous), and the server answers when it exists. A pushpull is both in one request. Small keys of one call are one
-message per server, large ones travel in partitions (exchange.py). Worker 0 sends a key's first value; whatever reaches
-a server before it waits there.
+A push is not acknowledged, since MPI loses no message. A pull names the version that it needs (synchronous) or none
+(asynchronous), and the server answers when that version exists. A pushpull is both in one request. The small keys of a
+call share one message per server, large keys are sent in pieces (exchange.py). Worker 0 sends a key's first value; a
+server keeps requests that arrive earlier until it has that value.
 
-The servers are the same code in all modes; what differs is their policy.
+The servers run the same code in all modes, with different policies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,16 @@ from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
-from mpikv.strategies.exchange import Client, EndingTogether, Exchange, Item, Target, check_owners, soon, wait_for_tags
+from mpikv.strategies.exchange import (
+    BatchTransfer,
+    Client,
+    Exchange,
+    Item,
+    Target,
+    check_owners,
+    poll_briefly,
+    wait_for_tags,
+)
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
@@ -54,7 +63,7 @@ CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
 
 class PsCall(PreparedCall):
-    """One call. waits: its caller waits for it at once, and moves it on by itself, without the engine's thread."""
+    """One call. waits: its caller waits at once, and runs the call's steps itself instead of the engine's thread."""
 
     def __init__(
         self, strategy: PsStrategy, session: Workers, entries: Sequence[Entry], op: Reduction, *, waits: bool
@@ -67,23 +76,23 @@ class PsCall(PreparedCall):
         ]
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Messages out and back for each shard, shared by small keys; as many as a large one has partitions."""
+        """Send the messages and post the receives: one pair per server for small shards, one per large piece."""
         if not self._waits:
             return self._strategy.start(self._entries, priority, self._op)
         try:
             return self._strategy.start_waited(self._entries, priority, self._op)
-        except KeyboardInterrupt as error:  # answers may still come, into the caller's arrays
+        except KeyboardInterrupt as error:  # answers may still be received into the caller's arrays
             self._session.engine.interrupted("pushpull", error)
             raise
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Wait for all keys; those of a call that is waited for at once end together."""
+        """Wait for all keys. Where the caller runs the call itself, `pending` has one transfer for all of them."""
         try:
             for one in pending:
                 self._session.wait(one, None, pending)
         except (StallError, ConfigError):
             if self._waits:
-                self._strategy.leave(pending)
+                self._strategy.run_by_engine(pending)
             raise
         except KeyboardInterrupt as error:
             if self._waits:
@@ -96,12 +105,12 @@ class PsCall(PreparedCall):
 
 
 class PsStrategy(Strategy):
-    """A worker of a store whose values live with servers.
+    """The strategy of one worker.
 
-    service: a server's loop to run inside this worker, or None. handed: what that is handed over.
+    service: the loop of a server to run inside this worker, or None. loopback: passes device arrays to that server.
     """
 
-    def __init__(self, session: Workers, service: Steps[None] | None = None, handed: Loopback | None = None) -> None:
+    def __init__(self, session: Workers, service: Steps[None] | None = None, loopback: Loopback | None = None) -> None:
         self._session = session
         members = self._members = session.members
         self._servers = members.owners
@@ -111,31 +120,31 @@ class PsStrategy(Strategy):
         self._choices = Choices()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
-        self._whole = False
-        self._local = session.links
+        self._whole = False  # whether the optimizer of most keys needs all elements of a key at one server
+        self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         own = None if service is None else self._servers.index(session.transport.rank)
-        self._client = Client(session.transport if self._local is None else self._local, self._servers, own, handed)
+        self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
         self._rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
-        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes))
+        session.start(KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
 
     def _device_calls(self) -> DeviceCalls | None:
-        """For keys in device memory, where there can be some."""
+        """Make what exchanges keys in device memory; None if the store can have no such keys."""
         space, path = self._session.spaces.device, self._members.device_path
         if not isinstance(space, DeviceSpace) or path == "host":
             return None
         segment = None if self._local is None else self._local.segment
-        return DeviceCalls(self._client, space, segment, direct=path == "mpi", lost=self._engine.fail)
+        return DeviceCalls(self._client, space, segment, mpi_takes_device=path == "mpi", on_lost=self._engine.fail)
 
     # --- keys as they are agreed on
 
     def _reserve(self, info: KeyInfo) -> Any:
-        """At worker 0: where the key lives, balanced by bytes; the rows of row-sparse keys are with all servers."""
+        """Place a key, at worker 0, so that servers own about equal bytes. All servers have rows of row-sparse keys."""
         if info.sparse:
             return None
         placement = place(
@@ -145,7 +154,7 @@ class PsStrategy(Strategy):
         return placement.announced()
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Note where the key lives; worker 0 sends its value there."""
+        """Add a key with its placement; worker 0 sends the first value to the owners."""
         if info.sparse:
             self._rows.begin(info)
             return
@@ -157,12 +166,12 @@ class PsStrategy(Strategy):
             self._send_value(key, self._first_values.pop(info.key))
 
     def _choice(self, info: KeyInfo) -> CodecChoice | None:
-        """Whether the values of a key travel encoded, where they can and need not. Those of a GPU always do."""
+        """The choice between encoded and uncompressed pushes; None if the key has none. Keys on a GPU have none."""
         measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
         return self._choices.of(compression.of_text(info.codec).push.name) if measures else None
 
-    def _broken(self, info: KeyInfo) -> None:
-        """A key that `init` returned for already turned out to differ between workers: forget it."""
+    def _forget_key(self, info: KeyInfo) -> None:
+        """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
         self._keys.pop(info.id, None)
         self._rows.forget(info)
 
@@ -178,22 +187,22 @@ class PsStrategy(Strategy):
 
     def _all_sent(self) -> bool:
         flushed = self._local is None or self._local.flushed
-        return self._client.sent() and not self._client.unsent and flushed
+        return self._client.all_sent() and not self._client.unsent and flushed
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
-        """Send each server a request and return their answers, whatever their length. Blocks."""
-        self._wait_for_line()
+        """Send each server a request, and return their answers, of any length. Blocks."""
+        self._wait_for_device_calls()
         wait_for_tags(self._session, self._client, len(payloads))
         answers = [
-            self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
+            self._engine.start(self._client.ask(server, wire.Header(kind), payload), call)
             for server, payload in enumerate(payloads)
         ]
         for server, running in enumerate(answers):
             self._session.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
 
-    def _wait_for_line(self) -> None:
-        """Until all calls have been sent: those with arrays on a GPU may wait for copies."""
+    def _wait_for_device_calls(self) -> None:
+        """Wait until all calls have been sent: those with arrays on a GPU may wait for copies."""
         device = self._device
         if device is not None and device.waiting:
             self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
@@ -201,7 +210,7 @@ class PsStrategy(Strategy):
     # --- keys
 
     def init(self, values: Sequence[NewKey]) -> None:
-        """Agree; worker 0 sends the values to their servers."""
+        """Agree on the keys; worker 0 sends the first values to the owners."""
         if self._rank == 0:
             spaces = self._session.spaces
             for new in values:
@@ -212,7 +221,7 @@ class PsStrategy(Strategy):
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
-        self._rows.proposed(values)
+        self._rows.drop_first_rows(values)
         if error is not None:
             raise error
 
@@ -223,14 +232,14 @@ class PsStrategy(Strategy):
     # --- data
 
     def _count_push(self, info: KeyInfo) -> Under:
-        """Count a push, and send changed attributes ahead of it; what it is made under."""
+        """Count a push, and send changed attributes before it. Returns what it is made under."""
         under = self._under(info)
         self._keys[info.id].pushed += 1
         self._session.activity.note(f"push of key {shown(info.key)}")
         return under
 
     def _under(self, info: KeyInfo) -> Under:
-        """What a push is made under; changed attributes are sent."""
+        """Send changed attributes. Returns what a push is made under, such as the attributes' number."""
         slot = self._session.slot_of(info)
         if not self.synchronous and self._session.optimizer_of(info) is None:
             raise MpikvError(
@@ -244,50 +253,52 @@ class PsStrategy(Strategy):
         return under
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """One message to each server that has rows of the key."""
+        """Send one message to each server that has rows of the key."""
         self._rows.push(info, total, self._under(info), priority)
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """One message to each server that has some of the rows, and its answer."""
+        """Send one message to each server that has some of the rows, and receive its answer."""
         return self._rows.pull(info, ids, priority, call)
 
     def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """One message to each owner, and its answer."""
+        """Send one message to each owner, and receive its answer."""
         return self._rows.changed(info, priority)
 
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
-        """The keys of a call, each push counted; room for all of it is waited for."""
+        """Make the items of a call's keys and count pushes. Blocks until there are tags for all messages."""
         items = []
         for info, total, sink, _ in entries:
             key, under = self._keys[info.id], NOTHING if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
-            item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
-            items.append(item if key.choice is None or item.pushes_plain else self._chosen(item, key.choice))
+            item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
+            items.append(
+                item if key.choice is None or item.pushes_uncompressed else self._with_choice(item, key.choice)
+            )
         wait_for_tags(self._session, self._client, *self._client.tags_needed(items))
         return items
 
-    def _chosen(self, item: Item, choice: CodecChoice) -> Item:
-        """Encoded or as it is, whichever has been faster on this worker."""
+    def _with_choice(self, item: Item, choice: CodecChoice) -> Item:
+        """Begin a round of the key's choice: `item` to be sent encoded or uncompressed, whichever has been faster."""
         with self._engine.lock:
             if item.total is not None:
-                item = item._replace(total=item.key.begin(item.total, self._engine.clock.now_s()))
-            return item._replace(plain=wire.PLAIN_PUSH | wire.PLAIN_ANSWER) if choice.plain else item
+                item = item._replace(total=item.key.begin_round(item.total, self._engine.clock.now_s()))
+            return item._replace(flags=wire.PLAIN_PUSH | wire.PLAIN_ANSWER) if choice.plain else item
 
-    def _plain(self, key: ClientKey, op: Reduction) -> int:
-        """What of a call travels as it is: sums alone are compressed, and not while the session says so."""
+    def _uncompressed_flags(self, key: ClientKey, op: Reduction) -> int:
+        """The flags of a call: all uncompressed if it is no sum, or while the session has suspended compression."""
         if self._session.compressions.suspended or not op.adds:
             return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
-        return wire.PLAIN_ANSWER if key.plain else 0
+        return wire.PLAIN_ANSWER if key.answers_uncompressed else 0
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """Straight from the caller's own arrays where they are lent."""
+        """Prepare a call that sends from the caller's arrays if they are lent."""
         if len(entries) * len(self._servers) > self._client.payload_tags.count:  # hardly ever
             self._client.check_call([self._keys[entry.info.id] for entry in entries])
         lent = all(entry.outs is not None for entry in entries)
         return PsCall(self, self._session, entries, op, waits=waits and lent)
 
     def start(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
-        """Start a call that the engine moves on."""
+        """Start a call whose steps the engine runs."""
         items = self._items(entries, op)
         if not items:
             return []
@@ -308,12 +319,12 @@ class PsStrategy(Strategy):
     def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
         yield from steps
         for key in keys:
-            key.end(self._engine.clock.now_s())
+            key.end_round(self._engine.clock.now_s())
 
     def start_waited(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
-        """Start a `pushpull` that whoever waits for it moves on."""
+        """Start a `pushpull` whose steps the waiting thread runs."""
         alone = self._service is None and (self._device is None or not self._device.waiting)
-        if len(entries) == 1 and alone and self._keys[entries[0].info.id].smallest:
+        if len(entries) == 1 and alone and self._keys[entries[0].info.id].can_ask_small:
             return self._start_small(entries[0], op)
         items = self._items(entries, op)
         exchange = Exchange(self._steps(wire.PUSHPULL, items, priority))
@@ -322,18 +333,18 @@ class PsStrategy(Strategy):
         return self._pending(exchange, [self._waiting("pushpull", item.key) for item in items])[:1]
 
     def _start_small(self, entry: Entry, op: Reduction) -> list[Pending]:
-        """The shortest path there is: asks MPI for the answer before it looks after anything else."""
+        """Start a pushpull of one small shard with the least latency: tests for the answer before all other work."""
         if not self._client.reply_tags.left:
             wait_for_tags(self._session, self._client, 1)
         info, total, sink = entry[:3]
         assert sink is not None
         key, under = self._keys[info.id], self._count_push(info)
         total = scaled(self._session.spaces.host, total, under.ratio)
-        item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._plain(key, op))
+        item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
-            done = soon(answer)
+            done = poll_briefly(answer)
         if not done:
             return [Pending(Exchange(self._end_small(answer, tag, sink, value)), self._waiting("pushpull", key))]
         self._client.reply_tags.give([tag])
@@ -345,19 +356,19 @@ class PsStrategy(Strategy):
         self._client.reply_tags.give([tag])
         sink.deliver(value)
 
-    def leave(self, pending: Sequence[Pending]) -> None:
-        """Let the engine move a call on whose caller has given up."""
+    def run_by_engine(self, pending: Sequence[Pending]) -> None:
+        """Let the engine run a call whose caller has given up waiting."""
         for one in pending:
-            request = one.request.request if isinstance(one.request, EndingTogether) else one.request
+            request = one.request.request if isinstance(one.request, BatchTransfer) else one.request
             if isinstance(request, Exchange):
                 self._engine.start(request.steps(), "pushpull")
 
     def _pending(self, request: Operation, waitings: Sequence[Waiting]) -> list[Pending]:
-        """One transfer for each key of a call, all of which end together."""
+        """Make one transfer for each key of a call; all of them are done when `request` is."""
         if len(waitings) == 1:
             return [Pending(request, waitings[0])]
-        together = EndingTogether(request, waitings, self._session.waits.check)
-        return [Pending(together, waiting, waitings) for waiting in waitings]
+        batch = BatchTransfer(request, waitings, self._session.waits.check)
+        return [Pending(batch, waiting, waitings) for waiting in waitings]
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:
         owners = tuple(self._labels[route.owner] for route in key.routes)
@@ -366,27 +377,27 @@ class PsStrategy(Strategy):
     # --- optimizers
 
     def _flush(self, call: str) -> None:
-        """Wait until every server has handled all that this worker sent; rounds may still lack other workers."""
+        """Wait until every server has processed this worker's messages. Rounds may still wait for other workers."""
         self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        """Worker 0 sends it to the servers; keys that it needs whole are moved together first."""
+        """Worker 0 sends it to the servers. If it needs whole keys, each of its keys is first moved to one server."""
         self._flush("set_optimizer")
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         if slot == DEFAULT_SLOT:
             self._whole = not optimizer.elementwise
         if not optimizer.elementwise:
-            self._gather_cut_keys(slot)
-        self._tell_servers(slot, pickled, key_ids)
+            self._move_cut_keys(slot)
+        self._send_optimizer(slot, pickled, key_ids)
 
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-        """Worker 0 tells the servers that they apply nothing."""
+        """Worker 0 sends the attributes to compare to the servers, which have no optimizer to apply."""
         self._flush("set_optimizer")
         slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
-        self._tell_servers(slot, cloudpickle.dumps(optimizer.attributes()), key_ids)
+        self._send_optimizer(slot, cloudpickle.dumps(optimizer.attributes()), key_ids)
 
-    def _tell_servers(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
-        """Worker 0 sends them an optimizer, or its attributes; all workers wait until they have it. Collective."""
+    def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
+        """Send an optimizer, or its attributes, from worker 0 to the servers, and wait for it. Collective."""
 
         def send() -> None:
             payload = cloudpickle.dumps((slot, cloudpickle.loads(pickled), key_ids))
@@ -396,7 +407,7 @@ class PsStrategy(Strategy):
 
         self._session.decide("set_optimizer in place", send)
 
-    def _gather_cut_keys(self, slot: int) -> None:
+    def _move_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
         for info in self._session.in_order():
             if info.sparse:
@@ -408,35 +419,35 @@ class PsStrategy(Strategy):
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
-                self._pull_plain(key, [value])
+                self._pull_uncompressed(key, [value])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
-                key.move(placement)
+                key.use_placement(placement)
                 self._send_value(key, value)
-            key.move(placement)
+            key.use_placement(placement)
 
-    def _pull_plain(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
-        """Wait for a key's value as it is. The codec of pulls, which might remember what it has lost, has no part."""
+    def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
+        """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""
         sink = Sink(key.info, outs, self._session.spaces)
-        item = Item(key, None, sink, key.routes, key.pushed, plain=wire.PLAIN_ANSWER)
+        item = Item(key, None, sink, key.routes, key.pushed, flags=wire.PLAIN_ANSWER)
         wait_for_tags(self._session, self._client, *self._client.tags_needed([item]))
         running = self._engine.start(self._steps(wire.PULL, [item], 0), "pull")
         self._session.wait(Pending(running, self._waiting("pull", key)))
 
     def _owned(self, server: int) -> list[tuple[KeyInfo, int, int]]:
-        """What a server owns, in the pieces that it keeps states of."""
+        """The spans for which a server keeps states: pieces, or whole shards where the optimizer needs them."""
         owned: list[tuple[KeyInfo, int, int]] = []
         for key in self._keys.values():
             optimizer = self._session.optimizer_of(key.info)
             for route in key.routes:
                 if route.owner == server:
                     cut = optimizer is None or optimizer.elementwise
-                    pieces = route.parts if cut else ((route.begin, route.end),)
+                    pieces = route.pieces if cut else ((route.begin, route.end),)
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return [*owned, *self._rows.owned(server)]
 
     def save_states(self, write: Write) -> None:
-        """Worker 0 asks every server."""
+        """Worker 0 asks every server for its states, and writes them."""
         self._settle(SAVE)
 
         def ask() -> None:
@@ -445,7 +456,7 @@ class PsStrategy(Strategy):
         self._session.decide(SAVE, ask)
 
     def load_states(self, read: Read) -> Loaded:
-        """Worker 0 gives each server its part."""
+        """Worker 0 reads the file, and sends each server the states of its shards."""
         self._settle(LOAD)
 
         def give() -> Loaded:
@@ -460,8 +471,8 @@ class PsStrategy(Strategy):
         return keys, configs
 
     def codec_states(self, call: str) -> list[Part]:
-        """What was pushed is encoded when it is sent."""
-        self._wait_for_line()
+        """Wait until all pushes have been sent, and so encoded, then return the states."""
+        self._wait_for_device_calls()
         return [
             part_of(key.info, begin, end, state)
             for key in self._keys.values()
@@ -469,11 +480,11 @@ class PsStrategy(Strategy):
         ]
 
     def take_codec_states(self, parts: Sequence[Part]) -> None:
-        """Each key its own."""
+        """Replace the codec states of each key."""
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:
             pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
-        self._wait_for_line()
+        self._wait_for_device_calls()
         with self._engine.lock:
             for key in self._keys.values():
                 key.take_codec_states(pieces.get(key.info.key, {}))
@@ -482,7 +493,7 @@ class PsStrategy(Strategy):
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
-                self._pull_plain(key, [])
+                self._pull_uncompressed(key, [])
             self._rows.settle(call)
         else:
             self._flush(call)
@@ -491,7 +502,7 @@ class PsStrategy(Strategy):
     # --- the end
 
     def close(self) -> None:
-        """Wait until all workers close, then say goodbye to the servers."""
+        """Wait until all workers close, then let the servers end."""
         self._flush("close")
         _, error = self._session.leave(matched=self.synchronous)
         for server in range(len(self._servers)):
@@ -506,18 +517,18 @@ class PsStrategy(Strategy):
     # --- memory of the host
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """Memory that servers of this host read in place, else none. Each worker's own; all ask for the same."""
+        """Allocate memory of this worker that servers of its host can read; None where there are none. Collective."""
         self._session.agree("empty", [text, -1], "empty")
         return None if self._local is None else self._local.segment.take(n_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """What was encoded, and what was sent through memory.
+        """Bytes encoded, and counts of messages through shared memory.
 
-        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed. compressed_keys:
-        as of a store without servers.
-        memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
-        held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, the values that it serves, and
-        what arrays on a GPU are copied through.
+        encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding; missing where no key is compressed.
+        compressed_keys: as in a store without servers. memory_messages, memory_bytes: sent to servers of this host
+        through shared memory. bytes_copied: into and out of that memory, by this worker. held_bytes: its scratch memory
+        there. shared_bytes: its arrays of `store.empty`, the values that it serves, and the memory through which arrays
+        on a GPU are copied.
         """
         keys = tuple(self._keys.values())
         encoded: dict[str, Any] = dict(encoded_bytes(key.encoded for key in keys))

@@ -1,11 +1,11 @@
-"""A call through the keys' queues: each key that is pushed gets one more round, and what is pulled waits for it.
+"""A call through the keys' queues: a push appends a round to the key's queue, and a pull waits until it is done.
 
-A caller who lends its arrays until the call has ended does not change them meanwhile, so that a round can add where the
-values are, or where the result goes, and needs no copy. For large values this counts: the first use of new memory takes
-some times as long as the copy, and the link waits for it.
+A caller that lends its arrays does not change them until the call has ended. A round can then add in the caller's
+arrays, of values or of results, and needs no buffer of its own. This saves time for large values: the first use of new
+memory takes several times as long as a copy, and nothing is sent meanwhile.
 
-Cost: no copy of a value that is lent and comes back to its place, one into the result otherwise; on a host whose
-workers share memory none but theirs (collectives/hosted).
+Cost: no copy of a lent value whose result replaces it, else one copy into the result. On a host whose workers share
+memory there are only the copies that collectives/hosted makes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mpikv.strategies.queues import Delivery, Round, RoundQueue
 
 
 class QueuedCall(PreparedCall):
-    """One call, ready to be made. op: what the workers' values become."""
+    """One call. op: how the workers' values are combined."""
 
     def __init__(self, keys: PlacedKeys, session: Workers, entries: Sequence[Entry], op: Reduction) -> None:
         self._keys, self._session, self._entries, self._op = keys, session, entries, op
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
+        """Append a round to the queue of each pushed key. A pull is done when this worker's last push of it is."""
         pending, keys, engine, op = [], self._keys, self._session.engine, self._op
         with self._session.gathering():
             for info, pushed, target, outs in self._entries:
@@ -55,7 +55,7 @@ class QueuedCall(PreparedCall):
                         cast = value.dtype != queue.paths.dtype and info.space == HOST
                         total = queue.space.cast(value, queue.paths.dtype) if cast else value
                         round_ = Round(total, under, op=op, priority=priority)
-                with engine.lock:  # for both: once given back, it may be busy for milliseconds
+                with engine.lock:  # held for both: once released, another thread may hold it for milliseconds
                     if round_ is not None:
                         running = self._push(queue, info, round_)
                         if running is not None:
@@ -65,7 +65,7 @@ class QueuedCall(PreparedCall):
         return pending
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Wait for all keys, also where one is refused: arrays of the others are in use until they are done."""
+        """Wait for all keys, even if one is refused: the arrays of the others are in use until they are done."""
         refused: ConfigError | None = None
         for one in pending:
             try:
@@ -84,22 +84,22 @@ class QueuedCall(PreparedCall):
     def _lent_round(
         self, queue: RoundQueue, info: KeyInfo, value: SpaceArray, under: Under, outs: tuple[HostArray, ...]
     ) -> tuple[Round, Sink]:
-        """The round of a key in arrays of the caller's, and where the result is still to be written to afterwards."""
+        """The round of a key whose arrays are lent, and the sink for results that the round itself does not write."""
         paths, spaces = queue.paths, self._session.spaces
         if isinstance(queue, Bucket) or value.dtype != paths.dtype:
-            return Round(queue.space.cast(value, paths.dtype), under), Sink(info, outs, spaces)  # copied in any case
+            return Round(queue.space.cast(value, paths.dtype), under), Sink(info, outs, spaces)  # copied anyway
         in_place = any(address_of(value) == address_of(out) for out in outs)
-        if paths.home_is_shared:
-            return Round(value, under, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
-        if in_place or not paths.changes:
-            return Round(value, under, callers=True, changeable=in_place), Sink(info, outs, spaces)
+        if paths.value_is_shared:
+            return Round(value, under, borrowed=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
+        if in_place or not paths.overwrites:
+            return Round(value, under, borrowed=True, changeable=in_place), Sink(info, outs, spaces)
         queue.space.copy(outs[0], value)
-        return Round(outs[0], under, callers=True), Sink(info, outs, spaces)
+        return Round(outs[0], under, borrowed=True), Sink(info, outs, spaces)
 
     # Under the engine's lock:
 
     def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
-        """Put a round into its queue; what does its rounds, if that is to be started now."""
+        """Append a round to its queue. Returns a new `Running` that does the queue's rounds; None: one runs already."""
         session, under = self._session, round_.under
         try:
             queue.reached(0)
@@ -108,21 +108,21 @@ class QueuedCall(PreparedCall):
             raise
         if round_.op is not SUM:
             under = under._replace(label=under.label._replace(op=round_.op.name))
-        plain = session.compressions.suspended or not round_.op.adds  # sums alone are compressed
-        complete = queue.add(info, round_._replace(under=under, plain=plain))
+        uncompressed = session.compressions.suspended or not round_.op.adds  # only sums are compressed
+        complete = queue.add(info, round_._replace(under=under, uncompressed=uncompressed))
         if self._keys.direct is not None:
-            self._keys.direct.pushed(queue)
+            self._keys.direct.note_push(queue)
         session.activity.note(f"push of key {shown(info.key)}")
-        return self._keys.due(queue) if complete else None
+        return self._keys.new_running(queue) if complete else None
 
     def _deliver(self, queue: RoundQueue, info: KeyInfo, sink: Sink, call: str) -> Pending:
-        """Bring the value after this worker's last push to where it goes: now, or when its queue has done that."""
+        """Write out the value after this worker's last push, now or when its queue has done that round."""
         delivery = Delivery(queue, info, sink)
         if queue.refused is not None:
-            # Raised by the wait: the other keys of this call may not be pushed yet, and other workers push them.
+            # The wait raises the error, not this call, which must still push its other keys as other workers do.
             queue.refuse_pull(delivery)
         elif queue.reached(delivery.round):
-            delivery.take(queue.value())
+            delivery.write(queue.value())
         else:
             queue.deliveries.append(delivery)
         return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info)))

@@ -1,9 +1,9 @@
-"""The queue of a key's rounds: what this worker has pushed and is done one after another, and the key's value.
+"""The queue of a key: its value, and the rounds that this worker has pushed, which are done one after another.
 
-A push puts a round into its queue; the strategy runs the queue's generator (round_steps.py), which takes round after
-round out of it. A queue of several keys is a bucket (bucketed.py).
+A push appends a round to its key's queue. A generator (round_steps.py) does the rounds of a queue and removes each when
+it is done. A queue of several keys is a bucket (bucketed.py).
 
-Memory: the value, one buffer for each round under way.
+Memory: the value, one buffer for each round that is queued.
 """
 
 from __future__ import annotations
@@ -25,83 +25,91 @@ from mpikv.placement.labels import Comparison, Labels
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
-from mpikv.strategies.key_calls import KeyCalls
+from mpikv.strategies.key_calls import KeyDirectCalls
 from mpikv.strategies.paths import KeyPaths
 
-Unders = Any  # of a round: its `Under` (labels.py), or by its number for each key of a bucket (None: not pushed)
+Unders = Any  # a round's `Under` (labels.py); of a bucket a dict, by the keys' numbers (None: key not pushed)
 
 
 class Round(NamedTuple):
-    """One push of a queue's values. plain: they travel as they are, whatever the key's codec.
+    """One push of a queue's values.
 
-    values: in the dtype of the queue's paths, unless they are on a GPU (`RoundQueue.brought`).
+    values: in the dtype of the queue's paths, unless they are on a GPU (`RoundQueue.device_values`). under: what they
+    were pushed under, such as an optimizer's attributes (labels.py). borrowed: whether `values` is the caller's array.
+    changeable: whether the round may overwrite `values`. outs: the caller's arrays that the round writes the value to.
+    uncompressed: whether values are sent uncompressed, whatever the key's codec.
     """
 
     values: SpaceArray
     under: Unders = None
-    callers: bool = False
+    borrowed: bool = False
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
     op: Reduction = SUM
-    plain: bool = False
+    uncompressed: bool = False
     priority: int = 0
 
 
 def bytes_of(round_: Round) -> int:
-    """What a round holds; a bucket's on a GPU has the values of each key until it begins."""
+    """The size of a round's values. A bucket's round on a GPU keeps each key's array by itself until it begins."""
     values = round_.values.values() if isinstance(round_.values, dict) else [round_.values]
     return sum(int(one.nbytes) for one in values)
 
 
 class RoundQueue:
-    """One key: its value, and the rounds this worker has pushed, done one after another. space: the key's."""
+    """The queue of one key.
+
+    paths: the paths of its rounds, set by `use_paths`. stored: where the paths keep the value; a direct call may have a
+    newer one in its own arrays, see `value`. direct_calls: those calls. pushed, done: the numbers of rounds that
+    this worker has pushed, and that are done. refused: the error of the round after the last one that is done.
+    """
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
-        self.paths: KeyPaths  # which its rounds go, once it is placed
-        self.own: SpaceArray  # its value's home
-        self.calls = KeyCalls(info.id)
+        self.paths: KeyPaths
+        self.stored: SpaceArray
+        self.direct_calls = KeyDirectCalls(info.id)
         self.waiting: deque[Round] = deque()
-        self.pushed = 0  # complete rounds
+        self.pushed = 0
         self.done = 0
         self.has_value = False
-        self.comparison: Comparison | None = None  # of labels; None: before the first round, or there are none
+        self.comparison: Comparison | None = None  # of labels; None: no round has begun, or there is nothing to compare
         self.running: Running[None] | None = None
-        self.refused: ConfigError | None = None  # the round after the last one that is done
+        self.refused: ConfigError | None = None
         self.deliveries: list[Delivery] = []
 
-    def go(self, paths: KeyPaths) -> None:
-        """Its rounds go these paths from now on. Not during a round."""
-        self.paths, self.own, self.comparison = paths, paths.value, None
+    def use_paths(self, paths: KeyPaths) -> None:
+        """Do rounds on these paths from now on. Not to be called during a round."""
+        self.paths, self.stored, self.comparison = paths, paths.value, None
 
     @property
     def placement(self) -> Placement:
-        """Which named its paths."""
+        """The key's placement, which names its paths."""
         return self.paths.placement
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """What each worker owns of the value."""
+        """The bounds of the workers' shards: worker i owns elements [bounds[i], bounds[i+1])."""
         return self.paths.placement.bounds
 
     @property
     def round(self) -> int:
-        """The round under way, as the user counts: with those that went the direct path."""
-        return self.done + 1 + self.calls.rounds
+        """The number of the current round as the user counts, which includes rounds on the direct path."""
+        return self.done + 1 + self.direct_calls.rounds
 
     @property
     def may_start(self) -> bool:
-        """Return whether nothing does the rounds of this queue now."""
+        """Whether no generator does the rounds of this queue now."""
         return self.running is None or self.running.done
 
     @property
     def name(self) -> str:
-        """What errors call the queue."""
+        """The name of the queue in error texts."""
         return f"key {shown(self.info.key)}"
 
     @property
     def idle(self) -> bool:
-        """Whether it has a value and nothing is under way."""
+        """Whether it has a value, no round is queued, and none has failed."""
         return (
             self.has_value
             and not self.waiting
@@ -109,15 +117,15 @@ class RoundQueue:
         )
 
     def value(self) -> SpaceArray:
-        """The newest value, wherever it is; to be read only."""
-        array = self.calls.array()
-        return self.own if array is None else array
+        """The newest value, in `stored` or in a direct call's arrays. Read-only."""
+        array = self.direct_calls.array()
+        return self.stored if array is None else array
 
     @property
     def held_bytes(self) -> int:
-        """This worker's copy of the value or of what it adds, and what is under way."""
-        under_way: int = sum(bytes_of(round_) for round_ in self.waiting if not round_.callers)
-        return self.paths.held_bytes + under_way
+        """Memory held by the queue's paths and by the values of queued rounds, without those of callers."""
+        queued: int = sum(bytes_of(round_) for round_ in self.waiting if not round_.borrowed)
+        return self.paths.held_bytes + queued
 
     # --- rounds
 
@@ -127,7 +135,7 @@ class RoundQueue:
         return (self.info,)
 
     def span(self, info: KeyInfo) -> slice:
-        """Where a key's values lie in the queue's."""
+        """The range of a key's elements within the queue's value."""
         return slice(0, self.info.n_elems)
 
     def pushes_of(self, info: KeyInfo) -> int:
@@ -140,10 +148,11 @@ class RoundQueue:
         self.waiting.append(round_)
         return True
 
-    def brought(self, round_: Round) -> Steps[SpaceArray]:
-        """The values of a round on a GPU as its path adds them, once what the caller was writing is there.
+    def device_values(self, round_: Round) -> Steps[SpaceArray]:
+        """The values of a round on a GPU, cast to the dtype in which its path takes them.
 
-        Only then is anything done with them in the store's stream, which has other keys' rounds to do meanwhile.
+        First waits until the caller's own stream has written them. The store's stream does not wait for that, so that
+        it can do other keys' rounds meanwhile.
         """
         yield self.space.arrived(round_.values)
         return self.space.cast(round_.values, self.paths.dtype)
@@ -155,42 +164,40 @@ class RoundQueue:
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
         """Update elements [begin, end) of the value with a round's sum."""
         begin, end = span
-        owner.apply(self.info, self.own[begin:end], buf[begin:end], (0, under.number))
+        owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number))
 
     def finish(self, buf: SpaceArray) -> None:
-        """Note that a round is done, and its buffer free."""
+        """Count a round that is done, whose buffer is free now."""
         self.done += 1
 
     def reached(self, round_: int) -> bool:
-        """Whether that round is done; raises what went wrong in the queue."""
+        """Whether that round is done. Raises the error of a round that has failed."""
         if self.running is not None and self.running.error is not None:
             raise self.running.error
         return self.has_value and self.done >= round_
 
     def deliver(self) -> None:
-        """Give the value to the pulls that wait for this round, before another one changes it."""
+        """Write the value out for all pulls of rounds that are done, before the next round changes it."""
         ready = [delivery for delivery in self.deliveries if delivery.round <= self.done]
         self.deliveries = [delivery for delivery in self.deliveries if delivery.round > self.done]
         for delivery in ready:
-            delivery.take(self.value())
+            delivery.write(self.value())
 
     def refuse(self, error: ConfigError) -> None:
-        """End a round that updated nothing, and after which none follows: all pulls get the value as it is, and the
-        error.
-        """
+        """Refuse the current round, after which no other follows. Waiting pulls get the old value and `error`."""
         self.refused = error
         for delivery in self.deliveries:
             self.refuse_pull(delivery)
         self.deliveries = []
 
     def refuse_pull(self, delivery: Delivery) -> None:
-        """Refuse a pull that comes after the round that was refused."""
-        delivery.take(self.value())
+        """Let a pull of a refused or later round end with the old value and the error."""
+        delivery.write(self.value())
         delivery.error = self.refused
 
 
 class Delivery:
-    """A pull: a request that is done when the queue has done its round and the value has been written out."""
+    """The request of a pull. It is done when the queue has done its round and the value has been written out."""
 
     def __init__(self, queue: RoundQueue, info: KeyInfo, sink: Sink) -> None:
         self.round = queue.pushes_of(info)
@@ -200,16 +207,19 @@ class Delivery:
         self._done = False
         self.error: Exception | None = None
 
-    def take(self, value: SpaceArray) -> None:
-        """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
+    def write(self, value: SpaceArray) -> None:
+        """Write the key's elements of the queue's value into the caller's arrays.
+
+        An error there concerns this pull alone: it is kept and raised by `test`, and the queue goes on.
+        """
         try:
             self._sink.deliver(value[self._span])
-        except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
+        except Exception as error:  # noqa: BLE001 - raised by `test`
             self.error = error
         self._done = True
 
     def test(self) -> bool:
-        """Whether the arrays are filled; raises what went wrong."""
+        """Whether the caller's arrays are filled. Raises the error of this pull or of its queue."""
         if self.error is not None:
             raise self.error
         if not self._done:
@@ -225,5 +235,5 @@ class RoundReached:
         self._round = round_
 
     def test(self) -> bool:
-        """Whether the round is done; raises what went wrong in the queue."""
+        """See `RoundQueue.reached`."""
         return self._queue.reached(self._round)

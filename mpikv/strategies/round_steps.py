@@ -1,9 +1,10 @@
-"""The rounds of a queue, one after another: reduce-scatter, the optimizer on what this worker owns, allgather.
+"""Does the rounds of a queue, one after another: reduce-scatter, the optimizer on this worker's shard, allgather.
 
-How values travel, the key's path says (key_path.py), and which path a round goes, the key's `KeyPaths` (paths.py).
-Values of a key on a GPU whose path adds on the host are copied there and back while the path works (staging.py). In a
-round whose labels differ nobody updates anything, and worker 0 tells all of them who has brought what. A generator for
-the progress engine; it ends when the queue is empty, and the next push starts another.
+The key's path does the reduce-scatter and the allgather (key_path.py); the key's `KeyPaths` choose the path of each
+round (paths.py). Where a key is on a GPU but its path adds on the host, values are copied there and back while the path
+works (staging.py). In a round whose labels differ between workers nobody updates anything, and worker 0 sends all of
+them the labels that each has pushed. The progress engine runs one generator for each queue that has rounds; it ends
+when the queue is empty, and the next push starts another.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from mpikv.strategies.queues import Round, RoundQueue
 
 
 class RoundSteps:
-    """What the rounds of all queues of a worker need.
+    """Makes the generators of all queues of a worker.
 
-    size: how many workers there are. comparison: makes that of a queue's labels; None: there is nothing to compare.
-    different: what is raised for a round of a queue whose labels differ (`Workers.different`). priorities: where the
-    priority of a queue's round is written, by the queue's number, before the round sends anything.
+    size: the number of workers. comparison: makes a queue's comparison of labels; None: there is nothing to compare.
+    different: makes the error of a round whose labels differ (`Workers.different`). priorities: of each queue's current
+    round, by the queue's number; written before the round sends anything.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class RoundSteps:
         self._comparison, self._different, self._priorities = comparison, different, priorities
 
     def run(self, queue: RoundQueue) -> Steps[None]:
-        """Do what is in the queue; ends when it is empty."""
+        """Do the rounds of a queue until it is empty. First of all, broadcast the key's first value if it has none."""
         paths, codec = queue.paths, queue.paths.codec
         if not queue.has_value:
-            yield from paths.share()
+            yield from paths.broadcast()
             queue.has_value = True
             queue.deliver()
-        if queue.waiting and queue.comparison is None:  # keys that go the direct path alone never need it
+        if queue.waiting and queue.comparison is None:  # not needed by keys whose calls all take the direct path
             queue.comparison = self._comparison(queue)
         comparison = queue.comparison
         while queue.waiting:
@@ -55,60 +56,60 @@ class RoundSteps:
             self._priorities[queue.info.id] = round_.priority
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
-            path = paths.begin(plain=round_.plain)
-            values = brought = round_.values
+            path = paths.begin_round(uncompressed=round_.uncompressed)
+            values = buf = round_.values
             if queue.space.device is not None:
-                values = brought = yield from queue.brought(round_)
+                values = buf = yield from queue.device_values(round_)
             changeable, outs = round_.changeable, round_.outs
-            if codec is not None and path is paths.plain:
-                values, changeable = self._as_they_are(queue, path, values, changeable=changeable)
+            if codec is not None and path is paths.uncompressed:
+                values, changeable = self._uncompressed_values(queue, path, values, changeable=changeable)
             if (staging := path.staging) is None:
-                totals = yield from path.begin(values, round_.op.combine, comparison, changeable=changeable)
+                totals = yield from path.reduce_scatter(values, round_.op.combine, comparison, changeable=changeable)
             else:
                 with staging.first_half(values, path.updates) as on_host:
-                    yield from path.begin(on_host, round_.op.combine, comparison, changeable=True)
+                    yield from path.reduce_scatter(on_host, round_.op.combine, comparison, changeable=True)
                 totals = None
             self._apply(queue, path, values if totals is None else totals, round_)
             if staging is not None:
                 with staging.second_half(path.value):
-                    yield from path.end((), comparison)
+                    yield from path.allgather((), comparison)
             else:
-                if path.value is not queue.own:  # it is completed in the memory of the host, and copied home
+                if path.value is not queue.stored:  # the path completes it elsewhere and copies it to `queue.stored`
                     own = slice(*path.updates)
-                    path.value[own] = queue.own[own]
-                    outs = (queue.own,)
-                yield from path.end(outs, comparison)
+                    path.value[own] = queue.stored[own]
+                    outs = (queue.stored,)
+                yield from path.allgather(outs, comparison)
             if codec is not None:
-                if path is paths.plain:
-                    codec.exact = None  # it is in the value
-                if codec.measured:
-                    yield from paths.end()
+                if path is paths.uncompressed:
+                    codec.exact = None  # the value itself is exact again
+                if codec.timed:
+                    yield from paths.end_round()
             if comparison is not None and comparison.differ:
                 error = yield from self._different(queue.info, queue.round, queue.labels(round_.under))
                 queue.refuse(error)
                 raise error
             queue.waiting.popleft()
-            queue.finish(brought)
+            queue.finish(buf)
             queue.deliver()
 
     @staticmethod
-    def _as_they_are(
+    def _uncompressed_values(
         queue: RoundQueue, path: KeyPath, values: SpaceArray, *, changeable: bool
     ) -> tuple[SpaceArray, bool]:
-        """The values of a round of an encoded key that travels as it is, and whether the path may change them."""
+        """The values of an uncompressed round of a key with a codec, and whether the path may overwrite them."""
         codec = queue.paths.codec
         assert codec is not None
-        given = codec.with_owed(values)
+        given = codec.with_residual(values)
         changeable = changeable or given is not values
-        if path.changes and not changeable:
+        if path.overwrites and not changeable:
             given, changeable = values.copy(), True
-        codec.restore(queue.own, path.updates)
+        codec.restore_exact(queue.stored, path.updates)
         return given, changeable
 
     def _apply(self, queue: RoundQueue, path: KeyPath, totals: SpaceArray, round_: Round) -> None:
         begin, end = path.updates
         comparison = queue.comparison
         if begin == end or (comparison is not None and comparison.differ):
-            return  # all go on with the old value
+            return  # all workers keep the old value
         round_.op.finish(totals[begin:end], self._size)
         queue.apply(self._owner, totals, round_.under, (begin, end))

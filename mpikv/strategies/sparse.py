@@ -1,13 +1,13 @@
-"""Row-sparse keys as a worker sees them: which owner has which rows, and the messages to and from the owners.
+"""A worker's view of row-sparse keys: which owner has which rows, and the messages to and from the owners.
 
-Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner that has any:
-the ids of its rows and the rows themselves, or none, since an owner counts a round's pushes. It has no answer. A pull
-is one message to each owner that has some of the rows, with the round that it needs, and one answer of these rows. The
-ids say in each message by themselves how they are written (row_ids.py): a push of all rows has no ids, and takes the
-bytes of a dense one. So nobody has to agree on when a key goes densely.
+Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner of the key, with
+the ids of its rows and the rows; it may have none, but is sent, since owners count the pushes of a round. It has no
+answer. A pull is one message to each owner of the wanted rows, with the round that it needs, and one answer with those
+rows. Each message contains the encoding of its ids (row_ids.py): a push of all rows needs no ids, and has as many bytes
+as a dense one. So workers and owners need not agree on when a key is sent densely.
 
-Owners are servers, or a service inside each worker: in an asynchronous store the one that serves all its keys, in a
-synchronous one without servers one for its row-sparse keys alone (sparse_owners.py).
+Owners are servers, or a service inside each worker: in an asynchronous store the service of all keys, in a synchronous
+store without servers a service for row-sparse keys only (sparse_owners.py).
 
 Cost: of a push, one message per owner; of a pull, two for each owner that is asked. One copy of what is pushed.
 """
@@ -45,16 +45,16 @@ class _Key:
         self.owners = [i for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1]]
 
 
-class _Piece(NamedTuple):
-    """What is an owner's of some rows: which of them they are, and their ids, counted from the owner's first row."""
+class _OwnerRows(NamedTuple):
+    """Those of some rows that one owner has: their range, and their encoded ids, counted from the owner's first row."""
 
     owner: int
     span: slice
-    written: HostArray
+    encoded_ids: HostArray
 
 
 class RowClient:
-    """A worker's end of the messages. labels: the owners' names in errors."""
+    """Sends one worker's messages to owners and receives the answers. labels: the owners' names in errors."""
 
     def __init__(self, session: Workers, client: Client, labels: Sequence[str]) -> None:
         self._session, self._client, self._labels = session, client, labels
@@ -64,30 +64,30 @@ class RowClient:
     # --- keys
 
     def propose(self, values: Sequence[NewKey]) -> None:
-        """Keep the first rows of these, at worker 0, until all have agreed."""
+        """Keep the first rows of these keys, at worker 0, until all workers have agreed on them."""
         if self._session.rank == 0:
             self._first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
 
-    def proposed(self, values: Sequence[NewKey]) -> None:
-        """All workers have come, or failed."""
+    def drop_first_rows(self, values: Sequence[NewKey]) -> None:
+        """Forget the first rows, as the agreement has ended or failed."""
         for new in values:
             self._first_rows.pop(new.key, None)
 
     def begin(self, info: KeyInfo) -> None:
-        """The key exists from now on; worker 0 sends its first rows. Under the engine's lock."""
+        """Add a key; worker 0 sends its first rows to the owners. Under the engine's lock."""
         key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
         if self._session.rank:
             return
         first = self._first_rows.pop(info.key)
-        for piece in self._pieces(key, first.indices, key.owners):
-            begin, end = key.bounds[piece.owner : piece.owner + 2]
+        for rows in self._by_owner(key, first.indices, key.owners):
+            begin, end = key.bounds[rows.owner : rows.owner + 2]
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
             head = np.frombuffer(wire.with_text(json.dumps(text).encode(), b""), np.uint8)
-            payload = np.concatenate([head, piece.written, _bytes_of(first.values[piece.span])])
-            self._client.send(piece.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
+            payload = np.concatenate([head, rows.encoded_ids, _bytes_of(first.values[rows.span])])
+            self._client.send(rows.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
 
     def forget(self, info: KeyInfo) -> None:
-        """Workers did not agree on it after all."""
+        """Remove a key on which the workers did not agree."""
         self._keys.pop(info.id, None)
 
     def pushes(self) -> dict[int, int]:
@@ -95,33 +95,33 @@ class RowClient:
         return {key_id: key.pushed for key_id, key in self._keys.items()}
 
     def owned(self, owner: int) -> list[tuple[KeyInfo, int, int]]:
-        """What an owner has of each key, in elements, as in `strategies.states`."""
+        """The elements that an owner has of each key, as in `strategies.states`."""
         return [
             (key.info, key.bounds[owner] * key.columns, key.bounds[owner + 1] * key.columns)
             for key in self._keys.values()
         ]
 
     @staticmethod
-    def _pieces(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_Piece]:
+    def _by_owner(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_OwnerRows]:
         cuts = np.searchsorted(ids, key.bounds).tolist()
-        pieces = []
+        by_owner = []
         for owner in owners:
             span, first = slice(cuts[owner], cuts[owner + 1]), key.bounds[owner]
-            pieces.append(_Piece(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
-        return pieces
+            by_owner.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
+        return by_owner
 
     # --- messages
 
     def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
-        """Send each owner its rows, or that there are none."""
+        """Send each owner its rows, or a message without rows."""
         key, shape = self._keys[info.id], total.values.shape
         values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)
         with self._session.engine.lock:
             key.pushed += 1
             header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
-            for piece in self._pieces(key, total.indices, key.owners):
-                payload = np.concatenate([piece.written, _bytes_of(values[piece.span])])
-                self._client.send(piece.owner, [(header, payload)])
+            for rows in self._by_owner(key, total.indices, key.owners):
+                payload = np.concatenate([rows.encoded_ids, _bytes_of(values[rows.span])])
+                self._client.send(rows.owner, [(header, payload)])
         self._session.activity.note(f"push of key {shown(info.key)}")
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
@@ -139,31 +139,31 @@ class RowClient:
         session = self._session
         wait_for_tags(session, self._client, len(owners))
         header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
-        steps = self._asking(header, self._pieces(key, ids, owners), values)
+        steps = self._request(header, self._by_owner(key, ids, owners), values)
         running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
         labels = tuple(self._labels[owner] for owner in owners)
         waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
         return values, [Pending(running, waiting)]
 
-    def _asking(self, header: wire.Header, pieces: Sequence[_Piece], values: HostArray) -> Steps[None]:
+    def _request(self, header: wire.Header, by_owner: Sequence[_OwnerRows], values: HostArray) -> Steps[None]:
         client = self._client
         tags, receives = [], list[Operation]()
-        for piece in pieces:
+        for rows in by_owner:
             tag = client.reply_tags.take()
             tags.append(tag)
-            # The receive is there before the question leaves, so that the answer needs no copy on its way.
-            receives.append(client.irecv(values[piece.span].reshape(-1), piece.owner, tag))
-            client.send(piece.owner, [(header._replace(reply_tag=tag), piece.written)])
+            # The receive is posted before the request is sent, so that MPI need not buffer the answer.
+            receives.append(client.irecv(values[rows.span].reshape(-1), rows.owner, tag))
+            client.send(rows.owner, [(header._replace(reply_tag=tag), rows.encoded_ids)])
         yield from receives
         client.reply_tags.give(tags)
 
     def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """See `Strategy.changed_rows`. An answer is as long as its owner says."""
+        """See `Strategy.changed_rows`. Answers may have any length."""
         key, session, client = self._keys[info.id], self._session, self._client
         header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
         wait_for_tags(session, client, len(key.owners))
         name = f"changed rows of key {shown(info.key)}"
-        answers = [session.engine.start(client.answer(owner, header, None), name) for owner in key.owners]
+        answers = [session.engine.start(client.ask(owner, header, None), name) for owner in key.owners]
         round_ = key.pushed if session.synchronous else None
         pending = [
             Pending(answer, Waiting("pull", info.key, info.id, round_, (self._labels[owner],)))
@@ -183,7 +183,7 @@ class RowClient:
         return pending, finish
 
     def settle(self, call: str) -> None:
-        """Wait until every owner has done this worker's last push of each key. Synchronous stores only."""
+        """Wait until every owner has applied this worker's last push of each key. Synchronous stores only."""
         none = np.empty(0, np.int64)
         for key in tuple(self._keys.values()):
             for pending in self._ask(key, none, key.owners, 0, call)[1]:

@@ -1,8 +1,8 @@
 """Row-sparse keys of a synchronous store without servers: each worker owns a range of their rows, and serves it.
 
 The service is the one that servers run (server/rows.py), inside every worker's engine. It begins with the first
-row-sparse key of the store, which all workers agree on, and ends when all close. Messages of workers to themselves go
-the same way. Optimizers that were set before it began are set again then, in the same order.
+row-sparse key of the store, which all workers agree on, and ends when all close. A worker also sends messages to
+itself. When the service begins, optimizers that were set before are set in it, in the same order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class OwnedRows(Protocol):
     owner: Owner
 
     def states(self) -> list[Part]:
-        """The states of all rows that have some."""
+        """The states of all rows that have been updated."""
         ...
 
     def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
-        """Go on with these states. replaced: the numbers of the keys that have these or none."""
+        """Replace the states of these keys by `parts`. replaced: the keys' numbers; some may have none in `parts`."""
         ...
 
     @property
@@ -46,14 +46,14 @@ class OwnedRows(Protocol):
 
 
 class RowServer(NamedTuple):
-    """What this worker owns, and the loop that serves it."""
+    """The rows that this worker owns, and the loop that serves them."""
 
     rows: OwnedRows
     steps: Steps[None]
 
 
 class WorkersRows:
-    """Of one worker. serve: makes its service."""
+    """The row-sparse keys of one worker, as their client and as an owner. serve: makes the service."""
 
     def __init__(self, session: Workers, serve: Callable[[], RowServer]) -> None:
         self._session, self._serve = session, serve
@@ -64,7 +64,7 @@ class WorkersRows:
         self._server: OwnedRows | None = None
         self._service: Any = None
         self._optimizers: list[tuple[int, bytes, list[int]]] = []
-        self._told: dict[int, int] = {}  # the number of a slot's attributes that the owners know last
+        self._sent_numbers: dict[int, int] = {}  # by slot, the number of the attributes last sent to owners
 
     # --- keys
 
@@ -80,7 +80,7 @@ class WorkersRows:
         self.client.propose(values)
 
     def begin(self, info: KeyInfo) -> None:
-        """A key that the workers agreed on. Under the engine's lock."""
+        """Add a key that the workers agreed on. Under the engine's lock."""
         if self._server is None:
             self._server, steps = self._serve()
             for slot, pickled, key_ids in self._optimizers:
@@ -91,10 +91,10 @@ class WorkersRows:
     # --- push and pull
 
     def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
-        """See `RowClient.push`; changed attributes go ahead of it."""
+        """See `RowClient.push`. Changed attributes are sent first."""
         slot, number = self._session.slot_of(info), under.number
-        if number != self._told.get(slot, 0):
-            self._told[slot] = number
+        if number != self._sent_numbers.get(slot, 0):
+            self._sent_numbers[slot] = number
             text = json.dumps([slot, json.loads(under.label.text)]).encode()
             self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         self.client.push(info, total, under, priority)
@@ -107,22 +107,22 @@ class WorkersRows:
     # --- optimizers
 
     def set_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
-        """An optimizer that all workers agreed on. Not while rounds are under way."""
+        """Set an optimizer that all workers agreed on. Not to be called while rounds are in progress."""
         self._optimizers.append((slot, pickled, key_ids))
-        self._told.pop(slot, None)
+        self._sent_numbers.pop(slot, None)
         if self._server is not None:
             with self._session.engine.lock:
                 self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
 
     def states(self) -> list[Part]:
-        """The states of what this worker owns."""
+        """The states of the rows that this worker owns."""
         if self._server is None:
             return []
         with self._session.engine.lock:
             return self._server.states()
 
     def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
-        """Go on with these. Under the engine's lock."""
+        """See `OwnedRows.load`. Under the engine's lock."""
         if self._server is not None:
             self._server.load(parts, replaced)
 
@@ -134,7 +134,7 @@ class WorkersRows:
     # --- the end
 
     def close(self) -> None:
-        """Say goodbye to all owners, and serve until all others have."""
+        """Send all owners the message that this worker closes, and serve until all others have sent theirs."""
         if self._service is None:
             return
         self._send_all(wire.Header(wire.BYE))
@@ -142,4 +142,4 @@ class WorkersRows:
         self._session.wait_for(self._service, "close")
 
     def _all_sent(self) -> bool:
-        return self._messages.sent()
+        return self._messages.all_sent()

@@ -1,25 +1,25 @@
-"""The copies of a key whose value is on a GPU while its path adds in host memory: the path "staged".
+"""The path "staged": copies of a key whose value is on a GPU while another path adds its values in host memory.
 
-Home: each worker has the whole value in its device memory, where the optimizer runs. Who adds, in which order, and what
-is sent: as the path on the host does that the placement names beside "staged" (`Placement.host`): the same bits.
+Value: each worker has a copy in its device memory, where the optimizer runs. Who adds, in which order, and what is
+sent: the placement names a path on the host (`Placement.host`) that decides this, so the bits are those of that path.
 
-A round copies this worker's values down, into host memory that the path adds from where it is: memory that the ranks of
-the host share, or, for messages, page-locked memory that is kept with the key. The sum of the owned part comes up to
-the device; the updated part goes down; and what the others own of the new value comes up. Casts to the dtype of the
-sums are made on the device, before.
+A round copies this worker's values down, from the GPU to host memory in which the path can add: memory that the ranks
+of the host share, or, for messages, page-locked memory that is kept with the key. The sum of the owned shard is copied
+up to the GPU, the updated shard down, and the other workers' shards of the new value up. Values are cast to the dtype
+of sums on the GPU, before they are copied.
 
-A long value does this segment by segment (collectives/segments.py): what the path needs first goes down first and is
-sent, or counted as readable, as soon as it is there, while the next segments are on their way; what is complete comes
-up while others still go down. The algorithms `ring` and those through memory work so. The others, which are for short
-values or for hosts whose ranks share no memory, begin when all is down.
+A long value is copied in segments (collectives/segments.py). Those that the path needs first are copied first, and each
+is sent, or counted as readable, as soon as it has been copied, while the next is being copied. Complete segments of the
+result are copied up while others are still copied down. The algorithm `ring` and those in shared memory work like this;
+the others, for short values or for hosts whose ranks share no memory, begin when all has been copied down.
 
-Order. Copies down are in the store's stream, copies up of long values in a second one. At the end of each half of a
-round the store's stream waits for what was begun in the second one. So the first copy down of a round is behind all
-that the round before has begun, and no other rank learns of a round before this one has seen that copy done. Memory of
-the host that the round before reads or writes is free by then. Nothing waits but by yielded requests.
+Order. Copies down use the store's stream, copies up of long values a second one. At the end of each half of a round the
+store's stream waits for the second one. So a round's first copy down runs after all copies of the round before, and
+this rank signals a round to others only after that copy is done, when the memory that the round before used is free.
+The host never blocks: it waits only by yielding requests.
 
-Cost of a round, n elements of which this worker owns k: n and k down, k and n - k up, beside the cost of the path.
-Page-locked: the value and two arrays of n, or fewer where workers share memory.
+Cost of a round of n elements, of which this worker owns k, beside that of the path: n and k elements copied down, k and
+n - k up. Page-locked memory: the value and two arrays of n, or fewer where workers share memory.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class PinnedSpace(HostSpace):
 
 
 class Staging:
-    """Of one key. value: on the GPU. on_host: where its path takes memory. segments: the copies of a round under way.
+    """The copies of one key.
 
-    hosts: memory that the ranks of the host share, where the path adds there; None: it sends messages. value: where the
-    key's value is; None: in new memory.
+    hosts: the shared memory in which the path adds; None: it sends messages. value: the key's array on the GPU; None:
+    make one. on_host: the space in which the path allocates memory. segments: the copies of the current round.
     """
 
     def __init__(
@@ -72,27 +72,27 @@ class Staging:
 
     @property
     def _values(self) -> HostArray:
-        """(n,), in the dtype of the sums: where this worker's values are for the path. Kept from the first round on."""
+        """The host memory for this worker's values: (n,), in the dtype of sums. Made by the first round, then kept."""
         if self._sent is None:
             n_bytes = self._n_elems * self._dtype.itemsize
             hosts = self._hosts
-            memory = self._space.pinned.take(n_bytes) if hosts is None else hosts.room(n_bytes, pages=True)
+            memory = self._space.pinned.take(n_bytes) if hosts is None else hosts.allocate(n_bytes, pages=True)
             self._sent = memory[:n_bytes].view(self._dtype)
         return self._sent
 
     def _locked(self, array: HostArray) -> HostArray:
-        """Memory of the path, ready to be copied from and to."""
+        """Memory of the path, page-locked, so that the GPU can copy from and to it."""
         return array if self._hosts is None else self._space.pinned.lock(array)
 
     @property
     def held_bytes(self) -> int:
-        """The value on the device, and where this worker's values are for the path."""
+        """The value on the GPU, and the host memory for this worker's values."""
         return int(self.value.nbytes) + (0 if self._sent is None else self._sent.nbytes)
 
-    def share(self, on_host: HostArray, steps: Steps[None], *, is_first: bool) -> Steps[None]:
-        """From the device of worker 0 to those of all. steps: of the path, which bring its value on the host to all.
+    def broadcast(self, on_host: HostArray, steps: Steps[None], *, is_first: bool) -> Steps[None]:
+        """Broadcast the value from the GPU of worker 0 to those of all.
 
-        is_first: this is worker 0.
+        steps: the path's own broadcast of the value `on_host`. is_first: whether this is worker 0.
         """
         on_host = self._locked(on_host)
         if is_first:
@@ -103,10 +103,10 @@ class Staging:
             self._space.bring(self.value, on_host)
 
     def first_half(self, values: SpaceArray, updates: Span) -> AbstractContextManager[HostArray]:
-        """While the path adds: `values` come to where it reads them, and the sum of `updates` comes into `values`."""
+        """While the path adds: copy `values` to the host for it, and the sum of the span `updates` into `values`."""
         sent, own = self._locked(self._values), slice(*updates)
         return self.segments.between(values, sent, values, lambda totals: self._locked(totals[own]))
 
     def second_half(self, on_host: HostArray) -> AbstractContextManager[HostArray]:
-        """While the path completes the value `on_host`: the owned part goes down, the others' come up."""
+        """While the path completes the value `on_host`: copy the owned shard down, and the others up."""
         return self.segments.between(self.value, self._locked(on_host), self.value, self._locked)

@@ -1,7 +1,7 @@
 """Optimizer states between their owners and a file: the same in every mode.
 
-Owners hold the states of the parts they own. A file holds whole states, so that it can be read by another number of
-workers or servers: parts are joined before writing, and cut along the present plan after reading.
+Owners hold the states of their shards. A file holds the states of whole keys, so that a store with another number of
+workers or servers can read it: shards are joined before writing, and cut by the store's placement after reading.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mpikv.strategies.base import Loaded, Strategy
 
 SAVE, LOAD = "save_optimizer_states", "load_optimizer_states"  # the calls, as errors and agreements name them
 
-Owned = Sequence[tuple[KeyInfo, int, int]]  # a key, and begin and end of what is owned of it
+Owned = Sequence[tuple[KeyInfo, int, int]]  # keys, each with begin and end of the shard that is owned
 
 
 def collect(owner: Owner, owned: Owned) -> list[Part]:
-    """The states of what an owner owns; keys that were never updated have none."""
+    """The states of the shards that an owner owns, in host memory; keys that were never updated have none."""
     with owner.here():
         return [
             part_of(info, begin, end, states.on_host(owner.states[info.id]))
@@ -47,10 +47,10 @@ def save_file(
     dump_optimizer: bool,
     of_codecs: Sequence[Part] = (),
 ) -> None:
-    """Write the optimizer's states of `keys` (None: of all) into one file, whole or not at all. Collective, blocks.
+    """Write the optimizer states of `keys` (None: of all) into one file, whole or not at all. Collective, blocks.
 
-    With them what the codecs of all workers remember of these keys, and `of_codecs` of another store's. Raises
-    MpikvError where no key has an optimizer or a codec, OSError; on every worker.
+    The file also has the states of all workers' codecs of these keys, and `of_codecs`, which another store has
+    gathered. Raises MpikvError where no key has an optimizer or a codec, and OSError, on every worker.
     """
     of_codecs = [*of_codecs, *codec_states.gather(session, strategy, SAVE, keys)]
     stateless = not codec_states.compresses(session, keys)
@@ -66,10 +66,10 @@ def save_file(
 
 
 def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]:
-    """Read such a file. Collective, blocks. Raises StatesFileError or OSError on every worker and changes nothing then.
+    """Read a states file. Collective, blocks.
 
-    Attributes of optimizers that the file has reach the owners with the next push. Returns, at worker 0, what the file
-    has of codecs.
+    Optimizer attributes from the file reach the owners with the next push. Returns the codec states of the file, at
+    worker 0. Raises StatesFileError or OSError on every worker and changes nothing then.
     """
     of_codecs: list[Part] = []  # at worker 0
 
@@ -98,9 +98,9 @@ def _write_file(
     *,
     dump_optimizer: bool,
 ) -> None:
-    """Join the parts of all owners and write those of `infos`, whole or not at all.
+    """Join the shards' states of all owners and write those of `infos`, whole or not at all.
 
-    optimizers: the user's, of the keys of `infos`, with the attributes as they are now.
+    optimizers: the user's optimizers of these keys, with their current attributes.
     """
     by_key: dict[Key, list[Part]] = {}
     for part in (part for some in parts for part in some):
@@ -112,7 +112,7 @@ def _write_file(
         elif info.key in by_key:
             pieces = [(part.begin, part.end, part.state) for part in by_key[info.key]]
             whole.append(part_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
-    # Keys that were never updated are named too: loading the file takes a state away from them.
+    # The file also names keys that were never updated, so that loading it removes the states that they have by then.
     kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
     configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
     states_file.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs})
@@ -121,9 +121,9 @@ def _write_file(
 def _read_file(
     path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer], *, stateless: bool
 ) -> states_file.StatesFile:
-    """Read a file and hold it against this store: optimizers, keys, shapes and dtypes. Changes nothing.
+    """Read a file and compare its optimizers, keys, shapes and dtypes with those of this store. Changes nothing.
 
-    stateless: no key has a codec that could remember anything.
+    stateless: whether no key has a codec, so that only optimizers can have states.
     """
     if not optimizers and stateless:
         raise MpikvError("load_optimizer_states: set the optimizer first")
@@ -150,9 +150,7 @@ def _read_file(
             there, here = (f"{one.dtype} {one.shape}" for one in (entry, info))
             raise StatesFileError(f"{path}: key {shown(key)} is {there} there and {here} here")
         try:
-            after = copy.deepcopy(
-                optimizer
-            )  # as the optimizer will be; the store's stays as it is until all is checked
+            after = copy.deepcopy(optimizer)  # the store's own changes only when the whole file has been checked
             if key in configs:
                 after.set_attributes(configs[key]["attributes"])
             if info.sparse:
@@ -170,12 +168,12 @@ def _read_file(
 
 
 def restored(file: states_file.StatesFile) -> Loaded:
-    """What every worker must know of a loaded file."""
+    """What every worker must know about a loaded file, see `Loaded`."""
     return [key for key, _ in file.meta["optimizers"]], file.meta["configs"]
 
 
 def distribute(file: states_file.StatesFile, owned: Owned) -> list[Part]:
-    """What of a file belongs to an owner."""
+    """The states of an owner's shards, cut out of a file."""
     return [
         _cut(info, file.entries[info.key].state, begin, end)
         for info, begin, end in owned

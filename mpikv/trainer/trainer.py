@@ -28,7 +28,7 @@ from mpikv.create import notices
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
-from mpikv.strategies.base import Travelling
+from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer.clip import factor_for, norm_of
 from mpikv.trainer.ends import in_steps
@@ -129,7 +129,7 @@ class Trainer(TrainerFiles):
         self._contributed: dict[str, ContributedGradient] = {}  # gradients since the last step
         self._contributed_with: Mapping[str, Any] = {}  # attributes of the optimizer
         self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
-        self._travelling: Travelling | None = None
+        self._travelling: BucketedKeys | None = None
         dense = [name for name in self._trained if name not in self._sparse]
         self._in_memory = self._store is not None and self._store.session.adds_in_memory(
             [self._keys[name] for name in dense]

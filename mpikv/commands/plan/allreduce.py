@@ -38,7 +38,7 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.bucketed import kind_of
 from mpikv.strategies.encoded_path import EncodedPath
-from mpikv.strategies.key_path import Means
+from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.transports.base import Group
 
@@ -175,8 +175,8 @@ def counted(bucket: PlannedBucket, rank: int, hosts: Sequence[str], speeds: Spee
     bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
     if bucket.encoded:
         adds, shares = (_encoded(bucket, one, speeds) for one in (adding, sharing))
-        adding.run(adds.begin(buf, np.add, None, changeable=False))
-        sharing.run(shares.end((), None))
+        adding.run(adds.reduce_scatter(buf, np.add, None, changeable=False))
+        sharing.run(shares.allgather((), None))
     else:
         module, everybody = ALGORITHMS[bucket.placement.algorithm], range(len(hosts))
         adding.run(module.reduce_scatter(Group(adding, everybody), buf, bounds, 1, adding.combine))
@@ -188,8 +188,8 @@ def counted(bucket: PlannedBucket, rank: int, hosts: Sequence[str], speeds: Spee
 
 def _encoded(bucket: PlannedBucket, transport: Counting, speeds: Speeds) -> EncodedPath:
     """Make the path of a bucket whose values travel encoded, with codecs that encode nothing."""
-    means = Means(Group(transport, range(transport.size)), Spaces())
-    path = EncodedPath(means, bucket.info, bucket.placement, None)
+    resources = PathResources(Group(transport, range(transport.size)), Spaces())
+    path = EncodedPath(resources, bucket.info, bucket.placement, None)
     travels = compressions.of_text(bucket.info.codec)
     path.codec.pushed, path.codec.returned = (
         Pieces(bucket.info, Priced(codec, speeds[codec], transport.spend)) for codec in (travels.push, travels.pull)

@@ -253,7 +253,7 @@ def test_keys_of_a_store_decide_together() -> None:
             begun[0] = round_
             values = [pushed(store.rank, round_) for _ in keys]
             store.pushpull(keys, values)
-            travelled.append([codec.plain for codec in of_keys])
+            travelled.append([codec.uncompressed for codec in of_keys])
         return travelled, store.stats()["compressed_keys"]
 
     config = Config(timeout_s=20.0)
@@ -275,7 +275,7 @@ class OfACall:
 
     def now_s(self) -> float:
         self._under_way = not self._under_way
-        passed_s = 0.0 if self._under_way else self._seconds["plain_s" if self._codec.plain else "encoded_s"]
+        passed_s = 0.0 if self._under_way else self._seconds["plain_s" if self._codec.uncompressed else "encoded_s"]
         self._now[0] = max(self._now[0], 100.0 * self._begun[0] + passed_s)
         return self._now[0]
 
@@ -287,24 +287,24 @@ class OfACall:
 def test_values_that_travel_as_they_are_pay_what_is_owed(dtype: Any) -> None:
     info = KeyInfo(0, "w", (10,), np.dtype(dtype), "2bit")
     pieces, values = Pieces(info, make({"type": "2bit", "threshold": 8.0}).push), np.arange(10).astype(dtype)
-    assert pieces.with_owed(values) is values
+    assert pieces.with_residual(values) is values
     arrived = np.zeros(10, np.float64)
     for piece in ((0, 6), (6, 10)):
         out = np.empty(piece[1] - piece[0], np.float64 if dtype == np.float64 else np.float32)
         pieces.decode(pieces.encode(values, piece), out)
         arrived[slice(*piece)] += out
     given_ = values.copy()
-    arrived += pieces.with_owed(values)
+    arrived += pieces.with_residual(values)
     assert values.tolist() == given_.tolist()
     assert arrived.tolist() == (2 * np.arange(10)).tolist()
     assert all(not state["residual"].any() for state in pieces.states.values())
-    assert pieces.with_owed(values) is values
+    assert pieces.with_residual(values) is values
 
 
 def test_what_half_precision_cannot_say_stays_owed() -> None:
     pieces = Pieces(KeyInfo(0, "w", (3,), np.dtype(np.float16), "2bit"), make({"type": "2bit", "threshold": 8.0}).push)
     pieces.encode(np.array([1, 1, 1], np.float16), (0, 3))
-    sent = pieces.with_owed(np.array([2048, np.inf, np.nan], np.float16))
+    sent = pieces.with_residual(np.array([2048, np.inf, np.nan], np.float16))
     np.testing.assert_array_equal(sent, np.array([2048, np.inf, np.nan], np.float16))
     assert pieces.states[0, 3]["residual"].tolist() == [1, 0, 0]
 
@@ -322,7 +322,7 @@ class GivenTimes:
     def now_s(self) -> float:
         self._under_way = not self._under_way
         if not self._under_way:
-            self._now_s += self._seconds(self._round, self._codec.plain)
+            self._now_s += self._seconds(self._round, self._codec.uncompressed)
             self._round += 1
         return self._now_s
 
@@ -341,8 +341,8 @@ def test_rounds_as_they_are_add_where_those_without_compression_do(call: str) ->
         store.init("w", np.zeros(67, np.float32))
         paths = store.strategy.keys.queues[store.session.infos["w"].id].paths
         paths.codec._clock = GivenTimes(paths.codec, store.rank, lambda _, plain: 1.0 if plain else 2.0)
-        pushed_at = watched(paths.codec, "with_owed")
-        added_at = watched(paths.plain, "begin")
+        pushed_at = watched(paths.codec, "with_residual")
+        added_at = watched(paths.uncompressed, "reduce_scatter")
         results = []
         for round_ in range(FIRST + 3):
             grad = np.full(67, store.rank + round_, np.float32)
@@ -420,7 +420,7 @@ def train(compression: Any, seconds: Times, rounds: int, *, hosts: str = "abc", 
             value = pushed(store.rank, round_)
             store.pushpull("w", value)
             found.append(value)
-            plain.append(codec.plain)
+            plain.append(codec.uncompressed)
         owed = np.zeros(67)
         for piece, state in codec.pushed.states.items():
             owed[slice(*piece)] += state.get("residual", np.zeros(1))
@@ -553,7 +553,7 @@ def whole_numbers(
             values.append(value.tobytes())
             sent.append([after[name] - before[name] for name in ("messages_sent", "bytes_sent")])
         assert store.stats().get("shared_bytes", 0) == (4 * n if len(set(hosts)) < len(hosts) else 0)
-        return values, sent, getattr(codec, "plain", None)
+        return values, sent, getattr(codec, "uncompressed", None)
 
     config = Config(timeout_s=20.0, bucket_bytes=0)
     return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, compression=make(compression))

@@ -32,13 +32,13 @@ def with_servers(
         store.init("w", np.zeros(67, dtype))
         store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, wd=0.0))
         key = store.strategy._keys[store.session.infos["w"].id]
-        begin, end, now = key.begin, key.end, [0.0]
+        begin, end, now = key.begin_round, key.end_round, [0.0]
 
         def ends(_: float) -> None:
             now[0] += seconds(store.rank, key.choice.plain)
             end(now[0])
 
-        key.begin, key.end = lambda total, _: begin(total, now[0]), ends
+        key.begin_round, key.end_round = lambda total, _: begin(total, now[0]), ends
         found, plain = [], []
         for round_ in range(LOOKS + 1):
             value = pushed(store.rank, round_).astype(dtype)

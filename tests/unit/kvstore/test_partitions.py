@@ -330,7 +330,7 @@ def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypa
     monkeypatch.setattr(ranks, "Fabric", Watched)
     monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
     monkeypatch.setattr(on_servers, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
-    n, workers = 20 * exchange.PARTS_UNDER_WAY, 3
+    n, workers = 20 * exchange.PIECES_IN_FLIGHT, 3
 
     def body(store):
         store.set_optimizer(optimizers.create("test"))
@@ -344,7 +344,7 @@ def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypa
     config = Config(partition_bytes=4, shared_memory="off", timeout_s=stores.TEST_TIMEOUT_S)
     found = stores.spawn_stores(name, workers, body, num_servers=1, config=config)
     assert found == [([6.0], [3.0] * 3)] * workers
-    assert 0 < most <= exchange.PARTS_UNDER_WAY + 3  # of each shard: the other one has three
+    assert 0 < most <= exchange.PIECES_IN_FLIGHT + 3  # of each shard: the other one has three
 
 
 @pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)

@@ -278,10 +278,10 @@ def test_what_goes_wrong_in_a_push_that_nobody_waits_for(mode, given, monkeypatc
     """In the codec, for instance, when the engine encodes."""
     encode = ClientKey.encode
 
-    def fails(key, total, begin, end, *, plain=False):
+    def fails(key, total, begin, end, *, uncompressed=False):
         if key.info.key == "w" and threading.current_thread() in odd:
             raise OverflowError("the codec is broken")
-        return encode(key, total, begin, end, plain=plain)
+        return encode(key, total, begin, end, uncompressed=uncompressed)
 
     odd = []
     monkeypatch.setattr(ClientKey, "encode", fails)

@@ -297,7 +297,7 @@ def test_compressed_pushes_to_servers_cross_as_what_travels(codec: str) -> None:
         store.init("w", cupy.zeros(n, F4))
         store.barrier()
         routes = store.strategy._keys[store.session.infos["w"].id].routes
-        parts = [end - begin for route in routes for begin, end in route.parts]
+        parts = [end - begin for route in routes for begin, end in route.pieces]
         before = store.stats()
         store.push("w", cupy.asarray(np.ones(n, F4)))
         store.pull("w", out := cupy.zeros(n, F4))

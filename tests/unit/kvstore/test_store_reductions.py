@@ -254,7 +254,7 @@ def test_buckets():
                 same(value, expected(op, [arrays[i] for arrays in mine], W))
         store.pushpull_async("a", mine[me][0], np.zeros(3, F32), op="min")
         with pytest.raises(
-            MpikvError, match="keys that travel with it were pushed with 'min', and all keys of a bucket"
+            MpikvError, match="other keys of its bucket were pushed with 'min', and all keys of a bucket"
         ):
             store.pushpull("b", mine[me][1], np.zeros(5, F32), op="max")
         for i, key in ((1, "b"), (2, "c")):

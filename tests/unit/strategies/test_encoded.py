@@ -1,4 +1,4 @@
-"""What workers without servers send each other encoded: bits, bytes and messages, and what is refused."""
+"""Encoded pushes between workers without servers: the bits, bytes and messages, and which calls are refused."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def numbers(n: int, worker: int, round_: int, dtype: Any = F32) -> np.ndarray:
 def run(
     workers: int, body: Any, compression: Any = "none", *, hosts: str = "", servers: int = 0, **config: Any
 ) -> list[Any]:
-    """Of workers that are each on a host of its own, where nothing else is said."""
+    """What each worker's `body` returns. hosts: a letter for each rank; by default each is on its own host."""
     hosts = hosts or "abcdefgh"[: workers + servers]
-    # Messages are counted as collectives make them, and not as they travel together between hosts.
+    # Messages are counted as collectives send them, without the joining of messages between hosts.
     settings_ = Config(**{"timeout_s": 20.0, "bigarray_bound_elems": 10**9, "bucket_bytes": 0, **config})
     return spawn_stores(
         "dist_sync", workers, body, num_servers=servers, hosts=hosts, config=settings_, compression=make(compression)
@@ -62,7 +62,7 @@ def placement_of(store: Any, key: Any = "w") -> Any:
 
 
 def rounds(n: int, dtype: Any = F32, optimizer: str = "", n_rounds: int = 3, counts: bool = True) -> Any:
-    """A body: rounds of one key; what each of them gave, and the messages and bytes that this worker sent for it."""
+    """A body that does rounds of one key, and returns each round's value, and the messages and bytes sent for it."""
 
     def body(store: Any) -> Any:
         store.init("w", np.linspace(-1, 1, n).astype(dtype))
@@ -84,7 +84,7 @@ def rounds(n: int, dtype: Any = F32, optimizer: str = "", n_rounds: int = 3, cou
 def expected_counts(
     codec: Any, back: Any, dtype: np.dtype[Any], n: int, workers: int, *, gathers: bool
 ) -> list[tuple[int, int]]:
-    """Messages and bytes of each worker, by the formula that the module promises, from the lengths of pieces alone."""
+    """Messages and bytes that each worker sends, by the module's formula, from the lengths of pieces alone."""
 
     def of(begin: int, end: int, one: Any) -> np.ndarray:
         cuts = [*range(begin, end, piece_elems(one, dtype)), end]
@@ -110,7 +110,7 @@ def expected_counts(
 @pytest.mark.parametrize("codec", ["fp16", REVERSED, SIGN])
 @pytest.mark.parametrize("optimizer", ["", "sgd"])
 def test_the_bits_are_those_of_a_server(codec: str, n: int, workers: int, optimizer: str, short_pieces: None) -> None:
-    """And messages and bytes are what the placement's algorithm costs: the owners' where an optimizer is set."""
+    """Messages and bytes are those of the placement's algorithm, which is `owners` where an optimizer is set."""
     compression = {"type": codec, "force": True}
     found = run(workers, rounds(n, optimizer=optimizer), compression)
     served = run(workers, rounds(n, optimizer=optimizer, counts=False), compression, servers=1)
@@ -126,8 +126,8 @@ def test_the_bits_are_those_of_a_server(codec: str, n: int, workers: int, optimi
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("memory", ["hosts", "one host by messages"])
-def test_half_precision_travels_as_it_is(dtype: Any, n: int, workers: int, memory: str, short_pieces: None) -> None:
-    """Two bytes for each element, in both directions; added in float32 in the order of the workers, rounded once."""
+def test_half_precision_is_sent_uncompressed(dtype: Any, n: int, workers: int, memory: str, short_pieces: None) -> None:
+    """It takes two bytes per element in both directions, is added in float32 in rank order, and rounded once."""
     changes = {} if memory == "hosts" else {"hosts": "a" * workers, "shared_memory": "off"}
     found = run(workers, rounds(n, dtype), **changes)
     sums = [add([numbers(n, worker, round_, dtype) for worker in range(workers)]).tobytes() for round_ in range(3)]
@@ -140,7 +140,7 @@ def test_half_precision_travels_as_it_is(dtype: Any, n: int, workers: int, memor
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_half_precision_with_a_float32_master(dtype: Any) -> None:
-    """The bits of a server: the owner keeps the master, and what it sends is rounded once."""
+    """The bits are those of a server: the owner keeps the master weights, and rounds once what it sends."""
 
     def body(store: Any) -> Any:
         store.init("w", np.linspace(-1, 1, 40).astype(dtype))
@@ -195,8 +195,8 @@ def test_reductions(op: str) -> None:
     assert run(3, body, compression) == run(3, body, compression, servers=1)
 
 
-def test_sums_alone_are_encoded() -> None:
-    """What is pushed while compression is suspended travels as it is, and what is owed meanwhile stays owed."""
+def test_only_sums_are_encoded() -> None:
+    """Pushes are uncompressed while compression is suspended, and residuals are kept until it is resumed."""
 
     def body(store: Any) -> Any:
         found = []
@@ -229,7 +229,7 @@ def test_sums_alone_are_encoded() -> None:
 
 @pytest.mark.parametrize("codec", ["fp16", REVERSED])
 def test_workers_with_different_factors(codec: str) -> None:
-    """Each worker's values are scaled once they are decoded: powers of two change no bit."""
+    """Each worker's values are scaled by its factor; the factors are powers of two, which change no bit."""
 
     def body(store: Any, *, alike: bool = False) -> Any:
         optimizer = optimizers.create("sgd", learning_rate=0.5, momentum=0.5)
@@ -262,7 +262,7 @@ def test_workers_with_different_attributes_update_nothing() -> None:
 
 
 def test_workers_with_different_reductions() -> None:
-    """A sum, which is encoded, meets a maximum, which is not: messages have other lengths, which ends the job."""
+    """One worker sends a sum, encoded, and the other a maximum, uncompressed: lengths differ, which ends the job."""
 
     def body(store: Any) -> None:
         store.init("w", np.zeros(67, F32))
@@ -275,8 +275,8 @@ def test_workers_with_different_reductions() -> None:
 # --- what stays owed
 
 
-def test_what_is_owed_stays_owed_when_owners_come() -> None:
-    """Up to `set_optimizer` all workers gather; then owners do, with the residuals of the values gathered before."""
+def test_residuals_are_kept_when_the_algorithm_changes() -> None:
+    """`set_optimizer` changes the algorithm from `gather` to `owners`, which adds the residuals of earlier pushes."""
 
     def body(store: Any, *, late: bool) -> Any:
         found = []
@@ -302,8 +302,8 @@ def test_what_is_owed_stays_owed_when_owners_come() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["", "sgd"])
-def test_what_comes_back_is_rounded_for_all(optimizer: str, short_pieces: None) -> None:
-    """All workers, the owner too, see the values rounded; it updates the exact ones."""
+def test_encoded_answers_are_rounded_for_all(optimizer: str, short_pieces: None) -> None:
+    """All workers, also the owner, get the rounded values, but the owner updates the exact ones."""
     plain = run(3, rounds(LARGE, optimizer=optimizer, counts=False), {"type": REVERSED, "force": True})
     rounded = run(3, rounds(LARGE, optimizer=optimizer), {"type": REVERSED, "pull": "fp16", "force": True})
     half = registry.create({"type": "fp16", "error_feedback": False})
@@ -316,8 +316,8 @@ def test_what_comes_back_is_rounded_for_all(optimizer: str, short_pieces: None) 
     assert [sent for _, sent in rounded] == [[count] * 3 for count in counts]
 
 
-def test_what_the_way_back_loses_is_made_up_for_by_the_owner() -> None:
-    """A codec with a state: over many rounds of one sum its mean comes near that sum."""
+def test_the_owner_adds_the_residuals_of_answers() -> None:
+    """Answers are encoded by a codec with residuals: the mean of many rounds of one sum is close to that sum."""
     n, n_rounds = 5, 64
 
     def body(store: Any) -> Any:
@@ -354,8 +354,8 @@ def test_what_the_way_back_loses_is_made_up_for_by_the_owner() -> None:
         ("aabb", {"type": SIGN, "pull": "fp16"}, "encoded", "owners"),
     ],
 )
-def test_which_keys_go_encoded(hosts: str, compression: Any, path: str, algorithm: str) -> None:
-    """Integers never do."""
+def test_which_keys_are_sent_encoded(hosts: str, compression: Any, path: str, algorithm: str) -> None:
+    """Integers never are."""
 
     def body(store: Any) -> Any:
         store.init(["w", "i"], [np.zeros(1000, F32), np.zeros(1000, np.int32)])
@@ -369,8 +369,8 @@ def test_which_keys_go_encoded(hosts: str, compression: Any, path: str, algorith
     assert run(len(hosts), body, compression, hosts=hosts) == [(path, algorithm, 1)] * len(hosts)
 
 
-def test_keys_that_travel_together_have_one_codec() -> None:
-    """Three keys, two codecs: those of one codec make a bucket, whose residuals are each key's own."""
+def test_keys_of_a_bucket_have_one_codec() -> None:
+    """Of three keys two have the same codec and share a bucket, in which each key has its own residuals."""
 
     def body(store: Any, *, together: bool) -> Any:
         for key, codec in zip("abc", (SIGN, "none", SIGN), strict=True):
@@ -393,7 +393,7 @@ def test_keys_that_travel_together_have_one_codec() -> None:
     assert run(2, lambda store: body(store, together=True)) == run(2, lambda store: body(store, together=False))
 
 
-def test_callers_arrays_stay_as_they_are() -> None:
+def test_callers_arrays_are_not_changed() -> None:
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, F32))
         value, out = numbers(67, store.rank, 0), np.empty(67, F32)
@@ -406,8 +406,8 @@ def test_callers_arrays_stay_as_they_are() -> None:
     assert len(set(run(3, body, {"type": "fp16", "force": True}))) == 1
 
 
-def test_keys_on_a_gpu_go_staged() -> None:
-    """The bits of the host; a codec for the way back leaves them uncompressed."""
+def test_keys_on_a_gpu_are_staged() -> None:
+    """A codec that cannot run on a GPU encodes on the host, with the bits of a key whose values are there."""
 
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, F32))

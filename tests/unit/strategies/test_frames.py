@@ -1,6 +1,7 @@
-"""How deep a call goes: the frames of ours between what a user calls and the transport, for every path of a gradient.
+"""How deep the call stack is: the library's frames between a user's call and the transport, for every path of a key.
 
-A call that waits has the engine step. What leaves then has as many frames of ours from the engine's step on at most.
+A call that waits lets the engine make steps. Messages sent by a step are limited to as many frames, counted from the
+step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def pull(store: mpikv.KVStore) -> None:
 
 
 def pushpull(store: mpikv.KVStore) -> None:
-    """In place and elsewhere, of one key and of lists, known from the last time and not."""
+    """In place and into other arrays, for one key and for lists, by new calls and by prepared ones."""
     one, some = np.ones(KEYS["w"], np.float32), values()
     for _ in range(3):
         store.pushpull("w", one)
@@ -64,18 +65,18 @@ def pushpull_async(store: mpikv.KVStore) -> None:
 
 
 CALLS = (push, pull, pushpull, pushpull_async)
-# Only servers are asked for a value; else a pull waits for a round that the push has begun.
+# Only with servers does a pull send messages; else it waits for a round that a push has begun.
 CASES = [(path, call) for path in PATHS for call in CALLS if call is not pull or path == "servers"]
 
 
-# Where what a user, or PyTorch's hook, calls enters the store.
+# The files with the store's functions that a user, or PyTorch's hook, calls.
 ENTRANCES = ("mpikv/kvstore.py", "mpikv/calls/request.py", "mpikv/torch/gradients.py")
 
 
 def frames(frame: FrameType | None, outermost: str) -> list[str] | None:
-    """Our functions from the store's `outermost` on, the innermost first; None where it is not among them.
+    """The library's functions on the stack, innermost first, up to the store's `outermost`; None if that is missing.
 
-    Those in front of the engine's step are left out.
+    If the engine makes a step, functions outside of that are left out.
     """
     found: list[str] = []
     stepped = False
@@ -91,7 +92,7 @@ def frames(frame: FrameType | None, outermost: str) -> list[str] | None:
 
 
 def longest_of(path: str, outermost: str, body: Callable[[mpikv.KVStore], None], monkeypatch: Any) -> list[str]:
-    """The most functions of ours that led from the store's `outermost` to a message."""
+    """The longest chain of the library's functions from the store's `outermost` to a message."""
     found: list[list[str]] = []
     before = ThreadTransport.isend
 
@@ -122,7 +123,7 @@ def test_from_a_call_to_the_transport(path: str, call: Callable[[Any], None], mo
 
 @pytest.mark.parametrize("path", ["naive", "ring", "servers"])
 def test_from_the_gradient_hook_to_the_transport(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch calls the hook in the backward pass; counted from where it enters the store."""
+    """PyTorch calls the hook in the backward pass; frames are counted from the hook's call of the store."""
     torch = pytest.importorskip("torch")
     from mpikv.torch import DistributedModel
 

@@ -1,4 +1,4 @@
-"""Long keys on GPUs over the paths of the host: which copies are made, and the same values by any lengths of them."""
+"""Long keys on GPUs whose paths add on the host: which copies are made, and values do not depend on their lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F4 = np.dtype(np.float32)
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.randoms(use_true_random=False), st.integers(1, 30))
 def test_every_span_is_in_one_copy(lengths: list[int], random: Any, most: int) -> None:
-    """Whatever their order; copies are no longer than they may be, but for a span that is longer itself."""
+    """In any order of spans. No copy is longer than allowed, unless a single span is longer."""
     ends = np.cumsum([0, *lengths]).tolist()
     spans = [(ends[i], ends[i + 1]) for i in range(len(lengths))]
     random.shuffle(spans)
@@ -35,7 +35,7 @@ def test_every_span_is_in_one_copy(lengths: list[int], random: Any, most: int) -
     assert [copy_of.index(i) for i in range(len(copies))] == sorted(copy_of.index(i) for i in range(len(copies)))
 
 
-def test_what_fits_goes_in_one_copy() -> None:
+def test_spans_that_fit_share_one_copy() -> None:
     assert gathered([(5, 9), (0, 2), (2, 5)], 9) == ([(0, 9)], [0, 0, 0])
     assert gathered([(5, 9), (0, 2), (2, 5)], 7) == ([(2, 9), (0, 2)], [0, 1, 0])
     assert gathered([], 7) == ([], [])

@@ -1,4 +1,4 @@
-"""More servers, or more large shards in one call, than a worker has tags for: clear errors, and nothing is sent."""
+"""More servers, or more large shards in one call, than a worker has tags raise clear errors, and nothing is sent."""
 
 from __future__ import annotations
 

@@ -571,7 +571,7 @@ def test_on_one_host_a_step_is_one_call_and_no_message() -> None:
         if after["declined_calls"] == before["declined_calls"]:
             assert after["messages_sent"] == before["messages_sent"]
             queues = [store.strategy.keys.queues[store.session.infos[bucket.key].id] for bucket in buckets]
-            assert not any(queue.own.any() for queue in queues)  # no second copy in the keys' own memory
+            assert not any(queue.stored.any() for queue in queues)  # no second copy in the keys' own memory
 
     nets.HERE.run(body)
 
