@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 from store_modes import Mode, every_way, mode_id
-from test_store_network import unruly  # noqa: F401 - a fixture
 
 from mpikv import PeerError, StallError, optimizers
 from mpikv.config import Config
@@ -73,7 +72,7 @@ def _body(optimizer):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("memory", ["auto", "off", "long"])
-def test_same_bits_as_without_partitions(name, workers, memory, unruly):  # noqa: F811
+def test_same_bits_as_without_partitions(name, workers, memory, unruly):
     """And as without servers, also for an optimizer that needs whole values; whatever comes first."""
     expected = _bits_without_servers(name, workers)
     for servers, bound in ((1, NEVER), (2, NEVER), (2, 20)):

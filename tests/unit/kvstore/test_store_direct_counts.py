@@ -5,21 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from functools import partial
 
 import numpy as np
 import pytest
-from direct_stores import F32, LARGE, TIMEOUT_S, numbers, refused, run
+from direct_stores import F32, LARGE, numbers, refused, run
 
 from mpikv import MpikvError, StallError, optimizers
 from mpikv.hostmemory.common_calls import CommonCalls
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Nobody withdraws from a call because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=TIMEOUT_S))
-
 
 # --- counts
 

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,15 +14,7 @@ from direct_stores import F32, LARGE, TIMEOUT_S, both_ways, numbers, refused, ru
 from mpikv import optimizers
 from mpikv.config import Config
 from mpikv.errors import MpikvError, StallError
-from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.testing.reference import ReferenceStore
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Nobody withdraws from a call because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=TIMEOUT_S))
-
 
 # --- optimizers
 

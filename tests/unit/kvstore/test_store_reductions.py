@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from foreign_arrays import ForeignDevice
-from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way, mode_id
+from on_workers import on
+from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
 from mpikv.arrays.reductions import BY_CODE, REDUCTIONS, named
@@ -21,8 +22,8 @@ OPS = ("sum", "mean", "min", "max", "prod")
 ALLREDUCE = [Mode("dist_sync", 3, 0, a, "off") for a in ("naive", "ring", "halving_doubling")]
 DIRECT = [Mode("dist_sync", workers) for workers in (1, 2, 3)]
 SERVERS = every_way(Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2))
-MODES = pytest.mark.parametrize("mode", [*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE], ids=mode_id)
-DIST = pytest.mark.parametrize("mode", [*ALLREDUCE, *DIRECT[1:], *SERVERS, *FEW_ON_DEVICE], ids=mode_id)
+MODES = on(*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE)
+DIST = on(*ALLREDUCE, *DIRECT[1:], *SERVERS, *FEW_ON_DEVICE)
 LAYOUTS = ("aab", "abab", "aabbc")
 FUNCTIONS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
@@ -93,12 +94,9 @@ def every_form(store: KVStore, n: int, dtype) -> None:
 @pytest.mark.grid(1)  # test_store_paths.py has each dtype in each mode, for sums
 @MODES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_reduction(mode, dtype):
-    def body(store):
-        for n in (1, 7, 40) if dtype == F32 else (40,):
-            every_form(store, n, dtype)
-
-    mode.run(body)
+def test_every_reduction(store, dtype):
+    for n in (1, 7, 40) if dtype == F32 else (40,):
+        every_form(store, n, dtype)
 
 
 @pytest.mark.grid(1)
@@ -113,7 +111,7 @@ def test_several_hosts(hosts, shared):
     spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config)
 
 
-@pytest.mark.parametrize("mode", [DIRECT[2], ALLREDUCE[1], SERVERS[1]], ids=mode_id)
+@on(DIRECT[2], ALLREDUCE[1], SERVERS[1])
 @pytest.mark.parametrize("op", OPS)
 def test_large_values(mode, op):
     n = 300_001
@@ -135,24 +133,20 @@ def test_large_values(mode, op):
 
 
 @MODES
-def test_the_reductions_of_one_key_follow_each_other(mode):
+def test_the_reductions_of_one_key_follow_each_other(store, W):
     """A call that is known by its arrays is known by its reduction, too."""
-
-    def body(store):
-        W, me = store.num_workers, store.rank
-        mine = [numbers(worker, 12, F32) for worker in range(W)]
-        store.init("a", np.zeros(12, F32))
-        value, out = mine[me].copy(), np.empty(12, F32)
-        for _ in range(4):
-            for op in OPS:
-                store.pushpull("a", value, out, op=op)
-                same(out, expected(op, mine, W))
-            store.pushpull("a", value, out)
-            same(out, expected("sum", mine, W))
-        store.push("a", value)
-        same(store.pull("a"), expected("sum", mine, W))
-
-    mode.run(body)
+    me = store.rank
+    mine = [numbers(worker, 12, F32) for worker in range(W)]
+    store.init("a", np.zeros(12, F32))
+    value, out = mine[me].copy(), np.empty(12, F32)
+    for _ in range(4):
+        for op in OPS:
+            store.pushpull("a", value, out, op=op)
+            same(out, expected(op, mine, W))
+        store.pushpull("a", value, out)
+        same(out, expected("sum", mine, W))
+    store.push("a", value)
+    same(store.pull("a"), expected("sum", mine, W))
 
 
 def test_bits_that_depend_on_the_order_are_the_same_everywhere():
@@ -193,28 +187,25 @@ def test_arrays_of_devices():
 
 
 @MODES
-def test_what_cannot_be_reduced(mode):
-    def body(store):
-        store.init(["a", "n", "o"], [np.zeros(3, F32), np.zeros(3, np.int32), np.zeros(3, F32)])
-        for call in (store.pushpull, store.pushpull_async):
-            for wrong in ("average", "SUM", None, 5, np.add, ["sum"]):
-                with pytest.raises(ValueError, match="is no reduction; there are 'sum', 'mean', 'min', 'max', 'prod'"):
-                    call("a", np.ones(3, F32), op=wrong)
-            with pytest.raises(UnsupportedError, match="op='mean' of key 'n': int32 holds whole numbers"):
-                call(["a", "n"], [np.ones(3, F32), np.ones(3, np.int32)], op="mean")
-        out = np.zeros(3, F32)
-        value = np.ones(3, F32)
-        for _ in range(3):
-            store.pushpull("a", value, out, op="max")
-        store.set_optimizer(optimizers.create("test"))
-        for call in (store.pushpull, store.pushpull_async):
-            for op in OPS[1:]:
-                with pytest.raises(UnsupportedError, match=f"op='{op}' of key 'a': it is updated by an optimizer"):
-                    call("a", value, out, op=op)
-        store.pushpull("a", value, out, op="sum")
-        return store.pull("a").tolist()
-
-    assert mode.run(body) == [[1.0 + mode.workers] * 3] * mode.workers
+def test_what_cannot_be_reduced(store, W):
+    store.init(["a", "n", "o"], [np.zeros(3, F32), np.zeros(3, np.int32), np.zeros(3, F32)])
+    for call in (store.pushpull, store.pushpull_async):
+        for wrong in ("average", "SUM", None, 5, np.add, ["sum"]):
+            with pytest.raises(ValueError, match="is no reduction; there are 'sum', 'mean', 'min', 'max', 'prod'"):
+                call("a", np.ones(3, F32), op=wrong)
+        with pytest.raises(UnsupportedError, match="op='mean' of key 'n': int32 holds whole numbers"):
+            call(["a", "n"], [np.ones(3, F32), np.ones(3, np.int32)], op="mean")
+    out = np.zeros(3, F32)
+    value = np.ones(3, F32)
+    for _ in range(3):
+        store.pushpull("a", value, out, op="max")
+    store.set_optimizer(optimizers.create("test"))
+    for call in (store.pushpull, store.pushpull_async):
+        for op in OPS[1:]:
+            with pytest.raises(UnsupportedError, match=f"op='{op}' of key 'a': it is updated by an optimizer"):
+                call("a", value, out, op=op)
+    store.pushpull("a", value, out, op="sum")
+    assert store.pull("a").tolist() == [1.0 + W] * 3
 
 
 def test_an_updater_takes_sums():
@@ -225,18 +216,15 @@ def test_an_updater_takes_sums():
             store.pushpull("a", np.ones(2), op="min")
 
 
-@pytest.mark.parametrize("mode", [Mode("dist_async", 2, 0), Mode("dist_async", 2, 1)], ids=mode_id)
-def test_an_asynchronous_store_takes_sums(mode):
-    def body(store):
-        store.init("a", np.zeros(2))
-        with pytest.raises(UnsupportedError, match="an asynchronous store applies every push by itself"):
-            store.pushpull("a", np.ones(2), op="mean")
-        store.set_optimizer(optimizers.create("test"))
-        with pytest.raises(UnsupportedError, match="an asynchronous store applies every push by itself"):
-            store.pushpull("a", np.ones(2), op="mean")
-        store.pushpull("a", np.ones(2), op="sum")
-
-    mode.run(body)
+@on(Mode("dist_async", 2, 0), Mode("dist_async", 2, 1))
+def test_an_asynchronous_store_takes_sums(store):
+    store.init("a", np.zeros(2))
+    with pytest.raises(UnsupportedError, match="an asynchronous store applies every push by itself"):
+        store.pushpull("a", np.ones(2), op="mean")
+    store.set_optimizer(optimizers.create("test"))
+    with pytest.raises(UnsupportedError, match="an asynchronous store applies every push by itself"):
+        store.pushpull("a", np.ones(2), op="mean")
+    store.pushpull("a", np.ones(2), op="sum")
 
 
 def test_buckets():

@@ -11,7 +11,8 @@ import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_modes import Mode, mode_id
+from on_workers import on
+from store_modes import Mode
 
 from mpikv import (
     ConfigError,
@@ -43,19 +44,16 @@ def weight(num_workers, row, rounds):
     return 1 + sum((r + 1) * RATE * rounds for r in range(num_workers) if r % 2 == row)
 
 
-@each("mode", ASYNC, ids=mode_id)
-def test_asynchronous_stores_reach_the_same_sum(mode):
-    def body(store):
-        store.set_optimizer(optimizers.create("test", rescale_grad=RATE))
-        store.init("rows", RowSparse.of(np.ones((6, 5), "float32")))
-        for _ in range(3):
-            store.push("rows", RowSparse([store.rank % 2], np.full((1, 5), store.rank + 1, "float32"), (6, 5)))
-        store.barrier()
-        found = store.row_sparse_pull("rows", row_ids=[0, 1, 2]).values[:, 0].tolist()
-        store.barrier()
-        return found
-
-    assert mode.run(body) == [[weight(mode.workers, 0, 3), weight(mode.workers, 1, 3), 1]] * mode.workers
+@on(*ASYNC)
+def test_asynchronous_stores_reach_the_same_sum(store, W):
+    store.set_optimizer(optimizers.create("test", rescale_grad=RATE))
+    store.init("rows", RowSparse.of(np.ones((6, 5), "float32")))
+    for _ in range(3):
+        store.push("rows", RowSparse([store.rank % 2], np.full((1, 5), store.rank + 1, "float32"), (6, 5)))
+    store.barrier()
+    found = store.row_sparse_pull("rows", row_ids=[0, 1, 2]).values[:, 0].tolist()
+    store.barrier()
+    assert found == [weight(W, 0, 3), weight(W, 1, 3), 1]
 
 
 # --- beside the dense reference
@@ -77,7 +75,7 @@ def drawn(seed, workers, devices, rounds, dtype):
 
 @each("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32"])
 @each("update", [False, True])
-@each("mode", [LOCAL, Mode("device", 1), *WORKERS, *SERVERS], ids=mode_id)
+@on(LOCAL, Mode("device", 1), *WORKERS, *SERVERS)
 @pytest.mark.grid
 def test_beside_the_reference(mode, update, dtype):
     pushed = drawn(7, mode.workers, 2, 4, dtype)
@@ -140,7 +138,7 @@ def test_same_bits_in_every_mode(seed, mode, late):
 
 
 @each("optimizer", [optimizers.AdaGrad(learning_rate=0.1), optimizers.SGD(learning_rate=0.1)], ids=["adagrad", "sgd"])
-@each("mode", FEW_SYNC, ids=mode_id)
+@on(*FEW_SYNC)
 def test_without_momentum_a_lazy_update_is_the_dense_one(mode, optimizer):
     rng = np.random.default_rng(5)
     grads = [[RowSparse(rng.integers(0, 11, 5), rng.normal(size=(5, 2)), SHAPE) for _ in range(3)] for _ in range(4)]
@@ -230,7 +228,7 @@ def test_memory_of_one_process_follows_the_rows():
 # --- forms of calls
 
 
-@each("mode", FEW, ids=mode_id)
+@on(*FEW)
 def test_pulls(mode):
     first = np.arange(22.0).reshape(SHAPE)
 
@@ -262,7 +260,7 @@ def test_pulls(mode):
     assert mode.run(body) == [True] * mode.workers
 
 
-@each("mode", FEW, ids=mode_id)
+@on(*FEW)
 def test_wrong_calls_say_so_and_send_nothing(mode):
     rows = RowSparse([1], np.ones((1, 2)), SHAPE)
 
@@ -304,17 +302,13 @@ def test_wrong_calls_say_so_and_send_nothing(mode):
     assert mode.run(body) == [2.0] * mode.workers
 
 
-@each("mode", FEW, ids=mode_id)
-def test_optimizers_that_need_all_rows_are_refused(mode):
-    def body(store):
-        store.init("r", RowSparse.zeros(SHAPE))
-        for optimizer in (optimizers.NAG(), optimizers.SGD(lazy_update=False), optimizers.LAMB()):
-            store.set_optimizer(optimizer)
-            with pytest.raises(UnsupportedError, match="adagrad, adam, ftrl, sgd, test"):
-                store.push("r", RowSparse.zeros(SHAPE))
-        return True
-
-    assert mode.run(body) == [True] * mode.workers
+@on(*FEW)
+def test_optimizers_that_need_all_rows_are_refused(store):
+    store.init("r", RowSparse.zeros(SHAPE))
+    for optimizer in (optimizers.NAG(), optimizers.SGD(lazy_update=False), optimizers.LAMB()):
+        store.set_optimizer(optimizer)
+        with pytest.raises(UnsupportedError, match="adagrad, adam, ftrl, sgd, test"):
+            store.push("r", RowSparse.zeros(SHAPE))
 
 
 def test_a_dense_push_counts_as_one_of_all_rows():
@@ -344,7 +338,7 @@ def test_what_is_pushed_and_initialised_may_be_changed_afterwards():
 # --- workers that differ
 
 
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 2, 1), Mode("dist_async", 2)], ids=mode_id)
+@on(Mode("dist_sync", 3), Mode("dist_sync", 2, 1), Mode("dist_async", 2))
 @each(
     ("value", "text"),
     [
@@ -359,17 +353,14 @@ def test_what_is_pushed_and_initialised_may_be_changed_afterwards():
         ),
     ],
 )
-def test_different_values_at_init_are_an_error_on_every_rank(mode, value, text):
-    def body(store):
-        with pytest.raises(ShapeMismatch, match=text):
-            store.init("r", value(store.rank))
-        store.init("other", RowSparse.zeros((3, 2)))
-        return "r" in store
-
-    assert mode.run(body) == [False] * mode.workers
+def test_different_values_at_init_are_an_error_on_every_rank(store, value, text):
+    with pytest.raises(ShapeMismatch, match=text):
+        store.init("r", value(store.rank))
+    store.init("other", RowSparse.zeros((3, 2)))
+    assert "r" not in store
 
 
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 3, 2)], ids=mode_id)
+@on(Mode("dist_sync", 3), Mode("dist_sync", 3, 2))
 def test_a_stall_names_key_round_and_who_is_missing(mode):
     told = threading.Semaphore(0)
 
@@ -389,7 +380,7 @@ def test_a_stall_names_key_round_and_who_is_missing(mode):
     assert mode.run(body, timeout_s=1.0) == [[[0, 0]]] * 3
 
 
-@each("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1)], ids=mode_id)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1))
 def test_pushes_that_others_have_not_made_are_told_at_the_end(mode):
     def body(store):
         store.init("rows", RowSparse.zeros((6, 2)))
@@ -403,7 +394,7 @@ def test_pushes_that_others_have_not_made_are_told_at_the_end(mode):
     assert "'rows' was pushed 1 times here and 0 times by worker 0" in str(error)
 
 
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 3, 2)], ids=mode_id)
+@on(Mode("dist_sync", 3), Mode("dist_sync", 3, 2))
 def test_factors_and_changed_attributes_reach_the_owners(mode):
     """The learning rate of each round is that of all; rescale_grad counts for the worker that has set it."""
 
@@ -423,18 +414,15 @@ def test_factors_and_changed_attributes_reach_the_owners(mode):
     assert mode.run(body) == [[*rows, 0, 0, -2 * (6 + 1.5 + 1.5)]] * 3
 
 
-@each("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 2)], ids=mode_id)
-def test_different_learning_rates_are_an_error_on_every_rank(mode):
-    def body(store):
-        optimizer = optimizers.SGD(learning_rate=1.0)
-        store.init("rows", RowSparse.zeros((6,)))
-        store.set_optimizer(optimizer)
-        optimizer.learning_rate = 0.5 + store.rank
-        store.push("rows", RowSparse([0], np.ones(1, "float32"), (6,)))
-        with pytest.raises(ConfigError, match=r"learning_rate.*worker"):
-            store.row_sparse_pull("rows", row_ids=[0])
-
-    mode.run(body)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 2))
+def test_different_learning_rates_are_an_error_on_every_rank(store):
+    optimizer = optimizers.SGD(learning_rate=1.0)
+    store.init("rows", RowSparse.zeros((6,)))
+    store.set_optimizer(optimizer)
+    optimizer.learning_rate = 0.5 + store.rank
+    store.push("rows", RowSparse([0], np.ones(1, "float32"), (6,)))
+    with pytest.raises(ConfigError, match=r"learning_rate.*worker"):
+        store.row_sparse_pull("rows", row_ids=[0])
 
 
 # --- states
@@ -511,7 +499,7 @@ def test_states_of_a_dense_key_are_no_states_of_a_sparse_one(tmp_path):
             dense.load_optimizer_states(tmp_path / "sparse")
 
 
-@each("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1)], ids=mode_id)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1))
 def test_an_optimizer_that_is_set_before_or_after_the_key(mode):
     def body(store):
         store.set_optimizer(optimizers.create("test", rescale_grad=3))

@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+from on_workers import on
 from store_modes import BOUND, FEW, FEW_DIST_SYNC, FEW_ON_DEVICE, Mode, mode_id
 
 from mpikv import MpikvError, StatesFileError, optimizers
@@ -19,7 +20,7 @@ MAKERS = {
     "lamb": lambda: optimizers.create("lamb", learning_rate=0.125),
     "half": lambda: optimizers.create("sgd", learning_rate=0.25, momentum=0.5, multi_precision=True),
 }
-EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
+EVERY_KIND = on(*FEW)
 DAMAGE = ("empty", "text", "cut", "flipped", "foreign", "pickle", "length", "kind", "shape", "unknown")
 
 
@@ -143,41 +144,38 @@ def test_dump_optimizer_brings_back_the_attributes_that_were_set(mode, tmp_path)
 
 
 @EVERY_KIND
-def test_keys_without_a_state_in_the_file_have_none_afterwards(mode, tmp_path):
-    def body(store):
-        store.init(["a", "b"], [np.zeros(2 * BOUND, np.float32)] * 2)
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        one = np.ones(2 * BOUND, np.float32) if store.rank == 0 else np.zeros(2 * BOUND, np.float32)
-        if mode.synchronous or store.rank == 0:
-            store.push("a", one)
-        store.save_optimizer_states(tmp_path / "states")
-        if mode.synchronous or store.rank == 0:
-            store.push(["a", "b"], [one, one])
-        store.load_optimizer_states(tmp_path / "states")
-        before = store.pull(["a", "b"])
-        store.barrier()
-        if mode.synchronous or store.rank == 0:
-            store.push(["a", "b"], [one, one])
-        store.barrier()
-        return [np.unique(new - old).tolist() for new, old in zip(store.pull(["a", "b"]), before, strict=True)]
-
-    assert mode.run(body) == [[[-1.5], [-1.0]]] * mode.workers
+def test_keys_without_a_state_in_the_file_have_none_afterwards(store, mode, tmp_path):
+    store.init(["a", "b"], [np.zeros(2 * BOUND, np.float32)] * 2)
+    store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
+    one = np.ones(2 * BOUND, np.float32) if store.rank == 0 else np.zeros(2 * BOUND, np.float32)
+    if mode.synchronous or store.rank == 0:
+        store.push("a", one)
+    store.save_optimizer_states(tmp_path / "states")
+    if mode.synchronous or store.rank == 0:
+        store.push(["a", "b"], [one, one])
+    store.load_optimizer_states(tmp_path / "states")
+    before = store.pull(["a", "b"])
+    store.barrier()
+    if mode.synchronous or store.rank == 0:
+        store.push(["a", "b"], [one, one])
+    store.barrier()
+    assert [np.unique(new - old).tolist() for new, old in zip(store.pull(["a", "b"]), before, strict=True)] == [
+        [-1.5],
+        [-1.0],
+    ]
 
 
 @EVERY_KIND
-def test_optimizers_of_different_kinds_on_one_store(mode, tmp_path):
-    def body(store):
-        store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
-        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5), ["a"])
-        store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
-        one = np.ones(2 * BOUND, np.float32)
-        store.push(["a", "b"], [one, one])
-        store.barrier()
-        store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
-        store.load_optimizer_states(tmp_path / "states")
-        return sorted(states_file.load_states(tmp_path / "states").entries)
-
-    assert mode.run(body) == [["a", "b"]] * mode.workers
+def test_optimizers_of_different_kinds_on_one_store(store, tmp_path):
+    store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
+    store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5), ["a"])
+    store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
+    one = np.ones(2 * BOUND, np.float32)
+    store.push(["a", "b"], [one, one])
+    store.barrier()
+    store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
+    store.load_optimizer_states(tmp_path / "states")
+    assert sorted(states_file.load_states(tmp_path / "states").entries) == ["a", "b"]
 
 
 @EVERY_KIND
