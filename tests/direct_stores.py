@@ -6,6 +6,7 @@ import functools
 
 import ml_dtypes
 import numpy as np
+from on_workers import taken_of
 
 from mpikv.config import Config
 from mpikv.testing.stores import spawn_stores
@@ -47,6 +48,11 @@ def both_ways(workers, body, *, direct=True, **changes):
     if direct is not None:
         assert [calls > 0 for _, calls in shared] == [direct] * workers, [calls for _, calls in shared]
     return messages
+
+
+def alike(workers, *, direct=True, **changes):
+    """Make a test of what one worker does and returns: `both_ways` with it."""
+    return lambda body: taken_of(body, lambda worker, given: both_ways(workers, worker, direct=direct, **changes))
 
 
 def numbers(store, n, seed=0, dtype=F32):

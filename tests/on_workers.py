@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,12 @@ def uniform(array: Any) -> Any:
     return value
 
 
-def taken_of(body: Test, run: Callable[..., None], *more: str) -> Test:
+def taken_of(body: Test, run: Callable[..., None], *more: str, brings: Sequence[str] = ()) -> Test:
     """A test that calls `run(worker, given)`. given: what pytest gives. worker(store, **others): `body` with that.
 
-    more: what `run` needs of pytest besides the parameters of `body`.
+    more: what `run` needs of pytest besides the parameters of `body`. brings: those that it gives to the worker itself.
     """
-    wanted = [name for name in inspect.signature(body).parameters if name not in ("store", "W")]
+    wanted = [name for name in inspect.signature(body).parameters if name not in ("store", *brings)]
 
     @functools.wraps(body)
     def test(**given: Any) -> None:
@@ -67,7 +67,7 @@ def on(*modes: Mode, **options: Any) -> Callable[[Test], Test]:
                 more = {"W": mode.workers} if "W" in parameters else {}
                 assert len(mode.run(lambda store: worker(store, **more), **options)) == mode.workers
 
-            made = taken_of(body, run, "mode")
+            made = taken_of(body, run, "mode", brings=["W"])
         return pytest.mark.parametrize("mode", modes, ids=mode_id)(made)
 
     return decorate
