@@ -103,7 +103,7 @@ def test_other_workers_owe_the_same_together(mode: Mode, tmp_path: Path) -> None
 
     cut = Mode("dist_sync", 2, 2, part_bytes=PART_BYTES)
     before = cut.run(lambda store: (save(store, path, 3), owed(store))[1], compression=make(REST))
-    after = mode.run(second, compression=make(REST), bigarray_bound_elems=10**6)
+    after = mode.run(second, compression=make(REST), partition_bytes=4096)
     for i in range(len(SIZES)):
         together = sum(worker[i] for worker in before)
         assert together.any()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
 import pytest
 from direct_stores import numbers
+from on_workers import on
+from store_modes import Mode
 
 from mpikv import Parameter, Trainer, optimizers
-from mpikv.config import Config
-from mpikv.errors import StallError
-from mpikv.testing.ranks import RankError
-from mpikv.testing.stores import spawn_stores
+from mpikv.errors import MpikvError, StallError
 
 F32 = np.float32
 LAYOUTS = ("aab", "aabb", "abab", "aaab", "aabbc")
@@ -20,21 +20,19 @@ HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)
 LARGE = 200_000
 
 
-def both_ways(hosts, body, *, through_memory=True):
+def both_ways(hosts, body):
     """What `body(store)` returns, the same with messages; checks which way it was."""
+    results = []
+    for memory in ("auto", "off"):
 
-    def counted(store):
-        return body(store), store.stats().get("shared_bytes", 0)
+        def counted(store, through_memory=memory == "auto"):
+            found = body(store)
+            assert (store.stats().get("shared_bytes", 0) > 0) == through_memory
+            return found
 
-    changes = {"timeout_s": 20.0}
-    shared = spawn_stores("dist_sync", len(hosts), counted, hosts=hosts, config=Config(**changes))
-    messages = spawn_stores(
-        "dist_sync", len(hosts), counted, hosts=hosts, config=Config(shared_memory="off", **changes)
-    )
-    assert [found for found, _ in shared] == [found for found, _ in messages]
-    assert [n_bytes > 0 for _, n_bytes in shared] == [through_memory] * len(hosts)
-    assert [n_bytes for _, n_bytes in messages] == [0] * len(hosts)
-    return [found for found, _ in shared]
+        results.append(Mode("dist_sync", len(hosts), hosts=hosts, memory=memory).run(counted))
+    assert results[0] == results[1]
+    return results[0]
 
 
 @pytest.mark.grid(1)
@@ -111,36 +109,27 @@ def test_buckets_of_a_trainer(hosts, on_store):
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_who_does_not_come_is_named(late):
-    def body(store):
-        store.init("w", np.zeros(LARGE, F32))
-        if store.rank == late:
-            store.barrier()  # which the others never come to
-        store.pushpull("w", np.ones(LARGE, F32))
-
-    with pytest.raises(RankError) as caught:
-        spawn_stores("dist_sync", 4, body, hosts="aabb", config=Config(timeout_s=3.0))
-    for rank, error in caught.value.errors.items():
-        assert isinstance(error, StallError)
-        if rank != late:
-            assert re.search(rf"(Not arrived|Out of reach): [^.]*worker {late} on ", str(error)), error
+@on(Mode("dist_sync", 4, hosts="aabb"), timeout_s=3.0)
+def test_who_does_not_come_is_named(store, late):
+    store.init("w", np.zeros(LARGE, F32))
+    with pytest.raises(StallError) as caught:  # the barrier is one that the others never come to
+        store.barrier() if store.rank == late else store.pushpull("w", np.ones(LARGE, F32))
+    if store.rank != late:
+        assert re.search(rf"(Not arrived|Out of reach): [^.]*worker {late} on ", str(caught.value))
+    with contextlib.suppress(MpikvError):
+        store.close()
 
 
-def test_what_is_held():
+@on(Mode("dist_sync", 4, hosts="aabb"))
+def test_what_is_held(store):
     """Two values of a rank at most, of which others read one; the result once for the host."""
-
-    def body(store):
-        value = np.ones(LARGE, F32)
-        store.init("w", value)
-        held = [store.stats()["held_bytes"]]
-        for array in (value, store.zeros(LARGE)):
-            store.pushpull("w", array)
-            held.append(store.stats()["held_bytes"])
-        return held, store.stats()["shared_bytes"]
-
-    for held, shared in spawn_stores("dist_sync", 4, body, hosts="aabb", config=Config(timeout_s=20.0)):
-        assert held == [0, 4 * LARGE, 4 * LARGE]
-        assert shared == 4 * LARGE
+    value = np.ones(LARGE, F32)
+    store.init("w", value)
+    assert store.stats()["held_bytes"] == 0
+    for array in (value, store.zeros(LARGE)):
+        store.pushpull("w", array)
+        assert store.stats()["held_bytes"] == 4 * LARGE
+    assert store.stats()["shared_bytes"] == 4 * LARGE
 
 
 def test_memory_that_is_too_small(monkeypatch):
