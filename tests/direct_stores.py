@@ -74,3 +74,43 @@ def refused(call, *arguments, **named):
     except Exception as error:
         return type(error), str(error)
     return None, ""
+
+
+CALLS = ("list", "singles", "turned", "push and pull", "async", "new arrays", "lists inside", "tuples", "out", "outs")
+
+
+def exchange(store, form, keys, values, outs):
+    """One step of all keys in one of many ways; the results are in `outs`, or in `values` where out=None."""
+    if form == "list":
+        store.pushpull(keys, values)
+    elif form == "tuples":
+        store.pushpull(tuple(keys), tuple(values))
+    elif form == "singles":
+        for key, value in zip(keys, values, strict=True):
+            store.pushpull(key, value)
+    elif form == "turned":
+        store.pushpull(keys[::-1], values[::-1])
+    elif form == "push and pull":
+        store.push(keys, values)
+        store.pull(keys, values)
+    elif form == "async":
+        requests = [store.pushpull_async(key, value) for key, value in zip(keys, values, strict=True)]
+        for request in requests:
+            request.wait()
+    elif form == "new arrays":
+        copies = [value.copy() for value in values]
+        store.pushpull(list(keys), copies)
+        for value, copy in zip(values, copies, strict=True):
+            value[...] = copy
+    elif form == "lists inside":
+        store.pushpull(keys, [[value] for value in values])
+    elif form == "out":
+        store.pushpull(keys, values, outs)
+        for value, out in zip(values, outs, strict=True):
+            value[...] = out
+    else:
+        others = [np.empty_like(out) for out in outs]
+        store.pushpull(keys, values, [[out, other] for out, other in zip(outs, others, strict=True)])
+        for value, out, other in zip(values, outs, others, strict=True):
+            assert out.tobytes() == other.tobytes()
+            value[...] = out

@@ -35,6 +35,16 @@ def uniform(array: Any) -> Any:
     return value
 
 
+def counted(store: Any, call: Callable[[], Any], *names: str) -> list[int]:
+    """How much a call that all workers make at one time adds to these counts of `store.stats()`."""
+    store.barrier()
+    before = store.stats()
+    call()
+    after = store.stats()
+    store.barrier()
+    return [after.get(name, 0) - before.get(name, 0) for name in names]
+
+
 def taken_of(body: Test, run: Callable[..., None], *more: str, brings: Sequence[str] = ()) -> Test:
     """A test that calls `run(worker, given)`. given: what pytest gives. worker(store, **others): `body` with that.
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fake_cupy import Machine
 from fake_gpus import DeviceFabric, gpu_of, gpus_of, one_gpu, spaces_of
-from on_workers import taken_of, uniform
+from on_workers import counted, taken_of, uniform
 
 from mpikv import codecs, optimizers
 from mpikv.config import Config
@@ -139,19 +139,14 @@ def test_what_crosses_to_the_host(store: Any, cupy: Any, path: str) -> None:
     store.init("w", cupy.zeros(n, F4))
     grad = cupy.asarray(np.ones(n, F4))
     store.pushpull("w", grad)
-    crossed = crossing(store, lambda: store.pushpull("w", grad))
+    crossed = counted(store, lambda: store.pushpull("w", grad), *CROSSED)
     assert (grad.get() == 9).all()
     bounds = store.strategy.keys.queues[store.session.infos["w"].id].bounds
     own = 4 * (bounds[store.rank + 1] - bounds[store.rank])
     assert crossed == ([4 * n + own, 4 * n] if path == "staged" else [0, 0])
 
 
-def crossing(store: Any, call: Callable[[], Any]) -> list[int]:
-    """How many bytes come down to the host in a call, and how many go up."""
-    before = store.stats()
-    call()
-    after = store.stats()
-    return [after[f"copies_{way}_bytes"] - before[f"copies_{way}_bytes"] for way in ("down", "up")]
+CROSSED = ("copies_down_bytes", "copies_up_bytes")
 
 
 @on_paths("staged", name="dist_sync")
@@ -273,9 +268,7 @@ def test_servers(name: str, servers: int) -> None:
             store.pull(["w", "s"], outs)
 
         for _ in range(2):
-            store.barrier()
-            crossed = crossing(store, there_and_back)
-            store.barrier()
+            crossed = counted(store, there_and_back, *CROSSED)
         wanted = 6 if name == "dist_async" else 3
         assert [uniform(one) for one in (store.pull("w"), *(out.get() for out in outs))] == [wanted] * 3
         assert not servers or crossed == [4 * n + 12, 4 * n + 12]
@@ -299,7 +292,7 @@ def test_compressed_pushes_to_servers_cross_as_what_travels(codec: str) -> None:
             store.push("w", cupy.asarray(np.ones(n, F4)))
             store.pull("w", out)
 
-        assert crossing(store, there_and_back)[0] == sent
+        assert counted(store, there_and_back, CROSSED[0]) == [sent]
         return out.get().tobytes()
 
     found, machine = run("staged", body, n=2, servers=1)

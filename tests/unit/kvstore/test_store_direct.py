@@ -8,50 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from direct_stores import F32, alike, bits, both_ways, numbers, refused
+from direct_stores import CALLS, F32, alike, bits, both_ways, exchange, numbers, refused
 
 from mpikv import ShapeMismatch, UnsupportedError, optimizers
-
-# --- forms of the call
-
-FORMS = ("list", "singles", "turned", "push and pull", "async", "new arrays", "lists inside", "tuples", "out", "outs")
-
-
-def exchange(store, form, keys, values, outs):
-    """One step of all keys in one of many ways; the results are in `outs`, or in `values` where out=None."""
-    if form == "list":
-        store.pushpull(keys, values)
-    elif form == "tuples":
-        store.pushpull(tuple(keys), tuple(values))
-    elif form == "singles":
-        for key, value in zip(keys, values, strict=True):
-            store.pushpull(key, value)
-    elif form == "turned":
-        store.pushpull(keys[::-1], values[::-1])
-    elif form == "push and pull":
-        store.push(keys, values)
-        store.pull(keys, values)
-    elif form == "async":
-        requests = [store.pushpull_async(key, value) for key, value in zip(keys, values, strict=True)]
-        for request in requests:
-            request.wait()
-    elif form == "new arrays":
-        copies = [value.copy() for value in values]
-        store.pushpull(list(keys), copies)
-        for value, copy in zip(values, copies, strict=True):
-            value[...] = copy
-    elif form == "lists inside":
-        store.pushpull(keys, [[value] for value in values])
-    elif form == "out":
-        store.pushpull(keys, values, outs)
-        for value, out in zip(values, outs, strict=True):
-            value[...] = out
-    else:
-        others = [np.empty_like(out) for out in outs]
-        store.pushpull(keys, values, [[out, other] for out, other in zip(outs, others, strict=True)])
-        for value, out, other in zip(values, outs, others, strict=True):
-            assert out.tobytes() == other.tobytes()
-            value[...] = out
 
 
 @pytest.mark.parametrize("first", [0.0, -0.0, 1.0, np.nan])
@@ -91,13 +50,13 @@ def mixed_forms(forms_of, optimizer=None):
     return body
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CALLS)
 def test_every_form_on_all_workers(form):
     direct = form not in ("push and pull", "async")
     both_ways(2, mixed_forms(lambda store: [form] * 4), direct=direct)
 
 
-@pytest.mark.parametrize("other", [form for form in FORMS if form != "list"])
+@pytest.mark.parametrize("other", [form for form in CALLS if form != "list"])
 def test_one_worker_makes_another_call_than_the_others(other):
     """In some steps, so that calls that meet and calls that do not follow each other."""
 
@@ -114,8 +73,8 @@ def test_random_forms_on_three_workers(seed, optimizer):
         common = np.random.default_rng(seed)
         mine = np.random.default_rng([seed, store.rank])
         for _ in range(8):
-            together, form = common.random() < 0.5, common.choice(FORMS)
-            yield str(form if together else mine.choice([one for one in FORMS if one != "singles"]))
+            together, form = common.random() < 0.5, common.choice(CALLS)
+            yield str(form if together else mine.choice([one for one in CALLS if one != "singles"]))
 
     # Without a progress thread other transfers move on in calls only, those that wait for the others among them.
     progress = "calls" if seed == 2 else "thread"

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from direct_stores import F32, LARGE, numbers, refused, run
-from on_workers import on, uniform
+from on_workers import counted, on, uniform
 from store_modes import Mode
 
 from mpikv import MpikvError, StallError, optimizers
@@ -18,16 +18,6 @@ from mpikv.hostmemory.common_calls import CommonCalls
 # --- counts
 
 NAMES = ("messages_sent", "direct_calls", "bytes_copied", "bytes_added")
-
-
-def counted(store, steps):
-    """What some steps, which all workers make at one time, add to the counts."""
-    store.barrier()
-    before = store.stats()
-    steps()
-    after = store.stats()
-    store.barrier()
-    return [after[name] - before[name] for name in NAMES]
 
 
 @pytest.mark.usefixtures("patient")
@@ -45,7 +35,7 @@ def test_the_steady_state_sends_nothing(store, W):
     ):
         for _ in range(3):
             store.pushpull(key, array)
-        found = counted(store, lambda: [store.pushpull(key, array) for _ in range(5)])  # noqa: B023 - at once
+        found = counted(store, lambda: [store.pushpull(key, array) for _ in range(5)], *NAMES)  # noqa: B023 - at once
         assert found == [0, 5, 5 * copied, 5 * added], key
 
 
@@ -63,22 +53,22 @@ def test_updates_in_the_steady_state_send_nothing(store):
             store.pushpull(["own", "shared"], [own, shared])
 
     steps(3)
-    assert counted(store, lambda: steps(5))[:2] == [0, 5]
+    assert counted(store, lambda: steps(5), *NAMES[:2]) == [0, 5]
 
 
 @on(Mode("dist_sync", 2))
 def test_a_call_that_did_not_meet_is_counted_and_sends(store):
     value = np.ones(10, F32)
     store.init("w", value)
-    store.barrier()
-    before = store.stats()
-    if store.rank == 0:
-        store.push("w", value)
-        store.pull("w")
-    else:
-        store.pushpull("w", value)
-    after = store.stats()
-    assert [after[name] - before[name] for name in ("direct_calls", "declined_calls")] == [0, store.rank]
+
+    def call():
+        if store.rank == 0:
+            store.push("w", value)
+            store.pull("w")
+        else:
+            store.pushpull("w", value)
+
+    assert counted(store, call, "direct_calls", "declined_calls") == [0, store.rank]
 
 
 @on(Mode("dist_sync", 2, memory="off"), Mode("dist_sync", 1))

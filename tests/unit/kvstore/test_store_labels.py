@@ -14,7 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from on_workers import on, uniform
+from direct_stores import CALLS, exchange
+from on_workers import counted, on, uniform
 from store_modes import Mode
 
 from mpikv import ConfigError, optimizers
@@ -64,27 +65,6 @@ def expected(n: int, workers: int, step: int) -> Any:
     )
 
 
-CALLS = ("pushpull", "in place", "one by one", "push and pull", "async", "shared")
-
-
-def exchange(store, call: str, keys, grads, outs) -> None:
-    if call == "pushpull":
-        store.pushpull(keys, grads, out=outs)
-    elif call in {"in place", "shared"}:
-        for out, grad in zip(outs, grads, strict=True):
-            out[...] = grad
-        store.pushpull(keys, outs)
-    elif call == "one by one":
-        for key, grad, out in zip(keys, grads, outs, strict=True):
-            store.pushpull(key, grad, out=out)
-    elif call == "push and pull":
-        for key, grad in zip(keys, grads, strict=True):
-            store.push(key, grad)
-        store.pull(keys, out=outs)
-    else:
-        store.pushpull_async(keys, grads, out=outs).wait()
-
-
 @pytest.mark.grid(1)
 @on(*FORMS)
 def test_each_gradient_counts_with_its_own_factor(store, W) -> None:
@@ -94,15 +74,18 @@ def test_each_gradient_counts_with_its_own_factor(store, W) -> None:
     optimizer = optimizers.create("test")
     store.init(keys, [np.zeros(n, dtype) for n, dtype in shapes])
     store.set_optimizer(optimizer)
-    shared = [store.zeros((n,), dtype) for n, dtype in shapes]
-    for step, factors in enumerate(FACTORS):
-        call = CALLS[(step + W) % len(CALLS)]
+    outs, shared = ([make(n, dtype) for n, dtype in shapes] for make in (np.zeros, store.zeros))
+    calls = itertools.islice(itertools.cycle(CALLS), W, None)
+    for step, (factors, call) in enumerate(zip(FACTORS, calls, strict=False)):
         optimizer.rescale_grad = factors[store.rank]
-        grads = [small_numbers(n, store.rank, step, dtype) for n, dtype in shapes]
-        outs = shared if call == "shared" else [np.empty(n, dtype) for n, dtype in shapes]
-        exchange(store, call, keys, grads, outs)
-        for (n, dtype), out in zip(shapes, outs, strict=True):
-            assert out.astype(np.float64).tolist() == expected(n, W, step + 1).tolist(), (step, n, dtype)
+        values = [small_numbers(n, store.rank, step, dtype) for n, dtype in shapes]
+        if step % 3 == 2:
+            for array, value in zip(shared, values, strict=True):
+                array[...] = value
+            values = shared
+        exchange(store, call, keys, values, outs)
+        for (n, dtype), value in zip(shapes, values, strict=True):
+            assert value.astype(np.float64).tolist() == expected(n, W, step + 1).tolist(), (step, n, dtype)
 
 
 @on(*[form for form in FORMS if form.workers == 2 or form.algorithm == "naive"])
@@ -342,21 +325,6 @@ def test_asynchronous_pushes_count_with_their_own_attributes(store) -> None:
 
 # --- counts
 
-NAMES = ("messages_sent", "control_messages_sent", "declined_calls")
-
-
-def counted(store, calls) -> list[list[int]]:
-    """By how much each call, which all workers make at one time, has changed this worker's counts."""
-    counts = []
-    for call in calls:
-        store.barrier()
-        before = store.stats()
-        call()
-        after = store.stats()
-        counts.append([after.get(name, 0) - before.get(name, 0) for name in NAMES])
-    store.barrier()
-    return counts
-
 
 @on(*BY_MESSAGES, *HOSTS, Form(5, hosts="abcde"), Form(2, hosts="ab"), Form(3), Form(3, 2), bucket_bytes=0)
 def test_messages(store, mode: Mode) -> None:
@@ -371,9 +339,9 @@ def test_messages(store, mode: Mode) -> None:
         store.pushpull(keys, [np.ones(n, F32) for n in sizes])
 
     attributes = [(0.1, 1), (0.1, 1), (0.05, 1), (0.05, 0.5), (0.025, 0.25), (0.025, 1.0 + store.rank), (0.025, 1)]
-    messages, control, declined = zip(
-        *counted(store, [functools.partial(step, *one) for one in attributes]), strict=True
-    )
+    names = ("messages_sent", "control_messages_sent", "declined_calls")
+    counts = [counted(store, functools.partial(step, *one), *names) for one in attributes]
+    messages, control, declined = zip(*counts, strict=True)
     assert not any(control)
     if mode == Form(3):  # who has another factor than the agreed one has to copy: then each key has its own round
         assert declined == (0, 0, 0, 1, 1, 1, 0)
@@ -385,8 +353,9 @@ def test_messages(store, mode: Mode) -> None:
 def test_messages_of_another_op(store) -> None:
     store.init("w", np.ones(30, F32))
     ops = ("sum", "sum", "max", "mean", "max", "sum")
-    counts = counted(store, [functools.partial(store.pushpull, "w", np.ones(30, F32), op=op) for op in ops])
-    assert {messages for messages, *_ in counts} == {counts[0][0]}
+    calls = [functools.partial(store.pushpull, "w", np.ones(30, F32), op=op) for op in ops]
+    counts = [counted(store, call, "messages_sent") for call in calls]
+    assert counts == [counts[0]] * len(ops)
 
 
 @on(*FORMS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_workers import on
+from on_workers import counted, on
 from store_modes import Mode
 
 from mpikv import ConfigError, Parameter, Trainer
@@ -80,16 +80,6 @@ def test_steps_of_the_size_of_the_first_one_are_made_together(store, on_store: b
         write(parameters, store.rank, 0)
         counts.append(counted(store, lambda: trainer.step(size), "direct_calls", "messages_sent"))  # noqa: B023 - at once
     assert counts[1:] == [[1, 0], [1, 0], [0, 0], [1, 0]]
-
-
-def counted(store, call, *names: str) -> list[int]:
-    """How much a call that all workers make at one time adds to these counts."""
-    store.barrier()
-    before = store.stats()
-    call()
-    after = store.stats()
-    store.barrier()
-    return [after[name] - before[name] for name in names]
 
 
 @pytest.mark.grid
