@@ -80,7 +80,7 @@ CALLS = ("list", "singles", "turned", "push and pull", "async", "new arrays", "l
 
 
 def exchange(store, form, keys, values, outs):
-    """One step of all keys in one of many ways; the results are in `outs`, or in `values` where out=None."""
+    """One step of all keys in one of many ways; afterwards the results are in `values`."""
     if form == "list":
         store.pushpull(keys, values)
     elif form == "tuples":

@@ -12,13 +12,11 @@ from on_workers import full, on, uniform
 from store_modes import Mode, every_way
 
 from mpikv import PeerError, StallError, optimizers
-from mpikv.config import Config
 from mpikv.create import assembly
 from mpikv.optimizers import states_file
 from mpikv.placement import on_servers
 from mpikv.session import cross_waits
 from mpikv.strategies import exchange
-from mpikv.testing import ranks, stores
 from mpikv.transports import threads, wire
 from mpikv.transports.threads import Fabric
 
@@ -193,23 +191,7 @@ def test_states_are_those_of_whole_values(tmp_path):
 # --- counts
 
 
-@pytest.fixture
-def fabric(monkeypatch):
-    """The fabrics that are made: every message of every rank is counted in them."""
-    made = []
-
-    class Noted(Fabric):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(ranks, "Fabric", Noted)
-    # Else who waits longer, on a busy machine, asks the others where they are, by messages that count as well.
-    monkeypatch.setattr(cross_waits, "ASK_AFTER_S", float("inf"))
-    return made
-
-
-def messages(fabric, workers, servers, sizes, call, *, shared_memory="off", **changes):
+def messages(mode, sizes, call, **changes):
     """Messages and bytes of one `call(store, keys, arrays)` by every worker: those of three minus those of two."""
     counts = []
     for calls in (2, 3):
@@ -220,15 +202,15 @@ def messages(fabric, workers, servers, sizes, call, *, shared_memory="off", **ch
             arrays = [np.ones(n, np.float32) for n in sizes]
             for _ in range(calls):
                 call(store, keys, arrays)
-                store.pull(keys[0]) if call is pushes else None
 
-        Mode("dist_sync", workers, servers).run(body, shared_memory=shared_memory, **changes)
-        counts.append(np.array([fabric[-1].sent_messages, fabric[-1].sent_bytes]))
-    return tuple((counts[1] - counts[0]).tolist())
+        mode.run(body, fabric=(fabric := Fabric(mode.workers + mode.servers)), bigarray_bound_elems=NEVER, **changes)
+        counts.append(np.array([fabric.sent_messages, fabric.sent_bytes]))
+    return (counts[1] - counts[0]).tolist()
 
 
 def pushes(store, keys, arrays):
     store.push(keys, arrays)
+    store.pull(keys[0])
 
 
 def together(store, keys, arrays):
@@ -241,92 +223,95 @@ def one_by_one(store, keys, arrays):
 
 
 SMALL = [5] * 40
-WHOLE = {"bigarray_bound_elems": NEVER}
+# In one message each is padded, all but the last, and the answer has as many bytes as the values.
+BYTES = 40 * (wire.HEADER_BYTES + 32) - (32 - 20) + 40 * 20
+MESSAGE_BYTES = 1000
+PER_MESSAGE = -(-(MESSAGE_BYTES + 1) // (wire.HEADER_BYTES + 20))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_small_keys_of_one_call_are_one_message_each_way(fabric, workers):
-    payload = 40 * (wire.HEADER_BYTES + 32) - (32 - 20)  # each padded, all but the last
-    answer = 40 * 20
-    assert messages(fabric, workers, 1, SMALL, together, **WHOLE) == (2 * workers, workers * (payload + answer))
-    assert messages(fabric, workers, 1, SMALL, one_by_one, **WHOLE)[0] == 2 * workers * 40
+@pytest.fixture
+def nobody_asks(monkeypatch):
+    """Who waits longer, on a busy machine, else asks the others where they are, by messages that count as well."""
+    monkeypatch.setattr(cross_waits, "ASK_AFTER_S", float("inf"))
 
 
-def test_small_keys_of_one_call_are_one_message_per_server(fabric):
-    assert messages(fabric, 2, 2, SMALL, together, **WHOLE)[0] == 2 * 2 * 2
-    # A push is not answered; the pull of one key is a question and an answer.
-    assert messages(fabric, 2, 1, SMALL, pushes, **WHOLE)[0] == 2 * (1 + 2)
+@pytest.mark.usefixtures("nobody_asks")
+@pytest.mark.parametrize(
+    ("workers", "servers", "call", "n_messages", "n_bytes"),
+    [
+        *((w, 1, together, 2 * w, w * BYTES) for w in (1, 2, 3)),  # small keys of one call are one message each way
+        *((w, 1, one_by_one, 2 * w * 40, None) for w in (1, 2, 3)),
+        (2, 2, together, 2 * 2 * 2, None),  # one for each server
+        (2, 1, pushes, 2 * (1 + 2), None),  # a push is not answered; the pull of one key is a question and an answer
+    ],
+)
+def test_messages_of_small_keys(workers, servers, call, n_messages, n_bytes):
+    found = messages(Mode("dist_sync", workers, servers, memory="off"), SMALL, call)
+    assert found == [n_messages, found[1] if n_bytes is None else n_bytes]
 
 
-def test_a_large_value_is_a_header_and_its_partitions_each_way(fabric):
-    n = 100
-    changes = {"partition_bytes": 4 * 32, **WHOLE}
-    parts = -(-n // 32)
-    expected = (2 * (1 + 2 * parts), 2 * (wire.HEADER_BYTES + 2 * 4 * n))
-    assert messages(fabric, 2, 1, [n], together, **changes) == expected
-    assert messages(fabric, 2, 1, [n], one_by_one, **changes) == expected
+@pytest.mark.usefixtures("nobody_asks")
+@pytest.mark.parametrize("call", [together, one_by_one])
+def test_a_large_value_is_a_header_and_its_partitions_each_way(call):
+    n, parts = 100, -(-100 // 32)
+    mode = Mode("dist_sync", 2, 1, memory="off", part_bytes=4 * 32)
+    assert messages(mode, [n], call) == [2 * (1 + 2 * parts), 2 * (wire.HEADER_BYTES + 2 * 4 * n)]
 
 
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["another array", "in place"])
-def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypatch):
-    """MPI looks through all that is under way for each message, so that thousands would take minutes."""
+@pytest.mark.usefixtures("nobody_asks")
+@pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)
+def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(call):
+    assert messages(Mode("dist_sync", 2, 2), [5, 100, 1000, 100_000], call) == [0, 0]
+
+
+@pytest.mark.usefixtures("nobody_asks")
+def test_messages_of_many_small_keys_are_cut(monkeypatch):
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", MESSAGE_BYTES)
+    assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // PER_MESSAGE)
+
+
+class Watched(Fabric):
+    """most: how many messages of one rank have been under way at a time."""
+
     most = 0
 
-    class Watched(Fabric):
-        def rank(self, rank):
-            transport = super().rank(rank)
-            isend, irecv = transport.isend, transport.irecv
+    def rank(self, rank):
+        transport, sends = super().rank(rank), []
+        isend, irecv = transport.isend, transport.irecv
 
-            def watch(request):
-                nonlocal most
-                with self.lock:
-                    most = max(most, *map(len, self.boxes[rank].receives.values()), len(unsent()))
-                return request
-
-            def unsent():
+        def watch(request):
+            with self.lock:
                 sends[:] = [one for one in sends if not one.done]
-                return sends
+                self.most = max(self.most, *map(len, self.boxes[rank].receives.values()), len(sends))
+            return request
 
-            def send(buf, dest, tag):
-                request = isend(buf, dest, tag)
-                if tag >= wire.TAG_PAYLOAD:
-                    sends.append(request)
-                return watch(request)
+        def send(buf, dest, tag):
+            request = isend(buf, dest, tag)
+            sends.extend([request] if tag >= wire.TAG_PAYLOAD else [])
+            return watch(request)
 
-            sends = []
-            transport.isend, transport.irecv = send, lambda *args: watch(irecv(*args))
-            return transport
+        transport.isend, transport.irecv = send, lambda *args: watch(irecv(*args))
+        return transport
 
-    monkeypatch.setattr(ranks, "Fabric", Watched)
+
+@on(Mode("dist_sync", 3, 1, memory="off", part_bytes=4), Mode("dist_async", 3, 1, memory="off", part_bytes=4))
+@pytest.mark.parametrize("in_place", [False, True], ids=["another array", "in place"])
+def test_few_of_many_partitions_are_under_way_at_a_time(mode, in_place, monkeypatch):
+    """MPI looks through all that is under way for each message, so that thousands would take minutes."""
     monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
     monkeypatch.setattr(on_servers, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
-    n, workers = 20 * exchange.PARTS_UNDER_WAY, 3
+    n, fabric = 20 * exchange.PARTS_UNDER_WAY, Watched(4)
 
     def body(store):
         store.set_optimizer(optimizers.create("test"))
-        store.init(["w", "v"], [np.zeros(n, np.float32), np.zeros(3, np.float32)])
-        value = np.full(n, store.rank + 1, np.float32)
-        out = value if in_place else np.empty(n, np.float32)
-        store.pushpull(["w", "v"], [value, np.ones(3, np.float32)], out=[out, np.empty(3, np.float32)])
+        store.init(["w", "v"], [full(0, n), full(0, 3)])
+        value = full(store.rank + 1, n)
+        store.pushpull(["w", "v"], [value, full(1, 3)], out=[value if in_place else full(0, n), full(0, 3)])
         store.barrier()
-        return np.unique(store.pull("w")).tolist(), store.pull("v").tolist()
+        assert [uniform(store.pull(key)) for key in "wv"] == [6, 3]
 
-    config = Config(partition_bytes=4, shared_memory="off", timeout_s=stores.TEST_TIMEOUT_S)
-    found = stores.spawn_stores(name, workers, body, num_servers=1, config=config)
-    assert found == [([6.0], [3.0] * 3)] * workers
-    assert 0 < most <= exchange.PARTS_UNDER_WAY + 3  # of each shard: the other one has three
-
-
-@pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)
-def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(fabric, call):
-    assert messages(fabric, 2, 2, [5, 100, 1000, 100_000], call, shared_memory="auto") == (0, 0)
-
-
-def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
-    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 1000)
-    per_message = -(-1001 // (wire.HEADER_BYTES + 20))
-    assert messages(fabric, 1, 1, SMALL, together, **WHOLE)[0] == 2 * -(-40 // per_message)
+    mode.run(body, fabric=fabric, bigarray_bound_elems=10**6)
+    assert 0 < fabric.most <= exchange.PARTS_UNDER_WAY + 3  # of each shard: the other one has three
 
 
 @pytest.mark.grid

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from direct_stores import exchange
 from on_workers import on, uniform
 from store_modes import Mode
 
@@ -60,16 +61,11 @@ def some_rounds(store: KVStore, me: int, ranks: Sequence[int], steps: range) -> 
     """In calls of every kind, with arrays that come again."""
     arrays = [np.empty(size, F32) for size in SIZES]
     for step in steps:
-        store.push(KEYS, [value_of(me, step, size) for size in SIZES])
-        assert [value.tobytes() for value in store.pull(KEYS)] == sums(ranks, step)
-        for i in range(2):
+        for call in ("push and pull", "list", "list", "async"):
             for array, size in zip(arrays, SIZES, strict=True):
-                array[...] = value_of(me, step + i, size)
-            store.pushpull(KEYS, arrays)
-            assert [array.tobytes() for array in arrays] == sums(ranks, step + i)
-        requests = [store.pushpull_async(key, value_of(me, step, size)) for key, size in zip(KEYS, SIZES, strict=True)]
-        for request in requests:
-            request.wait()
+                array[...] = value_of(me, step, size)
+            exchange(store, call, KEYS, arrays, [])
+            assert [array.tobytes() for array in arrays] == sums(ranks, step)
 
 
 def on_hosts(hosts: str, memory: str = "auto", algorithm: str = "auto") -> Mode:

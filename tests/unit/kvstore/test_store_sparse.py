@@ -57,53 +57,41 @@ def test_asynchronous_stores_reach_the_same_sum(store, W):
 # --- beside the dense reference
 
 
-def drawn(seed, workers, devices, rounds, dtype):
-    """For each round and worker the rows of each device, some of none, some of all, some repeated."""
-    rng = np.random.default_rng(seed)
-
-    def rows():
-        kind = rng.integers(4)
-        ids = [np.empty(0, int), np.arange(SHAPE[0]), rng.integers(0, 11, 4), rng.integers(0, 11, 25)][kind]
-        return RowSparse(ids, rng.integers(-3, 4, (ids.size, 2)).astype(dtype), SHAPE)
-
-    return [[[rows() for _ in range(devices)] for _ in range(workers)] for _ in range(rounds)]
+def drawn(rng, dtype):
+    """The rows of two devices, some of none, some of all, some repeated."""
+    ids = [np.empty(0, int), np.arange(SHAPE[0]), rng.integers(0, 11, 4), rng.integers(0, 11, 25)]
+    chosen = [ids[rng.integers(4)] for _ in range(2)]
+    return [RowSparse(one, rng.integers(-3, 4, (one.size, 2)).astype(dtype), SHAPE) for one in chosen]
 
 
 @each("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32"])
 @each("update", [False, True])
 @on(LOCAL, Mode("device", 1), *WORKERS, *SERVERS)
 @pytest.mark.grid
-def test_beside_the_reference(mode, update, dtype):
-    pushed = drawn(7, mode.workers, 2, 4, dtype)
-    first = np.arange(22).reshape(SHAPE).astype(dtype)
-
-    def body(store):
-        store.init("dense", np.ones(3, "float32"))
-        store.init("rows", RowSparse.of(first if update else first * 0))
-        if update:
-            store.set_optimizer(optimizers.create("test"))
-        found = []
-        for round_ in pushed:
-            store.push(["rows", "dense"], [round_[store.rank], np.ones(3, "float32")])
-            some = store.row_sparse_pull("rows", row_ids=np.array([9, 2, 2]))
-            whole = store.pull(["dense", "rows"], ignore_sparse=False)
-            found.append((some.indices.tolist(), some.values.tobytes(), [one.tobytes() for one in whole]))
-        return found
-
+def test_beside_the_reference(store, W, update, dtype):
     def change(one, total):
         return (one.astype("float64") + total.astype("float64")).astype(one.dtype)
 
-    reference = ReferenceStore(mode.workers, update=change if update else None)
-    reference.init("rows", first if update else first * 0)
-    reference.init("dense", np.ones(3, "float32"))
-    expected = []
-    for round_ in pushed:
-        for worker in range(mode.workers):
-            reference.push(worker, "rows", [one.to_dense() for one in round_[worker]])
-            reference.push(worker, "dense", [np.ones(3, "float32")])
-        whole = [reference.pull(0, key) for key in ("dense", "rows")]
-        expected.append(([2, 9], whole[1][[2, 9]].tobytes(), [one.tobytes() for one in whole]))
-    assert mode.run(body) == [expected] * mode.workers
+    rng, dense, first = np.random.default_rng(7), np.ones(3, "float32"), np.arange(22).reshape(SHAPE).astype(dtype)
+    reference = ReferenceStore(W, update=change if update else None)
+    first = first if update else first * 0
+    for one, rows in ((store, RowSparse.of(first)), (reference, first)):
+        one.init("rows", rows)
+        one.init("dense", dense)
+    if update:
+        store.set_optimizer(optimizers.create("test"))
+    for _ in range(4):
+        for worker in range(W):
+            rows = drawn(rng, dtype)
+            reference.push(worker, "rows", [one.to_dense() for one in rows])
+            reference.push(worker, "dense", [dense])
+            if worker == store.rank:
+                store.push(["rows", "dense"], [rows, dense])
+        some = store.row_sparse_pull("rows", row_ids=np.array([9, 2, 2]))
+        expected = [reference.pull(0, key) for key in ("dense", "rows")]
+        assert (some.indices.tolist(), some.values.tobytes()) == ([2, 9], expected[1][[2, 9]].tobytes())
+        for found, wanted in zip(store.pull(["dense", "rows"], ignore_sparse=False), expected, strict=True):
+            assert found.tobytes() == wanted.tobytes()
 
 
 @settings(max_examples=examples(12))
