@@ -11,7 +11,7 @@ import pytest
 from on_workers import full, on, uniform
 from store_modes import Mode, every_way
 
-from mpikv import ConfigError, MpikvError, Parameter, ShapeMismatch, Trainer, kv, optimizers
+from mpikv import ConfigError, MpikvError, ShapeMismatch, kv, optimizers
 from mpikv.codecs import compression, registry
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import NONE, make
@@ -273,21 +273,3 @@ def test_sums_alone_are_compressed(mode: Mode, part_bytes: int) -> None:
             assert uniform(array) == 2 * exact
 
     mode.run(body, compression=COARSE, partition_bytes=part_bytes)
-
-
-def test_a_trainer_resumes_the_very_weights(tmp_path: Any) -> None:
-    """They are brought to the servers as they are, though gradients are not."""
-
-    def body(store: Any, *, resumes: bool) -> bytes:
-        weight = Parameter(full(0 if resumes else 1 + 2.0**-20, 67))
-        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, store, {"type": "rest of tests", "force": True})
-        if resumes:
-            assert trainer.resume(tmp_path / "checkpoint") == 1
-        else:
-            weight.grad[...] = 0.75
-            trainer.step(2)
-            trainer.save(tmp_path / "checkpoint")
-        return weight.data.tobytes()
-
-    first, second = (Mode("dist_sync", 2, 2).run(partial(body, resumes=resumes)) for resumes in (False, True))
-    assert first == second == [first[0]] * 2

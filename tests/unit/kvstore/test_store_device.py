@@ -22,8 +22,9 @@ from mpikv import codecs, optimizers
 from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
-from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
+from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.spaces.named import DEVICE, HOST, Spaces
+from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports.threads import Fabric
 
@@ -308,14 +309,10 @@ def test_a_gpu_that_fails_ends_the_round_and_is_named() -> None:
             cupy.machine.failed = 700
         with pytest.raises(MpikvError, match=r"GPU 0|fake|out of reach|Out of reach"):
             store.pushpull("k", cupy.zeros(10, F4) if store.rank else np.zeros(10, F4))
-        raise _Over
+        raise ZeroDivisionError  # ends this rank without closing its store
 
-    with pytest.raises(Exception, match=r"_Over|GPU 0"):
+    with pytest.raises(RankError, match=r"ZeroDivisionError|GPU 0"):
         run("staged", body, n=2, settings={"timeout_s": 3.0})
-
-
-class _Over(Exception):  # noqa: N818 - ends a rank without closing its store
-    pass
 
 
 @pytest.mark.parametrize("path", ["ipc", "staged"])
@@ -391,13 +388,3 @@ def test_arrays_of_the_stores(device: Any) -> None:
     none = local_store("local", spec.parse("local"), spaces=Spaces(missing="CuPy is not installed"))
     with pytest.raises(UnsupportedError, match=r"worker 0 of 1 uses no GPU: CuPy is not installed"):
         none.zeros(2, device="gpu")
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    cupy, gpu = one_gpu()
-    store = local_store("local", spec.parse("local"), spaces=spaces_of(gpu))
-    store.init("w", cupy.zeros((2, 3), F4))
-    with pytest.raises(ShapeMismatch, match=r"key 'w' is float32 \(2, 3\), this array is float32 \(6,\)"):
-        store.push("w", cupy.zeros(6, F4))
-    with pytest.raises(ShapeMismatch, match="this array is float64"):
-        store.push("w", cupy.zeros((2, 3)))

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,30 +13,10 @@ from direct_stores import F32, LARGE, TIMEOUT_S, alike, numbers, refused, run
 from on_workers import on, uniform
 from store_modes import Mode
 
-from mpikv import optimizers
+from mpikv import kv, optimizers
 from mpikv.errors import MpikvError, StallError
-from mpikv.testing.reference import ReferenceStore
 
 # --- optimizers
-
-
-def local_reference(workers, rounds, name, options, n):
-    """The weights after each round, by the reference store and the optimizer's own update."""
-    optimizer, first = optimizers.create(name, **options), np.linspace(-1, 1, n).astype(F32)
-    state = optimizer.init(first)
-
-    def update(weight, total):
-        nonlocal state
-        found = weight.copy()
-        state = optimizer.update("w", found, total, state)
-        return found
-
-    reference = ReferenceStore(workers, update=update)
-    reference.init("w", first)
-    for round_ in range(rounds):
-        for worker in range(workers):
-            reference.push(worker, "w", [gradient(worker, round_, n)])
-        yield reference.pull(0, "w")
 
 
 def gradient(worker, round_, n):
@@ -57,12 +36,16 @@ OPTIMIZERS = (
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
 @pytest.mark.usefixtures("patient")
 @on(Mode("dist_sync", 3))
-def test_updates_are_those_of_the_reference(store, W, name, options, n):
+def test_updates_are_those_of_one_process(store, W, name, options, n):
     """Of ordinary and shared arrays, queues between; sums of whole numbers are exact, so the bits must be the same."""
     store.init("w", np.linspace(-1, 1, n).astype(F32))
     store.set_optimizer(optimizers.create(name, **options))
     own, shared = np.empty(n, F32), store.zeros(n)
-    for round_, expected in enumerate(local_reference(W, 8, name, options, n)):
+    alone = kv.create("local")
+    alone.init("w", np.linspace(-1, 1, n).astype(F32))
+    alone.set_optimizer(optimizers.create(name, **options))
+    for round_ in range(8):
+        alone.push("w", sum(gradient(worker, round_, n) for worker in range(W)))
         array = shared if round_ in (1, 4, 5) else own
         array[:] = gradient(store.rank, round_, n)
         if round_ in (3, 6):
@@ -70,7 +53,7 @@ def test_updates_are_those_of_the_reference(store, W, name, options, n):
             array = store.pull("w")
         else:
             store.pushpull("w", array)
-        assert array.tobytes() == expected.tobytes(), round_
+        assert array.tobytes() == alone.pull("w").tobytes(), round_
     assert store.stats()["direct_calls"] == 6
 
 
@@ -215,26 +198,7 @@ def test_a_direct_call_while_pushes_of_its_key_are_under_way(store, optimizer):
     return [*found, *store.pull(["v", "w"])]
 
 
-# --- several threads, several stores
-
-
-@alike(2, direct=None)
-def test_threads_of_one_worker_push_different_keys_at_once(store):
-    """Which thread comes first is different on each worker."""
-    keys = ["a", "b", "c"]
-    store.init(keys, [np.zeros(600, F32)] * 3)
-
-    def steps(key):
-        found = []
-        for step in range(15):
-            store.pushpull(key, value := numbers(store, 600, step * 7 + ord(key)))
-            found.append(value)
-        return found
-
-    with ThreadPoolExecutor(3) as threads:
-        order = keys[store.rank :] + keys[: store.rank]
-        found = dict(zip(order, threads.map(steps, order, timeout=TIMEOUT_S), strict=True))
-    return [found[key] for key in keys] + store.pull(keys)
+# --- several stores
 
 
 def test_a_store_does_not_see_the_other_ones_memory():

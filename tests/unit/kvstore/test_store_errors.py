@@ -23,7 +23,9 @@ def full(value, *shape, dtype=np.float32):
 
 @EVERY_KIND
 def test_second_init(store):
-    store.init("a", full(1, 3))
+    first = full(1, 3)
+    store.init("a", first)
+    first[:] = 9  # it is the caller's again
     for key, value in (("a", full(2, 3)), (["b", "a"], [full(2, 3)] * 2), ("a", full(2, 4))):
         with pytest.raises(KeyError, match=r"init: key 'a' is there already") as caught:
             store.init(key, value)

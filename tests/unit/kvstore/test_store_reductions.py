@@ -12,7 +12,6 @@ from on_workers import on
 from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
-from mpikv.arrays.reductions import BY_CODE, REDUCTIONS, named
 from mpikv.errors import MpikvError
 
 F32 = np.float32
@@ -232,8 +231,3 @@ def test_buckets(store, W):
         store.pushpull_async(keys[i], mine[me][i], np.zeros(sizes[i], F32), op="min")
     store.wait_all()
     same(store.pull("b"), expected("min", [arrays[1] for arrays in mine], W))
-
-
-def test_names():
-    assert tuple(REDUCTIONS) == OPS
-    assert [BY_CODE[REDUCTIONS[op].code] for op in OPS] == [named(op) for op in OPS]

@@ -54,24 +54,6 @@ def test_test_makes_progress_without_a_thread(store, W):
     assert value.tolist() == [float(W)] * 4
 
 
-@pytest.mark.grid
-@EVERY_KIND
-@pytest.mark.parametrize("n", [4, LARGE])
-def test_a_pushed_value_may_be_changed_at_once(store, W, n):
-    """Blocking push; the same for the value of init."""
-    store.set_optimizer(optimizers.create("test"))
-    value = full(3, n)
-    store.init("a", value)
-    value[:] = 100
-    store.barrier()
-    for _ in range(3):
-        value[:] = 1
-        store.push("a", value)
-        value[:] = -50
-    store.barrier()
-    assert uniform(store.pull("a")) == 3 + 3 * W
-
-
 @SYNC_KINDS
 def test_pulled_arrays_are_the_callers_own(store):
     store.init("a", full(1))
