@@ -33,25 +33,23 @@ def bits(value):
 
 
 def both_ways(workers, body, *, direct=True, **changes):
-    """The results of `body(store)` with shared memory, which must be those of messages that are added in rank order.
+    """What `body(store)` yields with shared memory must be what it yields with messages, added in rank order.
 
     direct: whether calls must have gone the direct way, on every worker; None: it does not matter.
     """
 
     def counted(store):
-        result = body(store)
-        return bits(result), store.stats().get("direct_calls", 0)
+        return [bits(one) for one in body(store) or ()], store.stats().get("direct_calls", 0)
 
     messages = [result for result, _ in run(workers, counted, algorithm="naive", **changes)]
     shared = run(workers, counted, **changes)
     assert [result for result, _ in shared] == messages
     if direct is not None:
         assert [calls > 0 for _, calls in shared] == [direct] * workers, [calls for _, calls in shared]
-    return messages
 
 
 def alike(workers, *, direct=True, **changes):
-    """Make a test of what one worker does and returns: `both_ways` with it."""
+    """Make a test of what one worker does and yields: `both_ways` with it."""
     return lambda body: taken_of(body, lambda worker, given: both_ways(workers, worker, direct=direct, **changes))
 
 

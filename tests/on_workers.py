@@ -71,6 +71,7 @@ def on(*modes: Mode, **options: Any) -> Callable[[Test], Test]:
         parameters = inspect.signature(body).parameters
         made = body
         if "store" in parameters:
+            assert not inspect.isgeneratorfunction(body), "nobody takes what it yields"
 
             def run(worker: Test, given: dict[str, Any]) -> None:
                 mode = given["mode"]

@@ -19,9 +19,8 @@ def test_first_values_have_their_bits(store, first):
     """Zeros are not written to memory that begins as zeros."""
     values = [np.full(5, value, F32) for value in (first, 2.0)]
     store.init(["a", "b"], values)
-    found = store.pull(["a", "b"])
+    yield (found := store.pull(["a", "b"]))
     assert bits(found) == bits(values)
-    return found
 
 
 SHAPES = {"a": (3,), "b": (5, 7), "c": (), "d": (2, 0), "e": (1000,), "f": (90_000,)}
@@ -38,14 +37,11 @@ def mixed_forms(forms_of, optimizer=None):
         values = store.zeros(list(SHAPES.values()))
         outs = [np.zeros(shape, F32) for shape in SHAPES.values()]
         values[::2] = [np.zeros_like(out) for out in outs[::2]]
-        found = []
         for step, form in enumerate(forms_of(store)):
             for i, value in enumerate(values):
                 value[...] = numbers(store, value.size, step * 10 + i).reshape(value.shape)
             exchange(store, form, keys, values, outs)
-            found += [value.copy() for value in values]
-            found += store.pull(keys)
-        return found
+            yield [values, store.pull(keys)]
 
     return body
 
@@ -90,7 +86,7 @@ def test_arrays_that_change_between_calls(store, shared):
     """Replaced in the list, new ones at the same address, other list objects, one and the same list refilled."""
     make = (lambda: store.zeros(6)) if shared else (lambda: np.zeros(6, F32))
     store.init(["a", "b"], [np.zeros(6, F32)] * 2)
-    found, values, spare = [], [make(), make()], [make(), make()]
+    values, spare = [make(), make()], [make(), make()]
     for step in range(12):
         if step % 4 == 2:
             values[step % 3 % 2], spare[0] = spare[0], values[step % 3 % 2]
@@ -99,11 +95,11 @@ def test_arrays_that_change_between_calls(store, shared):
         for i, value in enumerate(values):
             value[:] = numbers(store, 6, step * 2 + i)
         store.pushpull(["a", "b"], values)
-        found += [value.copy() for value in values]
+        yield values
     for step in range(6):
         value = np.full(6, step + store.rank, F32)  # likely at the address of the one before
         store.pushpull("a", value)
-        found.append(value)
+        yield value
         del value
     one, out = [make()], [make()]
     for step in range(8):
@@ -113,28 +109,25 @@ def test_arrays_that_change_between_calls(store, shared):
             out[0] = make()
         one[0][:] = numbers(store, 6, step)
         store.pushpull("b", one, out)
-        found.append(out[0].copy())
-    return found
+        yield out[0]
 
 
 @alike(2, direct=False)
 def test_arguments_that_cannot_go_the_direct_way(store):
     store.init("w", np.zeros((4, 6), F32))
-    found = []
     for _ in range(3):
         value = np.arange(24, dtype=F32).reshape(4, 6) + store.rank
         outs = [np.zeros((4, 6), np.float64), np.zeros((4, 6), np.int32), np.zeros((6, 4), F32).T]
         outs.append(np.zeros((8, 6), F32)[::2])
         for out in outs:
             store.pushpull("w", value, out)
-            found.append(np.array(out))
+            yield out
         store.pushpull("w", value, outs)
         for strided in (np.asfortranarray(value), np.repeat(value, 2, 0)[::2]):
             store.pushpull("w", strided)
-            found.append(np.array(strided))
+            yield strided
         store.pushpull("w", [value, value], outs[0])
-        found.append(outs[0].copy())
-    return found
+        yield outs[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -143,27 +136,23 @@ def test_one_worker_cannot_go_the_direct_way(store, rank):
     store.init(["v", "w"], [np.zeros((4, 6), F32)] * 2)
     values = [np.zeros((4, 6), F32) for _ in range(2)]
     outs = [np.zeros((4, 6), np.float64 if store.rank == rank else F32) for _ in range(2)]
-    found = []
     for step in range(3):
         for i, value in enumerate(values):
             value[...] = numbers(store, 24, step * 2 + i).reshape(4, 6)
         store.pushpull(["v", "w"], values, outs)
-        found += [out.astype(np.float64) for out in outs]
+        yield outs
         store.pushpull("v", values[0])
-        found.append(values[0].copy())
-    return found
+        yield values[0]
 
 
 @alike(2, direct=None)
 def test_other_places_in_shared_memory_on_each_worker(store):
     mine, other = store.zeros([(50,), (50,)])[:: 1 if store.rank else -1]
     store.init("w", np.zeros(50, F32))
-    found = []
     for step in range(3):
         mine[:], other[:] = numbers(store, 50, step), 7
         store.pushpull("w", mine)
-        found += [mine.copy(), other.copy()]
-    return found
+        yield mine, other
 
 
 @alike(2)
@@ -199,7 +188,7 @@ def test_wrong_arguments_are_refused_after_the_right_ones_were_prepared(store):
     xs[0].flags.writeable = True
     xs[0][:], xs[1][:] = 1, 2
     store.pushpull([1, 2], xs)
-    return xs
+    yield xs
 
 
 # --- arrays that overlap
@@ -215,10 +204,8 @@ def test_what_lies_between_the_arrays_is_not_touched(store, optimizer):
     store.init(keys, [np.zeros_like(part) for part in parts])
     if optimizer:
         store.set_optimizer(optimizers.create("test"))
-    found = []
     for step in range(3):
         flat[:] = numbers(store, 100, step)
         every = 1 if step else 2
         store.pushpull(keys[::every], parts[::every])
-        found.append(flat.copy())
-    return found
+        yield flat

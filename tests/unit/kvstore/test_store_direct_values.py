@@ -64,28 +64,25 @@ def test_set_optimizer_between_direct_calls(store):
     keys = [str(n) for n in sizes]
     store.init(keys, [np.full(n, 0.5, F32) for n in sizes])
     shared, own = store.zeros([(n,) for n in sizes]), [np.zeros(n, F32) for n in sizes]
-    found = []
-
-    def steps(arrays, seed):
-        for step in range(2):
-            for array in arrays:
-                array[:] = numbers(store, array.size, seed + step)
-            store.pushpull(keys, arrays)
-            found.extend(array.copy() for array in arrays)
-
-    steps(shared, 0)
-    store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
-    found += store.pull(keys)
-    steps(shared, 10)
-    steps(own, 20)
-    store.set_optimizer(optimizers.create("adam", learning_rate=0.1))
-    found += store.pull(keys)
-    steps(own, 30)
-    store.push(keys, own)
-    steps(shared, 40)
-    store.set_optimizer(optimizers.create("test"))
-    steps(own, 50)
-    return found + store.pull(keys)
+    momentum, plain = {"learning_rate": 0.1, "momentum": 0.9}, {"learning_rate": 0.1}
+    for name, options, kinds in (
+        ("", {}, [shared]),
+        ("sgd", momentum, [shared, own]),
+        ("adam", plain, [own, [], shared]),  # []: pushed and not waited for
+        ("test", {}, [own]),
+    ):
+        if name:
+            store.set_optimizer(optimizers.create(name, **options))
+            yield store.pull(keys)
+        for arrays in kinds:
+            for step in range(2 if arrays else 0):
+                for array in arrays:
+                    array[:] = numbers(store, array.size, len(name) + step)
+                store.pushpull(keys, arrays)
+                yield arrays
+            if not arrays:
+                store.push(keys, own)
+    yield store.pull(keys)
 
 
 @alike(2, timeout_s=3.0)
@@ -137,13 +134,12 @@ def test_an_array_that_is_let_go(store, times):
         store.pushpull("w", x)
     del x
     gc.collect()
-    found = [store.pull("w")]
+    yield store.pull("w")
     for step in range(6):
         value = keep if step < 3 else np.empty(2000, F32)
         value[:] = numbers(store, 2000, 100 + step)
         store.pushpull("v" if step < 3 else "w", value)
-        found.append(store.pull("w"))
-    return found
+        yield store.pull("w")
 
 
 @on(Mode("dist_sync", 2))
@@ -162,7 +158,6 @@ def test_arrays_that_are_new_in_every_step_are_given_back(store):
 def test_pulls_of_every_kind_after_direct_calls(store):
     x, y = store.zeros(300), np.zeros(300, F32)
     store.init(["x", "y"], [x, y])
-    found = []
     for step in range(4):
         x[:], y[:] = numbers(store, 300, step), numbers(store, 300, step + 9)
         store.pushpull(["y"], [y])
@@ -170,10 +165,9 @@ def test_pulls_of_every_kind_after_direct_calls(store):
         outs = [np.zeros(300, np.float64), np.zeros(600, F32)[::2]]
         store.pull("x", outs)
         request = store.pull_async(["y", "x"])
-        found += [*map(np.array, outs), *request.wait()]
+        yield outs, request.wait()
         store.pull("y", x)  # the array that is the value of x
-        found += [x.copy(), store.pull("y")]
-    return found
+        yield x, store.pull("y")
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
@@ -183,7 +177,7 @@ def test_a_direct_call_while_pushes_of_its_key_are_under_way(store, optimizer):
     store.init(["v", "w"], [np.zeros(9, F32), np.zeros(LARGE, F32)])
     if optimizer:
         store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
-    value, other, found = np.zeros(LARGE, F32), np.zeros(9, F32), []
+    value, other = np.zeros(LARGE, F32), np.zeros(9, F32)
     for step in range(6):
         value[:] = numbers(store, LARGE, step)
         pulls = []
@@ -193,9 +187,9 @@ def test_a_direct_call_while_pushes_of_its_key_are_under_way(store, optimizer):
             other[:] = i
             store.pushpull("v", other)
         store.pushpull("w", value)  # known from its second coming on
-        found += [pull.wait() for pull in pulls]
-        found.append(value.copy())
-    return [*found, *store.pull(["v", "w"])]
+        yield [pull.wait() for pull in pulls]
+        yield value
+    yield store.pull(["v", "w"])
 
 
 # --- several stores
