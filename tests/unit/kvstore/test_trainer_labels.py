@@ -85,26 +85,6 @@ def test_steps_of_the_size_of_the_first_one_are_made_together(store, on_store: b
 @pytest.mark.grid
 @ON_STORE
 @EVERY_FORM
-def test_all_workers_hold_the_same_bits(mode: Mode, on_store: bool) -> None:
-    """With factors that are no powers of two, momentum and two trainers on one store."""
-
-    def body(store):
-        trainers = [made(store, on_store, names, "sgd", momentum=0.9) for names in (("a", "c"), ("b", "d"))]
-        for step in range(6):
-            for i, (parameters, trainer) in enumerate(trainers):
-                random = np.random.default_rng([store.rank, step, i])
-                for parameter in parameters.values():
-                    parameter.grad[...] = random.standard_normal(parameter.data.shape)
-                trainer.step(7 if step % 3 else 3 + store.rank + i)
-        return [bits(parameters) for parameters, _ in trainers]
-
-    results = mode.run(body)
-    assert all(result == results[0] for result in results)
-
-
-@pytest.mark.grid
-@ON_STORE
-@EVERY_FORM
 def test_another_rate_stops_all_workers(store, on_store: bool) -> None:
     parameters, trainer = made(store, on_store, optimizer="sgd", learning_rate=0.5)
     write(parameters, store.rank, 0)
