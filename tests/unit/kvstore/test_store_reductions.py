@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import ml_dtypes
 import numpy as np
 import pytest
 from foreign_arrays import ForeignDevice
@@ -14,7 +13,7 @@ from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way
 from mpikv import KVStore, UnsupportedError, kv, optimizers
 from mpikv.errors import MpikvError
 
-F32 = np.float32
+F32 = np.dtype(np.float32)
 OPS = ("sum", "mean", "min", "max", "prod")
 ALLREDUCE = [Mode("dist_sync", 3, 0, a, "off") for a in ("naive", "ring", "halving_doubling")]
 DIRECT = [Mode("dist_sync", workers) for workers in (1, 2, 3)]
@@ -82,28 +81,24 @@ def every_form(store: KVStore, n: int, dtype) -> None:
         store.pushpull_async(keys[0], mine[me].copy(), out, op=op).wait()
         same(out, one)
         store.pushpull(keys[0], [mine[me], more[me]], out, op=op)
+        buffers[0][:] = mine[me]
         pairs = [array for worker in range(W) for array in (mine[worker], more[worker])]
         same(out, expected(op, pairs, W))
+    store.pushpull(keys[0], buffers[0], out)  # known by its arrays, and the op is another one
+    same(out, expected("sum", mine, W))
+
+
+SIZES = {F32: (1, 7, 40), np.dtype(np.float64): (5, 60_001)}
+HOSTS = [
+    Mode("dist_sync", len(h), hosts=h, memory=memory) for h in ("aab", "abab", "aabbc") for memory in ("auto", "off")
+]
 
 
 @pytest.mark.grid(1)  # test_store_paths.py has each dtype in each mode, for sums
-@MODES
+@on(*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE, *HOSTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_reduction(store, dtype):
-    for n in (1, 7, 40) if dtype == F32 else (40,):
-        every_form(store, n, dtype)
-
-
-@pytest.mark.grid(1)
-@on(
-    *[
-        Mode("dist_sync", len(hosts), hosts=hosts, memory=m)
-        for hosts in ("aab", "abab", "aabbc")
-        for m in ("auto", "off")
-    ]
-)
-def test_several_hosts(store):
-    for n, dtype in ((5, F32), (40, ml_dtypes.bfloat16), (60_001, np.float64)):
+    for n in SIZES.get(dtype, (40,)):
         every_form(store, n, dtype)
 
 
@@ -121,23 +116,6 @@ def test_large_values(store, mode, W, op):
             same(array, wanted)
     # Through shared memory, unless a worker came so late that the others did not wait.
     assert (store.stats().get("direct_calls", 0) > 0) == (mode is DIRECT[2])
-
-
-@MODES
-def test_the_reductions_of_one_key_follow_each_other(store, W):
-    """A call that is known by its arrays is known by its reduction, too."""
-    me = store.rank
-    mine = [numbers(worker, 12, F32) for worker in range(W)]
-    store.init("a", np.zeros(12, F32))
-    value, out = mine[me].copy(), np.empty(12, F32)
-    for _ in range(4):
-        for op in OPS:
-            store.pushpull("a", value, out, op=op)
-            same(out, expected(op, mine, W))
-        store.pushpull("a", value, out)
-        same(out, expected("sum", mine, W))
-    store.push("a", value)
-    same(store.pull("a"), expected("sum", mine, W))
 
 
 def test_bits_that_depend_on_the_order_are_the_same_everywhere():
