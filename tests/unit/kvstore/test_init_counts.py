@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,16 +28,8 @@ SIZES = (4, 8, 16, 32, pytest.param(64, marks=pytest.mark.full))
 CONFIG = Config(timeout_s=60, shared_memory="off", progress="calls", bigarray_bound_elems=100, server_placement="last")
 
 
-class Counts(NamedTuple):
-    """Of one worker, in all: after `create`, `init` and `close`."""
-
-    created: tuple[int, int]
-    initialised: tuple[int, int]
-    closed: tuple[int, int]
-
-
-def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> list[Counts]:
-    """Messages and bytes of every worker."""
+def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> Any:
+    """Messages and bytes of every worker, in all, after `create`, `init` and `close`: (2, 3, workers)."""
 
     all_have_counted = threading.Barrier(workers)  # whoever leaves before makes worker 0 tell the others
 
@@ -49,7 +41,7 @@ def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> lis
         return store, before, after
 
     found = spawn_stores(name, workers, body, num_servers=servers, config=CONFIG)
-    return [Counts(before, after, sent(store)) for store, before, after in found]
+    return np.array([[before, after, sent(store)] for store, before, after in found]).T
 
 
 def sent(store: KVStore) -> tuple[int, int]:
@@ -59,42 +51,38 @@ def sent(store: KVStore) -> tuple[int, int]:
 
 @pytest.mark.parametrize("workers", SIZES)
 def test_allreduce(workers: int) -> None:
-    found = counted("dist_sync", workers)
-    assert all(one.created == (0, 0) for one in found)
+    created, initialised, _ = counted("dist_sync", workers)[0]
+    assert not created.any()
     proposals, verdicts, values = workers - 1, workers - 1, (workers - 1) * KEYS
-    assert sum(one.initialised[0] for one in found) == proposals + verdicts + values
+    assert initialised.sum() == proposals + verdicts + values
     # Worker 0's share: all verdicts, and the first values to the top of the tree.
-    assert found[0].initialised[0] == verdicts + KEYS * (workers - 1).bit_length()
-    assert max(one.initialised[0] for one in found[1:]) <= 1 + KEYS * (workers - 1).bit_length()
+    assert initialised[0] == verdicts + KEYS * (workers - 1).bit_length()
+    assert initialised[1:].max() <= 1 + KEYS * (workers - 1).bit_length()
 
 
 @pytest.mark.parametrize("workers", SIZES)
 def test_servers(workers: int) -> None:
     """As many servers as workers; every key is cut over all of them."""
-    found = counted("dist_sync", workers, workers, n_elems=100 * workers)
-    assert all(one.created == (0, 0) for one in found)
+    created, initialised, _ = counted("dist_sync", workers, workers, n_elems=100 * workers)[0]
+    assert not created.any()
     proposals, verdicts, values = workers - 1, workers - 1, workers * KEYS
-    assert sum(one.initialised[0] for one in found) == proposals + verdicts + values
-    assert all(one.initialised[0] == 1 for one in found[1:])
+    assert initialised.sum() == proposals + verdicts + values
+    assert (initialised[1:] == 1).all()
 
 
 def test_bytes_of_agreement_do_not_depend_on_the_number_of_servers() -> None:
     """A verdict says how a key is cut, not where each of its shards lies."""
-    found = [counted("dist_sync", 4, servers, n_elems=3200) for servers in (4, 32)]
-    values = 3 * 4 * 3200
-    few, many = (sum(one.initialised[1] for one in one_store) - values for one_store in found)
+    few, many = (counted("dist_sync", 4, servers, n_elems=3200)[1][1].sum() for servers in (4, 32))
     # Worker 0's messages to the servers have a header and a description each; their number is that of the servers.
-    descriptions = KEYS * (32 - 4) * 200
-    assert many - few < descriptions
+    assert many - few < KEYS * (32 - 4) * 200
 
 
 @pytest.mark.parametrize("workers", SIZES)
 def test_closing(workers: int) -> None:
     """Each worker tells worker 0 that it has left, and agrees to close. Nobody has to be told, since all leave."""
-    found = counted("dist_sync", workers)
-    ended = sum(one.closed[0] - one.initialised[0] for one in found)
+    _, initialised, closed = counted("dist_sync", workers)[0]
     # Where the machine is so slow that some leave long after others, those are told: once, and not by everybody.
-    assert 3 * (workers - 1) <= ended <= 4 * (workers - 1)
+    assert 3 * (workers - 1) <= (closed - initialised).sum() <= 4 * (workers - 1)
 
 
 # --- who has left

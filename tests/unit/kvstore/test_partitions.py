@@ -13,7 +13,6 @@ from store_modes import Mode, every_way
 
 from mpikv import PeerError, StallError, optimizers
 from mpikv.create import assembly
-from mpikv.optimizers import states_file
 from mpikv.placement import on_servers
 from mpikv.session import cross_waits
 from mpikv.strategies import exchange
@@ -156,36 +155,6 @@ def test_units_follow_the_optimizer(memory):
     )
     assert whole[0] == whole[1]
     assert cut == whole
-
-
-def saved(path, part_bytes, servers, load=None):
-    """The states after three rounds more than in the file `load`."""
-    n = 4 * PART_ELEMS + 1
-
-    def body(store):
-        store.init("w", np.zeros(n, np.float32))
-        store.set_optimizer(optimizers.create("adam", learning_rate=0.1))
-        if load is not None:
-            store.load_optimizer_states(load)
-        for round_ in range(3):
-            store.push("w", values_of(n, store.rank, round_))
-        store.save_optimizer_states(path)
-
-    Mode("dist_sync", 2, servers, part_bytes=part_bytes).run(body, bigarray_bound_elems=20)
-    state = states_file.load_states(path).entries["w"].state
-    return {name: np.asarray(value).tolist() for name, value in state.items()}
-
-
-def test_states_are_those_of_whole_values(tmp_path):
-    """The count of updates above all; saved and loaded across other partitions and numbers of servers."""
-    first = saved(tmp_path / "first", 1 << 20, 1)
-    second = saved(tmp_path / "second", 1 << 20, 1, tmp_path / "first")
-    assert (first["t"], second["t"]) == (3, 6)
-    for servers in (1, 2, 3):
-        for part_bytes in (PART_BYTES, 5 * PART_BYTES // 2):
-            assert saved(tmp_path / "x", part_bytes, servers) == first
-            assert saved(tmp_path / "y", part_bytes, servers, tmp_path / "first") == second
-            assert saved(tmp_path / "z", 1 << 20, 4 - servers, tmp_path / "x") == second
 
 
 # --- counts

@@ -24,7 +24,7 @@ def pushed():
     return threading.Event()
 
 
-@on(FEW_DIST_SYNC[0], FEW_DIST_SYNC[2], timeout_s=LIMIT_S)
+@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("call", ["pull", "pushpull"])
 def test_stall_says_who_waits_for_what_and_who_is_missing(store, mode, call, pushed, told):
     store.init(["w", "other"], [full(0), full(0)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from mpikv import codecs, optimizers
 from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
-from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
+from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
@@ -185,27 +184,6 @@ def test_a_gradient_that_is_still_computed_holds_up_its_own_key_alone(store: Any
         assert (fast.get()[0], (slow + 1).get()[0]) == (3.0, 7.0)
 
 
-def test_who_is_late_and_who_pushes_more_is_told(told: threading.Event) -> None:
-    def body(store: Any, cupy: Any) -> None:
-        store.init("k", cupy.zeros(500, F4))
-        if store.rank == 1:
-            assert told.wait(TEST_TIMEOUT_S)
-        store.push("k", cupy.asarray(np.ones(500, F4)))
-        if store.rank == 0:
-            with pytest.raises(StallError, match=r"key 'k', round 1.*Not arrived: worker 1"):
-                store.pull_async("k", cupy.zeros(500, F4)).wait(0.2)
-            told.set()
-        store.pull("k", out := cupy.zeros(500, F4))
-        assert out.get()[0] == 3
-        if store.rank == 1:
-            store.push("k", out)
-            with pytest.raises(PeerError, match="'k' was pushed 2 times here and 1 times by worker 0"):
-                store.close()
-
-    _, machine = run("ipc", body)
-    assert machine.counts["opened"] == machine.counts["closed"]
-
-
 @on_paths("ipc", "nccl", "pointers")
 def test_different_learning_rates_are_an_error_on_all_and_factors_are_not(store: Any, cupy: Any) -> None:
     store.init("k", cupy.asarray(np.full(300, 5, F4)))
@@ -321,6 +299,7 @@ def test_all_memory_is_given_back(path: str) -> None:
     _, machine = run(path, body)
     gc.collect()
     assert machine.used[0] <= 2 * 3 * 32768  # what is left is the callers' own
+    assert machine.counts["opened"] == machine.counts["closed"]
 
 
 # --- one process
