@@ -93,21 +93,27 @@ def test_different_calls_at_one_time(mode):
 
 @on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=3600)  # longer than pytest waits
 def test_a_worker_that_closes_early_is_told_at_once(store, W):
-    """Whatever the time limit: pulls, collective calls, requests."""
+    """Whatever the time limit: pulls, collective calls, requests. Key, round and worker are named."""
     store.init(["v", "w"], [full(0), full(0)])
-    store.push("v", full(1))
+    for _ in range(2):
+        store.push("w", full(1))
     if store.rank == 1:
         return  # closes
+    assert uniform(store.pull("w")) == W  # of rounds that are complete
     store.push("w", full(1))
     request = store.pull_async("w")
-    for wait in (lambda: store.pull("w"), request.wait, lambda: store.pushpull("w", full(1))):
-        with pytest.raises(PeerError, match=r"'w'.*worker 1 on localhost"):
+    for round_, wait in ((3, lambda: store.pull("w")), (3, request.wait), (4, lambda: store.pushpull("w", full(1)))):
+        with pytest.raises(PeerError) as caught:
             wait()
+        for part in (f"worker {store.rank} on", "'w'", f"round {round_}", "worker 1 on localhost", "after 2 pushes"):
+            assert part in str(caught.value)
     for call in (store.barrier, lambda: store.init("x", full(0)), lambda: store.set_optimizer("sgd")):
         with pytest.raises(PeerError, match=r"worker 1 on localhost.* closed"):
             call()
-    assert uniform(store.pull("v")) == W  # round 1 was complete
-    store.close()  # which says nothing that was said
+    store.push("v", full(1))
+    with pytest.raises(PeerError, match=r"'v'.*round 1 ") as caught:
+        store.close()
+    assert "'w'" not in str(caught.value)  # of which that was said
 
 
 @pytest.mark.grid
@@ -126,24 +132,6 @@ def test_saving_after_a_worker_has_closed(mode, call, tmp_path):
 
     mode.run(body, timeout_s=3)
     assert [path.name for path in tmp_path.iterdir()] == ["states"]
-
-
-@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=5)
-def test_early_close_names_key_round_and_worker(store, W):
-    store.init(["w", "v"], [full(0)] * 2)
-    for _ in range(2):
-        store.push("w", full(1))
-    if store.rank == 1:
-        return
-    assert uniform(store.pull("w")) == W
-    store.push("w", full(1))
-    with pytest.raises(PeerError) as caught:
-        store.pull("w")
-    for part in (f"worker {store.rank} on localhost", "'w'", "round 3", "worker 1 on localhost", "after 2 pushes"):
-        assert part in str(caught.value)
-    store.push("v", full(1))
-    with pytest.raises(PeerError, match=r"'v'.*round 1 "):  # of 'w' that was said
-        store.close()
 
 
 @on(*FEW_ASYNC)

@@ -58,23 +58,6 @@ def test_forms_of_push_and_pull(store, W):
     assert [array.shape for array in store.pull(["a", "c", "a"])] == [(2, 3), (2,), (2, 3)]
 
 
-@SYNC_KINDS
-def test_pushpull_in_place_and_elsewhere(store, W):
-    store.init(["a", "b"], [ones(3), ones(2, 2)])
-    value, view = ones(3), np.zeros((2, 4), np.float32)[:, ::2]
-    view += 2
-    store.pushpull("a", value)
-    store.pushpull(["a", "b"], [[value, value], view])
-    kept, out = ones(3), np.zeros(3, np.float64)
-    store.pushpull("a", kept, out)
-    assert (value.tolist(), view.tolist(), kept.tolist(), out.tolist()) == (
-        [2.0 * W * W] * 3,
-        [[2.0 * W] * 2] * 2,
-        [1.0] * 3,
-        [float(W)] * 3,
-    )
-
-
 @EVERY_KIND
 def test_broadcast(store):
     out, second = np.zeros(3, np.float32), np.zeros(3, np.float16)
