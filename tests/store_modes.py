@@ -14,7 +14,7 @@ from device_store import DeviceStore
 from fake_cupy import Machine
 from fake_gpus import DeviceFabric, gpus_of, one_gpu, spaces_of
 
-from mpikv.codecs.compression import make
+from mpikv.codecs.compression import KeyCompression, make
 from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
@@ -45,7 +45,8 @@ class Mode(NamedTuple):
 
     memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`). device: the path of keys in
     device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy. codec: of codecs_of_tests, by which
-    all values travel, also within a host.
+    all values travel, also within a host. hosts: of each rank, one letter each; "": all on one. part_bytes: of the
+    partitions in which long values go to servers.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Mode(NamedTuple):
     memory: str = "auto"
     device: str = ""
     codec: str = ""
+    hosts: str = ""
+    part_bytes: int = 1 << 20
 
     @property
     def synchronous(self) -> bool:
@@ -66,13 +69,22 @@ class Mode(NamedTuple):
             "algorithm": self.algorithm,
             "shared_memory": memory,
             "bigarray_bound_elems": BOUND,
+            "partition_bytes": self.part_bytes,
             "timeout_s": TEST_TIMEOUT_S,
             "device_path": self.device or "auto",
             **changes,
         }
         return Config(**fields)
 
-    def run(self, body: Callable[[Any], Any], *, late: bool = False, **changes: Any) -> list[Any]:
+    def run(
+        self,
+        body: Callable[[Any], Any],
+        *,
+        late: bool = False,
+        fabric: Fabric | None = None,
+        compression: KeyCompression | None = None,
+        **changes: Any,
+    ) -> list[Any]:
         """`body(store)` on every worker; the results in worker order.
 
         late: what comes to one worker is later than what comes to another, and messages overtake each other.
@@ -85,9 +97,12 @@ class Mode(NamedTuple):
         def on_worker(store: Any) -> Any:
             return body(store if gpus is None else DeviceStore(store, gpus[store.session.transport.rank].cupy))
 
-        fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
+        if late:
+            fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank))
         if self.device == "mpi" and gpus is not None:
             fabric = DeviceFabric(Fabric(size) if fabric is None else fabric)
+        if self.codec:
+            compression = make({"type": self.codec, "force": True})
         with long_messages() if self.memory == "long" else contextlib.nullcontext():
             return spawn_stores(
                 self.name,
@@ -95,9 +110,10 @@ class Mode(NamedTuple):
                 on_worker,
                 num_servers=self.servers,
                 config=self.config(**changes),
+                hosts=list(self.hosts) or None,
                 fabric=fabric,
                 gpus=gpus,
-                compression=make({"type": self.codec, "force": True}) if self.codec else None,
+                compression=compression,
             )
 
     def _run_alone(self, body: Callable[[Any], Any]) -> Any:
@@ -113,7 +129,8 @@ class Mode(NamedTuple):
 
 def mode_id(mode: Mode) -> str:
     found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
-    return "-".join([found, *filter(None, (mode.device, mode.codec))])
+    parts = "" if mode.part_bytes == 1 << 20 else str(mode.part_bytes)
+    return "-".join([found, *filter(None, (mode.device, mode.codec, mode.hosts, parts))])
 
 
 def every_way(*modes: Mode) -> tuple[Mode, ...]:

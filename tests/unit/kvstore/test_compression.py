@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from store_modes import Mode, every_way, long_messages, mode_id
+from on_workers import full, on, uniform
+from store_modes import Mode, every_way
 
-from mpikv import ConfigError, MpikvError, Parameter, ShapeMismatch, Trainer, kv, optimizers
+from mpikv import ConfigError, MpikvError, ShapeMismatch, kv, optimizers
 from mpikv.codecs import compression, registry
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.compression import NONE, KeyCompression, make
-from mpikv.strategies.client_key import INLINE_BYTES
-from mpikv.testing.stores import spawn_stores
+from mpikv.codecs.compression import NONE, make
+from mpikv.strategies.client_key import INLINE_BYTES, ClientKey
 from mpikv.transports import wire
 
 PART_BYTES = 32
@@ -51,15 +51,8 @@ class Rest(Codec):
 
 
 def test_a_compression_has_one_text() -> None:
-    for params in (
-        "fp16",
-        {"type": "fp16"},
-        {"type": "rest of tests", "step": 0.5, "pull": {"type": "bf16"}, "force": True},
-        {"type": "none", "pull": "fp16"},
-        None,
-        "none",
-        {"type": "none", "force": True},
-    ):
+    stepped = {"type": "rest of tests", "step": 0.5, "pull": {"type": "bf16"}, "force": True}
+    for params in ("fp16", {"type": "fp16"}, stepped, {"type": "none", "pull": "fp16"}, None):
         found = make(params)
         assert compression.of_text(found.text) == found
     assert make("fp16").text == "fp16"
@@ -104,40 +97,30 @@ def test_one_process_sends_nothing_and_compresses_nothing() -> None:
         store.set_gradient_compression({"type": "fp16"}, keys=["u", 5])
 
 
-def codecs_of(store: Any, *keys: str) -> list[str]:
-    return [store.session.infos[key].codec for key in keys]
+HOSTS = "aab"
 
 
-HOSTS = ["one", "one", "other"]
-
-
-@pytest.mark.parametrize("hosts", [None, HOSTS], ids=["one host", "two hosts"])
-def test_which_keys_are_compressed(hosts: list[str] | None) -> None:
+@on(Mode("dist_sync", 2, 1), Mode("dist_sync", 2, 1, hosts=HOSTS))
+def test_which_keys_are_compressed(store: Any, mode: Mode) -> None:
     """Those named, or all new ones; never integers; and on one host only where it is forced."""
-
-    def body(store: Any) -> Any:
-        store.set_gradient_compression({"type": "fp16", "pull": "bf16"})
-        store.set_gradient_compression({"type": "rest of tests", "force": True}, keys=["b", "i"])
-        store.set_gradient_compression(None, keys="c")
-        store.init(["a", "b", "c"], [np.zeros(5, np.float32)] * 3)
-        store.init("i", np.zeros(5, np.int32))
-        store.set_gradient_compression({"type": "fp16"}, keys="d")
-        store.init("d", np.zeros(5, np.float64))
-        return codecs_of(store, "a", "b", "c", "i", "d")
-
-    both = '{"pull": {"type": "bf16"}, "type": "fp16"}' if hosts else "none"
+    store.set_gradient_compression({"type": "fp16", "pull": "bf16"})
+    store.set_gradient_compression({"type": "rest of tests", "force": True}, keys=["b", "i"])
+    store.set_gradient_compression(None, keys="c")
+    store.init(["a", "b", "c"], [np.zeros(5, np.float32)] * 3)
+    store.init("i", np.zeros(5, np.int32))
+    store.set_gradient_compression({"type": "fp16"}, keys="d")
+    store.init("d", np.zeros(5, np.float64))
+    both = '{"pull": {"type": "bf16"}, "type": "fp16"}' if mode.hosts else "none"
     forced = '{"force": true, "step": 1.0, "type": "rest of tests"}'
-    expected = [both, forced, "none", "none", "fp16" if hosts else "none"]
-    assert spawn_stores("dist_sync", 2, body, num_servers=1, hosts=hosts) == [expected] * 2
+    expected = [both, forced, "none", "none", "fp16" if mode.hosts else "none"]
+    assert [store.session.infos[key].codec for key in ("a", "b", "c", "i", "d")] == expected
 
 
-def test_workers_that_differ_are_told_what_each_brought() -> None:
-    def body(store: Any) -> Any:
-        store.set_gradient_compression({"type": "fp16" if store.rank else "bf16"})
-        with pytest.raises(ShapeMismatch, match=r"worker 0 .* as bf16; worker 1 .* as fp16"):
-            store.init("w", np.zeros(5, np.float32))
-
-    spawn_stores("dist_sync", 2, body, num_servers=1, hosts=HOSTS)
+@on(Mode("dist_sync", 2, 1, hosts=HOSTS))
+def test_workers_that_differ_are_told_what_each_brought(store: Any) -> None:
+    store.set_gradient_compression({"type": "fp16" if store.rank else "bf16"})
+    with pytest.raises(ShapeMismatch, match=r"worker 0 .* as bf16; worker 1 .* as fp16"):
+        store.init("w", np.zeros(5, np.float32))
 
 
 # --- what comes back
@@ -146,60 +129,43 @@ MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_a
 PULL16 = make({"type": "none", "pull": "fp16", "force": True})
 
 
-def run(mode: Mode, body: Any, found: KeyCompression, **changes: Any) -> list[Any]:
-    with long_messages() if mode.memory == "long" else contextlib.nullcontext():
-        return spawn_stores(
-            mode.name,
-            mode.workers,
-            body,
-            num_servers=mode.servers,
-            config=mode.config(**changes),
-            compression=found,
-        )
+@pytest.fixture(params=[False, True], ids=["fetched", "inline"])
+def part_bytes(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of partitions, where small values are announced and fetched, and where they are in the push itself."""
+    monkeypatch.setattr("mpikv.strategies.client_key.INLINE_BYTES", INLINE_BYTES if request.param else 0)
+    return 4096 if request.param else PART_BYTES
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_values_come_back_rounded_and_stay_whole_at_their_owner(
-    mode: Mode, inline: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on(*MODES)
+def test_values_come_back_rounded_and_stay_whole_at_their_owner(mode: Mode, part_bytes: int) -> None:
     """One by one, as lists, blocking and not. What no worker has pushed yet comes as `init` brought it."""
-    monkeypatch.setattr("mpikv.strategies.client_key.INLINE_BYTES", INLINE_BYTES if inline else 0)
     keys, first = [str(n) for n in SIZES], 1 + 2.0**-20
 
-    def body(store: Any) -> Any:
+    def body(store: Any) -> None:
         store.set_optimizer(optimizers.create("test"))
-        store.init(keys, [np.full(n, first, np.float32) for n in SIZES])
-        before = [np.unique(value).tolist() for value in store.pull(keys)]
+        store.init(keys, [full(first, n) for n in SIZES])
+        assert [uniform(value) for value in store.pull(keys)] == [first] * len(SIZES)
         store.barrier()
-        found = []
-        for _ in range(3):
+        for round_ in (1, 2, 3):
             for key, n in zip(keys, SIZES, strict=True):
-                store.pushpull(key, np.full(n, 2.0**-12, np.float32))
-            store.push(keys, [np.full(n, 2.0**-12, np.float32) for n in SIZES])
+                store.pushpull(key, full(2.0**-12, n))
+            store.push(keys, [full(2.0**-12, n) for n in SIZES])
             store.wait_all()
             store.barrier()
-            found += [np.unique(value).tolist() for value in store.pull(keys)]
-            wide = [np.empty(n, np.float64) for n in SIZES]
-            store.pull_async(keys, wide).wait()
-            assert [np.unique(value).tolist() for value in wide] == found[-len(SIZES) :]
+            rounded = float(np.float16(np.float32(first) + np.float32(2.0**-12 * 2 * round_ * mode.workers)))
+            store.pull_async(keys, wide := [np.empty(n, np.float64) for n in SIZES]).wait()
+            assert [uniform(value) for value in (*store.pull(keys), *wide)] == [rounded] * 2 * len(SIZES)
             store.barrier()
-        return before, found
 
-    expected = []
-    for round_ in range(1, 4):
-        whole = np.float32(first) + np.float32(2.0**-12 * 2 * round_ * mode.workers)
-        expected += [[float(np.float16(whole))]] * len(SIZES)
-    partition_bytes = 4096 if inline else PART_BYTES
-    assert run(mode, body, PULL16, partition_bytes=partition_bytes) == [([[first]] * 5, expected)] * mode.workers
+    mode.run(body, compression=PULL16, partition_bytes=part_bytes)
 
 
 def test_the_bytes_of_what_comes_back() -> None:
     """The answer to a whole key and to one in partitions, by messages; a server sends half of what it holds."""
     n, large = 1000, INLINE_BYTES // 4 * 3
 
-    def body(store: Any, item_bytes: int = 2) -> Any:
+    def body(store: Any) -> Any:
         client = store.strategy._client.transport
         received: list[int] = []
         irecv = client.irecv
@@ -217,78 +183,66 @@ def test_the_bytes_of_what_comes_back() -> None:
             store.pushpull([key], [np.ones(size, np.float32)])
         return received
 
-    (found,) = run(Mode("dist_sync", 1, 1, memory="off"), body, PULL16, partition_bytes=INLINE_BYTES)
+    (found,) = Mode("dist_sync", 1, 1, memory="off", part_bytes=INLINE_BYTES).run(body, compression=PULL16)
     partitions = [INLINE_BYTES // 2] * 3
     assert found == [n * 4, n * 2, n * 2, *[INLINE_BYTES] * 3, *partitions, *partitions]
 
 
-def test_a_key_that_moves_to_one_server_takes_its_full_precision_along() -> None:
-    value = np.float32(1 + 2.0**-20)
+def test_a_key_that_moves_to_one_server_takes_its_full_precision_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    value, seen, whole = np.float32(1 + 2.0**-20), [], ClientKey.first_values
 
-    def body(store: Any) -> Any:
-        store.init("w", np.full(67, value))
-        store.pushpull("w", np.full(67, value))
+    def first_values(key: ClientKey, array: Any) -> Any:
+        seen.append(uniform(array))
+        return whole(key, array)
+
+    def body(store: Any) -> None:
+        store.init("w", full(value, 67))
+        store.pushpull("w", full(value, 67))
         store.set_optimizer(optimizers.create("lamb", learning_rate=0.0))
-        store.push("w", np.ones(67, np.float32))
+        store.push("w", full(1, 67))
         store.barrier()
-        return store.strategy._keys[0].compression.pull.name
 
-    with pytest.MonkeyPatch.context() as patch:
-        seen: list[float] = []
-        cut = "mpikv.strategies.client_key.ClientKey.first_values"
-        from mpikv.strategies.client_key import ClientKey
-
-        whole = ClientKey.first_values
-        patch.setattr(cut, lambda self, value: seen.extend(np.unique(value).tolist()) or whole(self, value))
-        assert run(Mode("dist_sync", 1, 2), body, PULL16, partition_bytes=PART_BYTES, bigarray_bound_elems=8)
-    assert seen == [float(value)] * 2
+    monkeypatch.setattr(ClientKey, "first_values", first_values)
+    Mode("dist_sync", 1, 2, part_bytes=PART_BYTES).run(body, compression=PULL16)
+    assert seen == [value] * 2
 
 
-@pytest.mark.parametrize("mode", [Mode("dist_sync", 3, 2), Mode("dist_sync", 2, 1, memory="off")], ids=mode_id)
-def test_what_a_sum_still_owes_comes_with_the_next_one(mode: Mode) -> None:
+REST = make({"type": "none", "pull": {"type": "rest of tests", "step": 1.0}, "force": True})
+
+
+@on(Mode("dist_sync", 3, 2), Mode("dist_sync", 2, 1, memory="off"), compression=REST, partition_bytes=PART_BYTES)
+def test_what_a_sum_still_owes_comes_with_the_next_one(store: Any, W: int) -> None:
     """By a codec with a state, where nothing updates the key: encoded once for all workers, who get the same bytes."""
-    rest = make({"type": "none", "pull": {"type": "rest of tests", "step": 1.0}, "force": True})
-
-    def body(store: Any) -> Any:
-        store.init("w", np.zeros(67, np.float32))
-        found = []
-        for _ in range(4):
-            out = np.empty(67, np.float32)
-            store.pushpull("w", np.full(67, np.float32(0.75 / mode.workers)), out)
-            found += np.unique(out).tolist()
-        return found
-
-    found = run(mode, body, rest, partition_bytes=PART_BYTES)
-    assert found == [[0.0, 1.0, 1.0, 1.0]] * mode.workers
+    store.init("w", full(0, 67))
+    for expected in (0.0, 1.0, 1.0, 1.0):
+        store.pushpull("w", full(np.float32(0.75 / W), 67), out := full(9, 67))
+        assert uniform(out) == expected
 
 
-def test_weights_come_back_by_codecs_that_round_alone() -> None:
-    rest = make({"type": "none", "pull": "rest of tests", "force": True})
+FEEDBACK = {"type": "bf16", "error_feedback": True}
 
-    def body(store: Any) -> Any:
-        store.init("w", np.zeros(5, np.float32))
-        with pytest.raises(ConfigError, match=r"set_optimizer: .* key 'w' .* 'pull': 'rest of tests'"):
-            store.set_optimizer("sgd")
-        store.pushpull("w", value := np.ones(5, np.float32))
-        return value.tolist()
 
-    assert run(Mode("dist_sync", 2, 1), body, rest) == [[2.0] * 5] * 2
+@pytest.mark.parametrize("before", [True, False], ids=["init", "set_optimizer"])
+@pytest.mark.parametrize(
+    ("pull", "text"),
+    [
+        ("rest of tests", "key 'w' .* 'pull': 'rest of tests'"),
+        (FEEDBACK, "'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away"),
+    ],
+)
+@on(Mode("dist_sync", 2, 1))
+def test_weights_come_back_by_codecs_that_round_alone(mode: Mode, pull: Any, text: str, before: bool) -> None:
+    def body(store: Any) -> None:
+        calls = [partial(store.init, "w", full(0, 5)), partial(store.set_optimizer, "sgd")]
+        first, second = calls if before else reversed(calls)
+        first()
+        with pytest.raises(ConfigError, match=f"{second.func.__name__}: .*{text}"):
+            second()
+        if before:
+            store.pushpull("w", value := full(1, 5))
+            assert value.tolist() == [2.0] * 5
 
-    feedback = make({"type": "none", "pull": {"type": "bf16", "error_feedback": True}, "force": True})
-
-    def owing(store: Any) -> None:
-        store.init("w", np.zeros(5, np.float32))
-        with pytest.raises(ConfigError, match=r"'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away"):
-            store.set_optimizer("sgd")
-
-    run(Mode("dist_sync", 2, 1), owing, feedback)
-
-    def late(store: Any) -> None:
-        store.set_optimizer("sgd")
-        with pytest.raises(ConfigError, match=r"init: .* key 'w'"):
-            store.init("w", np.zeros(5, np.float32))
-
-    run(Mode("dist_sync", 2, 1), late, rest)
+    mode.run(body, compression=make({"type": "none", "pull": pull, "force": True}))
 
 
 # --- what is not compressed
@@ -296,45 +250,19 @@ def test_weights_come_back_by_codecs_that_round_alone() -> None:
 COARSE = make({"type": "rest of tests", "step": 16.0, "pull": "fp16", "force": True})
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
-def test_sums_alone_are_compressed(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@on(Mode("dist_sync", 2, 1), Mode("dist_sync", 2, 2, memory="off"))
+def test_sums_alone_are_compressed(mode: Mode, part_bytes: int) -> None:
     """A mean is a sum; a maximum, and what is pushed while compression is suspended, travel as they are."""
-    monkeypatch.setattr("mpikv.strategies.client_key.INLINE_BYTES", INLINE_BYTES if inline else 0)
     exact = 1 + 2.0**-20
 
-    def body(store: Any) -> Any:
-        found = []
-        store.init("w", np.zeros(67, np.float32))
-        for op, value in (("sum", 17), ("max", exact + store.rank), ("mean", 15 + 32)):
-            store.pushpull("w", array := np.full(67, value, np.float32), op=op)
-            found += np.unique(array).tolist()
+    def body(store: Any) -> None:
+        store.init("w", full(0, 67))
+        # Of 17 one is owed, so that 48 are pushed with 47.
+        for op, value, expected in (("sum", 17, 32), ("max", exact + store.rank, exact + 1), ("mean", 47, 48)):
+            store.pushpull("w", array := full(value, 67), op=op)
+            assert uniform(array) == expected
         with store.session.compressions.suspend():
-            store.pushpull("w", array := np.full(67, exact, np.float32))
-            found += np.unique(array).tolist()
-        return found
+            store.pushpull("w", array := full(exact, 67))
+            assert uniform(array) == 2 * exact
 
-    expected = [32.0, exact + 1, 48.0, 2 * exact]  # of 17 one is owed, so that 48 are pushed with 47
-    for mode in (Mode("dist_sync", 2, 1), Mode("dist_sync", 2, 2, memory="off")):
-        assert run(mode, body, COARSE, partition_bytes=4096 if inline else PART_BYTES) == [expected] * 2
-
-
-def test_a_trainer_resumes_the_very_weights(tmp_path: Any) -> None:
-    """They are brought to the servers as they are, though gradients are not."""
-
-    def body(store: Any) -> Any:
-        weight = Parameter(np.full(67, 1 + 2.0**-20, np.float32))
-        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, store, {"type": "rest of tests", "force": True})
-        weight.grad[...] = 0.75
-        trainer.step(2)
-        trainer.save(tmp_path / "checkpoint")
-        return weight.data.tobytes()
-
-    def second(store: Any) -> bool:
-        weight = Parameter(np.zeros(67, np.float32))
-        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, store, {"type": "rest of tests", "force": True})
-        assert trainer.resume(tmp_path / "checkpoint") == 1
-        return weight.data.tobytes() == saved[0]
-
-    saved = run(Mode("dist_sync", 2, 2), body, NONE)
-    assert saved[0] == saved[1]
-    assert run(Mode("dist_sync", 2, 2), second, NONE) == [True] * 2
+    mode.run(body, compression=COARSE, partition_bytes=part_bytes)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store_modes import Mode, mode_id
-from test_compression import PART_BYTES, Rest, run
+from on_workers import on
+from store_modes import Mode
+from test_compression import PART_BYTES, Rest
 
 from mpikv import MpikvError, Parameter, StatesFileError, Trainer
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import registry
-from mpikv.codecs.compression import NONE, make
+from mpikv.codecs.compression import make
 from mpikv.codecs.residuals import cut_anew
 from mpikv.optimizers.states import Part
 from mpikv.optimizers.states_file import load_states
@@ -41,6 +43,7 @@ def begun(store: Any, optimizer: bool = True) -> None:
     store.init(KEYS, [np.zeros(n, np.float32) for n in SIZES])
 
 
+SERVER = Mode("dist_sync", 2, 1)
 MODES = [
     Mode("dist_sync", 1, 1),
     Mode("dist_sync", 3, 2),
@@ -58,78 +61,67 @@ def owed(store: Any) -> list[HostArray]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def save(store: Any, path: Path, rounds: int, optimizer: bool = True) -> None:
+    begun(store, optimizer)
+    push_rounds(store, range(rounds))
+    store.barrier()
+    store.save_optimizer_states(path)
+
+
+@on(*MODES)
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(mode: Mode, tmp_path: Path) -> None:
     path = tmp_path / "states"
 
-    def whole(store: Any) -> Any:
-        begun(store)
-        push_rounds(store, range(3))
-        store.barrier()
-        store.save_optimizer_states(path)
+    def body(store: Any, *, resumes: bool) -> Any:
+        if resumes:
+            begun(store)
+            push_rounds(store, range(2))  # forgotten
+            store.barrier()
+            store.load_optimizer_states(path)
+        else:
+            save(store, path, 3)
         before = store.pull(KEYS)
         store.barrier()
         push_rounds(store, range(3, 6))
         store.barrier()
         return [(b - a).tobytes() for a, b in zip(before, store.pull(KEYS), strict=True)]
 
-    def resumed(store: Any) -> Any:
-        begun(store)
-        push_rounds(store, range(2))  # forgotten
-        store.barrier()
-        store.load_optimizer_states(path)
-        before = store.pull(KEYS)
-        store.barrier()
-        push_rounds(store, range(3, 6))
-        store.barrier()
-        return [(b - a).tobytes() for a, b in zip(before, store.pull(KEYS), strict=True)]
-
-    found = run(mode, whole, make(REST), partition_bytes=PART_BYTES, bigarray_bound_elems=8)
-    assert run(mode, resumed, make(REST), partition_bytes=PART_BYTES, bigarray_bound_elems=8) == found
+    cut = {"compression": make(REST), "partition_bytes": PART_BYTES}
+    found, resumed = (mode.run(partial(body, resumes=resumes), **cut) for resumes in (False, True))
+    assert resumed == found
 
 
-@pytest.mark.parametrize(
-    "to", [Mode("dist_sync", 1, 1), Mode("dist_sync", 4, 3), Mode("dist_async", 3, 0)], ids=mode_id
-)
-def test_other_workers_owe_the_same_together(to: Mode, tmp_path: Path) -> None:
+@on(Mode("dist_sync", 1, 1), Mode("dist_sync", 4, 3), Mode("dist_async", 3, 0))
+def test_other_workers_owe_the_same_together(mode: Mode, tmp_path: Path) -> None:
     """Also where the key is cut into other pieces."""
     path = tmp_path / "states"
-
-    def first(store: Any) -> Any:
-        begun(store)
-        push_rounds(store, range(3))
-        store.barrier()
-        store.save_optimizer_states(path)
-        return owed(store)
 
     def second(store: Any) -> Any:
         begun(store)
         store.load_optimizer_states(path)
         return owed(store)
 
-    before = run(Mode("dist_sync", 2, 2), first, make(REST), partition_bytes=PART_BYTES, bigarray_bound_elems=8)
-    after = run(to, second, make(REST), partition_bytes=4096)
+    cut = Mode("dist_sync", 2, 2, part_bytes=PART_BYTES)
+    before = cut.run(lambda store: (save(store, path, 3), owed(store))[1], compression=make(REST))
+    after = mode.run(second, compression=make(REST), partition_bytes=4096)
     for i in range(len(SIZES)):
         together = sum(worker[i] for worker in before)
         assert together.any()
         for worker in after:
-            assert np.array_equal(worker[i], (together.astype(np.float64) / to.workers).astype(np.float32))
+            assert np.array_equal(worker[i], (together.astype(np.float64) / mode.workers).astype(np.float32))
 
 
 def test_without_an_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "states"
 
-    def body(store: Any) -> Any:
-        begun(store, optimizer=False)
-        push_rounds(store, range(2))
-        store.barrier()
-        store.save_optimizer_states(path)
-        at = [array.tobytes() for array in owed(store)]
+    def body(store: Any) -> None:
+        save(store, path, 2, optimizer=False)
+        before = owed(store)
         push_rounds(store, range(1))
         store.load_optimizer_states(path)
-        return at == [array.tobytes() for array in owed(store)]
+        assert [array.tobytes() for array in before] == [array.tobytes() for array in owed(store)]
 
-    assert run(Mode("dist_sync", 2, 1), body, make(REST)) == [True] * 2
+    SERVER.run(body, compression=make(REST))
     assert {part.worker for part in load_states(path).codecs} == {0, 1}
 
     def plain(store: Any) -> None:
@@ -139,37 +131,23 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
         with pytest.raises(MpikvError, match="set the optimizer first"):
             store.load_optimizer_states(path)
 
-    run(Mode("dist_sync", 2, 1), plain, NONE)
+    SERVER.run(plain)
 
 
 def test_files_with_and_without_codecs_fit_stores_with_and_without(tmp_path: Path) -> None:
     compressed, plain = tmp_path / "compressed", tmp_path / "plain"
+    SERVER.run(partial(save, path=compressed, rounds=2), compression=make(REST))
+    SERVER.run(partial(save, path=plain, rounds=2))
+    for path, compression, owes in ((plain, REST, False), (compressed, None, False), (compressed, REST, True)):
 
-    def save(path: Path) -> Any:
-        def body(store: Any) -> None:
-            begun(store)
-            push_rounds(store, range(2))
-            store.barrier()
-            store.save_optimizer_states(path)
-
-        return body
-
-    def load(path: Path) -> Any:
-        def body(store: Any) -> Any:
+        def load(store: Any, path: Path = path, owes: bool = owes) -> None:
             begun(store)
             push_rounds(store, range(1))
             store.barrier()
             store.load_optimizer_states(path)
-            return any(array.any() for array in owed(store))
+            assert any(array.any() for array in owed(store)) == owes
 
-        return body
-
-    mode = Mode("dist_sync", 2, 1)
-    run(mode, save(compressed), make(REST))
-    run(mode, save(plain), NONE)
-    assert run(mode, load(plain), make(REST)) == [False] * 2
-    assert run(mode, load(compressed), NONE) == [False] * 2
-    assert run(mode, load(compressed), make(REST)) == [True] * 2
+        SERVER.run(load, compression=make(compression))
 
     def other(store: Any) -> None:
         store.set_optimizer("test")
@@ -177,73 +155,50 @@ def test_files_with_and_without_codecs_fit_stores_with_and_without(tmp_path: Pat
         with pytest.raises(StatesFileError, match="key '1' is float32"):
             store.load_optimizer_states(compressed)
 
-    run(mode, other, make(REST))
+    SERVER.run(other, compression=make(REST))
 
 
 @pytest.mark.parametrize("on_store", [True, False])
 def test_a_trainer_resumes_with_the_same_bits(on_store: bool, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
 
-    def steps(trainer: Trainer, weight: Parameter, rank: int, rounds: range) -> None:
-        for round_ in rounds:
-            weight.grad[...] = gradient(67, rank, round_)
-            trainer.step(1)
-
-    def trained(store: Any) -> tuple[Trainer, Parameter]:
+    def body(store: Any, rounds: range) -> bytes:
         weight = Parameter(np.zeros(67, np.float32))
         options = {"learning_rate": 0.25, "momentum": 0.5}
-        return Trainer([weight], "sgd", options, store, REST, update_on_kvstore=on_store), weight
-
-    def whole(store: Any) -> Any:
-        trainer, weight = trained(store)
-        steps(trainer, weight, store.rank, range(3))
-        trainer.save(path)
-        steps(trainer, weight, store.rank, range(3, 6))
+        trainer = Trainer([weight], "sgd", options, store, REST, update_on_kvstore=on_store)
+        assert rounds.start == 0 or trainer.resume(path) == rounds.start
+        for round_ in rounds:
+            weight.grad[...] = gradient(67, store.rank, round_)
+            trainer.step(1)
+            if round_ == 2:
+                trainer.save(path)
         return weight.data.tobytes()
 
-    def resumed(store: Any) -> Any:
-        trainer, weight = trained(store)
-        assert trainer.resume(path) == 3
-        steps(trainer, weight, store.rank, range(3, 6))
-        return weight.data.tobytes()
-
-    mode = Mode("dist_sync", 2, 1)
-    found = run(mode, whole, NONE)
-    assert run(mode, resumed, NONE) == found
+    whole, resumed = (SERVER.run(partial(body, rounds=rounds)) for rounds in (range(6), range(3, 6)))
+    assert resumed == whole
 
 
 def test_a_damaged_residual_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the states of the optimizer nor what codecs remember."""
     path = tmp_path / "states"
-
-    def save(store: Any) -> None:
-        begun(store)
-        push_rounds(store, range(1))
-        store.barrier()
-        store.save_optimizer_states(path)
-
     with monkeypatch.context() as patch:
         longer = {"residual": np.zeros(99, np.float32)}
         patch.setattr(ClientKey, "codec_states", lambda key: [(0, key.info.n_elems, longer)])
-        run(Mode("dist_sync", 2, 1), save, make(REST))
+        SERVER.run(partial(save, path=path, rounds=1), compression=make(REST))
 
-    def load(store: Any) -> Any:
-        begun(store)
-        push_rounds(store, range(2))
-        store.barrier()
-        store.save_optimizer_states(tmp_path / "before")
+    def load(store: Any) -> None:
+        save(store, tmp_path / "before", 2)
         with pytest.raises(StatesFileError, match="states is damaged: the residual of key '1' at worker 0"):
             store.load_optimizer_states(path)
         store.save_optimizer_states(tmp_path / "after")
 
-    run(Mode("dist_sync", 3, 1), load, make(REST))
+    Mode("dist_sync", 3, 1).run(load, compression=make(REST))
     assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
 
-@pytest.mark.parametrize("mode", MODES[:3], ids=mode_id)
+@on(*MODES[:3])
 def test_saving_has_no_part_in_what_pulls_owe(mode: Mode, tmp_path: Path) -> None:
     """A version that nobody has pulled is not encoded for a file of states."""
-    params = {**REST, "pull": {"type": "2bit", "threshold": 0.5}}
 
     def body(store: Any, *, saves: bool) -> Any:
         begun(store, optimizer=False)
@@ -254,13 +209,9 @@ def test_saving_has_no_part_in_what_pulls_owe(mode: Mode, tmp_path: Path) -> Non
                 store.save_optimizer_states(tmp_path / "states")
         return [value.tobytes() for value in store.pull(KEYS)]
 
-    def with_states(store: Any) -> Any:
-        return body(store, saves=True)
-
-    def without(store: Any) -> Any:
-        return body(store, saves=False)
-
-    assert run(mode, with_states, make(params)) == run(mode, without, make(params))
+    both = make({**REST, "pull": {"type": "2bit", "threshold": 0.5}})
+    with_states, without = (mode.run(partial(body, saves=saves), compression=both) for saves in (True, False))
+    assert with_states == without
 
 
 # --- by themselves

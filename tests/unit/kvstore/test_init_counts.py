@@ -7,8 +7,13 @@ The first values travel down a binomial tree (W-1 messages for each key), or fro
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,16 +28,8 @@ SIZES = (4, 8, 16, 32, pytest.param(64, marks=pytest.mark.full))
 CONFIG = Config(timeout_s=60, shared_memory="off", progress="calls", bigarray_bound_elems=100, server_placement="last")
 
 
-class Counts(NamedTuple):
-    """Of one worker, in all: after `create`, `init` and `close`."""
-
-    created: tuple[int, int]
-    initialised: tuple[int, int]
-    closed: tuple[int, int]
-
-
-def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> list[Counts]:
-    """Messages and bytes of every worker."""
+def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> Any:
+    """Messages and bytes of every worker, in all, after `create`, `init` and `close`: (2, 3, workers)."""
 
     all_have_counted = threading.Barrier(workers)  # whoever leaves before makes worker 0 tell the others
 
@@ -44,7 +41,7 @@ def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> lis
         return store, before, after
 
     found = spawn_stores(name, workers, body, num_servers=servers, config=CONFIG)
-    return [Counts(before, after, sent(store)) for store, before, after in found]
+    return np.array([[before, after, sent(store)] for store, before, after in found]).T
 
 
 def sent(store: KVStore) -> tuple[int, int]:
@@ -54,81 +51,75 @@ def sent(store: KVStore) -> tuple[int, int]:
 
 @pytest.mark.parametrize("workers", SIZES)
 def test_allreduce(workers: int) -> None:
-    found = counted("dist_sync", workers)
-    assert all(one.created == (0, 0) for one in found)
+    created, initialised, _ = counted("dist_sync", workers)[0]
+    assert not created.any()
     proposals, verdicts, values = workers - 1, workers - 1, (workers - 1) * KEYS
-    assert sum(one.initialised[0] for one in found) == proposals + verdicts + values
+    assert initialised.sum() == proposals + verdicts + values
     # Worker 0's share: all verdicts, and the first values to the top of the tree.
-    assert found[0].initialised[0] == verdicts + KEYS * (workers - 1).bit_length()
-    assert max(one.initialised[0] for one in found[1:]) <= 1 + KEYS * (workers - 1).bit_length()
+    assert initialised[0] == verdicts + KEYS * (workers - 1).bit_length()
+    assert initialised[1:].max() <= 1 + KEYS * (workers - 1).bit_length()
 
 
 @pytest.mark.parametrize("workers", SIZES)
 def test_servers(workers: int) -> None:
     """As many servers as workers; every key is cut over all of them."""
-    found = counted("dist_sync", workers, workers, n_elems=100 * workers)
-    assert all(one.created == (0, 0) for one in found)
+    created, initialised, _ = counted("dist_sync", workers, workers, n_elems=100 * workers)[0]
+    assert not created.any()
     proposals, verdicts, values = workers - 1, workers - 1, workers * KEYS
-    assert sum(one.initialised[0] for one in found) == proposals + verdicts + values
-    assert all(one.initialised[0] == 1 for one in found[1:])
+    assert initialised.sum() == proposals + verdicts + values
+    assert (initialised[1:] == 1).all()
 
 
 def test_bytes_of_agreement_do_not_depend_on_the_number_of_servers() -> None:
     """A verdict says how a key is cut, not where each of its shards lies."""
-    found = [counted("dist_sync", 4, servers, n_elems=3200) for servers in (4, 32)]
-    values = 3 * 4 * 3200
-    few, many = (sum(one.initialised[1] for one in one_store) - values for one_store in found)
+    few, many = (counted("dist_sync", 4, servers, n_elems=3200)[1][1].sum() for servers in (4, 32))
     # Worker 0's messages to the servers have a header and a description each; their number is that of the servers.
-    descriptions = KEYS * (32 - 4) * 200
-    assert many - few < descriptions
+    assert many - few < KEYS * (32 - 4) * 200
 
 
 @pytest.mark.parametrize("workers", SIZES)
 def test_closing(workers: int) -> None:
     """Each worker tells worker 0 that it has left, and agrees to close. Nobody has to be told, since all leave."""
-    found = counted("dist_sync", workers)
-    ended = sum(one.closed[0] - one.initialised[0] for one in found)
+    _, initialised, closed = counted("dist_sync", workers)[0]
     # Where the machine is so slow that some leave long after others, those are told: once, and not by everybody.
-    assert 3 * (workers - 1) <= ended <= 4 * (workers - 1)
+    assert 3 * (workers - 1) <= (closed - initialised).sum() <= 4 * (workers - 1)
 
 
 # --- who has left
 
 
-def test_nobody_is_told_where_all_leave_at_once() -> None:
-    departures = Departures(100)
-    for worker in range(100):
-        departures.add(worker, {0: 5}, now_s=10.0 + worker * 1e-4)
-        assert departures.due(10.0 + worker * 1e-4) == []
-    assert departures.due(11.0) == []
+FEWEST = [Fewest(0, 4, 0), Fewest(1, 5, 2), Fewest(7, 1, 0)]
 
 
-def test_who_works_on_is_told_the_fewest_pushes() -> None:
-    departures = Departures(4)
-    departures.add(2, {0: 5, 1: 5}, now_s=1.0)
-    departures.add(0, {0: 4, 1: 6, 7: 1}, now_s=1.01)
-    assert departures.due(1.0 + 0.9 * FIRST_S) == []
-    fewest = [Fewest(0, 4, 0), Fewest(1, 5, 2), Fewest(7, 1, 0)]
-    assert departures.due(1.0 + 1.1 * FIRST_S) == [(1, fewest), (3, fewest)]
-    assert departures.due(2.0) == []
-
-
-def test_nobody_is_told_twice_what_has_not_changed() -> None:
-    departures = Departures(5)
-    departures.add(2, {0: 5}, now_s=1.0)
-    assert len(departures.due(2.0)) == 3
-    departures.add(3, {0: 5}, now_s=3.0)
-    departures.add(1, {0: 6}, now_s=3.0)
-    assert departures.due(9.0) == []
-    departures.add(0, {0: 2}, now_s=10.0)
-    assert departures.due(12.0) == [(4, [Fewest(0, 2, 0)])]
-
-
-def test_a_key_that_a_worker_never_had_was_never_pushed_by_it() -> None:
-    departures = Departures(3)
-    departures.add(1, {3: 2}, now_s=0.0)
-    departures.add(0, {}, now_s=0.0)
-    assert departures.due(1.0) == [(2, [Fewest(3, 0, 0)])]
+@pytest.mark.parametrize(
+    ("workers", "events"),
+    [  # who leaves when, after how many pushes of which keys; and who is told what at which time
+        (100, [*itertools.chain(*([(w, {0: 5}, 1e-4 * w), (1e-4 * w, [])] for w in range(100))), (1.0, [])]),
+        (
+            4,
+            [
+                *((2, {0: 5, 1: 5}, 1.0), (0, {0: 4, 1: 6, 7: 1}, 1.01), (1.0 + 0.9 * FIRST_S, [])),
+                *((1.0 + 1.1 * FIRST_S, [(1, FEWEST), (3, FEWEST)]), (2.0, [])),
+            ],
+        ),
+        (  # nobody is told twice what has not changed
+            5,
+            [
+                *((2, {0: 5}, 1.0), (2.0, [(worker, [Fewest(0, 5, 2)]) for worker in (1, 3, 4)])),
+                *((3, {0: 5}, 3.0), (1, {0: 6}, 3.0), (9.0, []), (0, {0: 2}, 10.0), (12.0, [(4, [Fewest(0, 2, 0)])])),
+            ],
+        ),
+        (3, [(1, {3: 2}, 0.0), (0, {}, 0.0), (1.0, [(2, [Fewest(3, 0, 0)])])]),  # a key that worker 0 never had
+    ],
+    ids=["all at once", "the fewest pushes", "once", "never pushed"],
+)
+def test_who_works_on_is_told_who_has_left(workers: int, events: list[Any]) -> None:
+    departures = Departures(workers)
+    for event in events:
+        if len(event) == 3:
+            departures.add(event[0], event[1], now_s=event[2])
+        else:
+            assert departures.due(event[0]) == event[1]
 
 
 def test_intervals_grow_to_a_limit() -> None:
@@ -140,3 +131,67 @@ def test_intervals_grow_to_a_limit() -> None:
         told += bool(departures.due(now_s))
     assert told <= 5 + now_s / LAST_S
     assert departures.due(now_s + LAST_S)  # nobody waits for longer
+
+
+# --- what a list of many keys costs, in calls of the package's functions for each key
+
+
+MANY = 500
+
+
+def calls_during(call: Callable[[], None]) -> Counter[CodeType]:
+    """How often this thread calls which functions of the package, without the calls that have returned False."""
+    ended: list[CodeType] = []
+    begun: list[int] = []  # of each call under way: how many had ended before it
+
+    def profile(frame: FrameType, event: str, returned: Any) -> None:
+        if event not in ("call", "return") or "/mpikv/" not in frame.f_code.co_filename:
+            return
+        if event == "call":
+            begun.append(len(ended))
+        elif begun:
+            before = begun.pop()
+            if returned is False:
+                del ended[before:]
+            else:
+                ended.append(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Counter(ended)
+
+
+def calls_per_key(call: Callable[[], None]) -> Counter[str]:
+    """Whole calls for each key, by the function's file and name."""
+    found: Counter[str] = Counter()
+    for code, count in calls_during(call).items():
+        package, file = code.co_filename.split("/")[-2:]
+        if count >= MANY and package not in ("engine", "transports"):
+            found[f"{package}/{file}: {code.co_name}"] += count // MANY
+    return found
+
+
+def calls_of(shared_memory: str) -> list[tuple[Counter[str], Counter[str]]]:
+    """Of each worker: the calls for each key of `init`, and of the first `pushpull`."""
+
+    def body(store: KVStore) -> tuple[Counter[str], Counter[str]]:
+        keys, values = [f"key {i}" for i in range(MANY)], [np.ones(64, np.float32) for _ in range(MANY)]
+        initialised = calls_per_key(lambda: store.init(keys, values))
+        pushed = calls_per_key(lambda: store.pushpull(keys, values))
+        assert all(np.all(value == 2) for value in values)
+        return initialised, pushed
+
+    config = Config(timeout_s=60, shared_memory=shared_memory, progress="calls")
+    return spawn_stores("dist_sync", 2, body, config=config)
+
+
+@pytest.mark.parametrize(("shared_memory", "most"), [("auto", (70, 50)), ("off", (70, 175))])
+def test_calls_of_functions_for_each_key(shared_memory: str, most: tuple[int, int]) -> None:
+    for found in calls_of(shared_memory):
+        for one, limit in zip(found, most, strict=True):
+            assert sum(one.values()) <= limit, one.most_common()
+        # What only rounds of single keys need is not made before one comes.
+        assert ("placement/labels.py: begin" in found[1]) == (shared_memory == "off")

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
-from store_modes import Mode, every_way, mode_id
-from test_store_network import unruly  # noqa: F401 - a fixture
+from on_workers import full, on, uniform
+from store_modes import Mode, every_way
 
 from mpikv import PeerError, StallError, optimizers
-from mpikv.config import Config
 from mpikv.create import assembly
-from mpikv.optimizers import states_file
 from mpikv.placement import on_servers
 from mpikv.strategies import exchange
-from mpikv.testing import ranks, stores
 from mpikv.transports import threads, wire
 from mpikv.transports.threads import Fabric
 
 PART_ELEMS = 8
+PART_BYTES = 4 * PART_ELEMS
 SIZES = (0, 1, PART_ELEMS - 1, PART_ELEMS, PART_ELEMS + 1, 2 * PART_ELEMS, 3 * PART_ELEMS + 5, 9 * PART_ELEMS - 1)
 NEVER = 10**9  # elements: keys stay whole
-SERVED = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0))
 
 
-def part_bytes(dtype):
-    return PART_ELEMS * np.dtype(dtype).itemsize
-
-
-def values_of(n, worker, round_, dtype):
-    return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - 3).astype(dtype)
+def values_of(n, worker, round_):
+    return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - 3).astype(np.float32)
 
 
 OPTIMIZERS = {
@@ -42,21 +35,12 @@ OPTIMIZERS = {
 }
 
 
-def _bits(mode, optimizer, **changes):
-    return mode.run(_body(optimizer), **changes)
-
-
-@functools.cache
-def _bits_without_servers(name, workers):
-    return _bits(Mode("dist_sync", workers, 0, "naive"), OPTIMIZERS[name])
-
-
-def _body(optimizer):
+def body_of(name):
     def body(store):
         numbers = np.random.default_rng(store.rank)
         store.init([str(n) for n in SIZES], [np.linspace(-1, 1, n).astype(np.float32) for n in SIZES])
-        if optimizer is not None:
-            store.set_optimizer(optimizer())
+        if OPTIMIZERS[name]:
+            store.set_optimizer(OPTIMIZERS[name]())
         found = []
         for _ in range(4):
             for n in SIZES:
@@ -68,87 +52,77 @@ def _body(optimizer):
     return body
 
 
+@functools.cache
+def bits_without_servers(name, workers):
+    return Mode("dist_sync", workers, 0, "naive").run(body_of(name))
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("memory", ["auto", "off", "long"])
-def test_same_bits_as_without_partitions(name, workers, memory, unruly):  # noqa: F811
+def test_same_bits_as_without_partitions(name, workers, memory, unruly):
     """And as without servers, also for an optimizer that needs whole values; whatever comes first."""
-    expected = _bits_without_servers(name, workers)
     for servers, bound in ((1, NEVER), (2, NEVER), (2, 20)):
-        found = _bits(
-            Mode("dist_sync", workers, servers, memory=memory),
-            OPTIMIZERS[name],
-            partition_bytes=part_bytes(np.float32),
-            bigarray_bound_elems=bound,
-        )
-        assert found == expected
+        mode = Mode("dist_sync", workers, servers, memory=memory, part_bytes=PART_BYTES)
+        assert mode.run(body_of(name), bigarray_bound_elems=bound) == bits_without_servers(name, workers)
 
 
 @pytest.mark.parametrize("hosts", ["aabab", "abcab", "aaabb", "abcde"])
 @pytest.mark.parametrize("name", ["none", "momentum"])
 def test_same_bits_on_several_hosts(name, hosts):
     """Each worker reaches servers of its host through memory, the others by messages; three workers, two servers."""
-    changes = {"partition_bytes": part_bytes(np.float32), "bigarray_bound_elems": 20, "server_placement": "last"}
-    expected = _bits(Mode("dist_sync", 3, 2, memory="off"), OPTIMIZERS[name], **changes)
-    config = Mode("dist_sync", 3, 2).config(**changes)
-    counts = {}
 
     def body(store):
-        found = _body(OPTIMIZERS[name])(store)
-        counts[store.rank] = store.stats().get("memory_bytes", 0)
+        found = body_of(name)(store)
+        assert (store.stats().get("memory_bytes", 0) > 0) == (hosts[store.rank] in hosts[3:])
         return found
 
-    assert stores.spawn_stores("dist_sync", 3, body, num_servers=2, config=config, hosts=list(hosts)) == expected
-    assert [counts[w] > 0 for w in range(3)] == [hosts[w] in hosts[3:] for w in range(3)]
+    mode = Mode("dist_sync", 3, 2, hosts=hosts, part_bytes=PART_BYTES)
+    found = mode.run(body, bigarray_bound_elems=20, server_placement="last")
+    assert found == bits_without_servers(name, 3)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in SERVED if mode.workers > 1], ids=mode_id)
-def test_workers_may_use_different_call_forms(mode):
+SERVED = every_way(Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0))
+
+
+@on(*[mode._replace(part_bytes=PART_BYTES) for mode in SERVED], bigarray_bound_elems=NEVER)
+def test_workers_may_use_different_call_forms(store, W):
     """One pushes lists, another single keys in another order, in place or not, large and small."""
     keys = [str(n) for n in SIZES]
-    W = mode.workers
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        store.init(keys, [np.zeros(n, np.float32) for n in SIZES])
-        for round_ in range(1, 4):
-            mine = {key: values_of(n, store.rank, round_, np.float32) for key, n in zip(keys, SIZES, strict=True)}
-            if store.rank == 0:
-                store.pushpull(keys, list(mine.values()))
-            else:
-                order = np.random.default_rng([store.rank, round_]).permutation(keys).tolist()
-                requests = []
-                for i, key in enumerate(order):
-                    if i % 3 == 0:
-                        store.push(key, mine[key])
-                    elif i % 3 == 1:
-                        requests.append(store.pushpull_async(key, mine[key], priority=i))
-                    else:
-                        requests.append(store.pushpull_async([key], [mine[key]], [np.empty_like(mine[key])]))
-                for request in requests:
-                    request.wait()
-            store.barrier()
-        return [value.tolist() for value in store.pull(keys)]
-
-    total = [sum(values_of(n, w, r, np.float32) for w in range(W) for r in (1, 2, 3)).tolist() for n in SIZES]
-    assert mode.run(body, partition_bytes=part_bytes(np.float32), bigarray_bound_elems=NEVER) == [total] * W
-
-
-def test_lists_meet_single_calls_without_waiting_for_each_other():
-    """Blocking calls of single keys, in the other order, against one list."""
-
-    def body(store):
-        store.init(["a", "b", "c"], [np.zeros(3, np.float32), np.zeros(50, np.float32), np.zeros(2, np.float32)])
-        arrays = {key: np.full(n, store.rank + 1.0, np.float32) for key, n in (("a", 3), ("b", 50), ("c", 2))}
+    store.set_optimizer(optimizers.create("test"))
+    store.init(keys, [np.zeros(n, np.float32) for n in SIZES])
+    for round_ in (1, 2, 3):
+        mine = {key: values_of(n, store.rank, round_) for key, n in zip(keys, SIZES, strict=True)}
         if store.rank == 0:
-            store.pushpull(list(arrays), list(arrays.values()))
+            store.pushpull(keys, list(mine.values()))
         else:
-            for key in ("c", "b", "a"):
-                store.pushpull(key, arrays[key])
-        return [np.unique(value).tolist() for value in arrays.values()]
+            requests = []
+            for i, key in enumerate(np.random.default_rng([store.rank, round_]).permutation(keys).tolist()):
+                if i % 3 == 0:
+                    store.push(key, mine[key])
+                elif i % 3 == 1:
+                    requests.append(store.pushpull_async(key, mine[key], priority=i))
+                else:
+                    requests.append(store.pushpull_async([key], [mine[key]], [np.empty_like(mine[key])]))
+            for request in requests:
+                request.wait()
+        store.barrier()
+    for n, value in zip(SIZES, store.pull(keys), strict=True):
+        assert value.tolist() == sum(values_of(n, w, r) for w in range(W) for r in (1, 2, 3)).tolist()
 
-    assert Mode("dist_sync", 2, 1).run(body, partition_bytes=32) == [[[3.0]] * 3] * 2
+
+@on(Mode("dist_sync", 2, 1, part_bytes=32))
+def test_lists_meet_single_calls_without_waiting_for_each_other(store):
+    """Blocking calls of single keys, in the other order, against one list."""
+    store.init(["a", "b", "c"], [np.zeros(n, np.float32) for n in (3, 50, 2)])
+    arrays = {key: full(store.rank + 1, n) for key, n in (("a", 3), ("b", 50), ("c", 2))}
+    if store.rank == 0:
+        store.pushpull(list(arrays), list(arrays.values()))
+    else:
+        for key in ("c", "b", "a"):
+            store.pushpull(key, arrays[key])
+    assert [uniform(value) for value in arrays.values()] == [3.0] * 3
 
 
 # --- optimizers that come and go
@@ -159,86 +133,34 @@ def test_units_follow_the_optimizer(memory):
     """Elementwise, whole, elementwise again, between rounds and with a round that only one worker has pushed."""
     n = 5 * PART_ELEMS + 3
 
-    def run(partition_bytes):
-        def body(store):
-            numbers = np.random.default_rng(store.rank)
-            store.init("w", np.linspace(-1, 1, n).astype(np.float32))
-            found = []
-            for round_, name in enumerate(("sgd", "lamb", "adam", "lamb", "adam")):
-                early = numbers.standard_normal(n).astype(np.float32)
-                if store.rank == round_ % 2:
-                    store.push("w", early)
-                store.set_optimizer(optimizers.create(name, learning_rate=0.05))
-                if store.rank != round_ % 2:
-                    store.push("w", early)
-                for _ in range(2):
-                    store.push("w", numbers.standard_normal(n).astype(np.float32))
-                found.append(store.pull("w").tobytes())
-            return found
-
-        mode = Mode("dist_sync", 2, 1, memory=memory)
-        return mode.run(body, partition_bytes=partition_bytes, bigarray_bound_elems=NEVER)
-
-    whole = run(1 << 20)
-    assert whole[0] == whole[1]
-    assert run(part_bytes(np.float32)) == whole
-
-
-def _saved(path, partition_bytes, servers, load=None):
-    n = 4 * PART_ELEMS + 1
-
     def body(store):
-        store.init("w", np.zeros(n, np.float32))
-        store.set_optimizer(optimizers.create("adam", learning_rate=0.1))
-        if load is not None:
-            store.load_optimizer_states(load)
-        for round_ in range(3):
-            store.push("w", values_of(n, store.rank, round_, np.float32))
-        store.save_optimizer_states(path)
-        return store.pull("w").tobytes()
+        numbers = np.random.default_rng(store.rank)
+        store.init("w", np.linspace(-1, 1, n).astype(np.float32))
+        found = []
+        for round_, name in enumerate(("sgd", "lamb", "adam", "lamb", "adam")):
+            values = [numbers.standard_normal(n).astype(np.float32) for _ in range(3)]
+            early = [values.pop()] if store.rank == round_ % 2 else []
+            for value in early:
+                store.push("w", value)
+            store.set_optimizer(optimizers.create(name, learning_rate=0.05))
+            for value in values:
+                store.push("w", value)
+            found.append(store.pull("w").tobytes())
+        return found
 
-    Mode("dist_sync", 2, servers).run(body, partition_bytes=partition_bytes, bigarray_bound_elems=20)
-    return states_file.load_states(path).entries["w"].state
-
-
-def same_states(a, b):
-    return set(a) == set(b) and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def test_states_are_those_of_whole_values(tmp_path):
-    """The count of updates above all; saved and loaded across other partitions and numbers of servers."""
-    small, large = part_bytes(np.float32), 1 << 20
-    first = _saved(tmp_path / "first", large, 1)
-    assert first["t"] == 3
-    second = _saved(tmp_path / "second", large, 1, tmp_path / "first")
-    assert second["t"] == 6
-    for servers in (1, 2, 3):
-        for bytes_ in (small, 5 * small // 2):
-            assert same_states(_saved(tmp_path / "x", bytes_, servers), first)
-            assert same_states(_saved(tmp_path / "y", bytes_, servers, tmp_path / "first"), second)
-            assert same_states(_saved(tmp_path / "z", large, 4 - servers, tmp_path / "x"), second)
+    whole, cut = (
+        Mode("dist_sync", 2, 1, memory=memory, part_bytes=part).run(body, bigarray_bound_elems=NEVER)
+        for part in (1 << 20, PART_BYTES)
+    )
+    assert whole[0] == whole[1]
+    assert cut == whole
 
 
 # --- counts
 
 
-@pytest.fixture
-def fabric(monkeypatch):
-    """The fabrics that are made: every message of every rank is counted in them."""
-    made = []
-
-    class Noted(Fabric):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(ranks, "Fabric", Noted)
-    return made
-
-
-def _messages(fabric, workers, servers, sizes, call, *, shared_memory="off", **changes):
+def messages(mode, sizes, call, **changes):
     """Messages and bytes of one `call(store, keys, arrays)` by every worker: those of three minus those of two."""
-    changes["shared_memory"] = shared_memory
     counts = []
     for calls in (2, 3):
 
@@ -248,16 +170,15 @@ def _messages(fabric, workers, servers, sizes, call, *, shared_memory="off", **c
             arrays = [np.ones(n, np.float32) for n in sizes]
             for _ in range(calls):
                 call(store, keys, arrays)
-                store.pull(keys[0]) if call is pushes else None
-            return True
 
-        assert all(Mode("dist_sync", workers, servers).run(body, **changes))
-        counts.append((fabric[-1].sent_messages, fabric[-1].sent_bytes))
-    return counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+        mode.run(body, fabric=(fabric := Fabric(mode.workers + mode.servers)), bigarray_bound_elems=NEVER, **changes)
+        counts.append(np.array([fabric.sent_messages, fabric.sent_bytes]))
+    return (counts[1] - counts[0]).tolist()
 
 
 def pushes(store, keys, arrays):
     store.push(keys, arrays)
+    store.pull(keys[0])
 
 
 def together(store, keys, arrays):
@@ -270,92 +191,85 @@ def one_by_one(store, keys, arrays):
 
 
 SMALL = [5] * 40
-WHOLE = {"bigarray_bound_elems": NEVER}
+# In one message each is padded, all but the last, and the answer has as many bytes as the values.
+BYTES = 40 * (wire.HEADER_BYTES + 32) - (32 - 20) + 40 * 20
+MESSAGE_BYTES = 1000
+PER_MESSAGE = -(-(MESSAGE_BYTES + 1) // (wire.HEADER_BYTES + 20))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_small_keys_of_one_call_are_one_message_each_way(fabric, workers):
-    payload = 40 * (wire.HEADER_BYTES + 32) - (32 - 20)  # each padded, all but the last
-    answer = 40 * 20
-    assert _messages(fabric, workers, 1, SMALL, together, **WHOLE) == (2 * workers, workers * (payload + answer))
-    assert _messages(fabric, workers, 1, SMALL, one_by_one, **WHOLE)[0] == 2 * workers * 40
+@pytest.mark.parametrize(
+    ("workers", "servers", "call", "n_messages", "n_bytes"),
+    [
+        *((w, 1, together, 2 * w, w * BYTES) for w in (1, 2, 3)),  # small keys of one call are one message each way
+        *((w, 1, one_by_one, 2 * w * 40, None) for w in (1, 2, 3)),
+        (2, 2, together, 2 * 2 * 2, None),  # one for each server
+        (2, 1, pushes, 2 * (1 + 2), None),  # a push is not answered; the pull of one key is a question and an answer
+    ],
+)
+def test_messages_of_small_keys(workers, servers, call, n_messages, n_bytes):
+    found = messages(Mode("dist_sync", workers, servers, memory="off"), SMALL, call)
+    assert found == [n_messages, found[1] if n_bytes is None else n_bytes]
 
 
-def test_small_keys_of_one_call_are_one_message_per_server(fabric):
-    assert _messages(fabric, 2, 2, SMALL, together, **WHOLE)[0] == 2 * 2 * 2
-    # A push is not answered; the pull of one key is a question and an answer.
-    assert _messages(fabric, 2, 1, SMALL, pushes, **WHOLE)[0] == 2 * (1 + 2)
-
-
-def test_a_large_value_is_a_header_and_its_partitions_each_way(fabric):
-    n = 100
-    changes = {"partition_bytes": 4 * 32, **WHOLE}
-    parts = -(-n // 32)
-    expected = (2 * (1 + 2 * parts), 2 * (wire.HEADER_BYTES + 2 * 4 * n))
-    assert _messages(fabric, 2, 1, [n], together, **changes) == expected
-    assert _messages(fabric, 2, 1, [n], one_by_one, **changes) == expected
-
-
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["another array", "in place"])
-def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypatch):
-    """MPI looks through all that is under way for each message, so that thousands would take minutes."""
-    most = 0
-
-    class Watched(Fabric):
-        def rank(self, rank):
-            transport = super().rank(rank)
-            isend, irecv = transport.isend, transport.irecv
-
-            def watch(request):
-                nonlocal most
-                with self.lock:
-                    most = max(most, *map(len, self.boxes[rank].receives.values()), len(unsent()))
-                return request
-
-            def unsent():
-                sends[:] = [one for one in sends if not one.done]
-                return sends
-
-            def send(buf, dest, tag):
-                request = isend(buf, dest, tag)
-                if tag >= wire.TAG_PAYLOAD:
-                    sends.append(request)
-                return watch(request)
-
-            sends = []
-            transport.isend, transport.irecv = send, lambda *args: watch(irecv(*args))
-            return transport
-
-    monkeypatch.setattr(ranks, "Fabric", Watched)
-    monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
-    monkeypatch.setattr(on_servers, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
-    n, workers = 20 * exchange.PIECES_IN_FLIGHT, 3
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        store.init(["w", "v"], [np.zeros(n, np.float32), np.zeros(3, np.float32)])
-        value = np.full(n, store.rank + 1, np.float32)
-        out = value if in_place else np.empty(n, np.float32)
-        store.pushpull(["w", "v"], [value, np.ones(3, np.float32)], out=[out, np.empty(3, np.float32)])
-        store.barrier()
-        return np.unique(store.pull("w")).tolist(), store.pull("v").tolist()
-
-    config = Config(partition_bytes=4, shared_memory="off", timeout_s=stores.TEST_TIMEOUT_S)
-    found = stores.spawn_stores(name, workers, body, num_servers=1, config=config)
-    assert found == [([6.0], [3.0] * 3)] * workers
-    assert 0 < most <= exchange.PIECES_IN_FLIGHT + 3  # of each shard: the other one has three
+@pytest.mark.parametrize("call", [together, one_by_one])
+def test_a_large_value_is_a_header_and_its_partitions_each_way(call):
+    n, parts = 100, -(-100 // 32)
+    mode = Mode("dist_sync", 2, 1, memory="off", part_bytes=4 * 32)
+    assert messages(mode, [n], call) == [2 * (1 + 2 * parts), 2 * (wire.HEADER_BYTES + 2 * 4 * n)]
 
 
 @pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)
-def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(fabric, call):
-    assert _messages(fabric, 2, 2, [5, 100, 1000, 100_000], call, shared_memory="auto") == (0, 0)
+def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(call):
+    assert messages(Mode("dist_sync", 2, 2), [5, 100, 1000, 100_000], call) == [0, 0]
 
 
-def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
-    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 1000)
-    per_message = -(-1001 // (wire.HEADER_BYTES + 20))
-    assert _messages(fabric, 1, 1, SMALL, together, **WHOLE)[0] == 2 * -(-40 // per_message)
+def test_messages_of_many_small_keys_are_cut(monkeypatch):
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", MESSAGE_BYTES)
+    assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // PER_MESSAGE)
+
+
+class Watched(Fabric):
+    """most: how many messages of one rank have been under way at a time."""
+
+    most = 0
+
+    def rank(self, rank):
+        transport, sends = super().rank(rank), []
+        isend, irecv = transport.isend, transport.irecv
+
+        def watch(request):
+            with self.lock:
+                sends[:] = [one for one in sends if not one.done]
+                self.most = max(self.most, *map(len, self.boxes[rank].receives.values()), len(sends))
+            return request
+
+        def send(buf, dest, tag):
+            request = isend(buf, dest, tag)
+            sends.extend([request] if tag >= wire.TAG_PAYLOAD else [])
+            return watch(request)
+
+        transport.isend, transport.irecv = send, lambda *args: watch(irecv(*args))
+        return transport
+
+
+@on(Mode("dist_sync", 3, 1, memory="off", part_bytes=4), Mode("dist_async", 3, 1, memory="off", part_bytes=4))
+@pytest.mark.parametrize("in_place", [False, True], ids=["another array", "in place"])
+def test_few_of_many_partitions_are_under_way_at_a_time(mode, in_place, monkeypatch):
+    """MPI looks through all that is under way for each message, so that thousands would take minutes."""
+    monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
+    monkeypatch.setattr(on_servers, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
+    n, fabric = 20 * exchange.PIECES_IN_FLIGHT, Watched(4)
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init(["w", "v"], [full(0, n), full(0, 3)])
+        value = full(store.rank + 1, n)
+        store.pushpull(["w", "v"], [value, full(1, 3)], out=[value if in_place else full(0, n), full(0, 3)])
+        store.barrier()
+        assert [uniform(store.pull(key)) for key in "wv"] == [6, 3]
+
+    mode.run(body, fabric=fabric, bigarray_bound_elems=10**6)
+    assert 0 < fabric.most <= exchange.PIECES_IN_FLIGHT + 3  # of each shard: the other one has three
 
 
 @pytest.mark.grid
@@ -374,74 +288,58 @@ def test_memory_of_a_server(monkeypatch, workers, name, memory):
     n = 50 * PART_ELEMS + 3
 
     def body(store):
-        store.init("w", np.zeros(n, np.float32))
+        store.init("w", full(0, n))
         if name != "none":
             store.set_optimizer(optimizers.create(name))
-        if store.rank == workers - 1:
-            for _ in range(6):
-                store.push("w", np.ones(n, np.float32))
-        store.barrier()
-        if store.rank != workers - 1:
-            for _ in range(6):
-                store.push("w", np.ones(n, np.float32))
+        for ahead in (True, False):
+            for _ in range(6 if (store.rank == workers - 1) == ahead else 0):
+                store.push("w", full(1, n))
+            store.barrier()
         for _ in range(3):
-            store.pushpull("w", np.ones(n, np.float32))
-        return True
+            store.pushpull("w", full(1, n))
 
-    mode = Mode("dist_sync", workers, 1, memory=memory)
-    mode.run(body, partition_bytes=part_bytes(np.float32), bigarray_bound_elems=NEVER)
+    Mode("dist_sync", workers, 1, memory=memory, part_bytes=PART_BYTES).run(body, bigarray_bound_elems=NEVER)
     (core,) = cores
     assert core.pool.held_bytes <= 4 * n * (1 + workers)
 
 
 # --- waits for several keys at once
 
+WAITS = pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
-def test_a_worker_that_leaves_ends_the_wait_for_a_later_key(asynchronous):
+
+@WAITS
+@on(Mode("dist_sync", 2, 1, part_bytes=32))
+def test_a_worker_that_leaves_ends_the_wait_for_a_later_key(store, asynchronous):
     """The keys of a list are waited for together; the one that cannot come is not the first."""
-
-    def body(store):
-        store.init(["a", "b"], [np.zeros(2, np.float32), np.zeros(60, np.float32)])
-        if store.rank == 1:
-            store.pushpull("a", np.ones(2, np.float32))
-            store.close()
-            return True
-        arrays = [np.ones(2, np.float32), np.ones(60, np.float32)]
-        with pytest.raises(PeerError, match=r"key 'b', round 1.*worker 1"):
-            store.pushpull_async(["a", "b"], arrays).wait() if asynchronous else store.pushpull(["a", "b"], arrays)
-        return True
-
-    assert Mode("dist_sync", 2, 1).run(body, partition_bytes=32) == [True, True]
+    arrays = [full(1, 2), full(1, 60)]
+    store.init(["a", "b"], arrays)
+    if store.rank == 1:
+        store.pushpull("a", arrays[0])
+        store.close()
+        return
+    with pytest.raises(PeerError, match=r"key 'b', round 1.*worker 1"):
+        store.pushpull_async(["a", "b"], arrays).wait() if asynchronous else store.pushpull(["a", "b"], arrays)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
-def test_a_stall_names_the_key_that_is_missing(asynchronous):
+@WAITS
+@on(Mode("dist_sync", 2, 1), timeout_s=2)
+def test_a_stall_names_the_key_that_is_missing(store, asynchronous, told):
     """And the call, which its caller has given up, goes on all the same."""
-    told = threading.Event()
-    missing = r"key 'b', round 1\. Not arrived: worker 1.*pushed it 0 times"
-
-    def body(store):
-        store.init(["a", "b"], [np.zeros(2, np.float32), np.zeros(3, np.float32)])
-        arrays = [np.ones(2, np.float32), np.ones(3, np.float32)]
-        if store.rank == 1:
-            store.push("a", arrays[0])
-            assert told.wait(20)
-            store.pushpull("b", arrays[1])
-        elif asynchronous:
-            request = store.pushpull_async(["a", "b"], arrays)
-            with pytest.raises(StallError, match=missing):
-                request.wait(timeout_s=0.3)
-            told.set()
-            request.wait()
-        else:
-            with pytest.raises(StallError, match=missing):
-                store.pushpull(["a", "b"], arrays)
-            told.set()
-            store.pull("b")
-            deadline = time.monotonic() + 20
-            while arrays[1][0] == 1 and time.monotonic() < deadline:
-                time.sleep(0.01)
-        return np.unique(arrays[1]).tolist()
-
-    assert Mode("dist_sync", 2, 1).run(body, timeout_s=20 if asynchronous else 2) == [[2.0], [2.0]]
+    arrays = [full(1, 2), full(1, 3)]
+    store.init(["a", "b"], arrays)
+    if store.rank == 1:
+        store.push("a", arrays[0])
+        assert told.wait(20)
+        store.pushpull("b", arrays[1])
+    else:
+        request = store.pushpull_async(["a", "b"], arrays) if asynchronous else None
+        wait = partial(request.wait, 0.3) if request else partial(store.pushpull, ["a", "b"], arrays)
+        with pytest.raises(StallError, match=r"key 'b', round 1\. Not arrived: worker 1.*pushed it 0 times"):
+            wait()
+        told.set()
+        request.wait() if request else store.pull("b")
+        deadline = time.monotonic() + 20
+        while arrays[1][0] == 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert uniform(arrays[1]) == 2

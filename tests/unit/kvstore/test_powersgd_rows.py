@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_workers import on
+from store_modes import Mode
 
 from mpikv import optimizers
 from mpikv.codecs.compression import make, wire_of
@@ -17,7 +19,6 @@ from mpikv.placement.members import Members
 from mpikv.placement.on_servers import as_announced
 from mpikv.placement.place import place
 from mpikv.strategies.pieces import Pieces, piece_elems
-from mpikv.testing.stores import spawn_stores
 
 RANK, F32 = 2, np.dtype(np.float32)
 
@@ -29,54 +30,39 @@ def gradient(shape: tuple[int, ...], round_: int) -> np.ndarray:
     return (left @ right).reshape(shape).astype(F32)
 
 
+def mode_of(workers: int, servers: int) -> Mode:
+    return Mode("dist_sync", workers, servers, hosts="abcdefgh"[: workers + servers], part_bytes=1200)
+
+
+OPTIONS = {"compression": make({"type": "powersgd", "rank": RANK, "force": True}), "bigarray_bound_elems": 100}
+
+
 @pytest.mark.parametrize("shape", [(64, 48), (30, 7, 5, 2), (5, 200)])
-@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (3, 0), (2, 1), (3, 2)])
+@on(mode_of(2, 0), mode_of(3, 0), mode_of(2, 1), mode_of(3, 2), **OPTIONS)
 @pytest.mark.parametrize("optimizer", [False, True])
-def test_it_arrives(shape: tuple[int, ...], workers: int, servers: int, optimizer: bool) -> None:
+def test_it_arrives(store: Any, W: int, shape: tuple[int, ...], optimizer: bool) -> None:
     """A few rows of it, too, where owners or partitions have no more; nothing is owed then."""
-
-    def body(store: Any) -> Any:
-        store.init(["w", "b"], [np.zeros(shape, F32), np.zeros(5, F32)])
-        if optimizer:
-            store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
-        found = []
-        for round_ in range(3):
-            grad, bias = gradient(shape, round_), np.full(5, round_, F32)
-            store.pushpull(["w", "b"], [grad, bias])
-            found.append(grad)
-        return found, store.stats()["encoded_bytes"]
-
-    found = run(workers, servers, body)
+    store.init(["w", "b"], [np.zeros(shape, F32), np.zeros(5, F32)])
+    if optimizer:
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
     expected = np.zeros(shape)
     for round_ in range(3):
-        total = workers * gradient(shape, round_).astype(np.float64)
+        store.pushpull(["w", "b"], [grad := gradient(shape, round_), np.full(5, round_, F32)])
+        total = W * gradient(shape, round_).astype(np.float64)
         expected = expected - total if optimizer else total
-        for values, _ in found:
-            # Of the nearly square matrix more than nine tenths would be left over.
-            np.testing.assert_allclose(values[round_], expected, rtol=0, atol=2.0**-16 * np.linalg.norm(total))
-    assert all(n_bytes < 3 * workers * 4 * np.prod(shape) for _, n_bytes in found)
+        # Of the nearly square matrix more than nine tenths would be left over.
+        np.testing.assert_allclose(grad, expected, rtol=0, atol=2.0**-16 * np.linalg.norm(total))
+    assert store.stats()["encoded_bytes"] < 3 * W * 4 * np.prod(shape)
 
 
-def run(workers: int, servers: int, body: Any) -> list[Any]:
-    return spawn_stores(
-        "dist_sync",
-        workers,
-        body,
-        num_servers=servers,
-        hosts="abcdefgh"[: workers + servers],
-        config=Config(timeout_s=20.0, bigarray_bound_elems=100, partition_bytes=1200),
-        compression=make({"type": "powersgd", "rank": RANK, "force": True}),
-    )
-
-
-@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 2)])
-def test_states_are_kept_and_cut_anew(workers: int, servers: int, tmp_path: Path) -> None:
+@on(mode_of(2, 0), mode_of(2, 2))
+def test_states_are_kept_and_cut_anew(mode: Mode, tmp_path: Path) -> None:
     """Saved and loaded: the same bits. With other workers all owe the same together, and Q is made anew."""
     path, again, shape = tmp_path / "states", tmp_path / "again", (64, 12)
 
-    def push(store: Any, round_: int) -> None:
-        rng = np.random.default_rng((store.rank, round_))
-        store.push("w", rng.standard_normal(shape, np.float32))
+    def push(store: Any, round_: int) -> Any:
+        store.push("w", np.random.default_rng((store.rank, round_)).standard_normal(shape, np.float32))
+        return store.pull("w")
 
     def begun(store: Any, value: np.ndarray) -> None:
         store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
@@ -84,29 +70,20 @@ def test_states_are_kept_and_cut_anew(workers: int, servers: int, tmp_path: Path
 
     def first(store: Any) -> Any:
         begun(store, np.zeros(shape, F32))
-        for round_ in range(2):
-            push(store, round_)
-        before = store.pull("w")
+        _, before = push(store, 0), push(store, 1)
         store.save_optimizer_states(path)
-        push(store, 2)
-        return before, store.pull("w").tobytes()
+        return before, push(store, 2).tobytes()
 
-    (before, expected), *_ = run(workers, servers, first)
+    (before, expected), *_ = mode.run(first, **OPTIONS)
 
     def resumed(store: Any) -> Any:
         begun(store, before)
         store.load_optimizer_states(path)
-        push(store, 2)
-        return store.pull("w").tobytes()
-
-    assert run(workers, servers, resumed) == [expected] * workers
-
-    def more(store: Any) -> None:
-        begun(store, before)
-        store.load_optimizer_states(path)
         store.save_optimizer_states(again)
+        return push(store, 2).tobytes()
 
-    run(3, 1, more)
+    assert mode.run(resumed, **OPTIONS) == [expected] * mode.workers
+    mode_of(3, 1).run(resumed, **OPTIONS)
     owed = [np.zeros(shape[0] * shape[1]) for _ in range(2)]
     for total, states in zip(owed, (path, again), strict=True):
         for part in load_states(states).codecs:

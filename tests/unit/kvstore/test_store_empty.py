@@ -3,114 +3,93 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from direct_stores import DTYPES, F32, refused, run
+from on_workers import on, uniform
+from store_modes import Mode
 
 from mpikv import MpikvError, ShapeMismatch, UnsupportedError, optimizers
-from mpikv.testing.stores import spawn_stores
 
 WRONG_SHAPES = (3.0, "3", None, True, {}, [(2, 3), 4], [(2, 3), (1.5,)], (2, None), object())
+EITHER = (Mode("dist_sync", 2), Mode("dist_sync", 2, memory="off"))  # with and without shared memory
 
 
-@pytest.mark.parametrize("shared_memory", ["auto", "off"])
-def test_wrong_arguments_of_empty(shared_memory):
-    def body(store):
-        found = [refused(store.empty, shape)[0] for shape in WRONG_SHAPES]
-        negative = [refused(store.zeros, shape)[0] for shape in (-1, (2, -1), [(1,), (3, -2)])]
-        dtypes = [refused(store.zeros, 3, dtype)[0] for dtype in ("complex64", object, ">f4", "nonsense", "U3")]
-        store.barrier()
-        return found, negative, dtypes, store.zeros(3).tolist()
-
-    found, negative, dtypes, after = run(2, body, shared_memory=shared_memory)[0]
-    assert found == [TypeError] * len(WRONG_SHAPES)
-    assert negative == [ValueError] * 3
-    assert dtypes == [UnsupportedError] * 5
-    assert after == [0.0] * 3
+@on(*EITHER)
+def test_wrong_arguments_of_empty(store):
+    for shape in WRONG_SHAPES:
+        assert refused(store.empty, shape)[0] is TypeError
+    for shape in (-1, (2, -1), [(1,), (3, -2)]):
+        assert refused(store.zeros, shape)[0] is ValueError
+    for dtype in ("complex64", object, ">f4", "nonsense", "U3"):
+        assert refused(store.zeros, 3, dtype)[0] is UnsupportedError
+    store.barrier()
+    assert store.zeros(3).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("shape", [(2**40, 2**40), (2**62,), (2**70,), 2**50, [(2**50,), (3,)]])
-def test_more_memory_than_there_is(shape):
-    def body(store):
-        kind, text = refused(store.zeros, shape)
-        store.barrier()
-        x = store.zeros(3)
-        x[:] = 1
-        store.init("w", x)
-        store.pushpull("w", x)
-        return kind is not None and issubclass(kind, (MpikvError, ValueError, MemoryError)), text, x.tolist()
-
-    for said, text, after in run(2, body):
-        assert said, text
-        assert text
-        assert after == [2.0] * 3
+@on(EITHER[0])
+def test_more_memory_than_there_is(store, shape):
+    kind, text = refused(store.zeros, shape)
+    assert issubclass(kind, (MpikvError, ValueError, MemoryError))
+    assert text
+    store.barrier()
+    x = store.zeros(3)
+    x[:] = 1
+    store.init("w", x)
+    store.pushpull("w", x)
+    assert x.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("shared_memory", ["auto", "off"])
 @pytest.mark.parametrize(
     ("first", "second"),
-    [((3,), (4,)), ((2, 3), (3, 2)), ([(3,), (4,)], [(4,), (3,)]), ((3, "float32"), (3, "int32"))],
+    [
+        *([[one], [other]] for one, other in [((3,), (4,)), ((2, 3), (3, 2)), ([(3,), (4,)], [(4,), (3,)])]),
+        ([3, "float32"], [3, "int32"]),
+    ],
 )
-def test_different_arguments_on_different_workers(first, second, shared_memory):
-    def body(store):
-        arguments = second if store.rank == 1 else first
-        call = store.empty if store.rank else store.zeros
-        kind, text = refused(call, *arguments) if isinstance(arguments[-1], str) else refused(call, arguments)
-        store.barrier()
-        return kind, text, store.zeros(2).tolist()
-
-    results = run(3, body, shared_memory=shared_memory)
-    for kind, text, after in results:
-        assert kind is ShapeMismatch, (kind, text)
-        for worker in (0, 1):
-            assert f"worker {worker} on localhost" in text
-        assert after == [0.0, 0.0]
+@on(*EITHER)
+def test_different_arguments_on_different_workers(store, first, second):
+    kind, text = refused(store.empty, *second) if store.rank == 1 else refused(store.zeros, *first)
+    assert kind is ShapeMismatch, (kind, text)
+    assert "worker 0 on localhost" in text
+    assert "worker 1 on localhost" in text
+    store.barrier()
+    assert store.zeros(2).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("shared_memory", ["auto", "off"])
-def test_shapes_and_dtypes_of_empty(shared_memory):
-    def body(store):
-        found = []
-        for shape in (3, (3,), [3], [2, 3], (2, 3), (), 0, (0, 3), np.int64(4), (np.int32(2), 1)):
-            for make in (store.empty, store.zeros):
-                array = make(shape)
-                assert array.dtype == F32
-                assert array.flags.c_contiguous
-                assert array.flags.writeable
-                found.append(array.shape)
-        for dtype in DTYPES:
-            assert store.zeros(5, dtype).dtype == dtype
-            assert store.zeros(5, str(dtype)).dtype == dtype
-        several = store.zeros([(2, 3), (0,), (), (7,)], dtype="int64")
-        assert type(several) is list
-        assert not any(array.any() for array in several)
-        found.append([array.shape for array in several])
-        return found
-
-    shapes = [(3,), (3,), (3,), (2, 3), (2, 3), (), (0,), (0, 3), (4,), (2, 1)]
-    expected = [shape for shape in shapes for _ in range(2)] + [[(2, 3), (0,), (), (7,)]]
-    assert run(2, body, shared_memory=shared_memory) == [expected] * 2
+@on(*EITHER)
+def test_shapes_and_dtypes_of_empty(store):
+    for shape in (3, (3,), [3], [2, 3], (2, 3), (), 0, (0, 3), np.int64(4), (np.int32(2), 1)):
+        for make in (store.empty, store.zeros):
+            array = make(shape)
+            assert array.dtype == F32
+            assert array.flags.c_contiguous
+            assert array.flags.writeable
+            assert array.shape == np.zeros(shape).shape
+    for dtype in DTYPES:
+        assert store.zeros(5, dtype).dtype == dtype
+        assert store.zeros(5, str(dtype)).dtype == dtype
+    several = store.zeros([(2, 3), (0,), (), (7,)], dtype="int64")
+    assert type(several) is list
+    assert not any(array.any() for array in several)
+    assert [array.shape for array in several] == [(2, 3), (0,), (), (7,)]
 
 
-def test_arrays_of_one_list_lie_side_by_side_and_do_not_overlap():
-    def body(store):
-        shapes = [(3,), (5, 5), (), (1000,), (16,), (1,)]
-        arrays = store.empty(shapes) + store.empty(shapes, "int8")
-        for i, array in enumerate(arrays):
-            array[...] = i + 10 * store.rank
-        store.barrier()
-        addresses = [array.__array_interface__["data"][0] for array in arrays]
-        gaps = [
-            after - before - array.nbytes
-            for half in (slice(0, 6), slice(6, 12))
-            for before, after, array in zip(addresses[half], addresses[half][1:], arrays[half], strict=False)
-        ]
-        return gaps, [np.unique(array).tolist() for array in arrays]
-
-    for rank, (gaps, values) in enumerate(run(3, body)):
-        assert all(0 <= gap < 64 for gap in gaps), gaps
-        assert values == [[i + 10 * rank] for i in range(12)]
+@on(Mode("dist_sync", 3))
+def test_arrays_of_one_list_lie_side_by_side_and_do_not_overlap(store):
+    shapes = [(3,), (5, 5), (), (1000,), (16,), (1,)]
+    lists = store.empty(shapes), store.empty(shapes, "int8")
+    for i, array in enumerate(lists[0] + lists[1]):
+        array[...] = i + 10 * store.rank
+    store.barrier()
+    assert [uniform(array) for array in lists[0] + lists[1]] == [i + 10 * store.rank for i in range(12)]
+    for arrays in lists:
+        for one, after in pairwise(arrays):
+            begin, end = (array.__array_interface__["data"][0] for array in (one, after))
+            assert 0 <= end - begin - one.nbytes < 64
 
 
 def test_memory_stays_valid_after_close():
@@ -122,42 +101,25 @@ def test_memory_stays_valid_after_close():
         for _ in range(2):
             store.pushpull(["a", "b"], arrays)
         store.close()
-        kinds = [
-            refused(call)[0]
-            for call in (
-                lambda: store.pushpull(["a", "b"], arrays),
-                lambda: store.empty(3),
-                lambda: store.zeros(3),
-                lambda: store.pull("a"),
-            )
-        ]
-        return kinds, arrays
+        for call, *arguments in ((store.pushpull, ["a", "b"], arrays), (store.empty, 3), (store.zeros, 3)):
+            assert refused(call, *arguments)[0] is MpikvError
+        return arrays
 
     results = run(2, body)
     gc.collect()
-    for kinds, arrays in results:
-        assert kinds == [MpikvError] * 4
-        assert [np.unique(array).tolist() for array in arrays] == [[6.0], [6.0]]
+    for arrays in results:
+        assert [uniform(array) for array in arrays] == [6, 6]
         arrays[0][:] = 5
-        assert float(arrays[0].sum()) == 5000.0
+        assert arrays[0].sum() == 5000
 
 
-@pytest.mark.parametrize("name", ["local", "device", "dist_async"])
-def test_empty_in_stores_that_share_nothing(name):
-    from mpikv import kv
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        arrays = store.zeros([(3,), (2, 2)])
-        store.init(["a", "b"], arrays)
-        for array in arrays:
-            array[:] = 1
-        store.pushpull(["a", "b"], arrays)
-        store.barrier()
-        return [float(one.flat[0]) for one in store.pull(["a", "b"])]
-
-    if name == "dist_async":
-        assert spawn_stores(name, 2, body) == [[2.0, 2.0]] * 2
-    else:
-        with kv.create(name) as store:
-            assert body(store) == [1.0, 1.0]
+@on(Mode("local", 1), Mode("device", 1), Mode("dist_async", 2))
+def test_empty_in_stores_that_share_nothing(store, W):
+    store.set_optimizer(optimizers.create("test"))
+    arrays = store.zeros([(3,), (2, 2)])
+    store.init(["a", "b"], arrays)
+    for array in arrays:
+        array[:] = 1
+    store.pushpull(["a", "b"], arrays)
+    store.barrier()
+    assert [uniform(one) for one in store.pull(["a", "b"])] == [W, W]

@@ -7,83 +7,39 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from store_modes import long_messages
+from direct_stores import CALLS, exchange
+from on_workers import counted, on, uniform
+from store_modes import Mode
 
 from mpikv import ConfigError, optimizers
-from mpikv.config import Config
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.testing.reference import ReferenceStore
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.testing.stores import TEST_TIMEOUT_S
 
-BOUND = 8  # elements from which on a key is cut over all servers
+F32 = np.float32
 SIZES = (0, 1, 2, 5, 24, 300)
 DTYPES = tuple(np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
-
-
-class Form(NamedTuple):
-    """How a round goes. hosts: of each rank, one letter each; '': all on one. memory: as in `store_modes.Mode`."""
-
-    workers: int
-    servers: int = 0
-    algorithm: str = "auto"
-    hosts: str = ""
-    memory: str = "auto"
-    part_bytes: int = 1 << 20
-
-    def run(self, body, **changes: Any):
-        fields = {
-            "algorithm": self.algorithm,
-            "shared_memory": "off" if self.memory == "off" else "auto",
-            "bigarray_bound_elems": BOUND,
-            "partition_bytes": self.part_bytes,
-            "timeout_s": TEST_TIMEOUT_S,
-            **changes,
-        }
-        arguments = {"num_servers": self.servers, "config": Config(**fields), "hosts": list(self.hosts) or None}
-        if self.memory == "long":
-            with long_messages():
-                return spawn_stores("dist_sync", self.workers, body, **arguments)
-        return spawn_stores("dist_sync", self.workers, body, **arguments)
-
+Form = functools.partial(Mode, "dist_sync")  # how a round goes
 
 ALGORITHMS = ("naive", "ring", "halving_doubling")
 BY_MESSAGES = tuple(Form(w, algorithm=a) for w in (2, 3, 5) for a in ALGORITHMS)
-DIRECT = (Form(2), Form(3), Form(5))
 HOSTS = (
-    Form(3, hosts="abc"),
-    Form(4, hosts="aabb"),
-    Form(5, hosts="aabbb"),
-    Form(5, hosts="ababb", memory="off"),
-    Form(6, hosts="aabbcc", memory="off"),
+    *(Form(3, hosts="abc"), Form(4, hosts="aabb"), Form(5, hosts="aabbb")),
+    *(Form(5, hosts="ababb", memory="off"), Form(6, hosts="aabbcc", memory="off")),
 )
 SERVERS = tuple(
-    Form(w, servers=s, memory=memory, part_bytes=part)
+    Form(w, s, memory=memory, part_bytes=part)
     for (w, s, part), memory in itertools.product(((2, 1, 1 << 20), (3, 2, 64), (5, 3, 64)), ("auto", "off", "long"))
 )
-FORMS = (*BY_MESSAGES, *DIRECT, *HOSTS, *SERVERS)
-FEW = (
-    Form(3, algorithm="ring"),
-    Form(3),
-    Form(3, hosts="aab"),
-    Form(3, hosts="abc"),
-    Form(3, servers=2, part_bytes=64),
-)
-
-
-def form_id(form: Form) -> str:
-    return f"{form.workers}w{form.servers}s-{form.algorithm}-{form.hosts or 'one'}-{form.memory}-{form.part_bytes}"
-
-
-EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=form_id)
-SOME_FORMS = pytest.mark.parametrize("form", FEW, ids=form_id)
+FORMS = (*BY_MESSAGES, Form(2), Form(3), Form(5), *HOSTS, *SERVERS)
+FEW = (Form(3, algorithm="ring"), Form(3), Form(3, hosts="aab"), Form(3, hosts="abc"), Form(3, 2, part_bytes=64))
 
 # The factor of each worker, step by step: alike; the last batch; alike again, also in the step in which all change; and
 # one worker alone, who then goes on with what it has.
@@ -109,59 +65,31 @@ def expected(n: int, workers: int, step: int) -> Any:
     )
 
 
-CALLS = ("pushpull", "in place", "one by one", "push and pull", "async", "shared")
-
-
-def exchange(store, call: str, keys, grads, outs) -> None:
-    if call == "pushpull":
-        store.pushpull(keys, grads, out=outs)
-    elif call in {"in place", "shared"}:
-        for out, grad in zip(outs, grads, strict=True):
-            out[...] = grad
-        store.pushpull(keys, outs)
-    elif call == "one by one":
-        for key, grad, out in zip(keys, grads, outs, strict=True):
-            store.pushpull(key, grad, out=out)
-    elif call == "push and pull":
-        for key, grad in zip(keys, grads, strict=True):
-            store.push(key, grad)
-        store.pull(keys, out=outs)
-    else:
-        store.pushpull_async(keys, grads, out=outs).wait()
-
-
 @pytest.mark.grid(1)
-@EVERY_FORM
-def test_each_gradient_counts_with_its_own_factor(form: Form) -> None:
+@on(*FORMS)
+def test_each_gradient_counts_with_its_own_factor(store, W) -> None:
     # Each size in two dtypes, each dtype in three sizes.
     shapes = [(n, DTYPES[(i + k) % len(DTYPES)]) for i, n in enumerate(SIZES) for k in (0, 1)]
-
-    def body(store):
-        keys = [f"{n} {dtype}" for n, dtype in shapes]
-        optimizer = optimizers.create("test")
-        store.init(keys, [np.zeros(n, dtype) for n, dtype in shapes])
-        store.set_optimizer(optimizer)
-        shared = [store.zeros((n,), dtype) for n, dtype in shapes]
-        found = []
-        for step, factors in enumerate(FACTORS):
-            call = CALLS[(step + form.workers) % len(CALLS)]
-            optimizer.rescale_grad = factors[store.rank]
-            grads = [small_numbers(n, store.rank, step, dtype) for n, dtype in shapes]
-            outs = shared if call == "shared" else [np.empty(n, dtype) for n, dtype in shapes]
-            exchange(store, call, keys, grads, outs)
-            found.append([out.astype(np.float64) for out in outs])
-        return found
-
-    for found in form.run(body):
-        for step, values in enumerate(found):
-            for (n, dtype), value in zip(shapes, values, strict=True):
-                assert value.tolist() == expected(n, form.workers, step + 1).tolist(), (step, n, dtype)
+    keys = [f"{n} {dtype}" for n, dtype in shapes]
+    optimizer = optimizers.create("test")
+    store.init(keys, [np.zeros(n, dtype) for n, dtype in shapes])
+    store.set_optimizer(optimizer)
+    outs, shared = ([make(n, dtype) for n, dtype in shapes] for make in (np.zeros, store.zeros))
+    calls = itertools.islice(itertools.cycle(CALLS), W, None)
+    for step, (factors, call) in enumerate(zip(FACTORS, calls, strict=False)):
+        optimizer.rescale_grad = factors[store.rank]
+        values = [small_numbers(n, store.rank, step, dtype) for n, dtype in shapes]
+        if step % 3 == 2:
+            for array, value in zip(shared, values, strict=True):
+                array[...] = value
+            values = shared
+        exchange(store, call, keys, values, outs)
+        for (n, dtype), value in zip(shapes, values, strict=True):
+            assert value.astype(np.float64).tolist() == expected(n, W, step + 1).tolist(), (step, n, dtype)
 
 
-@pytest.mark.parametrize(
-    "form", [form for form in FORMS if form.workers == 2 or form.algorithm == "naive"], ids=form_id
-)
-def test_which_bits_results_have(form: Form) -> None:
+@on(*[form for form in FORMS if form.workers == 2 or form.algorithm == "naive"])
+def test_which_bits_results_have(mode: Mode) -> None:
     """With the factor that was agreed on no bit changes, also where the rate does, and where factors have differed
     before; with another one each gradient is multiplied by the ratio of the two, rounded once, and then all is as
     before. So it is in every form.
@@ -170,78 +98,66 @@ def test_which_bits_results_have(form: Form) -> None:
     steps = [(1 / 48, 0.3), (1 / 48, 0.3), (1 / 7, 0.3), (1 / 7, 0.07), (1 / 48, 0.3), None, (1 / 48, 0.3), (0.1, 0.2)]
 
     def numbers(worker: int, step: int) -> Any:
-        return np.random.default_rng([worker, step]).standard_normal(n).astype(np.float32)
+        return np.random.default_rng([worker, step]).standard_normal(n).astype(F32)
 
     def body(store):
         optimizer = optimizers.create("sgd", learning_rate=0.3, wd=0.01, rescale_grad=agreed)
-        store.init("w", np.ones(n, np.float32))
+        store.init("w", np.ones(n, F32))
         store.set_optimizer(optimizer)
         found = []
         for step, attributes in enumerate(steps):
             optimizer.rescale_grad, optimizer.learning_rate = attributes or (1.0 / (3 + store.rank), 0.3)
-            out = np.empty(n, np.float32)
-            store.pushpull("w", numbers(store.rank, step), out=out)
+            store.pushpull("w", numbers(store.rank, step), out=(out := np.empty(n, F32)))
             found.append(out)
         return found
 
-    results = form.run(body)
+    results = mode.run(body)
     optimizer = optimizers.create("sgd", wd=0.01, rescale_grad=agreed)
+
+    def update(weight, total):
+        new = weight.copy()
+        optimizer.update("w", new, total, optimizer.init(new))
+        return new
+
     for step, attributes in enumerate(steps):
         assert len({found[step].tobytes() for found in results}) == 1
         if attributes is None:
             continue
         factor, optimizer.learning_rate = attributes
-        before = results[0][step - 1] if step else np.ones(n, np.float32)
-
-        def update(weight, total):
-            new = weight.copy()
-            optimizer.update("w", new, total, optimizer.init(new))
-            return new
-
-        reference = ReferenceStore(form.workers, update=update)
-        reference.init("w", before)
-        for worker in range(form.workers):
+        reference = ReferenceStore(mode.workers, update=update)
+        reference.init("w", results[0][step - 1] if step else np.ones(n, F32))
+        for worker in range(mode.workers):
             gradient = numbers(worker, step)
-            reference.push(worker, "w", [gradient if factor == agreed else gradient * np.float32(factor / agreed)])
+            reference.push(worker, "w", [gradient if factor == agreed else gradient * F32(factor / agreed)])
         assert results[0][step].tobytes() == reference.pull(0, "w").tobytes(), step
 
 
-@SOME_FORMS
-def test_rounds_ahead_in_any_order(form: Form) -> None:
+@on(*FEW)
+def test_rounds_ahead_in_any_order(store, W) -> None:
     """Every worker pushes rounds of several keys in an order of its own, far ahead, each under labels of its own."""
-    n_keys, n_rounds, n = 4, 12, 20
+    n_rounds, n, keys = 12, 20, range(4)
 
     def factor(worker: int, key: int, round_: int) -> float:
         random = np.random.default_rng([key, round_])
-        alike, odd = random.random() < 0.5, int(random.integers(form.workers))
+        alike, odd = random.random() < 0.5, int(random.integers(W))
         common = float(2.0 ** random.integers(-2, 2))
         if alike or (worker != odd and random.random() < 0.5):
             return common
         return float(2.0 ** np.random.default_rng([key, round_, worker]).integers(-2, 2))
 
-    def body(store):
-        optimizer = optimizers.create("test")
-        keys = [str(key) for key in range(n_keys)]
-        store.init(keys, [np.zeros(n)] * n_keys)
-        store.set_optimizer(optimizer)
-        order = [key for key in range(n_keys) for _ in range(n_rounds)]
-        np.random.default_rng(store.rank).shuffle(order)
-        made = [0] * n_keys
-        for key in order:
-            optimizer.rescale_grad = factor(store.rank, key, made[key])
-            made[key] += 1
-            store.push(str(key), small_numbers(n, store.rank, made[key], np.float64))
-        return [store.pull(key).tolist() for key in keys]
+    def values(worker: int, key: int) -> Any:
+        return [small_numbers(n, worker, i, np.float64) * factor(worker, key, i) for i in range(n_rounds)]
 
-    wanted = [
-        sum(
-            factor(w, key, i) * small_numbers(n, w, i + 1, np.float64)
-            for i in range(n_rounds)
-            for w in range(form.workers)
-        ).tolist()
-        for key in range(n_keys)
-    ]
-    assert form.run(body) == [wanted] * form.workers
+    optimizer = optimizers.create("test")
+    store.init([*keys], [np.zeros(n) for _ in keys])
+    store.set_optimizer(optimizer)
+    made = dict.fromkeys(keys, 0)
+    for key in np.random.default_rng(store.rank).permutation([*keys] * n_rounds).tolist():
+        optimizer.rescale_grad = factor(store.rank, key, made[key])
+        store.push(key, small_numbers(n, store.rank, made[key], np.float64))
+        made[key] += 1
+    for key in keys:
+        assert store.pull(key).tolist() == sum(sum(values(worker, key)) for worker in range(W)).tolist()
 
 
 # --- other attributes
@@ -268,63 +184,51 @@ def owned(store) -> list[bytes]:
     return [queue.value()[queue.span(info)].tobytes() for queue in queues.values() for info in queue.keys]
 
 
-def without_bundles(monkeypatch: Any) -> None:
-    """Let every message be of one key, as soon as it can leave."""
-    monkeypatch.setattr(sys.modules[__name__], "Config", functools.partial(Config, bucket_bytes=0))
-
-
-def refused_step(form: Form, set_attributes, *, steps: int = 1, attribute: str = "learning_rate") -> None:
+def refused_step(store, W, attribute: str, *, steps: int = 1, armed: Any = None, **attributes: Any) -> None:
     """All is well for some steps; then the attributes differ. Both names, on all workers; nothing is updated.
 
-    The arrays for the result hold the stored value then, or what they held.
+    attributes: those that this worker sets. The arrays for the result hold the stored value then, or what they held.
     """
-
-    def body(store):
-        optimizer = optimizers.create("sgd", learning_rate=0.1)
-        keys, shapes = ["w", "tiny", "empty"], [(40,), (1,), (0,)]
-        store.init(keys, [np.ones(shape, np.float32) for shape in shapes])
-        store.set_optimizer(optimizer)
-        grads = [np.ones(shape, np.float32) for shape in shapes]
-        for _ in range(steps):
-            store.pushpull(keys, grads, out=[np.empty(shape, np.float32) for shape in shapes])
-        values = [store.pull(key) for key in keys]
-        before = owned(store)
-        set_attributes(optimizer, store.rank)
-        outs = [np.full(shape, 7, np.float32) for shape in shapes]
-        texts = [refused(store.pushpull, keys, grads, out=outs)]
-        assert all((out == 7).all() or (out == value).all() for out, value in zip(outs, values, strict=True))
-        texts.append(refused(store.pull, "w"))
-        texts.append(refused(store.push, "w", grads[0]))
-        after = owned(store)
-        store.close()  # which says nothing that was said
-        return before == after, texts
-
-    for unchanged, texts in form.run(body):
-        assert unchanged
-        for text in texts:  # of one key or the other
-            assert f"round {steps + 1}: different attributes" in text
-            assert all(text.count(f"worker {i} on ") == 1 for i in range(form.workers))
-            assert text.count(f": {attribute}=") == 2
-            assert "nothing was updated" in text
+    optimizer = optimizers.create("sgd", learning_rate=0.1)
+    keys, sizes = ["w", "tiny", "empty"], [40, 1, 0]
+    store.init(keys, [np.ones(n, F32) for n in sizes])
+    store.set_optimizer(optimizer)
+    grads = [np.ones(n, F32) for n in sizes]
+    for _ in range(steps):
+        store.pushpull(keys, grads, out=[np.empty(n, F32) for n in sizes])
+    values = [store.pull(key) for key in keys]
+    before = owned(store)
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
+    if armed and store.rank == 0:
+        armed.set()
+    outs = [np.full(n, 7, F32) for n in sizes]
+    texts = [refused(store.pushpull, keys, grads, out=outs)]
+    assert all((out == 7).all() or (out == value).all() for out, value in zip(outs, values, strict=True))
+    texts += [refused(store.pull, "w"), refused(store.push, "w", grads[0])]
+    assert before == owned(store)
+    for text in texts:  # of one key or the other
+        assert f"round {steps + 1}: different attributes" in text
+        assert [text.count(f"worker {i} on ") for i in range(W)] == [1] * W
+        assert text.count(f": {attribute}=") == 2
+        assert "nothing was updated" in text
+    store.close()  # which says nothing that was said
 
 
-@EVERY_FORM
-def test_another_rate_is_an_error_on_all(form: Form) -> None:
-    def odd(optimizer, rank):
-        optimizer.learning_rate = 0.2 if rank == 1 else 0.1
-        optimizer.rescale_grad = 0.5
-
-    refused_step(form, odd)
+@on(*FORMS)
+def test_another_rate_is_an_error_on_all(store, W) -> None:
+    rate = 0.2 if store.rank == 1 else 0.1
+    refused_step(store, W, "learning_rate", learning_rate=rate, rescale_grad=0.5)
 
 
-@SOME_FORMS
-def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(form: Form, monkeypatch) -> None:
+@on(*FEW)
+def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(mode: Mode, told, monkeypatch) -> None:
     """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
-    before, armed, late = QueuedCall._lent_round, threading.Event(), threading.Event()
+    before, late = QueuedCall._lent_round, threading.Event()
 
     def slow(call, queue, *arguments):
         keys = {one.info.key: one for one in call._keys.all()}
-        if armed.is_set() and call._session.rank == 0 and queue.info.key != "w" and keys["w"].waiting:
+        if told.is_set() and call._session.rank == 0 and queue.info.key != "w" and keys["w"].waiting:
             deadline = time.monotonic() + TEST_TIMEOUT_S
             while not keys["w"].running.done:
                 assert time.monotonic() < deadline
@@ -332,199 +236,137 @@ def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(form:
             late.set()
         return before(call, queue, *arguments)
 
-    def odd(optimizer, rank):
-        optimizer.learning_rate = 0.2 if rank == 1 else 0.1
-        if rank == 0:
-            armed.set()
+    def body(store):
+        rate = 0.2 if store.rank == 1 else 0.1
+        refused_step(store, mode.workers, "learning_rate", learning_rate=rate, armed=told)
 
     monkeypatch.setattr(QueuedCall, "_lent_round", slow)
-    without_bundles(monkeypatch)  # which leave at the end of a call
-    refused_step(form, odd)
-    assert late.is_set() == (not form.servers)  # to those all keys go in one message
+    mode.run(body, bucket_bytes=0)  # bundles of keys leave at the end of a call
+    assert late.is_set() == (not mode.servers)  # to those all keys go in one message
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("attribute", DIFFERENT)
-@pytest.mark.parametrize("form", [FEW[0], FEW[1], FEW[-1]], ids=form_id)
-def test_every_attribute_counts(form: Form, attribute: str) -> None:
-    def odd(optimizer, rank):
-        setattr(optimizer, attribute, DIFFERENT[attribute][rank == 1])
-
-    refused_step(form, odd, steps=2, attribute=attribute)
+@on(FEW[0], FEW[1], FEW[-1])
+def test_every_attribute_counts(store, W, attribute: str) -> None:
+    refused_step(store, W, attribute, steps=2, **{attribute: DIFFERENT[attribute][store.rank == 1]})
 
 
-@SOME_FORMS
-def test_who_has_changed_is_found_out_whoever_it_is(form: Form) -> None:
+@pytest.mark.parametrize("changed", [{0}, {2}, {0, 2}], ids=str)
+@on(*FEW)
+def test_who_has_changed_is_found_out_whoever_it_is(store, W, changed: set[int]) -> None:
     """Worker 1 stays as it was, the others change: one of them alone, or both alike."""
-    for changed in ({0}, {2}, {0, 2}):
-
-        def odd(optimizer, rank, changed=frozenset(changed)):
-            optimizer.learning_rate = 0.4 if rank in changed else 0.1
-
-        refused_step(form, odd, steps=2)
+    refused_step(store, W, "learning_rate", steps=2, learning_rate=0.4 if store.rank in changed else 0.1)
 
 
-@SOME_FORMS
-def test_an_attribute_changed_for_one_push_alone(form: Form) -> None:
+@on(*FEW)
+def test_an_attribute_changed_for_one_push_alone(store, W) -> None:
     """Worker 0 changes it, pushes, and changes it back, far ahead of the others."""
-
-    def body(store):
-        optimizer = optimizers.create("sgd", learning_rate=0.5)
-        store.init(["a", "b"], [np.zeros(9, np.float32)] * 2)
-        store.set_optimizer(optimizer)
-        for step in range(6):
-            optimizer.learning_rate = 1.0 if (store.rank, step) == (0, 3) else 0.5
-            store.push("a", np.ones(9, np.float32))
-            optimizer.learning_rate = 0.5
-            store.push("b", np.ones(9, np.float32))
-        value = store.pull("b").tolist()
-        return value, refused(store.close)  # the first who can say it
-
-    for value, *texts in form.run(body):
-        assert value == [-3.0 * form.workers] * 9
-        assert all("round 4" in text and "learning_rate=1.0" in text for text in texts)
+    optimizer = optimizers.create("sgd", learning_rate=0.5)
+    store.init(["a", "b"], [np.zeros(9, F32)] * 2)
+    store.set_optimizer(optimizer)
+    for step in range(6):
+        optimizer.learning_rate = 1.0 if (store.rank, step) == (0, 3) else 0.5
+        store.push("a", np.ones(9, F32))
+        optimizer.learning_rate = 0.5
+        store.push("b", np.ones(9, F32))
+    assert uniform(store.pull("b")) == -3.0 * W
+    text = refused(store.close)  # the first who can say it
+    assert "round 4" in text
+    assert "learning_rate=1.0" in text
 
 
-@SOME_FORMS
-def test_integers_cannot_be_scaled(form: Form) -> None:
-    def body(store):
-        optimizer = optimizers.create("test")
-        store.init("w", np.zeros(9, np.int32))
-        store.set_optimizer(optimizer)
-        store.push("w", np.ones(9, np.int32))
-        value = store.pull("w").tolist()
-        optimizer.rescale_grad = 1.0 + store.rank
-        store.push("w", np.ones(9, np.int32))
-        text = refused(store.pull, "w")
-        store.close()
-        return value, text
-
-    for value, *texts in form.run(body):
-        assert value == [form.workers] * 9
-        assert all("integers cannot be scaled" in text and "rescale_grad=3.0" in text for text in texts)
+@on(*FEW)
+def test_integers_cannot_be_scaled(store, W) -> None:
+    optimizer = optimizers.create("test")
+    store.init("w", np.zeros(9, np.int32))
+    store.set_optimizer(optimizer)
+    store.push("w", np.ones(9, np.int32))
+    assert uniform(store.pull("w")) == W
+    optimizer.rescale_grad = 1.0 + store.rank
+    store.push("w", np.ones(9, np.int32))
+    text = refused(store.pull, "w")
+    assert "integers cannot be scaled" in text
+    assert "rescale_grad=3.0" in text
+    store.close()
 
 
-@SOME_FORMS
-def test_optimizers_of_their_own_keys(form: Form) -> None:
+@on(*FEW)
+def test_optimizers_of_their_own_keys(store, W) -> None:
     """Two slots: the factors of one differ, those of the other do not; an optimizer that needs the whole key."""
-
-    def body(store):
-        store.init(["a", "b"], [np.zeros(30, np.float32), np.ones(30, np.float32)])
-        first, second = optimizers.create("test"), optimizers.create("lars", learning_rate=0.5)
-        store.strategy.set_optimizer(first, ["a"])
-        store.strategy.set_optimizer(second, ["b"])
-        for step, factors in enumerate(FACTORS):
-            first.rescale_grad = factors[store.rank]
-            second.rescale_grad = 0.25 * factors[store.rank]
-            grads = [small_numbers(30, store.rank, step, np.float32)] * 2
-            store.pushpull(["a", "b"], grads, out=[np.empty(30, np.float32)] * 2 if step < 0 else None)
-        return store.pull("a").tolist(), store.pull("b")
-
-    single = np.ones(30, np.float32)
-    lars = optimizers.create("lars", learning_rate=0.5)
-    state = lars.init(single)
-    for step in range(len(FACTORS)):
-        total = expected(30, form.workers, step + 1) - expected(30, form.workers, step)
-        lars.rescale_grad = 0.25
-        state = lars.update("b", single, total.astype(np.float32), state)
-    for a, b in form.run(body):
-        assert a == expected(30, form.workers, len(FACTORS)).tolist()
-        np.testing.assert_allclose(b, single, rtol=1e-5)
+    n, steps, alone = 30, len(FACTORS), np.ones(30, F32)
+    store.init(["a", "b"], [np.zeros(n, F32), alone])
+    first, second, lars = (optimizers.create(name) for name in ("test", "lars", "lars"))
+    second.learning_rate = lars.learning_rate = 0.5
+    store.strategy.set_optimizer(first, ["a"])
+    store.strategy.set_optimizer(second, ["b"])
+    state = lars.init(alone)
+    lars.rescale_grad = 0.25
+    for step, factors in enumerate(FACTORS):
+        first.rescale_grad = factors[store.rank]
+        second.rescale_grad = 0.25 * factors[store.rank]
+        store.pushpull(["a", "b"], [small_numbers(n, store.rank, step, F32) for _ in range(2)])
+        total = expected(n, W, step + 1) - expected(n, W, step)
+        state = lars.update("b", alone, total.astype(F32), state)
+    assert store.pull("a").tolist() == expected(n, W, steps).tolist()
+    np.testing.assert_allclose(store.pull("b"), alone, rtol=1e-5)
 
 
-def test_asynchronous_pushes_count_with_their_own_attributes() -> None:
-    def body(store):
-        optimizer = optimizers.create("sgd", learning_rate=1.0)
-        store.init("w", np.zeros(20, np.float32))
-        store.set_optimizer(optimizer)
-        optimizer.learning_rate, optimizer.rescale_grad = 2.0**store.rank, 0.5
-        store.push("w", np.ones(20, np.float32))
-        store.barrier()
-        return store.pull("w").tolist()
-
-    for servers in (0, 2):
-        found = spawn_stores("dist_async", 3, body, num_servers=servers, config=Config(bigarray_bound_elems=BOUND))
-        assert found == [[-3.5] * 20] * 3
+@on(Mode("dist_async", 3), Mode("dist_async", 3, 2))
+def test_asynchronous_pushes_count_with_their_own_attributes(store) -> None:
+    optimizer = optimizers.create("sgd", learning_rate=1.0)
+    store.init("w", np.zeros(20, F32))
+    store.set_optimizer(optimizer)
+    optimizer.learning_rate, optimizer.rescale_grad = 2.0**store.rank, 0.5
+    store.push("w", np.ones(20, F32))
+    store.barrier()
+    assert uniform(store.pull("w")) == -3.5
 
 
 # --- counts
 
 
-COUNTED = (*BY_MESSAGES, *HOSTS, Form(5, hosts="abcde"), Form(2, hosts="ab"), Form(3), Form(3, 2))
-
-
-@pytest.mark.parametrize("form", COUNTED, ids=form_id)
-def test_messages(form: Form, monkeypatch) -> None:
+@on(*BY_MESSAGES, *HOSTS, Form(5, hosts="abcde"), Form(2, hosts="ab"), Form(3), Form(3, 2), bucket_bytes=0)
+def test_messages(store, mode: Mode) -> None:
     """As many in a step that changes attributes as in one that does not; also where workers' factors differ."""
-    without_bundles(monkeypatch)
-    shapes = (1, 2, 30, 300)
+    optimizer = optimizers.create("sgd", learning_rate=0.1)
+    keys, sizes = [0, 1, 2, 3], (1, 2, 30, 300)
+    store.init(keys, [np.zeros(n, F32) for n in sizes])
+    store.set_optimizer(optimizer)
 
-    def body(store):
-        optimizer = optimizers.create("sgd", learning_rate=0.1)
-        keys = list(range(len(shapes)))
-        store.init(keys, [np.zeros(n, np.float32) for n in shapes])
-        store.set_optimizer(optimizer)
-        counts = []
-        for step in range(7):
-            if step in {2, 4}:
-                optimizer.learning_rate /= 2
-            if step in {3, 4}:
-                optimizer.rescale_grad /= 2
-            if step == 5:
-                optimizer.rescale_grad = 1.0 + store.rank
-            if step == 6:
-                optimizer.rescale_grad = 1.0
-            store.barrier()
-            before = store.stats()
-            store.pushpull(keys, [np.ones(n, np.float32) for n in shapes])
-            after = store.stats()
-            names = ("messages_sent", "control_messages_sent", "declined_calls")
-            counts.append([after.get(name, 0) - before.get(name, 0) for name in names])
-        store.barrier()
-        return counts
+    def step(rate: float, factor: float) -> None:
+        optimizer.learning_rate, optimizer.rescale_grad = rate, factor
+        store.pushpull(keys, [np.ones(n, F32) for n in sizes])
 
-    for counts in form.run(body):
-        assert all(control == 0 for _, control, _ in counts)
-        messages = [messages for messages, _, _ in counts]
-        if form == Form(3):  # who has another factor than the agreed one has to copy: then each key has its own round
-            assert [declined for _, _, declined in counts] == [0, 0, 0, 1, 1, 1, 0]
-        if not form.servers:  # whom workers tell new attributes in a message, once for all keys
-            assert messages == [messages[0]] * len(counts)
+    attributes = [(0.1, 1), (0.1, 1), (0.05, 1), (0.05, 0.5), (0.025, 0.25), (0.025, 1.0 + store.rank), (0.025, 1)]
+    names = ("messages_sent", "control_messages_sent", "declined_calls")
+    counts = [counted(store, functools.partial(step, *one), *names) for one in attributes]
+    messages, control, declined = zip(*counts, strict=True)
+    assert not any(control)
+    if mode == Form(3):  # who has another factor than the agreed one has to copy: then each key has its own round
+        assert declined == (0, 0, 0, 1, 1, 1, 0)
+    if not mode.servers:  # whom workers tell new attributes in a message, once for all keys
+        assert set(messages) == {messages[0]}
 
 
-@pytest.mark.parametrize(
-    "form", [Form(3, algorithm="ring"), Form(5, algorithm="halving_doubling"), *HOSTS], ids=form_id
-)
-def test_messages_of_another_op(form: Form) -> None:
-    def body(store):
-        store.init("w", np.ones(30, np.float32))
-        counts = []
-        for op in ("sum", "sum", "max", "mean", "max", "sum"):
-            store.barrier()
-            before = store.stats()["messages_sent"]
-            store.pushpull("w", np.ones(30, np.float32), op=op)
-            counts.append(store.stats()["messages_sent"] - before)
-        store.barrier()
-        return counts
-
-    for counts in form.run(body):
-        assert counts == [counts[0]] * len(counts)
+@on(Form(3, algorithm="ring"), Form(5, algorithm="halving_doubling"), *HOSTS)
+def test_messages_of_another_op(store) -> None:
+    store.init("w", np.ones(30, F32))
+    ops = ("sum", "sum", "max", "mean", "max", "sum")
+    calls = [functools.partial(store.pushpull, "w", np.ones(30, F32), op=op) for op in ops]
+    counts = [counted(store, call, "messages_sent") for call in calls]
+    assert counts == [counts[0]] * len(ops)
 
 
-@EVERY_FORM
-def test_another_op_is_an_error_on_all(form: Form) -> None:
-    def body(store):
-        shapes = [3, 300]
-        store.init(["a", "b"], [np.zeros(n, np.float32) for n in shapes])
-        store.pushpull(["a", "b"], [np.full(n, store.rank, np.float32) for n in shapes], op="max")
-        op = "max" if store.rank == 1 else "sum"
-        text = refused(store.pushpull, ["a", "b"], [np.ones(n, np.float32) for n in shapes], op=op)
-        store.close()
-        return [text]
-
-    for texts in form.run(body):
-        for text in texts:  # of one key or the other
-            assert "round 2: another op of pushpull on different workers" in text
-            assert "worker 1 on localhost: op='max'" in text or form.hosts
-            assert "op='sum'" in text
-            assert "nothing was updated" in text
+@on(*FORMS)
+def test_another_op_is_an_error_on_all(store, mode: Mode) -> None:
+    sizes = [3, 300]
+    store.init(["a", "b"], [np.zeros(n, F32) for n in sizes])
+    store.pushpull(["a", "b"], [np.full(n, store.rank, F32) for n in sizes], op="max")
+    op = "max" if store.rank == 1 else "sum"
+    text = refused(store.pushpull, ["a", "b"], [np.ones(n, F32) for n in sizes], op=op)
+    store.close()
+    assert "round 2: another op of pushpull on different workers" in text  # of one key or the other
+    assert mode.hosts or "worker 1 on localhost: op='max'" in text
+    assert "op='sum'" in text
+    assert "nothing was updated" in text

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 
 import numpy as np
 import pytest
-from store_modes import BOUND, FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
+from on_workers import on, uniform
+from store_modes import BOUND, FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode
 
 from mpikv import ConfigError, MpikvError, UnsupportedError, kv, optimizers
+from mpikv.optimizers.owner import Owner
+from mpikv.placement import keys
+from mpikv.spaces.named import Spaces
 
 SHAPES = {"s": (), "a": (BOUND - 1,), "b": (5, 7), "c": (64, 3), "empty": (0, 2)}
 ROUNDS = 4
@@ -50,217 +52,256 @@ def gradient(key, worker, round_):
     return ((np.arange(n) * 5 + 3 * worker + round_) % 7 - 3).reshape(SHAPES[key])
 
 
-def local_values(optimizer, workers, dtype, *, set_first):
-    with kv.create("local") as store:
-        if set_first:
-            store.set_optimizer(optimizer())
-        for key, shape in SHAPES.items():
-            store.init(key, np.full(shape, 2, dtype))
-        if not set_first:
-            store.set_optimizer(optimizer())
-        for round_ in range(ROUNDS):
-            for key in SHAPES:
-                store.push(key, sum(gradient(key, worker, round_) for worker in range(workers)).astype(dtype))
-        return [store.pull(key).tobytes() for key in SHAPES]
+def trained(store, name, gradients, *, set_first):
+    """The values after some rounds; gradients(key, round_) are pushed."""
+    dtype = np.float16 if name == "multi_precision" else np.float32
+    if set_first:
+        store.set_optimizer(OPTIMIZERS[name]())
+    store.init(list(SHAPES), [np.full(shape, 2, dtype) for shape in SHAPES.values()])
+    if not set_first:
+        store.set_optimizer(OPTIMIZERS[name]())
+    for round_ in range(ROUNDS):
+        for key in SHAPES:
+            store.push(key, gradients(key, round_).astype(dtype))
+    return [store.pull(key).tobytes() for key in SHAPES]
 
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("set_first", [True, False], ids=["before_init", "after_init"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_as_local_on_the_summed_gradient(name, set_first):
-    dtype = np.dtype(np.float16 if name == "multi_precision" else np.float32)
     for mode in MODES:
 
-        def body(store):
-            if set_first:
-                store.set_optimizer(OPTIMIZERS[name]())
-            for key, shape in SHAPES.items():
-                store.init(key, np.full(shape, 2, dtype))
-            if not set_first:
-                store.set_optimizer(OPTIMIZERS[name]())
-            for round_ in range(ROUNDS):
-                for key in SHAPES:
-                    store.push(key, gradient(key, store.rank, round_).astype(dtype))
-            return [store.pull(key).tobytes() for key in SHAPES]
+        def summed(key, round_, workers=mode.workers):
+            return sum(gradient(key, worker, round_) for worker in range(workers))
 
-        expected = local_values(OPTIMIZERS[name], mode.workers, dtype, set_first=set_first)
+        def body(store):
+            return trained(store, name, lambda key, round_: gradient(key, store.rank, round_), set_first=set_first)
+
+        with kv.create("local") as store:
+            expected = trained(store, name, summed, set_first=set_first)
         assert mode.run(body) == [expected] * mode.workers, mode
 
 
-@pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
-def test_values_stay_and_states_start_anew_with_another_optimizer(mode):
+@on(Mode("local", 1), *FEW_DIST_SYNC, late=True)
+def test_values_stay_and_states_start_anew_with_another_optimizer(store, W):
     """Rounds before it are done without, and with the old one; keys that were cut are gathered for LAMB."""
-
-    def body(store):
-        store.init("w", np.zeros(4 * BOUND, np.float32))
-        g = np.ones(4 * BOUND, np.float32)
-        found = []
-        store.push("w", g)
-        for optimizer in (
-            optimizers.create("test"),
-            optimizers.create("sgd", learning_rate=1.0, momentum=0.5),
-            optimizers.create("sgd", learning_rate=1.0, momentum=0.5),
-            optimizers.create("lamb", learning_rate=0.1),
-            optimizers.create("sgd", learning_rate=1.0),
-        ):
-            store.set_optimizer(optimizer)
-            before = store.pull("w")
-            for _ in range(2):
-                store.push("w", g)
-            found.append(np.unique(store.pull("w") - before))
-        return found
-
-    W = mode.workers
-    results = mode.run(body, late=True)
-    for found in results:
-        assert [steps.tolist() for steps in found[:3]] == [[2 * W], [-2.5 * W], [-2.5 * W]]
-        assert len(found[3]) == 1
-        assert found[3][0] < 0
-        assert found[4].tolist() == pytest.approx([-2.0 * W], abs=1e-5)
-        assert found[3].tobytes() == results[0][3].tobytes()
+    store.init("w", np.zeros(4 * BOUND, np.float32))
+    g = np.ones(4 * BOUND, np.float32)
+    found = []
+    store.push("w", g)
+    momentum = {"learning_rate": 1.0, "momentum": 0.5}
+    lamb, plain = ("lamb", {"learning_rate": 0.1}), ("sgd", {"learning_rate": 1.0})
+    for name, options in (("test", {}), ("sgd", momentum), ("sgd", momentum), lamb, plain):
+        store.set_optimizer(optimizers.create(name, **options))
+        before = store.pull("w")
+        for _ in range(2):
+            store.push("w", g)
+        found.append(uniform(store.pull("w") - before))
+    assert found[:3] == [2 * W, -2.5 * W, -2.5 * W]
+    assert found[3] < 0
+    assert found[4] == pytest.approx(-2.0 * W, abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", FEW, ids=mode_id)
-def test_optimizers_of_some_keys(mode):
-    def body(store):
-        store.init(["a", "b", "c"], [np.zeros(3 * BOUND, np.float32)] * 3)
-        store.set_optimizer(optimizers.create("test"))
-        store.strategy.set_optimizer(optimizers.create("test", rescale_grad=10), ["b"])
-        store.strategy.set_optimizer(optimizers.create("test", rescale_grad=100), ["c"])
-        for key in "abc":
-            store.push(key, np.ones(3 * BOUND, np.float32))
-        store.barrier()
-        first = [np.unique(store.pull(key)).tolist() for key in "abc"]
-        store.barrier()
-        store.strategy.set_optimizer(optimizers.create("test", rescale_grad=1000), ["c"])
-        store.set_optimizer(optimizers.create("test", rescale_grad=5))
-        for key in "abc":
-            store.push(key, np.ones(3 * BOUND, np.float32))
-        store.barrier()
-        return first, [np.unique(store.pull(key)).tolist() for key in "abc"]
-
-    W = mode.workers
+@on(*FEW)
+def test_optimizers_of_some_keys(store, W):
+    store.init(["a", "b", "c"], [np.zeros(3 * BOUND, np.float32)] * 3)
+    store.set_optimizer(optimizers.create("test"))
+    store.strategy.set_optimizer(optimizers.create("test", rescale_grad=10), ["b"])
+    store.strategy.set_optimizer(optimizers.create("test", rescale_grad=100), ["c"])
+    for key in "abc":
+        store.push(key, np.ones(3 * BOUND, np.float32))
+    store.barrier()
+    first = [np.unique(store.pull(key)).tolist() for key in "abc"]
+    store.barrier()
+    store.strategy.set_optimizer(optimizers.create("test", rescale_grad=1000), ["c"])
+    store.set_optimizer(optimizers.create("test", rescale_grad=5))
+    for key in "abc":
+        store.push(key, np.ones(3 * BOUND, np.float32))
+    store.barrier()
     expected = ([[W], [10 * W], [100 * W]], [[6 * W], [20 * W], [1100 * W]])
-    assert mode.run(body) == [expected] * W
+    assert (first, [np.unique(store.pull(key)).tolist() for key in "abc"]) == expected
 
 
-@pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
-def test_different_optimizers_are_an_error_on_every_worker(mode):
-    makers = [
-        lambda rank: optimizers.create("sgd", learning_rate=0.1 * (1 + rank)),
-        lambda rank: optimizers.create("sgd" if rank else "adam"),
-        lambda rank: optimizers.create("sgd", momentum=0.5 if rank == 1 else 0.0),
-        lambda rank: (lambda weight, grad, state: state) if rank else own_rule,
-    ]
-
-    def body(store):
-        store.init("w", np.zeros(3, np.float32))
-        texts = []
-        for maker in makers:
-            with pytest.raises(ConfigError) as caught:
-                store.set_optimizer(maker(store.rank))
-            texts.append(str(caught.value))
-        with pytest.raises(ConfigError):
-            store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0 + store.rank), ["w"])
-        store.set_optimizer(optimizers.create("test"))
-        store.push("w", np.ones(3, np.float32))
-        store.barrier()
-        return texts, store.pull("w").tolist()
-
-    for texts, value in mode.run(body):
-        assert value == [mode.workers] * 3
-        for text in texts:
-            assert "worker 0 on localhost" in text
-            assert "worker 1 on localhost" in text
-        assert "0.1" in texts[0]
-        assert "0.2" in texts[0]
-        assert "adam" in texts[1]
+@on(*FEW_DIST_SYNC, *FEW_ASYNC)
+def test_different_optimizers_are_an_error_on_every_worker(store, W):
+    store.init("w", np.zeros(3, np.float32))
+    me = store.rank
+    for optimizer, parts in (
+        (optimizers.create("sgd", learning_rate=0.1 * (1 + me)), ("0.1", "0.2")),
+        (optimizers.create("sgd" if me else "adam"), ("adam",)),
+        (optimizers.create("sgd", momentum=0.5 if me == 1 else 0.0), ()),
+        ((lambda weight, grad, state: state) if me else own_rule, ()),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            store.set_optimizer(optimizer)
+        for part in ("worker 0 on localhost", "worker 1 on localhost", *parts):
+            assert part in str(caught.value)
+    with pytest.raises(ConfigError):
+        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0 + me), ["w"])
+    store.set_optimizer(optimizers.create("test"))
+    store.push("w", np.ones(3, np.float32))
+    store.barrier()
+    assert store.pull("w").tolist() == [W] * 3
 
 
-@pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
-def test_what_is_no_optimizer(mode):
-    def body(store):
-        for wrong in (3, None, "sdg", dict, ("a", "b")):
-            with pytest.raises((TypeError, ValueError)):
-                store.set_optimizer(wrong)
-        store.init("w", np.zeros(2, np.float32))
-        store.push("w", np.ones(2, np.float32))
-        return store.pull("w").tolist()
-
-    assert mode.run(body) == [[float(mode.workers)] * 2] * mode.workers
+@on(Mode("local", 1), *FEW_DIST_SYNC)
+def test_what_is_no_optimizer(store, W):
+    for wrong in (3, None, "sdg", dict, ("a", "b")):
+        with pytest.raises((TypeError, ValueError)):
+            store.set_optimizer(wrong)
+    store.init("w", np.zeros(2, np.float32))
+    store.push("w", np.ones(2, np.float32))
+    assert store.pull("w").tolist() == [float(W)] * 2
 
 
-@pytest.mark.parametrize("mode", FEW_ASYNC, ids=mode_id)
-def test_asynchronous_push_needs_an_optimizer(mode):
-    def body(store):
-        store.init("w", np.zeros(2, np.float32))
-        for call in (store.push, store.pushpull):
-            with pytest.raises(MpikvError, match=r"'w'.*set_optimizer"):
-                call("w", np.ones(2, np.float32))
-        return store.pull("w").tolist()
-
-    assert mode.run(body) == [[0.0] * 2] * mode.workers
+@on(*FEW_ASYNC)
+def test_asynchronous_push_needs_an_optimizer(store):
+    store.init("w", np.zeros(2, np.float32))
+    for call in (store.push, store.pushpull):
+        with pytest.raises(MpikvError, match=r"'w'.*set_optimizer"):
+            call("w", np.ones(2, np.float32))
+    assert store.pull("w").tolist() == [0.0] * 2
 
 
-def test_keys_are_spread_over_the_servers_by_bytes():
+def test_keys_are_spread_over_the_servers_by_bytes(tmp_path):
     """Seen by an optimizer: each owner is a thread of its own."""
-    with tempfile.TemporaryDirectory() as directory:
 
-        def noting(weight, grad, state):
-            with open(os.path.join(directory, str(threading.get_ident())), "a") as file:
-                file.write(f"{weight.nbytes}\n")
-            return state
+    def noting(weight, grad, state):
+        with open(tmp_path / str(threading.get_ident()), "a") as file:
+            file.write(f"{weight.nbytes} ")
+        return state
 
-        def body(store):
-            store.init(list("abcdef"), [np.zeros(n, np.float32) for n in (6, 1, 1, 4, 3, 3)])
-            store.set_optimizer(noting)
-            store.push(list("abcdef"), [np.zeros(n, np.float32) for n in (6, 1, 1, 4, 3, 3)])
-            store.barrier()
-            store.pull(list("abcdef"))
+    def body(store):
+        keys, values = list("abcdef"), [np.zeros(n, np.float32) for n in (6, 1, 1, 4, 3, 3)]
+        store.init(keys, values)
+        store.set_optimizer(noting)
+        store.push(keys, values)
+        store.pull(keys)
 
-        Mode("dist_sync", 2, 3).run(body)
-        sizes = []
-        for name in os.listdir(directory):
-            with open(os.path.join(directory, name)) as file:
-                sizes.append(sorted(int(line) for line in file))
+    Mode("dist_sync", 2, 3).run(body)
+    sizes = [sorted(map(int, path.read_text().split())) for path in tmp_path.iterdir()]
     assert sorted(sizes) == [[4, 12, 12], [4, 16], [24]]
 
 
-def test_updater_of_a_local_store():
-    for name in ("local", "device"):
-        store = kv.create(name)
-        seen = []
+@on(Mode("local", 1), Mode("device", 1))
+def test_updater_of_a_local_store(store):
+    seen, half = [], np.ones((2, 3), np.float16)
 
-        def updater(key, pushed, stored, seen=seen):
-            seen.append((key, pushed.shape, stored.dtype))
-            stored += 2 * pushed
+    def updater(key, pushed, stored):
+        seen.append((key, pushed.shape, stored.dtype))
+        stored += 2 * pushed
 
-        store.init([7, 9], [np.ones((2, 3), np.float16), np.ones((), np.float32)])
-        store.set_optimizer(optimizers.create("test"))
-        store.set_updater(updater)
-        store.push([7, 9], [[np.ones((2, 3), np.float16)] * 3, np.float32(4)])
-        assert seen == [(7, (2, 3), np.float16), (9, (), np.float32)]
-        assert store.pull(7).tolist() == [[7.0] * 3] * 2
-        assert store.pull(9) == 9
-        with pytest.raises(TypeError, match="updater is a function"):
-            store.set_updater(3)
+    def fails(key, pushed, stored):
+        raise ZeroDivisionError(key)
 
-        def fails(key, pushed, stored):
-            raise ZeroDivisionError(key)
-
-        store.set_updater(fails)
-        for call in (store.push, store.pushpull):
-            with pytest.raises(ZeroDivisionError, match="7"):
-                call(7, np.ones((2, 3), np.float16))
-        store.set_optimizer(optimizers.create("test"))
-        store.push(9, np.float32(1))
-        assert store.pull(9) == 10
+    store.init([7, 9], [half, np.ones((), np.float32)])
+    store.set_optimizer(optimizers.create("test"))
+    store.set_updater(updater)
+    store.push([7, 9], [[half] * 3, np.float32(4)])
+    assert seen == [(7, (2, 3), np.float16), (9, (), np.float32)]
+    assert [uniform(store.pull(key)) for key in (7, 9)] == [7, 9]
+    with pytest.raises(TypeError, match="updater is a function"):
+        store.set_updater(3)
+    store.set_updater(fails)
+    for call in (store.push, store.pushpull):
+        with pytest.raises(ZeroDivisionError, match="7"):
+            call(7, half)
+    store.set_optimizer(optimizers.create("test"))
+    store.push(9, np.float32(1))
+    assert store.pull(9) == 10
 
 
-def test_updater_elsewhere():
-    def body(store):
-        with pytest.raises(UnsupportedError, match="set_optimizer"):
-            store.set_updater(lambda key, pushed, stored: None)
+@on(*FEW_DIST_SYNC, *FEW_ASYNC)
+def test_updater_elsewhere(store):
+    with pytest.raises(UnsupportedError, match="set_optimizer"):
+        store.set_updater(lambda key, pushed, stored: None)
 
-    for mode in (*FEW_DIST_SYNC, *FEW_ASYNC):
-        mode.run(body)
+
+# --- attributes that change while it is at work reach the owners with the pushes made under them
+
+
+N = 3 * BOUND
+
+
+def ones():
+    return np.ones(N, np.float32)
+
+
+def begun(store, *keys):
+    store.init([*keys], [np.zeros(N, np.float32) for _ in keys])
+    optimizer = optimizers.create("sgd", learning_rate=1.0)
+    store.set_optimizer(optimizer)
+    return optimizer
+
+
+@on(*FEW)
+def test_learning_rate_changed_between_pushes(store, W):
+    optimizer = begun(store, "w")
+    for rate, expected in ((1.0, -1), (2.0, -3), (4.0, -7), (1.0, -8), (0.5, -12)):
+        optimizer.learning_rate = rate
+        if rate == 0.5:
+            optimizer.lr_mult, optimizer.rescale_grad = {"w": 2.0}, 4.0
+        store.push("w", ones())
+        store.barrier()
+        assert uniform(store.pull("w")) == expected * W
+        store.barrier()
+
+
+@on(*FEW_DIST_SYNC, late=True)
+def test_each_round_has_the_rate_it_was_pushed_under(store, W):
+    """All workers push rounds ahead without waiting, at paces of their own."""
+    rates = [1.0, 2.0, 4.0, 8.0, 1.0, 8.0, 1.0, 1.0]  # also back to what it was
+    optimizer = begun(store, "w")
+    outs = []
+    for rate in rates:
+        optimizer.learning_rate = rate
+        store.push("w", ones())
+        outs.append(store.pull_async("w"))
+    expected = [-W * sum(rates[: i + 1]) for i in range(len(rates))]
+    assert [uniform(out.wait()) for out in outs] == expected
+
+
+@on(*FEW_DIST_SYNC)
+def test_a_change_does_not_reach_back(store, W):
+    """Round 1 of 'late' was pushed at rate 1 on every worker, and completes after round 1 of 'soon' at rate 64."""
+    optimizer = begun(store, "late", "soon")
+    if store.rank == 0:
+        store.push("late", ones())
+        optimizer.learning_rate = 64.0
+        store.push("soon", ones())
+    else:
+        optimizer.learning_rate = 64.0
+        store.push("soon", ones())
+        store.pull("soon")
+        optimizer.learning_rate = 1.0
+        store.push("late", ones())
+    assert (uniform(store.pull("late")), uniform(store.pull("soon"))) == (-1.0 * W, -64.0 * W)
+
+
+@on(*FEW_DIST_SYNC)
+def test_a_schedule_put_in_later(store, W):
+    optimizer = begun(store, "w")
+    store.push("w", ones())
+    optimizer.lr_scheduler = schedule = optimizers.FactorScheduler(step=1, factor=0.5, base_lr=16.0)
+    for _ in range(3):
+        store.push("w", ones())
+    assert uniform(store.pull("w")) == -(1.0 + sum(schedule(t) for t in (2, 3, 4))) * W
+
+
+def test_owner_remembers_attributes_that_are_still_in_use():
+    """Two workers; one optimizer whose rate changed once, beside one whose rate changes at every step."""
+    owner = Owner(Spaces())
+    for slot in (1, 2):
+        owner.set_optimizer(slot, optimizers.create("sgd", learning_rate=1.0), [slot])
+    infos = {slot: keys.KeyInfo(str(slot), slot, (2,), np.dtype(np.float32)) for slot in (1, 2)}
+    weights = {slot: np.zeros(2, np.float32) for slot in (1, 2)}
+    for worker in (0, 1):
+        owner.add_attributes(1, worker, 1, {"learning_rate": 2.0})
+    for step in range(6000):
+        for worker in (0, 1):
+            owner.add_attributes(2, worker, step + 2, {"learning_rate": 0.5})
+            owner.apply(infos[2], weights[2], np.ones(2, np.float32), (worker, step + 2))
+            owner.apply(infos[1], weights[1], np.ones(2, np.float32), (worker, 1))
+    assert weights[1].tolist() == [-24000.0] * 2
+    assert weights[2].tolist() == [-6000.0] * 2

@@ -1,27 +1,18 @@
-"""Workers that do not go in step: keys initialised and pushed in different orders, one worker rounds ahead."""
+"""Workers and messages that do not go in step: keys in different orders, one worker rounds ahead, late messages."""
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
-from store_modes import FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
+from on_workers import full, on, uniform
+from store_modes import BOUND, FEW_ASYNC, FEW_DIST_SYNC, Mode
 
 from mpikv import KeyExists, KeyNotInitialized, PeerError, ShapeMismatch, optimizers
 
-SYNC_KINDS = pytest.mark.parametrize(
-    "mode",
-    [Mode("dist_sync", 2, 0, "naive"), Mode("dist_sync", 5, 0, "halving_doubling"), *FEW_DIST_SYNC],
-    ids=mode_id,
-)
-ALL_KINDS = pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
+SYNC_KINDS = on(Mode("dist_sync", 2, 0, "naive"), Mode("dist_sync", 5, 0, "halving_doubling"), *FEW_DIST_SYNC)
+ALL_KINDS = on(*FEW_DIST_SYNC, *FEW_ASYNC)
 KEYS = list("abcdefg")
 LARGE = 3000  # float32: above the thread transport's eager limit
-
-
-def full(value, n=4):
-    return np.full(n, value, np.float32)
 
 
 def own_order(rank):
@@ -31,180 +22,162 @@ def own_order(rank):
 @pytest.mark.grid
 @ALL_KINDS
 @pytest.mark.parametrize("n", [4, LARGE])
-def test_a_key_can_be_used_as_soon_as_its_own_init_returned(mode, n):
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        for key in own_order(store.rank):
-            store.init(key, full(ord(key) if store.rank == 0 else -1, n))
-            store.push(key, full(1, n))
-        store.barrier()
-        return [np.unique(store.pull(key)).tolist() for key in KEYS]
-
-    assert mode.run(body) == [[[float(ord(key) + mode.workers)] for key in KEYS]] * mode.workers
+def test_a_key_can_be_used_as_soon_as_its_own_init_returned(store, W, n):
+    store.set_optimizer(optimizers.create("test"))
+    for key in own_order(store.rank):
+        store.init(key, full(ord(key) if store.rank == 0 else -1, n))
+        store.push(key, full(1, n))
+    store.barrier()
+    assert [uniform(store.pull(key)) for key in KEYS] == [ord(key) + W for key in KEYS]
 
 
 @ALL_KINDS
-def test_lists_against_single_keys(mode):
-    def body(store):
-        order = own_order(store.rank)
-        if store.rank == 0:
-            store.init(order, [full(ord(key)) for key in order])
-        elif store.rank == 1:
-            for key in order:
-                store.init(key, full(0))
-        else:
-            store.init(order[:3], [full(0)] * 3)
-            store.init(order[3:], [full(0)] * (len(KEYS) - 3))
-        store.barrier()
-        return [store.pull(key)[0] for key in KEYS]
+def test_lists_against_single_keys(store):
+    order = own_order(store.rank)
+    if store.rank == 0:
+        store.init(order, [full(ord(key)) for key in order])
+    elif store.rank == 1:
+        for key in order:
+            store.init(key, full(0))
+    else:
+        store.init(order[:3], [full(0)] * 3)
+        store.init(order[3:], [full(0)] * (len(KEYS) - 3))
+    store.barrier()
+    assert [store.pull(key)[0] for key in KEYS] == [float(ord(key)) for key in KEYS]
 
-    assert mode.run(body) == [[float(ord(key)) for key in KEYS]] * mode.workers
+
+@ALL_KINDS
+def test_init_again_after_shapes_differed(store):
+    with pytest.raises(ShapeMismatch):
+        store.init(["a", "b"], [full(0, 2 + store.rank), full(1, 3)])
+    with pytest.raises(KeyNotInitialized):
+        store.pull("a")
+    with pytest.raises(KeyExists):
+        store.init(["c", "b"], [full(0), full(0, 3)])
+    store.init(["a", "c"], [full(5, 2), full(6)])
+    assert [store.pull(key).tolist() for key in "abc"] == [[5.0] * 2, [1.0] * 3, [6.0] * 4]
 
 
 @pytest.mark.grid
-@ALL_KINDS
+@on(*FEW_DIST_SYNC, *FEW_ASYNC, timeout_s=3)
 @pytest.mark.parametrize("n", [2, LARGE])
-def test_shapes_that_differ_in_different_orders(mode, n):
+def test_shapes_that_differ_in_different_orders(store, W, n):
     """Every worker hears of it, at the latest at the key's next use, and the other key works."""
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        keys = ["good", "bad"] if store.rank == 0 else ["bad", "good"]
-        told = ""
-        for key in keys:
-            try:
-                store.init(key, full(0, n + (store.rank == 1 and key == "bad")))
-            except ShapeMismatch as error:
-                told = str(error)
-        store.push("good", full(1, n))
-        store.barrier()
-        if not told:
-            with pytest.raises(ShapeMismatch) as caught:
-                store.push("bad", full(1, n))
-            told = str(caught.value)
-        return np.unique(store.pull("good")).tolist(), told
-
-    for value, told in mode.run(body, timeout_s=3):
-        assert value == [mode.workers]
-        assert "'bad'" in told
-        assert "worker 0 on localhost" in told
-        assert "worker 1 on localhost" in told
-        assert f"({n},)" in told
-        assert f"({n + 1},)" in told
+    store.set_optimizer(optimizers.create("test"))
+    told = ""
+    for key in ["good", "bad"] if store.rank == 0 else ["bad", "good"]:
+        try:
+            store.init(key, full(0, n + (store.rank == 1 and key == "bad")))
+        except ShapeMismatch as error:
+            told = str(error)
+    store.push("good", full(1, n))
+    store.barrier()
+    if not told:
+        with pytest.raises(ShapeMismatch) as caught:
+            store.push("bad", full(1, n))
+        told = str(caught.value)
+    assert uniform(store.pull("good")) == W
+    for part in ("'bad'", "worker 0 on localhost", "worker 1 on localhost", f"({n},)", f"({n + 1},)"):
+        assert part in told
 
 
-@ALL_KINDS
-def test_init_again_after_shapes_differed(mode):
-    def body(store):
-        with pytest.raises(ShapeMismatch):
-            store.init(["a", "b"], [full(0, 2 + store.rank), full(1, 3)])
-        with pytest.raises(KeyNotInitialized):
-            store.pull("a")
-        with pytest.raises(KeyExists):
-            store.init(["c", "b"], [full(0), full(0, 3)])
-        store.init(["a", "c"], [full(5, 2), full(6)])
-        return [store.pull(key).tolist() for key in "abc"]
-
-    assert mode.run(body) == [[[5.0] * 2, [1.0] * 3, [6.0] * 4]] * mode.workers
-
-
-@pytest.mark.parametrize("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1), Mode("dist_async", 2)], ids=mode_id)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1), Mode("dist_async", 2), timeout_s=3)
 @pytest.mark.parametrize("why", ["closed", "differs"])
-def test_a_pull_under_way_of_a_key_that_breaks(mode, why):
+def test_a_pull_under_way_of_a_key_that_breaks(store, why):
     """Worker 1's `init` has returned before worker 0 came to the key, and it never comes, or with another shape."""
-    error = PeerError if why == "closed" else ShapeMismatch
-
-    def body(store):
-        if store.rank == 0:
-            store.init("b", full(0))
-            if why == "differs":
-                with pytest.raises(ShapeMismatch, match="'a'"):
-                    store.init("a", full(0, 5))
-            return
-        store.init("a", full(0))
-        with pytest.raises(error, match="'a'"):
-            store.pull("a")
-        with pytest.raises(error, match="'a'"):
-            store.pull_async("a").wait()
+    if store.rank == 0:
+        store.init("b", full(0))
         if why == "differs":
-            store.init("b", full(0))
-
-    mode.run(body, timeout_s=3)
+            with pytest.raises(ShapeMismatch, match="'a'"):
+                store.init("a", full(0, 5))
+        return
+    store.init("a", full(0))
+    for pull in (lambda: store.pull("a"), lambda: store.pull_async("a").wait()):
+        with pytest.raises(PeerError if why == "closed" else ShapeMismatch, match="'a'"):
+            pull()
+    if why == "differs":
+        store.init("b", full(0))
 
 
 @SYNC_KINDS
-def test_a_worker_several_rounds_ahead(mode):
+def test_a_worker_several_rounds_ahead(store, W):
     """Rounds count per worker: MXNet would close a round with two pushes of one worker."""
-    rounds = 6
-
-    def body(store):
-        store.init("a", full(0))
-        if store.rank == 0:
-            for i in range(rounds):
-                store.push("a", full(10**i))
-            time.sleep(0.02)
-            value = store.pull("a")
-        else:
-            for i in range(rounds):
-                time.sleep(0.005 * store.rank)
-                store.push("a", full(10**i))
-                value = store.pull("a")
-                assert value.tolist() == [float(mode.workers * 10**i)] * 4
-        return value.tolist()
-
-    assert mode.run(body) == [[float(mode.workers * 10 ** (rounds - 1))] * 4] * mode.workers
+    store.init("a", full(0))
+    for i in range(6):
+        store.push("a", full(10**i))
+        if store.rank or i == 5:
+            assert uniform(store.pull("a")) == W * 10**i
 
 
-@SYNC_KINDS
-def test_random_programs(mode):
-    """Every worker pushes the same rounds of the same keys, in an order and with pulls and naps of its own."""
-    rounds = 4
-
-    def program(rank):
-        numbers = np.random.default_rng(rank + 40)
-        done = dict.fromkeys(KEYS, 0)
-        while left := [key for key in KEYS if done[key] < rounds]:
-            key = str(numbers.choice(left))
-            done[key] += 1
-            yield key, done[key], numbers.random()
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        store.init(KEYS, [full(0, 5 * i + 1) for i in range(len(KEYS))])
-        seen = []
-        for key, round_, chance in program(store.rank):
-            n = 5 * KEYS.index(key) + 1
-            store.push_async(key, full(round_, n))
-            if chance < 0.4:
-                out = full(-1, n)
-                store.pull_async(key, out)
-                seen.append((key, round_, out))
-            elif chance > 0.9:
-                time.sleep(0.002)
-        store.wait_all()
-        return [(key, round_, np.unique(out).tolist()) for key, round_, out in seen]
-
-    for seen in mode.run(body, late=True):
-        assert seen
-        for key, round_, found in seen:
-            assert found == [mode.workers * round_ * (round_ + 1) / 2], (key, round_)
+@on(Mode("dist_sync", 2, 0, "naive"), Mode("dist_sync", 5, 0, "halving_doubling"), *FEW_DIST_SYNC, late=True)
+def test_random_programs(store, W):
+    """Every worker pushes the same rounds of the same keys, in an order and with pulls of its own."""
+    numbers, pushed, seen = np.random.default_rng(store.rank + 40), dict.fromkeys(KEYS, 0), []
+    store.set_optimizer(optimizers.create("test"))
+    store.init(KEYS, [full(0, 5 * i + 1) for i in range(len(KEYS))])
+    while left := [key for key in KEYS if pushed[key] < 4]:
+        key = str(numbers.choice(left))
+        n = 5 * KEYS.index(key) + 1
+        pushed[key] += 1
+        store.push_async(key, full(pushed[key], n))
+        if numbers.random() < 0.4:
+            seen.append((pushed[key], out := full(-1, n)))
+            store.pull_async(key, out)
+    store.wait_all()
+    assert seen
+    assert [uniform(out) for _, out in seen] == [W * round_ * (round_ + 1) / 2 for round_, _ in seen]
 
 
-def test_the_number_of_workers_that_push_is_not_what_counts():
-    """Two pushes of worker 0 and none of worker 1 are no round."""
+# --- on a network that keeps no more order than MPI promises
 
-    def body(store):
-        store.init("a", full(0))
-        if store.rank == 0:
-            store.push("a", full(1))
-            store.push("a", full(1))
+
+EVERY = on(*FEW_DIST_SYNC, *FEW_ASYNC, Mode("dist_sync", 4, 0, "halving_doubling"), Mode("dist_async", 3, 1))
+N = 3 * BOUND
+
+
+def long(value, n=N):
+    return full(value, n)
+
+
+@pytest.mark.grid
+@EVERY
+def test_after_a_barrier_every_push_before_it_counts(store, W, unruly):
+    store.set_optimizer(optimizers.create("test"))
+    store.init(["a", "b"], [long(0), long(0, 3)])
+    for i in range(1, 7):
+        store.push(["a", "b"], [long(1), long(2, 3)])
         store.barrier()
-        if store.rank == 1:
-            store.push("a", full(5))
-            found = store.pull("a").tolist()
-            store.push("a", full(7))
-            return found, store.pull("a").tolist()
-        return store.pull("a").tolist()
+        assert [uniform(store.pull(key)) for key in "ab"] == [W * i, 2 * W * i]
+        store.barrier()
 
-    for mode in (Mode("dist_sync", 2), Mode("dist_sync", 2, 1)):
-        assert mode.run(body) == [[8.0] * 4, ([6.0] * 4, [8.0] * 4)]
+
+@pytest.mark.grid
+@EVERY
+def test_optimizers_and_states_between_pushes(store, W, unruly, tmp_path):
+    """Nothing that is pushed before or after a collective call slips to its other side."""
+    store.init("w", long(0))
+    expected = 0.0
+    for rate in (1.0, 10.0, 100.0):
+        optimizer = optimizers.create("sgd", learning_rate=rate)
+        store.set_optimizer(optimizer)
+        store.push("w", long(-1))
+        optimizer.learning_rate = 2 * rate
+        store.push("w", long(-1))
+        store.save_optimizer_states(tmp_path / "states")
+        expected += 3 * rate * W
+        store.barrier()
+        assert uniform(store.pull("w")) == expected
+        store.barrier()
+
+
+@pytest.mark.grid
+@EVERY
+def test_another_optimizer_begins_with_the_pushes_after_it(store, W, unruly):
+    """Without a pull or a barrier before it."""
+    store.init(["a", "b"], [long(0), long(0, 2000)])
+    for rate in (1, 10, 100):
+        store.set_optimizer(optimizers.create("test", rescale_grad=rate))
+        for _ in range(3):
+            store.push(["a", "b"], [long(1), long(1, 2000)])
+    store.barrier()
+    assert [uniform(store.pull(key)) for key in "ab"] == [333 * W] * 2

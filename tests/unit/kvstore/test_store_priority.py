@@ -5,22 +5,20 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from on_workers import on, uniform
+from store_modes import Mode
 
 from mpikv import optimizers
-from mpikv.config import Config
 from mpikv.errors import StallError
 from mpikv.kvstore import KVStore
-from mpikv.testing.ranks import RankError
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import wire
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric, ThreadTransport
 
-BY_CALLS = Config(progress="calls", timeout_s=TEST_TIMEOUT_S)
 MANY = 100
 LONG = 61_440  # values: two whole segments for each of two ranks
 
@@ -43,86 +41,88 @@ class LoggedFabric(Fabric):
         return Logged(self, rank)
 
 
-def test_a_list_of_small_keys_is_one_message_for_each_half_of_the_round() -> None:
-    fabric, together = LoggedFabric(["a", "b"]), threading.Barrier(2)
+class Two(NamedTuple):
+    """Two hosts with a worker each, what each has sent, and how they wait for each other beside the store."""
 
-    def body(store: KVStore) -> list[int]:
-        keys, arrays = [f"w{i}" for i in range(MANY)], [np.full(9, i, np.float32) for i in range(MANY)]
+    fabric: LoggedFabric
+    together: threading.Barrier
+
+    def run(self, body: Callable[..., Any]) -> None:
+        Mode("dist_sync", 2, hosts="ab").run(
+            lambda store: body(store, self.fabric.left[store.rank]), fabric=self.fabric, progress="calls"
+        )
+
+
+@pytest.fixture
+def two() -> Two:
+    return Two(LoggedFabric(["a", "b"]), threading.Barrier(2))
+
+
+def test_a_list_of_small_keys_is_one_message_for_each_half_of_the_round(two: Two) -> None:
+    def body(store: KVStore, log: list[int]) -> None:
+        keys, arrays = list(range(MANY)), [np.full(9, i, np.float32) for i in range(MANY)]
         store.init(keys, arrays)
         store.barrier()
-        log = fabric.left[store.rank]
-        together.wait()
+        two.together.wait()
         before = len(log)
         request = store.pushpull_async(keys, arrays)
-        together.wait()
+        two.together.wait()
         assert log[before:] == [wire.TAG_BUNDLES]
         request.wait()
-        sent = log[before:]
+        assert log[before:] == [wire.TAG_BUNDLES] * 2
         assert all((array == 2 * i).all() for i, array in enumerate(arrays))
-        together.wait()
-        return sent
+        two.together.wait()
 
-    assert (
-        spawn_stores("dist_sync", 2, body, config=BY_CALLS, fabric=fabric, hosts=fabric.hosts)
-        == [[wire.TAG_BUNDLES] * 2] * 2
-    )
+    two.run(body)
 
 
-def test_a_key_of_higher_priority_leaves_first_though_it_came_last() -> None:
-    fabric, together = LoggedFabric(["a", "b"]), threading.Barrier(2)
-
-    def body(store: KVStore) -> list[str]:
+def test_a_key_of_higher_priority_leaves_first_though_it_came_last(two: Two) -> None:
+    def body(store: KVStore, log: list[int]) -> None:
         big, first = np.ones(10 * LONG, np.float32), np.ones(LONG, np.float32)
         store.init(["big", "first"], [big, first])
         store.pushpull("first", first.copy(), priority=1)  # from the first priority on, what comes first is chosen
         store.barrier()
-        together.wait()  # a worker that is still in the barrier would take in what another one asks for
-        before = len(fabric.left[store.rank])
+        two.together.wait()  # a worker that is still in the barrier would take in what another one asks for
+        before = len(log)
         store.push("big", big)
         store.push("first", first, priority=1)
-        together.wait()  # what both ask for is on its way, and nothing else yet
-        assert (store.pull("big") == 2).all()
-        assert (store.pull("first") == 2).all()
+        two.together.wait()  # what both ask for is on its way, and nothing else yet
+        assert uniform(store.pull("big")) == uniform(store.pull("first")) == 2
         ids = {store.session.infos[key].id: key for key in ("big", "first")}
-        return [ids.get(wire.key_of(tag), "") for tag in fabric.left[store.rank][before:]]
-
-    for names in spawn_stores("dist_sync", 2, body, config=BY_CALLS, fabric=fabric, hosts=fabric.hosts):
-        left = [name for name in names if name]
+        left = [ids[key] for key in map(wire.key_of, log[before:]) if key in ids]
         assert left[:2] == ["first"] * 2
-        assert left.count("first") == 4
-        assert left.count("big") == 40
+        assert (left.count("first"), left.count("big")) == (4, 40)
+
+    two.run(body)
 
 
-def test_workers_in_opposite_orders_that_wait_for_one_key_before_they_push_the_next() -> None:
+@on(Mode("dist_sync", 2, hosts="ab"))
+def test_workers_in_opposite_orders_that_wait_for_one_key_before_they_push_the_next(store: KVStore) -> None:
     """Key 0 fills every window of worker 0, and worker 1 does not push it before it has key 1."""
-
-    def body(store: KVStore) -> None:
-        values = [np.full(60 * LONG, 1, np.float32), np.full(LONG, 2, np.float32)]
-        store.init([0, 1], values)
-        for key in (0, 1) if store.rank == 0 else (1, 0):
-            store.push(key, values[key], priority=0 if key else 5)
-            if store.rank == 1 or key == 1:
-                assert (store.pull(key) == 2 * values[key]).all()
-        assert (store.pull(0) == 2).all()
-
-    spawn_stores("dist_sync", 2, body, hosts=["a", "b"])
+    values = [np.full(60 * LONG, 1, np.float32), np.full(LONG, 2, np.float32)]
+    store.init([0, 1], values)
+    for key in (0, 1) if store.rank == 0 else (1, 0):
+        store.push(key, values[key], priority=0 if key else 5)
+        if store.rank == 1 or key == 1:
+            assert uniform(store.pull(key)) == 2 + 2 * key
+    assert uniform(store.pull(0)) == 2
 
 
-def test_a_stall_names_the_key_that_was_not_pushed() -> None:
-    def body(store: KVStore) -> None:
-        values = [np.ones(LONG, np.float32), np.ones(4, np.float32)]
-        store.init(["there", "late"], values)
-        store.push("there", values[0])
-        if store.rank == 0:
-            store.push("late", values[1], priority=7)
-        store.pull("there")
-        store.pull("late") if store.rank == 0 else store.barrier()
-
-    with pytest.raises(RankError) as raised:
-        spawn_stores("dist_sync", 2, body, hosts=["a", "b"], config=Config(timeout_s=1))
-    error = raised.value.errors[0]
-    assert isinstance(error, StallError)
-    assert "'late'" in str(error)
+@on(Mode("dist_sync", 2, hosts="ab"), timeout_s=1)
+def test_a_stall_names_the_key_that_was_not_pushed(store: KVStore, told: threading.Event) -> None:
+    values = [np.ones(LONG, np.float32), np.ones(4, np.float32)]
+    store.init(["there", "late"], values)
+    store.push("there", values[0])
+    if store.rank == 0:
+        store.push("late", values[1], priority=7)
+    store.pull("there")
+    if store.rank == 0:
+        with pytest.raises(StallError, match="'late'"):
+            store.pull("late")
+        told.set()
+    else:
+        assert told.wait(20)
+        store.push("late", values[1])
 
 
 # --- the same bits, whatever the calls
@@ -173,7 +173,7 @@ WAYS: list[Callable[[KVStore, random.Random, list[Any]], None]] = [by_lists, by_
 
 
 def rounds(
-    hosts: list[str], seed: int, config: Config, ways: list[Callable[..., None]], *, optimizer: bool
+    mode: Mode, seed: int, bucket_bytes: int, ways: list[Callable[..., None]], *, optimizer: bool
 ) -> list[bytes]:
     """Two rounds; each worker picks a way for each of them. Returns every worker's results."""
     dice = random.Random(seed)
@@ -189,28 +189,25 @@ def rounds(
             store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
         found = b""
         for round_ in range(2):
-            arrays = [
-                array.astype(value.dtype)
-                for array, value in zip(arrays_of(store.rank, round_, sizes), values, strict=True)
-            ]
+            arrays = arrays_of(store.rank, round_, sizes)
+            arrays = [array.astype(value.dtype) for array, value in zip(arrays, values, strict=True)]
             own.choice(ways)(store, own, arrays)
             found += b"".join(array.tobytes() for array in arrays)
         return found
 
-    return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config)
+    return mode.run(body, bucket_bytes=bucket_bytes)
+
+
+HOSTS = ("ab", "abc", "abcde", "aab", "ababb")
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("optimizer", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [0, 256, 61440])
-@pytest.mark.parametrize("memory", ["auto", "off"])
-@pytest.mark.parametrize("hosts", ["ab", "abc", "abcde", "aab", "ababb"])
+@on(*[Mode("dist_sync", len(hosts), memory=memory, hosts=hosts) for memory in ("auto", "off") for hosts in HOSTS])
 @pytest.mark.grid
 def test_the_bits_are_those_of_one_key_after_another(
-    hosts: str, memory: str, bucket_bytes: int, seed: int, *, optimizer: bool
+    mode: Mode, bucket_bytes: int, seed: int, *, optimizer: bool
 ) -> None:
-    config = Config(shared_memory=memory, timeout_s=TEST_TIMEOUT_S)
-    expected = rounds(list(hosts), seed, config.with_(bucket_bytes=0), [in_order], optimizer=optimizer)
-    found = rounds(list(hosts), seed, config.with_(bucket_bytes=bucket_bytes), WAYS, optimizer=optimizer)
-    assert found == expected
-    assert len(set(found)) == 1
+    expected = rounds(mode, seed, 0, [in_order], optimizer=optimizer)
+    assert rounds(mode, seed, bucket_bytes, WAYS, optimizer=optimizer) == expected == expected[:1] * mode.workers

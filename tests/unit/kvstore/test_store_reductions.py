@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import functools
 
-import ml_dtypes
 import numpy as np
 import pytest
 from foreign_arrays import ForeignDevice
-from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way, mode_id
+from on_workers import on
+from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
-from mpikv.arrays.reductions import BY_CODE, REDUCTIONS, named
-from mpikv.config import Config
 from mpikv.errors import MpikvError
-from mpikv.testing.stores import spawn_stores
 
-F32 = np.float32
+F32 = np.dtype(np.float32)
 OPS = ("sum", "mean", "min", "max", "prod")
 ALLREDUCE = [Mode("dist_sync", 3, 0, a, "off") for a in ("naive", "ring", "halving_doubling")]
 DIRECT = [Mode("dist_sync", workers) for workers in (1, 2, 3)]
 SERVERS = every_way(Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2))
-MODES = pytest.mark.parametrize("mode", [*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE], ids=mode_id)
-DIST = pytest.mark.parametrize("mode", [*ALLREDUCE, *DIRECT[1:], *SERVERS, *FEW_ON_DEVICE], ids=mode_id)
-LAYOUTS = ("aab", "abab", "aabbc")
+MODES = on(*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE)
 FUNCTIONS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 
@@ -86,73 +81,41 @@ def every_form(store: KVStore, n: int, dtype) -> None:
         store.pushpull_async(keys[0], mine[me].copy(), out, op=op).wait()
         same(out, one)
         store.pushpull(keys[0], [mine[me], more[me]], out, op=op)
+        buffers[0][:] = mine[me]
         pairs = [array for worker in range(W) for array in (mine[worker], more[worker])]
         same(out, expected(op, pairs, W))
+    store.pushpull(keys[0], buffers[0], out)  # known by its arrays, and the op is another one
+    same(out, expected("sum", mine, W))
+
+
+SIZES = {F32: (1, 7, 40), np.dtype(np.float64): (5, 60_001)}
+HOSTS = [
+    Mode("dist_sync", len(h), hosts=h, memory=memory) for h in ("aab", "abab", "aabbc") for memory in ("auto", "off")
+]
 
 
 @pytest.mark.grid(1)  # test_store_paths.py has each dtype in each mode, for sums
-@MODES
+@on(*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE, *HOSTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_reduction(mode, dtype):
-    def body(store):
-        for n in (1, 7, 40) if dtype == F32 else (40,):
-            every_form(store, n, dtype)
-
-    mode.run(body)
+def test_every_reduction(store, dtype):
+    for n in SIZES.get(dtype, (40,)):
+        every_form(store, n, dtype)
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("hosts", LAYOUTS)
-@pytest.mark.parametrize("shared", ["auto", "off"])
-def test_several_hosts(hosts, shared):
-    def body(store):
-        for n, dtype in ((5, F32), (40, ml_dtypes.bfloat16), (60_001, np.float64)):
-            every_form(store, n, dtype)
-
-    config = Config(shared_memory=shared, timeout_s=20.0)
-    spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config)
-
-
-@pytest.mark.parametrize("mode", [DIRECT[2], ALLREDUCE[1], SERVERS[1]], ids=mode_id)
+@on(DIRECT[2], ALLREDUCE[1], SERVERS[1])
 @pytest.mark.parametrize("op", OPS)
-def test_large_values(mode, op):
+def test_large_values(store, mode, W, op):
     n = 300_001
-
-    def body(store):
-        W, me = store.num_workers, store.rank
-        wanted = expected(op, [numbers(worker, n, F32) for worker in range(W)], W)
-        store.init("w", np.zeros(n, F32))
-        shared = store.zeros(n)
-        for _ in range(3):
-            for array in (shared, np.empty(n, F32)):
-                array[:] = numbers(me, n, F32)
-                store.pushpull("w", array, op=op)
-                same(array, wanted)
-        return store.stats().get("direct_calls", 0)
-
+    wanted = expected(op, [numbers(worker, n, F32) for worker in range(W)], W)
+    store.init("w", np.zeros(n, F32))
+    shared = store.zeros(n)
+    for _ in range(3):
+        for array in (shared, np.empty(n, F32)):
+            array[:] = numbers(store.rank, n, F32)
+            store.pushpull("w", array, op=op)
+            same(array, wanted)
     # Through shared memory, unless a worker came so late that the others did not wait.
-    assert [calls > 0 for calls in mode.run(body)] == [mode is DIRECT[2]] * mode.workers
-
-
-@MODES
-def test_the_reductions_of_one_key_follow_each_other(mode):
-    """A call that is known by its arrays is known by its reduction, too."""
-
-    def body(store):
-        W, me = store.num_workers, store.rank
-        mine = [numbers(worker, 12, F32) for worker in range(W)]
-        store.init("a", np.zeros(12, F32))
-        value, out = mine[me].copy(), np.empty(12, F32)
-        for _ in range(4):
-            for op in OPS:
-                store.pushpull("a", value, out, op=op)
-                same(out, expected(op, mine, W))
-            store.pushpull("a", value, out)
-            same(out, expected("sum", mine, W))
-        store.push("a", value)
-        same(store.pull("a"), expected("sum", mine, W))
-
-    mode.run(body)
+    assert (store.stats().get("direct_calls", 0) > 0) == (mode is DIRECT[2])
 
 
 def test_bits_that_depend_on_the_order_are_the_same_everywhere():
@@ -177,44 +140,36 @@ def test_bits_that_depend_on_the_order_are_the_same_everywhere():
         assert results == [results[0]] * mode.workers
 
 
-def test_arrays_of_devices():
-    def body(store):
-        store.init("a", np.zeros(3, F32))
-        device = ForeignDevice()
-        for op, wanted in (("sum", 4), ("mean", 4), ("min", 1), ("max", 3), ("prod", 3)):
-            value = [device.asarray(np.full(3, factor, F32)) for factor in (3, 1)]
-            store.pushpull("a", value, op=op)
-            assert [one.get().tolist() for one in value] == [[wanted] * 3] * 2
-        return True
-
-    for name in ("local", "device"):
-        with kv.create(name) as store:
-            assert body(store)
+@on(*LOCAL)
+def test_arrays_of_devices(store):
+    store.init("a", np.zeros(3, F32))
+    device = ForeignDevice()
+    for op, wanted in (("sum", 4), ("mean", 4), ("min", 1), ("max", 3), ("prod", 3)):
+        value = [device.asarray(np.full(3, factor, F32)) for factor in (3, 1)]
+        store.pushpull("a", value, op=op)
+        assert [one.get().tolist() for one in value] == [[wanted] * 3] * 2
 
 
 @MODES
-def test_what_cannot_be_reduced(mode):
-    def body(store):
-        store.init(["a", "n", "o"], [np.zeros(3, F32), np.zeros(3, np.int32), np.zeros(3, F32)])
-        for call in (store.pushpull, store.pushpull_async):
-            for wrong in ("average", "SUM", None, 5, np.add, ["sum"]):
-                with pytest.raises(ValueError, match="is no reduction; there are 'sum', 'mean', 'min', 'max', 'prod'"):
-                    call("a", np.ones(3, F32), op=wrong)
-            with pytest.raises(UnsupportedError, match="op='mean' of key 'n': int32 holds whole numbers"):
-                call(["a", "n"], [np.ones(3, F32), np.ones(3, np.int32)], op="mean")
-        out = np.zeros(3, F32)
-        value = np.ones(3, F32)
-        for _ in range(3):
-            store.pushpull("a", value, out, op="max")
-        store.set_optimizer(optimizers.create("test"))
-        for call in (store.pushpull, store.pushpull_async):
-            for op in OPS[1:]:
-                with pytest.raises(UnsupportedError, match=f"op='{op}' of key 'a': it is updated by an optimizer"):
-                    call("a", value, out, op=op)
-        store.pushpull("a", value, out, op="sum")
-        return store.pull("a").tolist()
-
-    assert mode.run(body) == [[1.0 + mode.workers] * 3] * mode.workers
+def test_what_cannot_be_reduced(store, W):
+    store.init(["a", "n", "o"], [np.zeros(3, F32), np.zeros(3, np.int32), np.zeros(3, F32)])
+    for call in (store.pushpull, store.pushpull_async):
+        for wrong in ("average", "SUM", None, 5, np.add, ["sum"]):
+            with pytest.raises(ValueError, match="is no reduction; there are 'sum', 'mean', 'min', 'max', 'prod'"):
+                call("a", np.ones(3, F32), op=wrong)
+        with pytest.raises(UnsupportedError, match="op='mean' of key 'n': int32 holds whole numbers"):
+            call(["a", "n"], [np.ones(3, F32), np.ones(3, np.int32)], op="mean")
+    out = np.zeros(3, F32)
+    value = np.ones(3, F32)
+    for _ in range(3):
+        store.pushpull("a", value, out, op="max")
+    store.set_optimizer(optimizers.create("test"))
+    for call in (store.pushpull, store.pushpull_async):
+        for op in OPS[1:]:
+            with pytest.raises(UnsupportedError, match=f"op='{op}' of key 'a': it is updated by an optimizer"):
+                call("a", value, out, op=op)
+    store.pushpull("a", value, out, op="sum")
+    assert store.pull("a").tolist() == [1.0 + W] * 3
 
 
 def test_an_updater_takes_sums():
@@ -225,47 +180,32 @@ def test_an_updater_takes_sums():
             store.pushpull("a", np.ones(2), op="min")
 
 
-@pytest.mark.parametrize("mode", [Mode("dist_async", 2, 0), Mode("dist_async", 2, 1)], ids=mode_id)
-def test_an_asynchronous_store_takes_sums(mode):
-    def body(store):
-        store.init("a", np.zeros(2))
+@on(Mode("dist_async", 2, 0), Mode("dist_async", 2, 1))
+def test_an_asynchronous_store_takes_sums(store):
+    store.init("a", np.zeros(2))
+    for optimizer in ("test", "sgd"):
         with pytest.raises(UnsupportedError, match="an asynchronous store applies every push by itself"):
             store.pushpull("a", np.ones(2), op="mean")
-        store.set_optimizer(optimizers.create("test"))
-        with pytest.raises(UnsupportedError, match="an asynchronous store applies every push by itself"):
-            store.pushpull("a", np.ones(2), op="mean")
-        store.pushpull("a", np.ones(2), op="sum")
-
-    mode.run(body)
+        store.set_optimizer(optimizer)
+    store.pushpull("a", np.ones(2), op="sum")
 
 
-def test_buckets():
+@on(Mode("dist_sync", 3, hosts="abc"), Mode("dist_sync", 3, hosts="aab"))
+def test_buckets(store, W):
     """Keys that travel together are reduced in one way."""
-
-    def body(store):
-        keys, W, me = ["a", "b", "c"], store.num_workers, store.rank
-        store.init(keys, [np.zeros(n, F32) for n in (3, 5, 2)])
-        store.strategy.bucket(keys)
-        mine = [[numbers(worker + i, n, F32) for i, n in enumerate((3, 5, 2))] for worker in range(W)]
-        for op in (*OPS, *OPS):
-            values = [array.copy() for array in mine[me]]
-            store.pushpull(keys, values, op=op)
-            for i, value in enumerate(values):
-                same(value, expected(op, [arrays[i] for arrays in mine], W))
-        store.pushpull_async("a", mine[me][0], np.zeros(3, F32), op="min")
-        with pytest.raises(
-            MpikvError, match="other keys of its bucket were pushed with 'min', and all keys of a bucket"
-        ):
-            store.pushpull("b", mine[me][1], np.zeros(5, F32), op="max")
-        for i, key in ((1, "b"), (2, "c")):
-            store.pushpull_async(key, mine[me][i], np.zeros(mine[me][i].size, F32), op="min")
-        store.wait_all()
-        same(store.pull("b"), expected("min", [arrays[1] for arrays in mine], W))
-
-    for hosts in ("abc", "aab"):
-        spawn_stores("dist_sync", 3, body, hosts=hosts, config=Config(timeout_s=20.0))
-
-
-def test_names():
-    assert tuple(REDUCTIONS) == OPS
-    assert [BY_CODE[REDUCTIONS[op].code] for op in OPS] == [named(op) for op in OPS]
+    keys, sizes, me = ["a", "b", "c"], (3, 5, 2), store.rank
+    store.init(keys, [np.zeros(n, F32) for n in sizes])
+    store.strategy.bucket(keys)
+    mine = [[numbers(worker + i, n, F32) for i, n in enumerate(sizes)] for worker in range(W)]
+    for op in (*OPS, *OPS):
+        values = [array.copy() for array in mine[me]]
+        store.pushpull(keys, values, op=op)
+        for i, value in enumerate(values):
+            same(value, expected(op, [arrays[i] for arrays in mine], W))
+    store.pushpull_async("a", mine[me][0], np.zeros(3, F32), op="min")
+    with pytest.raises(MpikvError, match="other keys of its bucket were pushed with 'min', and all keys of a bucket"):
+        store.pushpull("b", mine[me][1], np.zeros(5, F32), op="max")
+    for i in (1, 2):
+        store.pushpull_async(keys[i], mine[me][i], np.zeros(sizes[i], F32), op="min")
+    store.wait_all()
+    same(store.pull("b"), expected("min", [arrays[1] for arrays in mine], W))

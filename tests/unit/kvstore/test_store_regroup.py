@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from direct_stores import exchange
+from on_workers import on, uniform
+from store_modes import Mode
 
 from mpikv import KVStore, optimizers
-from mpikv.config import Config
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement.members import Members
 from mpikv.testing.ranks import memories_of
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports.faulty import Faults, FaultyFabric
-from mpikv.transports.threads import Fabric
 
 F32 = np.float32
 SIZES = (0, 1, 5, 77, 30_001)
@@ -61,93 +61,67 @@ def some_rounds(store: KVStore, me: int, ranks: Sequence[int], steps: range) -> 
     """In calls of every kind, with arrays that come again."""
     arrays = [np.empty(size, F32) for size in SIZES]
     for step in steps:
-        store.push(KEYS, [value_of(me, step, size) for size in SIZES])
-        assert [value.tobytes() for value in store.pull(KEYS)] == sums(ranks, step)
-        for i in range(2):
+        for call in ("push and pull", "list", "list", "async"):
             for array, size in zip(arrays, SIZES, strict=True):
-                array[...] = value_of(me, step + i, size)
-            store.pushpull(KEYS, arrays)
-            assert [array.tobytes() for array in arrays] == sums(ranks, step + i)
-        requests = [store.pushpull_async(key, value_of(me, step, size)) for key, size in zip(KEYS, SIZES, strict=True)]
-        for request in requests:
-            request.wait()
+                array[...] = value_of(me, step, size)
+            exchange(store, call, KEYS, arrays, [])
+            assert [array.tobytes() for array in arrays] == sums(ranks, step)
 
 
-def run(
-    hosts: Sequence[str],
-    body: Callable[[KVStore], Any],
-    *,
-    memory: str,
-    algorithm: str = "auto",
-    fabric: Fabric | None = None,
-) -> list[Any]:
-    config = Config(timeout_s=TEST_TIMEOUT_S, shared_memory=memory, algorithm=algorithm)
-    return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, fabric=fabric)
+def on_hosts(hosts: str, memory: str = "auto", algorithm: str = "auto") -> Mode:
+    return Mode("dist_sync", len(hosts), 0, algorithm, memory, hosts=hosts)
 
 
 @pytest.mark.parametrize(("two", "one"), STAGES)
-@pytest.mark.parametrize(
-    ("hosts", "memory", "algorithm"),
-    [
-        ("aaa", "off", "auto"),
-        ("abc", "off", "ring"),
-        ("abc", "off", "halving_doubling"),
-        ("aaa", "auto", "auto"),
-        ("aab", "auto", "auto"),
-        ("aba", "auto", "auto"),
-    ],
+@on(
+    *(on_hosts("aaa", "off"), on_hosts("abc", "off", "ring"), on_hosts("abc", "off", "halving_doubling")),
+    *(on_hosts("aaa"), on_hosts("aab"), on_hosts("aba")),
 )
-def test_three_workers_then_two_then_one(
-    hosts: str, memory: str, algorithm: str, two: tuple[int, ...], one: int
-) -> None:
-    places = [hosts[rank] for rank in two]
-    shared: Sequence[HostMemory | None] = [None, None]
-    if memory == "auto" and len(set(places)) == 1:
-        shared = memories_of(places)
+def test_three_workers_then_two_then_one(mode: Mode, two: tuple[int, ...], one: int) -> None:
+    places = [mode.hosts[rank] for rank in two]
+    shares = mode.memory == "auto" and len(set(places)) == 1
+    shared = memories_of(places) if shares else [None, None]
 
-    def body(store: KVStore) -> tuple[int, list[bytes]]:
+    def body(store: KVStore) -> int:
         me = store.rank
         store.init(KEYS, [np.full(size, 7, F32) for size in SIZES])
         some_rounds(store, me, range(3), range(2))
-        before = [value.tobytes() for value in store.pull(KEYS)]
+        assert [value.tobytes() for value in store.pull(KEYS)] == sums(range(3), 1)
         if not regroup(store, me, two, shared):
-            return 3, before
-        assert {queue.placement.path for queue in store.strategy._queues.values()} == {
-            "messages" if shared[0] is None else "direct"
-        }
-        assert [value.tobytes() for value in store.pull(KEYS)] == before
+            return 3
+        paths = {queue.placement.path for queue in store.strategy._queues.values()}
+        assert paths == {"direct" if shares else "messages"}
+        assert [value.tobytes() for value in store.pull(KEYS)] == sums(range(3), 1)
         some_rounds(store, me, two, range(2, 4))
         store.barrier()
         store.init("new", np.full(9, store.rank, F32))  # worker 0 is another one, maybe, and gives numbers and places
         assert not store.pull("new").any()
         store.pushpull("new", (new := np.full(9, me, F32)))
-        assert new.tolist() == [sum(two)] * 9
+        assert uniform(new) == sum(two)
         if not regroup(store, me, [one], [None]):
-            return 2, before
+            return 2
         some_rounds(store, me, [one], range(4, 6))
         store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
         store.push("new", np.ones(9, F32))
-        assert store.pull("new").tolist() == [sum(two) - 1] * 9
-        return 1, before
+        assert uniform(store.pull("new")) == sum(two) - 1
+        return 1
 
-    found = run(hosts, body, memory=memory, algorithm=algorithm)
-    assert sorted(left for left, _ in found) == [1, 2, 3]
-    assert [before for _, before in found] == [sums(range(3), 1)] * 3
+    assert sorted(mode.run(body)) == [1, 2, 3]
 
 
-def test_what_comes_before_a_worker_has_begun_to_go_on_waits_for_it() -> None:
+@pytest.mark.parametrize("late", range(3))
+def test_what_comes_before_a_worker_has_begun_to_go_on_waits_for_it(late: int) -> None:
     """Each worker in turn hears the others late, and so is the last one to go on."""
-    for late in range(3):
-        fabric = FaultyFabric(3, lambda rank, late=late: Faults(seed=rank, most_looks=60 * (rank == late)))
+    fabric = FaultyFabric(3, lambda rank: Faults(seed=rank, most_looks=60 * (rank == late)))
 
-        def body(store: KVStore) -> None:
-            me = store.rank
-            store.init(KEYS, [np.zeros(size, F32) for size in SIZES])
-            some_rounds(store, me, range(3), range(1))
-            if regroup(store, me, (1, 2), [None, None]):
-                some_rounds(store, me, (1, 2), range(1, 3))
+    def body(store: KVStore) -> None:
+        me = store.rank
+        store.init(KEYS, [np.zeros(size, F32) for size in SIZES])
+        some_rounds(store, me, range(3), range(1))
+        if regroup(store, me, (1, 2), [None, None]):
+            some_rounds(store, me, (1, 2), range(1, 3))
 
-        run(["localhost"] * 3, body, memory="off", fabric=fabric)
+    Mode("dist_sync", 3, memory="off").run(body, fabric=fabric)
 
 
 def test_through_the_memory_of_two_hosts() -> None:
@@ -166,87 +140,67 @@ def test_through_the_memory_of_two_hosts() -> None:
             some_rounds(store, me, stay, range(3))
             assert store.stats()["shared_bytes"] == 4 * sum(SIZES)
 
-    run(hosts, body, memory="auto")
+    on_hosts(hosts).run(body)
 
 
 def test_arrays_of_the_former_memory_are_ordinary_ones() -> None:
     """The newest value is in such an array when the workers become fewer."""
-    memories = memories_of("aa")
+    memories, n = memories_of("aa"), SIZES[-1]
 
     def body(store: KVStore) -> None:
         me = store.rank
-        array = store.zeros(1001)
+        array = store.zeros(n)
         store.init("w", array)
         for step in range(2):
-            array[...] = value_of(me, step, 1001)
+            array[...] = value_of(me, step, n)
             store.pushpull("w", array)
         assert store.stats()["direct_calls"] == 2
         if regroup(store, me, (0, 2), memories):
-            assert store.pull("w").tobytes() == sum(value_of(rank, 1, 1001) for rank in range(3)).tobytes()
-            fresh = store.zeros(1001)
+            assert store.pull("w").tobytes() == sums(range(3), 1)[-1]
+            fresh = store.zeros(n)
             for step, memory in enumerate([array, fresh, array, fresh]):
-                memory[...] = value_of(me, step, 1001)
+                memory[...] = value_of(me, step, n)
                 store.pushpull("w", memory)
-                expected = sum(value_of(rank, step, 1001) for rank in (0, 2)).tobytes()
-                assert memory.tobytes() == store.pull("w").tobytes() == expected
+                assert memory.tobytes() == store.pull("w").tobytes() == sums((0, 2), step)[-1]
             assert store.stats()["direct_calls"] + store.stats()["declined_calls"] == 4
 
-    run("aaa", body, memory="auto")
+    on_hosts("aaa").run(body)
 
 
-@pytest.mark.parametrize("memory", ["auto", "off"])
-def test_labels_are_compared_among_those_that_stay(memory: str) -> None:
+@on(on_hosts("abc"), on_hosts("abc", "off"))
+def test_labels_are_compared_among_those_that_stay(store: KVStore) -> None:
     """The ops of a call differ, before and after: the error names the workers as they are counted now."""
-
-    def body(store: KVStore) -> str:
-        me = store.rank
-        store.init(["a", "b"], [np.zeros(5, F32)] * 2)
+    me = store.rank
+    store.init(["a", "b"], [np.zeros(5, F32)] * 2)
+    store.pushpull("a", np.ones(5, F32))
+    if regroup(store, me, (1, 2), [None, None]):
         store.pushpull("a", np.ones(5, F32))
-        if not regroup(store, me, (1, 2), [None, None]):
-            return ""
-        store.pushpull("a", np.ones(5, F32))
-        with pytest.raises(MpikvError) as caught:
+        with pytest.raises(MpikvError, match=r"(?s)(?=.*op='sum')(?=.*worker 0 on b)(?=.*worker 1 on c)"):
             store.pushpull("b", np.ones(5, F32), op=("sum", "max")[store.rank])
         leave(store)
-        return str(caught.value)
-
-    texts = run("abc", body, memory=memory)
-    assert texts[0] == ""
-    for text in texts[1:]:
-        assert "op='sum'" in text
-        assert "worker 0 on b" in text
-        assert "worker 1 on c" in text
 
 
-def test_workers_that_have_pushed_different_rounds_do_not_go_on() -> None:
-    def body(store: KVStore) -> str:
-        store.init("w", np.zeros(5, F32))
-        me = store.rank
-        if me == 2:
-            leave(store)
-            return ""
+@on(on_hosts("aaa", "off"))
+def test_workers_that_have_pushed_different_rounds_do_not_go_on(store: KVStore) -> None:
+    store.init("w", np.zeros(5, F32))
+    me = store.rank
+    if me != 2:
         queue = store.strategy._queues[0]
         queue.pushed = queue.done = me  # as if worker 1 had been in one round more
-        with pytest.raises(MpikvError) as caught:
+        text = "different rounds: worker 0 on a: 0 times key 0; worker 1 on a: 1 times key 0"
+        with pytest.raises(MpikvError, match=text):
             regroup(store, me, (0, 1), [None, None])
-        leave(store)
-        return str(caught.value)
-
-    texts = run("aaa", body, memory="off")
-    assert texts[0] == texts[1]
-    assert "different rounds: worker 0 on a: 0 times key 0; worker 1 on a: 1 times key 0" in texts[0]
+    leave(store)
 
 
-def test_refused_where_states_would_be_lost() -> None:
-    def body(store: KVStore) -> None:
-        store.init("w", np.zeros(5, F32))
-        store.set_optimizer(optimizers.create("sgd", momentum=0.5, learning_rate=1.0))
-        with pytest.raises(UnsupportedError, match="states that other workers own"):
-            store.strategy.keys.regroup(members_of(store).only((0, 1)))
-        store.push("w", np.ones(5, F32))  # nothing was changed
-        assert store.pull("w").tolist() == [-3.0] * 5
-
-    run("aaa", body, memory="off")
+@on(on_hosts("aaa", "off"))
+def test_refused_where_states_would_be_lost(store: KVStore) -> None:
+    store.init("w", np.zeros(5, F32))
+    store.set_optimizer(optimizers.create("sgd", momentum=0.5, learning_rate=1.0))
+    with pytest.raises(UnsupportedError, match="states that other workers own"):
+        store.strategy.keys.regroup(members_of(store).only((0, 1)))
+    store.push("w", np.ones(5, F32))  # nothing was changed
+    assert uniform(store.pull("w")) == -3
 
 
 @pytest.mark.parametrize("ranks", [(), (0, 0), (0, 3), (-1,)])

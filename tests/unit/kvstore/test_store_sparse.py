@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from unittest import mock
 
 import ml_dtypes
@@ -11,7 +11,8 @@ import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_modes import Mode, mode_id
+from on_workers import on, uniform
+from store_modes import Mode
 
 from mpikv import (
     ConfigError,
@@ -24,92 +25,63 @@ from mpikv import (
     kv,
     optimizers,
 )
-from mpikv.testing.ranks import RankError
 from mpikv.testing.reference import ReferenceStore
 
-RATE = 2
+SHAPE = (11, 2)
 LOCAL = Mode("local", 1)
 WORKERS = tuple(Mode("dist_sync", w) for w in (1, 2, 3, 4, 5))
 SERVERS = tuple(
     Mode("dist_sync", w, s, memory=m) for w, s, m in ((1, 1, "off"), (2, 3, "auto"), (3, 2, "long"), (4, 2, "off"))
 )
-ASYNC = (Mode("dist_async", 2), Mode("dist_async", 3, 2, memory="off"))
 FEW_SYNC = (LOCAL, Mode("dist_sync", 3), Mode("dist_sync", 3, 2, memory="off"))
 FEW = (*FEW_SYNC, Mode("dist_async", 2))
 each = pytest.mark.parametrize
 
 
-def weight(num_workers, row, rounds):
-    return 1 + sum((r + 1) * RATE * rounds for r in range(num_workers) if r % 2 == row)
+def ones(*ids, shape=SHAPE, dtype="float32"):
+    return RowSparse([*ids], np.ones((len(ids), *shape[1:]), dtype), shape)
 
 
-@each("mode", ASYNC, ids=mode_id)
-def test_asynchronous_stores_reach_the_same_sum(mode):
-    def body(store):
-        store.set_optimizer(optimizers.create("test", rescale_grad=RATE))
-        store.init("rows", RowSparse.of(np.ones((6, 5), "float32")))
-        for _ in range(3):
-            store.push("rows", RowSparse([store.rank % 2], np.full((1, 5), store.rank + 1, "float32"), (6, 5)))
-        store.barrier()
-        found = store.row_sparse_pull("rows", row_ids=[0, 1, 2]).values[:, 0].tolist()
-        store.barrier()
-        return found
-
-    assert mode.run(body) == [[weight(mode.workers, 0, 3), weight(mode.workers, 1, 3), 1]] * mode.workers
-
-
-# --- beside the dense reference
-
-SHAPE = (11, 2)
-
-
-def drawn(seed, workers, devices, rounds, dtype):
-    """For each round and worker the rows of each device, some of none, some of all, some repeated."""
-    rng = np.random.default_rng(seed)
-
-    def rows():
-        kind = rng.integers(4)
-        ids = [np.empty(0, int), np.arange(SHAPE[0]), rng.integers(0, 11, 4), rng.integers(0, 11, 25)][kind]
-        return RowSparse(ids, rng.integers(-3, 4, (ids.size, 2)).astype(dtype), SHAPE)
-
-    return [[[rows() for _ in range(devices)] for _ in range(workers)] for _ in range(rounds)]
+def drawn(rng, dtype):
+    """The rows of two devices, some of none, some of all, some repeated."""
+    ids = [np.empty(0, int), np.arange(SHAPE[0]), rng.integers(0, 11, 4), rng.integers(0, 11, 25)]
+    chosen = [ids[rng.integers(4)] for _ in range(2)]
+    return [RowSparse(one, rng.integers(-3, 4, (one.size, 2)).astype(dtype), SHAPE) for one in chosen]
 
 
 @each("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32"])
-@each("update", [False, True])
-@each("mode", [LOCAL, Mode("device", 1), *WORKERS, *SERVERS], ids=mode_id)
+@each("update", [True, False])
+@on(LOCAL, Mode("device", 1), *WORKERS, *SERVERS, Mode("dist_async", 2), Mode("dist_async", 3, 2, memory="off"))
 @pytest.mark.grid
-def test_beside_the_reference(mode, update, dtype):
-    pushed = drawn(7, mode.workers, 2, 4, dtype)
-    first = np.arange(22).reshape(SHAPE).astype(dtype)
-
-    def body(store):
-        store.init("dense", np.ones(3, "float32"))
-        store.init("rows", RowSparse.of(first if update else first * 0))
-        if update:
-            store.set_optimizer(optimizers.create("test"))
-        found = []
-        for round_ in pushed:
-            store.push(["rows", "dense"], [round_[store.rank], np.ones(3, "float32")])
-            some = store.row_sparse_pull("rows", row_ids=np.array([9, 2, 2]))
-            whole = store.pull(["dense", "rows"], ignore_sparse=False)
-            found.append((some.indices.tolist(), some.values.tobytes(), [one.tobytes() for one in whole]))
-        return found
+def test_beside_the_reference(store, mode, W, update, dtype):
+    """With an optimizer whose updates commute; without one where there may be none, asynchronous stores after all."""
 
     def change(one, total):
         return (one.astype("float64") + total.astype("float64")).astype(one.dtype)
 
-    reference = ReferenceStore(mode.workers, update=change if update else None)
-    reference.init("rows", first if update else first * 0)
-    reference.init("dense", np.ones(3, "float32"))
-    expected = []
-    for round_ in pushed:
-        for worker in range(mode.workers):
-            reference.push(worker, "rows", [one.to_dense() for one in round_[worker]])
-            reference.push(worker, "dense", [np.ones(3, "float32")])
-        whole = [reference.pull(0, key) for key in ("dense", "rows")]
-        expected.append(([2, 9], whole[1][[2, 9]].tobytes(), [one.tobytes() for one in whole]))
-    assert mode.run(body) == [expected] * mode.workers
+    update = update or not mode.synchronous
+    rng, dense, first = np.random.default_rng(7), np.ones(3, "float32"), np.arange(22).reshape(SHAPE).astype(dtype)
+    reference = ReferenceStore(W, update=change if update else None)
+    first = first if update else first * 0
+    for one, rows in ((store, RowSparse.of(first)), (reference, first)):
+        one.init("rows", rows)
+        one.init("dense", dense)
+    if update:
+        store.set_optimizer(optimizers.create("test"))
+    for _ in range(4):
+        for worker in range(W):
+            rows = drawn(rng, dtype)
+            reference.push(worker, "rows", [one.to_dense() for one in rows])
+            reference.push(worker, "dense", [dense])
+            if worker == store.rank:
+                store.push(["rows", "dense"], [rows, dense])
+        store.barrier() if not mode.synchronous else None
+        some = store.row_sparse_pull("rows", row_ids=np.array([9, 2, 2]))
+        expected = [reference.pull(0, key) for key in ("dense", "rows")]
+        assert (some.indices.tolist(), some.values.tobytes()) == ([2, 9], expected[1][[2, 9]].tobytes())
+        for found, wanted in zip(store.pull(["dense", "rows"], ignore_sparse=False), expected, strict=True):
+            assert found.tobytes() == wanted.tobytes()
+        store.barrier() if not mode.synchronous else None
 
 
 @settings(max_examples=examples(12))
@@ -140,80 +112,67 @@ def test_same_bits_in_every_mode(seed, mode, late):
 
 
 @each("optimizer", [optimizers.AdaGrad(learning_rate=0.1), optimizers.SGD(learning_rate=0.1)], ids=["adagrad", "sgd"])
-@each("mode", FEW_SYNC, ids=mode_id)
-def test_without_momentum_a_lazy_update_is_the_dense_one(mode, optimizer):
+@on(*FEW_SYNC)
+def test_without_momentum_a_lazy_update_is_the_dense_one(store, optimizer):
     rng = np.random.default_rng(5)
-    grads = [[RowSparse(rng.integers(0, 11, 5), rng.normal(size=(5, 2)), SHAPE) for _ in range(3)] for _ in range(4)]
     first = rng.normal(size=SHAPE)
-
-    def body(store):
-        store.init(["rows", "dense"], [RowSparse.of(first), first])
-        store.set_optimizer(optimizer)
-        for round_ in grads:
-            store.push(["rows", "dense"], [round_[store.rank], round_[store.rank].to_dense()])
-        return [one.tobytes() for one in store.pull(["rows", "dense"], ignore_sparse=False)]
-
-    for sparse, dense in mode.run(body):
-        assert sparse == dense
+    store.init(["rows", "dense"], [RowSparse.of(first), first])
+    store.set_optimizer(optimizer)
+    for _ in range(4):
+        grads = [RowSparse(rng.integers(0, 11, 5), rng.normal(size=(5, 2)), SHAPE) for _ in range(3)]
+        store.push(["rows", "dense"], [grads[store.rank], grads[store.rank].to_dense()])
+    sparse, dense = store.pull(["rows", "dense"], ignore_sparse=False)
+    assert sparse.tobytes() == dense.tobytes()
 
 
 # --- what it costs
 
 ROW_BYTES, HEADER, IDS = 64, 48, 16
+NAMES = ("messages_sent", "control_messages_sent", "bytes_sent")
 
 
-@each("servers", [0, 2])
-def test_bytes_and_messages_follow_the_rows(servers):
+@on(Mode("dist_sync", 2, memory="off"), Mode("dist_sync", 2, 2, memory="off"))
+def test_bytes_and_messages_follow_the_rows(store, mode):
     """10 million rows of 64 bytes, 1000 of them used: 640 MB, if any message held them all."""
-    shape, mode = (10_000_000, 16), Mode("dist_sync", 2, servers, memory="off")
-    ids = np.arange(500) * 20_000 + 7  # as many for either owner
+    shape, pulled = (10_000_000, 16), []
+    mine = np.arange(500) * 20_000 + 7 + store.rank  # as many for either owner
+    store.set_optimizer(optimizers.SGD(learning_rate=1.0))
+    store.init("rows", RowSparse.zeros(shape))
+    store.barrier()
 
-    def sent(store):
-        stats = store.stats()
-        return np.array([stats["messages_sent"] - stats["control_messages_sent"], stats["bytes_sent"]])
-
-    def body(store):
-        store.set_optimizer(optimizers.SGD(learning_rate=1.0))
-        store.init("rows", RowSparse.zeros(shape))
-        store.barrier()
-        mine = ids + store.rank
-        # Where workers are owners, answers to others would be counted, too: the lock keeps the engine from sending any.
-        with store.session.engine.lock:
-            counts = [sent(store)]
-            store.push("rows", RowSparse(mine, np.ones((500, 16), "float32"), shape))
-            counts.append(sent(store))
-            store.push("rows", RowSparse.zeros(shape))
-            counts.append(sent(store))
-            pulled = store.strategy.pull_rows(store.session.infos["rows"], mine, 0, "pull")
-            counts.append(sent(store))
-        for pending in pulled[1]:
-            store.session.wait(pending)
-        store.barrier()
-        held = store.stats().get("row_bytes", 0)
-        store.barrier()
-        return np.diff(counts, axis=0).tolist(), held, np.unique(pulled[0]).tolist()
+    def sent(call):
+        before = store.stats()
+        call()
+        after = store.stats()
+        messages, control, n_bytes = (after[name] - before[name] for name in NAMES)
+        return messages - control, n_bytes
 
     ids_bytes = IDS + 1008  # 250 ids of 4 bytes, padded
-    pushed = [2, 2 * (HEADER + ids_bytes) + 500 * ROW_BYTES]
-    for counts, held, values in mode.run(body):
-        assert counts[:2] == [pushed, [2, 2 * (HEADER + IDS)]]
-        assert counts[2] == [2, 2 * (HEADER + ids_bytes)]
-        assert values == [-1.0]
-        if not servers:
-            assert 500 * (ROW_BYTES + 16) <= held <= 750 * (ROW_BYTES + 32)
+    # Where workers are owners, answers to others would be counted, too: the lock keeps the engine from sending any.
+    with store.session.engine.lock:
+        pushed = sent(lambda: store.push("rows", ones(*mine, shape=shape)))
+        assert pushed == (2, 2 * (HEADER + ids_bytes) + 500 * ROW_BYTES)
+        assert sent(lambda: store.push("rows", RowSparse.zeros(shape))) == (2, 2 * (HEADER + IDS))
+        rows = store.session.infos["rows"]
+        asked = sent(lambda: pulled.extend(store.strategy.pull_rows(rows, mine, 0, "pull")))
+        assert asked == (2, 2 * (HEADER + ids_bytes))
+    for pending in pulled[1]:
+        store.session.wait(pending)
+    assert uniform(pulled[0]) == -1
+    store.barrier()
+    held = store.stats().get("row_bytes", 0)
+    store.barrier()
+    assert mode.servers or 500 * (ROW_BYTES + 16) <= held <= 750 * (ROW_BYTES + 32)
 
 
 @each(("n_rows", "n_bytes"), [(0, 0), (10, 48), (100, 128), (999, 128), (1000, 0)])
-def test_a_push_of_many_rows_is_no_longer_than_a_dense_one(n_rows, n_bytes):
+@on(Mode("dist_sync", 1, 1, memory="off"))
+def test_a_push_of_many_rows_is_no_longer_than_a_dense_one(store, n_rows, n_bytes):
     """Ids are 4 bytes each, then one bit for each row there is, then nothing."""
-
-    def body(store):
-        store.init("rows", RowSparse.zeros((1000, 4)))
-        before = store.stats()["bytes_sent"]
-        store.push("rows", RowSparse(np.arange(n_rows), np.ones((n_rows, 4), "float32"), (1000, 4)))
-        return store.stats()["bytes_sent"] - before
-
-    assert Mode("dist_sync", 1, 1, memory="off").run(body) == [HEADER + IDS + n_bytes + n_rows * 16]
+    store.init("rows", RowSparse.zeros((1000, 4)))
+    before = store.stats()["bytes_sent"]
+    store.push("rows", ones(*range(n_rows), shape=(1000, 4)))
+    assert store.stats()["bytes_sent"] - before == HEADER + IDS + n_bytes + n_rows * 16
 
 
 def test_memory_of_one_process_follows_the_rows():
@@ -221,100 +180,87 @@ def test_memory_of_one_process_follows_the_rows():
         store.set_optimizer("adam")
         store.init("rows", RowSparse.zeros((10_000_000, 16)))
         assert store.stats()["row_bytes"] == 0
-        for begin in range(0, 1000, 250):
-            ids = np.arange(begin, begin + 250) * 10_000
-            store.push("rows", RowSparse(ids, np.ones((250, 16), "float32"), (10_000_000, 16)))
+        for begin in range(0, 10_000_000, 2_500_000):
+            store.push("rows", ones(*range(begin, begin + 2_500_000, 10_000), shape=(10_000_000, 16)))
         assert 1000 * (3 * 64 + 32) <= store.stats()["row_bytes"] <= 1500 * (3 * 64 + 32)
 
 
 # --- forms of calls
 
 
-@each("mode", FEW, ids=mode_id)
-def test_pulls(mode):
+@on(*FEW)
+def test_pulls(store):
     first = np.arange(22.0).reshape(SHAPE)
-
-    def body(store):
-        store.init(["a", "b", "d"], [RowSparse.of(first), RowSparse([3], first[[3]], SHAPE), first])
-        a = store.row_sparse_pull("a", row_ids=[])
-        assert (a.indices.size, a.to_dense().any()) == (0, False)
-        both = store.row_sparse_pull(["a", "b"], row_ids=np.array([[3, 2]]))
-        assert [one.to_dense().sum(1).tolist() for one in both][1][2:4] == [0, 13]
-        each_own = store.row_sparse_pull(["a", "b"], row_ids=[[1], [0, 3]])
-        assert [one.indices.tolist() for one in each_own] == [[1], [0, 3]]
-        outs = [RowSparse.zeros(SHAPE, "float32") for _ in range(2)]
-        assert store.row_sparse_pull("a", outs, row_ids=[np.array([1]), np.array([4, 4])]) is None
-        assert [(one.indices.tolist(), str(one.dtype)) for one in outs] == [([1], "float32"), ([4], "float32")]
-        store.row_sparse_pull("a", outs, row_ids=[7])
-        assert outs[1].values.tolist() == first[[7]].tolist()
-        assert store.pull("a") is None
-        assert [one is None for one in store.pull(["a", "d", "b"])] == [True, False, True]
-        out = [np.full(SHAPE, 9.0), np.zeros(SHAPE)]
-        store.pull(["a", "d"], out)
-        assert (out[0][0, 0], out[1].tolist()) == (9, first.tolist())
-        store.pull("a", out[0], ignore_sparse=False)
-        assert out[0].tolist() == first.tolist()
-        store.broadcast("e", RowSparse([3], first[[3]], SHAPE), whole := np.ones(SHAPE))
-        assert whole.sum(1).tolist() == [0, 0, 0, 13] + [0] * 7
-        assert store.pull_async(["a", "d"]).wait()[0].tolist() == first.tolist()
-        return True
-
-    assert mode.run(body) == [True] * mode.workers
+    store.init(["a", "b", "d"], [RowSparse.of(first), RowSparse([3], first[[3]], SHAPE), first])
+    a = store.row_sparse_pull("a", row_ids=[])
+    assert (a.indices.size, a.to_dense().any()) == (0, False)
+    both = store.row_sparse_pull(["a", "b"], row_ids=np.array([[3, 2]]))
+    assert [one.to_dense().sum(1).tolist() for one in both][1][2:4] == [0, 13]
+    each_own = store.row_sparse_pull(["a", "b"], row_ids=[[1], [0, 3]])
+    assert [one.indices.tolist() for one in each_own] == [[1], [0, 3]]
+    outs = [RowSparse.zeros(SHAPE, "float32") for _ in range(2)]
+    assert store.row_sparse_pull("a", outs, row_ids=[np.array([1]), np.array([4, 4])]) is None
+    assert [(one.indices.tolist(), str(one.dtype)) for one in outs] == [([1], "float32"), ([4], "float32")]
+    store.row_sparse_pull("a", outs, row_ids=[7])
+    assert outs[1].values.tolist() == first[[7]].tolist()
+    assert store.pull("a") is None
+    assert [one is None for one in store.pull(["a", "d", "b"])] == [True, False, True]
+    out = [np.full(SHAPE, 9.0), np.zeros(SHAPE)]
+    store.pull(["a", "d"], out)
+    assert (out[0][0, 0], out[1].tolist()) == (9, first.tolist())
+    store.pull("a", out[0], ignore_sparse=False)
+    assert out[0].tolist() == first.tolist()
+    store.broadcast("e", RowSparse([3], first[[3]], SHAPE), whole := np.ones(SHAPE))
+    assert whole.sum(1).tolist() == [0, 0, 0, 13] + [0] * 7
+    assert store.pull_async(["a", "d"]).wait()[0].tolist() == first.tolist()
 
 
-@each("mode", FEW, ids=mode_id)
-def test_wrong_calls_say_so_and_send_nothing(mode):
-    rows = RowSparse([1], np.ones((1, 2)), SHAPE)
-
-    def body(store):
-        store.init(["r", "d"], [RowSparse.zeros(SHAPE, "float64"), np.zeros(SHAPE)])
-        store.barrier()
-        calls = [
-            (lambda: store.row_sparse_pull("r", row_ids=[11]), IndexError, "'r'.*row 11 of an array of 11 rows"),
-            (lambda: store.row_sparse_pull("r", row_ids=[-1]), IndexError, "row -1"),
-            (lambda: store.row_sparse_pull("r"), ValueError, "row_ids says"),
-            (lambda: store.row_sparse_pull("r", row_ids=[0.5]), TypeError, "whole numbers"),
-            (lambda: store.row_sparse_pull("r", np.zeros(SHAPE), row_ids=[1]), TypeError, "RowSparse"),
-            (lambda: store.row_sparse_pull("r", RowSparse.zeros((3, 2)), row_ids=[1]), ShapeMismatch, "'r'"),
-            (lambda: store.row_sparse_pull("d", row_ids=[1]), UnsupportedError, "dense"),
-            (lambda: store.row_sparse_pull("x", row_ids=[1]), KeyNotInitialized, "'x'"),
-            (lambda: store.row_sparse_pull(["r"], row_ids=[[1], [2]]), ValueError, "1 keys but 2"),
-            (lambda: store.row_sparse_pull(["r", "r"], rows, row_ids=[1]), TypeError, "list of out"),
-            (lambda: store.push("r", RowSparse.zeros((3, 2), "float64")), ShapeMismatch, r"\(3, 2\)"),
-            (lambda: store.push("r", RowSparse.zeros(SHAPE)), ShapeMismatch, "float32"),
-            (lambda: store.push(["d", "r"], [np.ones(SHAPE), RowSparse.zeros(SHAPE)]), ShapeMismatch, "float32"),
-            (lambda: store.push("d", rows), TypeError, "'d' is dense"),
-            (lambda: store.pushpull("r", rows), UnsupportedError, "row-sparse"),
-            (lambda: store.pushpull_async("r", rows), UnsupportedError, "row-sparse"),
-            (lambda: store.broadcast("n", rows, rows), UnsupportedError, "row-sparse"),
-            (lambda: store.init("n", [rows, rows]), ValueError, "2 arrays"),
-        ]
-        # Where workers are owners, what they answer to others is counted, too: the lock keeps the engine from that.
-        with getattr(store.session, "engine", mock.MagicMock()).lock:
-            before = store.stats()
-            for call, error, text in calls:
-                with pytest.raises(error, match=text):
-                    call()
-            assert store.stats() == before
-        if mode.synchronous:
-            store.push("r", rows)
-            return store.pull(["r", "d"], ignore_sparse=False)[0].sum() / mode.workers
-        return 2.0
-
-    assert mode.run(body) == [2.0] * mode.workers
+ROWS, SHORT = ones(1, dtype="float64"), RowSparse.zeros((3, 2), "float64")
+WRONG = [  # the method, its arguments, and the error
+    ("row_sparse_pull", ["r"], {"row_ids": [11]}, IndexError, "'r'.*row 11 of an array of 11 rows"),
+    ("row_sparse_pull", ["r"], {"row_ids": [-1]}, IndexError, "row -1"),
+    ("row_sparse_pull", ["r"], {}, ValueError, "row_ids says"),
+    ("row_sparse_pull", ["r"], {"row_ids": [0.5]}, TypeError, "whole numbers"),
+    ("row_sparse_pull", ["r", np.zeros(SHAPE)], {"row_ids": [1]}, TypeError, "RowSparse"),
+    ("row_sparse_pull", ["r", RowSparse.zeros((3, 2))], {"row_ids": [1]}, ShapeMismatch, "'r'"),
+    ("row_sparse_pull", ["d"], {"row_ids": [1]}, UnsupportedError, "dense"),
+    ("row_sparse_pull", ["x"], {"row_ids": [1]}, KeyNotInitialized, "'x'"),
+    ("row_sparse_pull", [["r"]], {"row_ids": [[1], [2]]}, ValueError, "1 keys but 2"),
+    ("row_sparse_pull", [["r", "r"], ROWS], {"row_ids": [1]}, TypeError, "list of out"),
+    ("push", ["r", SHORT], {}, ShapeMismatch, r"\(3, 2\)"),
+    ("push", ["r", RowSparse.zeros(SHAPE)], {}, ShapeMismatch, "float32"),
+    ("push", [["d", "r"], [np.ones(SHAPE), RowSparse.zeros(SHAPE)]], {}, ShapeMismatch, "float32"),
+    ("push", ["d", ROWS], {}, TypeError, "'d' is dense"),
+    ("pushpull", ["r", ROWS], {}, UnsupportedError, "row-sparse"),
+    ("pushpull_async", ["r", ROWS], {}, UnsupportedError, "row-sparse"),
+    ("broadcast", ["n", ROWS, ROWS], {}, UnsupportedError, "row-sparse"),
+    ("init", ["n", [ROWS, ROWS]], {}, ValueError, "2 arrays"),
+]
 
 
-@each("mode", FEW, ids=mode_id)
-def test_optimizers_that_need_all_rows_are_refused(mode):
-    def body(store):
-        store.init("r", RowSparse.zeros(SHAPE))
-        for optimizer in (optimizers.NAG(), optimizers.SGD(lazy_update=False), optimizers.LAMB()):
-            store.set_optimizer(optimizer)
-            with pytest.raises(UnsupportedError, match="adagrad, adam, ftrl, sgd, test"):
-                store.push("r", RowSparse.zeros(SHAPE))
-        return True
+@on(*FEW)
+def test_wrong_calls_say_so_and_send_nothing(store, mode, W):
+    store.init(["r", "d"], [RowSparse.zeros(SHAPE, "float64"), np.zeros(SHAPE)])
+    store.barrier()
+    # Where workers are owners, what they answer to others is counted, too: the lock keeps the engine from that.
+    with getattr(store.session, "engine", mock.MagicMock()).lock:
+        before = store.stats()
+        for name, arguments, named, error, text in WRONG:
+            with pytest.raises(error, match=text):
+                getattr(store, name)(*arguments, **named)
+        assert store.stats() == before
+    if mode.synchronous:
+        store.push("r", ROWS)
+        assert store.pull(["r", "d"], ignore_sparse=False)[0].sum() == 2 * W
 
-    assert mode.run(body) == [True] * mode.workers
+
+@on(*FEW)
+def test_optimizers_that_need_all_rows_are_refused(store):
+    store.init("r", RowSparse.zeros(SHAPE))
+    for optimizer in (optimizers.NAG(), optimizers.SGD(lazy_update=False), optimizers.LAMB()):
+        store.set_optimizer(optimizer)
+        with pytest.raises(UnsupportedError, match="adagrad, adam, ftrl, sgd, test"):
+            store.push("r", RowSparse.zeros(SHAPE))
 
 
 def test_a_dense_push_counts_as_one_of_all_rows():
@@ -331,110 +277,91 @@ def test_what_is_pushed_and_initialised_may_be_changed_afterwards():
     with kv.create("local") as store:
         values = np.ones((1, 2))
         store.init("r", RowSparse([1], values, (3, 2)))
-        values[:] = 5
-        assert store.row_sparse_pull("r", row_ids=[1]).values.tolist() == [[1, 1]]
-        store.push("r", RowSparse([1], values, (3, 2)))
-        values[:] = 7
-        found = store.row_sparse_pull("r", row_ids=[1])
-        assert found.values.tolist() == [[5, 5]]
-        found.values[:] = 9
-        assert store.row_sparse_pull("r", row_ids=[1]).values.tolist() == [[5, 5]]
+        for before, pushed in ((1, 5), (5, 7)):
+            values[:] = pushed  # in vain, where it was given away
+            found = store.row_sparse_pull("r", row_ids=[1])
+            assert uniform(found.values) == before
+            found.values[:] = 9
+            assert uniform(store.row_sparse_pull("r", row_ids=[1]).values) == before
+            store.push("r", RowSparse([1], values, (3, 2)))
 
 
 # --- workers that differ
 
 
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 2, 1), Mode("dist_async", 2)], ids=mode_id)
+@on(Mode("dist_sync", 3), Mode("dist_sync", 2, 1), Mode("dist_async", 2))
 @each(
-    ("value", "text"),
+    ("first", "others", "text"),
     [
         (
-            lambda r: RowSparse.zeros((3 + r, 2)),
+            RowSparse.zeros((3, 2)),
+            RowSparse.zeros((4, 2)),
             r"worker 0 on localhost: float32 \(3, 2\), row-sparse; worker 1 .*\(4, 2\), row-sparse",
         ),
-        (lambda r: RowSparse.zeros((3, 2), ["float32", "float64"][r > 0]), "float64"),
+        (RowSparse.zeros((3, 2)), SHORT, "float64"),
         (
-            lambda r: RowSparse.zeros((3, 2)) if r else np.zeros((3, 2), "float32"),
+            np.zeros((3, 2), "float32"),
+            RowSparse.zeros((3, 2)),
             r"localhost: float32 \(3, 2\); .*: float32 \(3, 2\), row-sparse",
         ),
     ],
+    ids=["shape", "dtype", "dense"],
 )
-def test_different_values_at_init_are_an_error_on_every_rank(mode, value, text):
-    def body(store):
-        with pytest.raises(ShapeMismatch, match=text):
-            store.init("r", value(store.rank))
-        store.init("other", RowSparse.zeros((3, 2)))
-        return "r" in store
-
-    assert mode.run(body) == [False] * mode.workers
+def test_different_values_at_init_are_an_error_on_every_rank(store, first, others, text):
+    with pytest.raises(ShapeMismatch, match=text):
+        store.init("r", others if store.rank else first)
+    store.init("other", RowSparse.zeros((3, 2)))
+    assert "r" not in store
 
 
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 3, 2)], ids=mode_id)
-def test_a_stall_names_key_round_and_who_is_missing(mode):
-    told = threading.Semaphore(0)
-
-    def body(store):
-        store.init("rows", RowSparse.zeros((6, 2)))
-        if store.rank:
-            store.push("rows", RowSparse.zeros((6, 2)))
-            with pytest.raises(StallError, match=r"row_sparse_pull of key 'rows', round 1.*Not arrived: worker 0"):
-                store.row_sparse_pull("rows", row_ids=[0, 5])
-            told.release()
-        else:
-            assert told.acquire(timeout=60)
-            assert told.acquire(timeout=60)
-            store.push("rows", RowSparse.zeros((6, 2)))
-        return store.row_sparse_pull("rows", row_ids=[5]).values.tolist()
-
-    assert mode.run(body, timeout_s=1.0) == [[[0, 0]]] * 3
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 2), timeout_s=1.0)
+def test_a_stall_names_key_round_and_who_is_missing(store, told):
+    store.init("rows", RowSparse.zeros(SHAPE))
+    if store.rank:
+        store.push("rows", RowSparse.zeros(SHAPE))
+        with pytest.raises(StallError, match=r"row_sparse_pull of key 'rows', round 1.*Not arrived: worker 0"):
+            store.row_sparse_pull("rows", row_ids=[0, 5])
+        told.set()
+    else:
+        assert told.wait(60)
+        store.push("rows", RowSparse.zeros(SHAPE))
+    assert store.row_sparse_pull("rows", row_ids=[5]).values.tolist() == [[0, 0]]
 
 
-@each("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1)], ids=mode_id)
-def test_pushes_that_others_have_not_made_are_told_at_the_end(mode):
-    def body(store):
-        store.init("rows", RowSparse.zeros((6, 2)))
-        if store.rank:
-            store.push("rows", RowSparse.zeros((6, 2)))
-
-    with pytest.raises(RankError) as caught:
-        mode.run(body)
-    (error,) = caught.value.errors.values()
-    assert isinstance(error, PeerError)
-    assert "'rows' was pushed 1 times here and 0 times by worker 0" in str(error)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1))
+def test_pushes_that_others_have_not_made_are_told_at_the_end(store):
+    store.init("rows", RowSparse.zeros(SHAPE))
+    if store.rank:
+        store.push("rows", RowSparse.zeros(SHAPE))
+        with pytest.raises(PeerError, match="'rows' was pushed 1 times here and 0 times by worker 0"):
+            store.close()
 
 
-@each("mode", [Mode("dist_sync", 3), Mode("dist_sync", 3, 2)], ids=mode_id)
-def test_factors_and_changed_attributes_reach_the_owners(mode):
+@on(Mode("dist_sync", 3), Mode("dist_sync", 3, 2))
+def test_factors_and_changed_attributes_reach_the_owners(store):
     """The learning rate of each round is that of all; rescale_grad counts for the worker that has set it."""
-
-    def body(store):
-        optimizer = optimizers.SGD(learning_rate=1.0)
-        store.init(["dense", "rows"], [np.zeros(6), RowSparse.of(np.zeros(6))])
-        store.set_optimizer(optimizer)
-        for i in range(3):
-            optimizer.learning_rate = 0.5**i
-            optimizer.rescale_grad = 1.0 if i == 1 else store.rank + 1.0
-            store.push("rows", RowSparse([store.rank, 5], [1.0, 2.0], (6,)))
-            store.push("dense", np.ones(6))
-        assert store.pull("dense").tolist() == [-(6 + 1.5 + 1.5)] * 6
-        return store.pull("rows", ignore_sparse=False).tolist()
-
+    optimizer = optimizers.SGD(learning_rate=1.0)
+    store.init(["dense", "rows"], [np.zeros(6), RowSparse.of(np.zeros(6))])
+    store.set_optimizer(optimizer)
+    for i in range(3):
+        optimizer.learning_rate = 0.5**i
+        optimizer.rescale_grad = 1.0 if i == 1 else store.rank + 1.0
+        store.push("rows", RowSparse([store.rank, 5], [1.0, 2.0], (6,)))
+        store.push("dense", np.ones(6))
+    assert store.pull("dense").tolist() == [-(6 + 1.5 + 1.5)] * 6
     rows = [-sum(0.5**i * (1 if i == 1 else r + 1) for i in range(3)) for r in range(3)]
-    assert mode.run(body) == [[*rows, 0, 0, -2 * (6 + 1.5 + 1.5)]] * 3
+    assert store.pull("rows", ignore_sparse=False).tolist() == [*rows, 0, 0, -2 * (6 + 1.5 + 1.5)]
 
 
-@each("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 2)], ids=mode_id)
-def test_different_learning_rates_are_an_error_on_every_rank(mode):
-    def body(store):
-        optimizer = optimizers.SGD(learning_rate=1.0)
-        store.init("rows", RowSparse.zeros((6,)))
-        store.set_optimizer(optimizer)
-        optimizer.learning_rate = 0.5 + store.rank
-        store.push("rows", RowSparse([0], np.ones(1, "float32"), (6,)))
-        with pytest.raises(ConfigError, match=r"learning_rate.*worker"):
-            store.row_sparse_pull("rows", row_ids=[0])
-
-    mode.run(body)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 2))
+def test_different_learning_rates_are_an_error_on_every_rank(store):
+    optimizer = optimizers.SGD(learning_rate=1.0)
+    store.init("rows", RowSparse.zeros((6,)))
+    store.set_optimizer(optimizer)
+    optimizer.learning_rate = 0.5 + store.rank
+    store.push("rows", ones(0, shape=(6,)))
+    with pytest.raises(ConfigError, match=r"learning_rate.*worker"):
+        store.row_sparse_pull("rows", row_ids=[0])
 
 
 # --- states
@@ -455,43 +382,35 @@ def test_states_are_saved_and_loaded_by_any_number_of_owners(writer, reader, tmp
     grads = [RowSparse(ids, rng.normal(size=(len(ids), 2)), SHAPE) for ids in ([1, 8], [8], [], [1, 2, 9], [8, 9])]
     nothing = RowSparse.zeros(SHAPE, "float64")
 
+    def begun(store, rows, dense):
+        store.init(["rows", "dense"], [RowSparse.of(rows), dense])
+        store.set_optimizer(optimizers.Adam(learning_rate=0.1))
+
     def push(store, some):
         for grad in some:
             store.push(["rows", "dense"], [nothing, np.zeros(3)] if store.rank else [grad, np.ones(3)])
         store.barrier()
-
-    def values(store):
-        return [one.tobytes() for one in store.pull(["rows", "dense"], ignore_sparse=False)]
-
-    def write(store):
-        store.init(["rows", "dense"], [RowSparse.of(first), np.zeros(3)])
-        store.set_optimizer(optimizers.Adam(learning_rate=0.1))
-        push(store, grads[:3])
-        store.save_optimizer_states(path)
         found = store.pull(["rows", "dense"], ignore_sparse=False)
         store.barrier()
-        push(store, grads[3:])
-        return found, values(store)
+        return found
+
+    def write(store):
+        begun(store, first, np.zeros(3))
+        before = push(store, grads[:3])
+        store.save_optimizer_states(path)
+        return before, [one.tobytes() for one in push(store, grads[3:])]
 
     ((before, after), *_) = writer.run(write)
 
-    def read(store):
-        store.init(["rows", "dense"], [RowSparse.of(before[0]), before[1]])
-        store.set_optimizer(optimizers.Adam(learning_rate=0.1))
-        push(store, grads[:1])  # states that the file replaces
+    def read(store, *, used):
+        begun(store, *before)
+        if used:  # the states that the file replaces move the weights
+            push(store, grads[:1])
         store.load_optimizer_states(path)
-        weights = store.pull(["rows", "dense"], ignore_sparse=False)
-        return [one.shape for one in weights]
+        return [one.shape if used else one.tobytes() for one in push(store, grads[3:])]
 
-    def read_and_go_on(store):
-        store.init(["rows", "dense"], [RowSparse.of(before[0]), before[1]])
-        store.set_optimizer(optimizers.Adam(learning_rate=0.1))
-        store.load_optimizer_states(path)
-        push(store, grads[3:])
-        return values(store)
-
-    assert reader.run(read) == [[SHAPE, (3,)]] * reader.workers
-    assert reader.run(read_and_go_on) == [after] * reader.workers
+    for used, expected in ((False, after), (True, [SHAPE, (3,)])):
+        assert reader.run(partial(read, used=used)) == [expected] * reader.workers
 
 
 def test_states_of_a_dense_key_are_no_states_of_a_sparse_one(tmp_path):
@@ -511,16 +430,13 @@ def test_states_of_a_dense_key_are_no_states_of_a_sparse_one(tmp_path):
             dense.load_optimizer_states(tmp_path / "sparse")
 
 
-@each("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1)], ids=mode_id)
-def test_an_optimizer_that_is_set_before_or_after_the_key(mode):
-    def body(store):
-        store.set_optimizer(optimizers.create("test", rescale_grad=3))
-        store.init("a", RowSparse.zeros((4,)))
-        one = RowSparse([2], np.ones(1, "float32"), (4,))
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1))
+def test_an_optimizer_that_is_set_before_or_after_the_key(store):
+    one = ones(2, shape=(4,))
+    for key, factor in (("a", 3), ("b", 5)):
+        store.set_optimizer(optimizers.create("test", rescale_grad=factor))
+        store.init(key, RowSparse.zeros((4,)))
         store.push("a", one)
-        store.set_optimizer(optimizers.create("test", rescale_grad=5))
-        store.init("b", RowSparse.zeros((4,)))
-        store.push(["a", "b"], [one, one])
-        return [found.values.tolist() for found in store.row_sparse_pull(["a", "b"], row_ids=[2])]
-
-    assert mode.run(body) == [[[16], [10]]] * 2
+    store.push("b", one)
+    found = store.row_sparse_pull(["a", "b"], row_ids=[2])
+    assert [rows.values.tolist() for rows in found] == [[16], [10]]

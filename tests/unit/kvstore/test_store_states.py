@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 
 import numpy as np
 import pytest
+from on_workers import on, uniform
 from store_modes import BOUND, FEW, FEW_DIST_SYNC, FEW_ON_DEVICE, Mode, mode_id
 
-from mpikv import MpikvError, StatesFileError, optimizers
+from mpikv import MpikvError, StatesFileError, kv, optimizers
 from mpikv.optimizers import states_file
 
 SHAPES = {"s": (), "a": (BOUND - 1,), "b": (7, 9), "empty": (0, 3)}
@@ -19,8 +19,7 @@ MAKERS = {
     "lamb": lambda: optimizers.create("lamb", learning_rate=0.125),
     "half": lambda: optimizers.create("sgd", learning_rate=0.25, momentum=0.5, multi_precision=True),
 }
-EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
-DAMAGE = ("empty", "text", "cut", "flipped", "foreign", "pickle", "length", "kind", "shape", "unknown")
+EVERY_KIND = on(*FEW)
 
 
 def dtype_of(name):
@@ -60,7 +59,8 @@ SYNC = (
     Mode("local", 1),
     Mode("dist_sync", 3),
     *(mode for mode in FEW_DIST_SYNC if not mode.device or mode in ON_DEVICE),
-    Mode("dist_sync", 2, 1),
+    Mode("dist_sync", 2, 1, part_bytes=32),  # states are those of whole values, their count of updates above all
+    Mode("dist_sync", 2, 3, part_bytes=80),
     Mode("dist_sync", 5, 0, "halving_doubling"),
 )
 WAYS = [(a, b) for a in SYNC for b in SYNC if (a is SYNC[0]) != (b is SYNC[0]) or a.servers != b.servers]
@@ -89,173 +89,141 @@ def test_goes_on_in_another_mode_as_if_never_stopped(name, saver, loader, tmp_pa
     assert os.listdir(tmp_path) == ["states"]
 
 
-@pytest.mark.parametrize("saver", [Mode("dist_async", 1), Mode("dist_async", 3, 2)], ids=mode_id)
-def test_asynchronous_store(saver, tmp_path):
-    path = str(tmp_path / "states")
-
+@on(Mode("dist_async", 1), Mode("dist_async", 3, 2))
+def test_asynchronous_store(mode, tmp_path):
     def save(store):
         start(store, "sgd")
         if store.rank == 0:
-            for key, shape in SHAPES.items():
-                store.push(key, np.ones(shape, np.float32))
-        store.save_optimizer_states(path)
+            store.push(list(SHAPES), [np.ones(shape, np.float32) for shape in SHAPES.values()])
+        store.save_optimizer_states(tmp_path / "states")
 
-    saver.run(save)
-    file = states_file.load_states(path)
-    assert set(file.entries) == {"s", "a", "b"}
-    assert {key: entry.state["t"] for key, entry in file.entries.items()} == dict.fromkeys("sab", 1)
+    mode.run(save)
+    entries = states_file.load_states(tmp_path / "states").entries
+    assert {key: entry.state["t"] for key, entry in entries.items()} == dict.fromkeys("sab", 1)
 
     def load(store):
         start(store, "sgd")
-        store.load_optimizer_states(path)
+        store.load_optimizer_states(tmp_path / "states")
         store.barrier()
         if store.rank == 0:
             store.push("a", np.zeros(SHAPES["a"], np.float32))
         store.barrier()
-        return np.unique(store.pull("a")).tolist()
+        assert uniform(store.pull("a")) == 2 - 0.5 * 0.25
 
-    for loader in (saver, Mode("dist_async", 2), Mode("local", 1)):
-        assert loader.run(load) == [[2 - 0.5 * 0.25]] * loader.workers
+    for loader in (mode, Mode("dist_async", 2), Mode("local", 1)):
+        loader.run(load)
 
 
 @EVERY_KIND
-def test_dump_optimizer_brings_back_the_attributes_that_were_set(mode, tmp_path):
+@pytest.mark.parametrize(("dump", "rate"), [(True, 2.0), (False, 64.0)])
+def test_dump_optimizer_brings_back_the_attributes_that_were_set(store, W, tmp_path, dump, rate):
     """Also a rate that no push had been made under."""
-
-    def body(store, *, dump):
-        path = str(tmp_path / f"states{dump}")
-        store.init("w", np.zeros(3, np.float32))
-        optimizer = optimizers.create("sgd", learning_rate=1.0)
-        store.set_optimizer(optimizer)
-        store.push("w", np.ones(3, np.float32))
-        store.barrier()
-        optimizer.learning_rate = 2.0
-        store.save_optimizer_states(path, dump_optimizer=dump)
-        optimizer.learning_rate = 64.0
-        store.load_optimizer_states(path)
-        store.push("w", np.ones(3, np.float32))
-        store.barrier()
-        return optimizer.learning_rate, np.unique(store.pull("w")).tolist()
-
-    W = mode.workers
-    assert mode.run(lambda store: body(store, dump=True)) == [(2.0, [-3.0 * W])] * W
-    assert mode.run(lambda store: body(store, dump=False)) == [(64.0, [-65.0 * W])] * W
+    store.init("w", np.zeros(3, np.float32))
+    optimizer = optimizers.create("sgd", learning_rate=1.0)
+    store.set_optimizer(optimizer)
+    store.push("w", np.ones(3, np.float32))
+    store.barrier()
+    optimizer.learning_rate = 2.0
+    store.save_optimizer_states(tmp_path / "states", dump_optimizer=dump)
+    optimizer.learning_rate = 64.0
+    store.load_optimizer_states(tmp_path / "states")
+    store.push("w", np.ones(3, np.float32))
+    store.barrier()
+    assert (optimizer.learning_rate, uniform(store.pull("w"))) == (rate, -(1 + rate) * W)
 
 
-@EVERY_KIND
-def test_keys_without_a_state_in_the_file_have_none_afterwards(mode, tmp_path):
-    def body(store):
-        store.init(["a", "b"], [np.zeros(2 * BOUND, np.float32)] * 2)
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        one = np.ones(2 * BOUND, np.float32) if store.rank == 0 else np.zeros(2 * BOUND, np.float32)
-        if mode.synchronous or store.rank == 0:
-            store.push("a", one)
-        store.save_optimizer_states(tmp_path / "states")
-        if mode.synchronous or store.rank == 0:
-            store.push(["a", "b"], [one, one])
-        store.load_optimizer_states(tmp_path / "states")
-        before = store.pull(["a", "b"])
-        store.barrier()
-        if mode.synchronous or store.rank == 0:
-            store.push(["a", "b"], [one, one])
-        store.barrier()
-        return [np.unique(new - old).tolist() for new, old in zip(store.pull(["a", "b"]), before, strict=True)]
+def push_once(store, keys, n):
+    """Ones, of worker 0 alone, also where every push is applied."""
+    if store.session.synchronous or store.rank == 0:
+        store.push(keys, [np.full(n, store.rank == 0, np.float32) for _ in keys])
 
-    assert mode.run(body) == [[[-1.5], [-1.0]]] * mode.workers
+
+def momentum():
+    return optimizers.create("sgd", learning_rate=1.0, momentum=0.5)
 
 
 @EVERY_KIND
-def test_optimizers_of_different_kinds_on_one_store(mode, tmp_path):
-    def body(store):
-        store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
-        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5), ["a"])
-        store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
-        one = np.ones(2 * BOUND, np.float32)
-        store.push(["a", "b"], [one, one])
-        store.barrier()
-        store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
-        store.load_optimizer_states(tmp_path / "states")
-        return sorted(states_file.load_states(tmp_path / "states").entries)
-
-    assert mode.run(body) == [["a", "b"]] * mode.workers
+def test_keys_without_a_state_in_the_file_have_none_afterwards(store, tmp_path):
+    n = 2 * BOUND
+    store.init(["a", "b"], [np.zeros(n, np.float32)] * 2)
+    store.set_optimizer(momentum())
+    push_once(store, ["a"], n)
+    store.save_optimizer_states(tmp_path / "states")
+    push_once(store, ["a", "b"], n)
+    store.load_optimizer_states(tmp_path / "states")
+    before = store.pull(["a", "b"])
+    store.barrier()
+    push_once(store, ["a", "b"], n)
+    store.barrier()
+    after = store.pull(["a", "b"])
+    assert [uniform(new - old) for new, old in zip(after, before, strict=True)] == [-1.5, -1.0]
 
 
 @EVERY_KIND
-def test_without_an_optimizer(mode, tmp_path):
-    def body(store):
-        store.init("w", np.zeros(3, np.int32))  # whose codec, if it has one, is never used, and remembers nothing
-        for call in (store.save_optimizer_states, store.load_optimizer_states):
-            with pytest.raises(MpikvError, match="optimizer"):
-                call(tmp_path / "never")
-        store.barrier()
+def test_optimizers_of_different_kinds_on_one_store(store, tmp_path):
+    store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
+    store.strategy.set_optimizer(momentum(), ["a"])
+    store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
+    store.push(["a", "b"], [np.ones(2 * BOUND, np.float32)] * 2)
+    store.barrier()
+    store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
+    store.load_optimizer_states(tmp_path / "states")
+    assert sorted(states_file.load_states(tmp_path / "states").entries) == ["a", "b"]
 
-    mode.run(body)
+
+@EVERY_KIND
+def test_without_an_optimizer(store, tmp_path):
+    store.init("w", np.zeros(3, np.int32))  # whose codec, if it has one, is never used, and remembers nothing
+    for call in (store.save_optimizer_states, store.load_optimizer_states):
+        with pytest.raises(MpikvError, match="optimizer"):
+            call(tmp_path / "never")
+    store.barrier()
     assert os.listdir(tmp_path) == []
 
 
-def damaged_file(directory, damage):
+# What is damaged, foreign or a pickle, byte by byte: tests/unit/optimizers/test_states.py
+DAMAGE = {
+    "length": lambda entry: entry._replace(state={**entry.state, "momentum": np.zeros(3, np.float32)}),
+    "kind": lambda entry: entry,
+    "shape": lambda entry: entry._replace(shape=(2, 2)),
+    "unknown": lambda entry: entry._replace(key="v"),
+    "cut": lambda entry: entry,
+}
+
+
+@pytest.fixture(params=DAMAGE)
+def bad(request, tmp_path):
     """A file of states of key 'w' (4 float32, sgd with momentum), spoilt."""
-
-    def body(store):
+    with kv.create("local") as store:
         store.init("w", np.zeros(4, np.float32))
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
+        store.set_optimizer(momentum())
         store.push("w", np.ones(4, np.float32))
-        store.save_optimizer_states(directory / "good")
-
-    Mode("local", 1).run(body)
-    good = (directory / "good").read_bytes()
-    file = states_file.load_states(directory / "good")
-    bad = directory / "bad"
-    if damage in ("length", "kind", "shape", "unknown"):
-        entry = file.entries["w"]
-        meta = dict(file.meta)
-        if damage == "length":
-            entry = entry._replace(state={**entry.state, "momentum": np.zeros(3, np.float32)})
-        elif damage == "kind":
-            meta = {"optimizers": [["w", "adam"]]}
-        elif damage == "shape":
-            entry = entry._replace(shape=(2, 2))
-        else:
-            entry = entry._replace(key="v")
-            meta = {"optimizers": [["v", "sgd"]]}
-        states_file.save_states(bad, [entry], meta=meta)
-        return bad
-    middle = len(good) // 2
-    contents = {
-        "empty": b"",
-        "text": b"no states at all\n" * 50,
-        "cut": good[:middle],
-        "flipped": good[:middle] + bytes([good[middle] ^ 0x55]) + good[middle + 1 :],
-        "foreign": (directory / "foreign.npz", np.savez(directory / "foreign.npz", w=np.zeros(4)))[0].read_bytes(),
-        "pickle": pickle.dumps({"w": np.zeros(4)}),
-    }
-    bad.write_bytes(contents[damage])
-    return bad
+        store.save_optimizer_states(tmp_path / "good")
+    if request.param == "cut":
+        good = (tmp_path / "good").read_bytes()
+        (tmp_path / "bad").write_bytes(good[: len(good) // 2])
+    else:
+        entry = DAMAGE[request.param](states_file.load_states(tmp_path / "good").entries["w"])
+        kind = "adam" if request.param == "kind" else "sgd"
+        states_file.save_states(tmp_path / "bad", [entry], meta={"optimizers": [[entry.key, kind]]})
+    return tmp_path / "bad"
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("damage", DAMAGE)
 @EVERY_KIND
-def test_a_file_that_does_not_fit_changes_nothing(mode, damage, tmp_path):
-    bad = damaged_file(tmp_path, damage)
-
-    def body(store):
-        store.init("w", np.zeros(4, np.float32))
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        one = np.ones(4, np.float32) if store.rank == 0 else np.zeros(4, np.float32)
-        if mode.synchronous or store.rank == 0:
-            store.push("w", one)
-        with pytest.raises(StatesFileError) as caught:
-            store.load_optimizer_states(bad)
-        with pytest.raises(FileNotFoundError):
-            store.load_optimizer_states(tmp_path / "nowhere" / "states")
-        store.barrier()
-        if mode.synchronous or store.rank == 0:
-            store.push("w", one)
-        store.barrier()
-        return str(bad) in str(caught.value), np.unique(store.pull("w")).tolist()
-
-    assert mode.run(body) == [(True, [-2.5])] * mode.workers
+def test_a_file_that_does_not_fit_changes_nothing(store, bad):
+    store.init("w", np.zeros(4, np.float32))
+    store.set_optimizer(momentum())
+    push_once(store, ["w"], 4)
+    with pytest.raises(StatesFileError) as caught:
+        store.load_optimizer_states(bad)
+    assert str(bad) in str(caught.value)
+    with pytest.raises(FileNotFoundError):
+        store.load_optimizer_states(bad.parent / "nowhere" / "states")
+    store.barrier()
+    push_once(store, ["w"], 4)
+    store.barrier()
+    assert uniform(store.pull("w")) == -2.5
 
 
 @EVERY_KIND
@@ -272,7 +240,7 @@ def test_a_file_that_cannot_be_written(mode, tmp_path):
                 store.save_optimizer_states(path)
             assert store.rank > 0 or isinstance(caught.value, error)
         store.barrier()
-        return np.unique(store.pull("w")).tolist()
+        assert uniform(store.pull("w")) == mode.workers
 
-    assert mode.run(body) == [[float(mode.workers)]] * mode.workers
+    mode.run(body)
     assert os.listdir(tmp_path) == ["directory"]

@@ -1,0 +1,32 @@
+"""Fixtures of several tests of stores: what workers tell each other, a network without order, and patience."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from mpikv.hostmemory.common_calls import CommonCalls
+from mpikv.testing import ranks
+from mpikv.testing.stores import TEST_TIMEOUT_S
+from mpikv.transports import faulty
+
+
+@pytest.fixture
+def told() -> threading.Event:
+    """By which one worker lets others go on, beside the store."""
+    return threading.Event()
+
+
+@pytest.fixture(params=range(3))
+def unruly(request, monkeypatch) -> None:
+    """Messages come some looks later, those of different senders and tags in any order."""
+    faults = faulty.Faults(seed=request.param, most_looks=3)
+    monkeypatch.setattr(ranks, "Fabric", lambda size, hosts: faulty.FaultyFabric(size, lambda rank: faults, hosts))
+
+
+@pytest.fixture
+def patient(monkeypatch) -> None:
+    """Nobody withdraws from a call because another rank gets no processor for long."""
+    monkeypatch.setattr("mpikv.strategies.direct.CommonCalls", partial(CommonCalls, wait_s=TEST_TIMEOUT_S))
