@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import codecs_of_tests
 import ml_dtypes
 import numpy as np
+import pytest
 from device_store import DeviceStore
 from fake_cupy import Machine
 from fake_gpus import DeviceFabric, gpus_of, one_gpu, spaces_of
@@ -45,7 +48,7 @@ class Mode(NamedTuple):
 
     memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`). device: the path of keys in
     device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy. codec: of codecs_of_tests, by which
-    all values travel, also within a host.
+    all values travel, also within a host. hosts: a letter for each rank's, as in `aab`; "": all are on one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Mode(NamedTuple):
     memory: str = "auto"
     device: str = ""
     codec: str = ""
+    hosts: str = ""
 
     @property
     def synchronous(self) -> bool:
@@ -95,6 +99,7 @@ class Mode(NamedTuple):
                 on_worker,
                 num_servers=self.servers,
                 config=self.config(**changes),
+                hosts=self.hosts or None,
                 fabric=fabric,
                 gpus=gpus,
                 compression=make({"type": self.codec, "force": True}) if self.codec else None,
@@ -113,7 +118,28 @@ class Mode(NamedTuple):
 
 def mode_id(mode: Mode) -> str:
     found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
-    return "-".join([found, *filter(None, (mode.device, mode.codec))])
+    return "-".join([found, *filter(None, (mode.device, mode.codec, mode.hosts))])
+
+
+def modes(*several: Mode) -> pytest.MarkDecorator:
+    """The test is given each of these as its `mode`."""
+    return pytest.mark.parametrize("mode", several, ids=mode_id)
+
+
+def each_worker(*several: Mode, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """The test is what each worker does with its `store`, in each of these modes."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(mode: Mode, **arguments: Any) -> None:
+            mode.run(lambda store: test(store, **arguments), **changes)
+
+        of_mode = inspect.Parameter("mode", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature([of_mode, *others])  # type: ignore[attr-defined]
+        return modes(*several)(run)
+
+    return decorate
 
 
 def every_way(*modes: Mode) -> tuple[Mode, ...]:
@@ -128,6 +154,11 @@ ASYNC = every_way(
     *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
 )
 SYNC = LOCAL + ALLREDUCE + SERVERS
+# Of training, whose workers are on one host or several, have servers, or are alone.
+ONE_HOST, MESSAGES, SERVED = Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1)
+TWO_HOSTS, THREE_HOSTS = Mode("dist_sync", 3, hosts="aab"), Mode("dist_sync", 3, hosts="abc")
+SENDING = (MESSAGES, TWO_HOSTS, SERVED)
+TRAINING = (ONE_HOST, Mode("dist_sync", 3), *SENDING, Mode("dist_sync", 1))
 # One of each kind, for tests of what all modes share.
 FEW_ON_DEVICE = (
     Mode("dist_sync", 3, device="staged"),  # over memory that the workers share

@@ -10,7 +10,7 @@ from unittest import mock
 import frameworks
 import numpy as np
 import pytest
-from store_modes import Mode, mode_id
+from store_modes import Mode, each_worker, modes
 
 jax = frameworks.need("jax")
 
@@ -62,7 +62,7 @@ def refused(error: type[Exception], text: str, call: Any) -> None:
 # ---- values
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@modes(*MODES)
 def test_every_dtype_and_kind_of_leaf(mode: Mode) -> None:
     given = [tree_of(rank) for rank in range(mode.workers)]
     floats = [tree_of(rank, DTYPES[:3] * 2) for rank in range(mode.workers)]
@@ -86,38 +86,31 @@ def test_every_dtype_and_kind_of_leaf(mode: Mode) -> None:
     mode.run(body)
 
 
-def test_a_store_that_compresses_all_keys_leaves_sums_alone() -> None:
-    def body(store: Any) -> None:
-        store.set_gradient_compression({"type": "1bit", "force": True})
-        total = mj.allreduce(jnp.full(3, store.rank + 0.25), store, op="sum")
-        assert total.tolist() == [sum(range(store.num_workers)) + 0.25 * store.num_workers] * 3
-
-    Mode("dist_sync", 3, 1).run(body)
+@each_worker(Mode("dist_sync", 3, 1))
+def test_a_store_that_compresses_all_keys_leaves_sums_alone(store: Any) -> None:
+    store.set_gradient_compression({"type": "1bit", "force": True})
+    total = mj.allreduce(jnp.full(3, store.rank + 0.25), store, op="sum")
+    assert total.tolist() == [sum(range(store.num_workers)) + 0.25 * store.num_workers] * 3
 
 
-def test_results_are_arrays_of_their_own() -> None:
+@each_worker(TWO)
+def test_results_are_arrays_of_their_own(store: Any) -> None:
     """The memory of the store is used again by the next call; earlier results stay as they are."""
-
-    def body(store: Any) -> None:
-        for reduced in ways(lambda x: mj.allreduce(x, store, "sum")):
-            results = [reduced(jnp.full(100, float(i))) for i in range(5)]
-            for i, result in enumerate(results):
-                assert np.asarray(result).tolist() == [2.0 * i] * 100
-
-    TWO.run(body)
+    for reduced in ways(lambda x: mj.allreduce(x, store, "sum")):
+        results = [reduced(jnp.full(100, float(i))) for i in range(5)]
+        for i, result in enumerate(results):
+            assert np.asarray(result).tolist() == [2.0 * i] * 100
 
 
-def test_numbers_keep_their_weak_type() -> None:
-    def body(store: Any) -> None:
-        for reduced in ways(lambda x: mj.allreduce(x, store)):
-            found = reduced({"x": 2.0 + 2 * store.rank, "y": jnp.float32(store.rank), "z": np.ones(2, np.float32)})
-            assert [(float(found[k].sum()), found[k].weak_type) for k in "xyz"] == [(3, True), (0.5, False), (2, False)]
-            assert all(isinstance(leaf, jax.Array) for leaf in found.values())
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_numbers_keep_their_weak_type(store: Any) -> None:
+    for reduced in ways(lambda x: mj.allreduce(x, store)):
+        found = reduced({"x": 2.0 + 2 * store.rank, "y": jnp.float32(store.rank), "z": np.ones(2, np.float32)})
+        assert [(float(found[k].sum()), found[k].weak_type) for k in "xyz"] == [(3, True), (0.5, False), (2, False)]
+        assert all(isinstance(leaf, jax.Array) for leaf in found.values())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@modes(*MODES)
 def test_broadcast_of_any_dtype_from_any_worker(mode: Mode) -> None:
     trees = [{**tree_of(rank), "bool": jnp.arange(3) > rank, "u": jnp.uint32(rank)} for rank in range(mode.workers)]
 
@@ -131,13 +124,11 @@ def test_broadcast_of_any_dtype_from_any_worker(mode: Mode) -> None:
     mode.run(body)
 
 
-def test_a_tree_without_leaves() -> None:
-    def body(store: Any) -> None:
-        for tree in ({}, None, [None, ()]):
-            for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
-                assert call(tree) == (tree, tree)
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_a_tree_without_leaves(store: Any) -> None:
+    for tree in ({}, None, [None, ()]):
+        for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
+            assert call(tree) == (tree, tree)
 
 
 def test_constants_and_results_that_nobody_uses_inside_of_jit() -> None:
@@ -157,18 +148,16 @@ def test_constants_and_results_that_nobody_uses_inside_of_jit() -> None:
     assert [a - b >= 3 * 2 for a, b in zip(TWO.run(body), plain, strict=True)] == [True, True]
 
 
-def test_loops_and_branches() -> None:
-    def body(store: Any) -> None:
-        def step(x: Any, i: Any) -> tuple[Any, Any]:
-            x = jax.lax.cond(i % 2 == 0, lambda x: mj.allreduce(x, store), lambda x: x, x + store.rank)
-            return x, x.sum()
+@each_worker(TWO)
+def test_loops_and_branches(store: Any) -> None:
+    def step(x: Any, i: Any) -> tuple[Any, Any]:
+        x = jax.lax.cond(i % 2 == 0, lambda x: mj.allreduce(x, store), lambda x: x, x + store.rank)
+        return x, x.sum()
 
-        x, sums = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(4)))(jnp.zeros(2))
-        mine = store.rank
-        assert np.asarray(sums).tolist() == [1, 1 + 2 * mine, 3, 3 + 2 * mine]
-        assert np.asarray(x).tolist() == [1.5 + mine] * 2
-
-    TWO.run(body)
+    x, sums = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(4)))(jnp.zeros(2))
+    mine = store.rank
+    assert np.asarray(sums).tolist() == [1, 1 + 2 * mine, 3, 3 + 2 * mine]
+    assert np.asarray(x).tolist() == [1.5 + mine] * 2
 
 
 def test_more_kinds_of_sums_than_are_kept() -> None:
@@ -230,38 +219,36 @@ def test_vmap_pmap_and_shard_map_are_refused() -> None:
     TWO.run(body)
 
 
-def test_derivatives_are_those_of_the_sum_over_the_workers() -> None:
+@each_worker(THREE)
+def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
     """f_r = sum_i c_r[i] y[i], y = allreduce(x_r^2): the derivative of sum_r f_r by x_r is 2 x_r allreduce(c)."""
+    x, c = jnp.arange(3.0) + store.rank, jnp.arange(3.0) * (1 + store.rank)
+    everybodys = [np.arange(3.0) * (1 + rank) for rank in range(3)]
+    for op, factor in (("sum", 1), ("mean", 1 / 3)):
 
-    def body(store: Any) -> None:
-        x, c = jnp.arange(3.0) + store.rank, jnp.arange(3.0) * (1 + store.rank)
-        everybodys = [np.arange(3.0) * (1 + rank) for rank in range(3)]
-        for op, factor in (("sum", 1), ("mean", 1 / 3)):
+        def loss(x: Any, op: str = op) -> Any:
+            reduced, count = mj.allreduce((x * x, jnp.float32(3)), store, op)
+            return (c * reduced).sum() + count
 
-            def loss(x: Any, op: str = op) -> Any:
-                reduced, count = mj.allreduce((x * x, jnp.float32(3)), store, op)
-                return (c * reduced).sum() + count
-
-            expected = 2 * np.asarray(x) * sum(everybodys) * factor
-            for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
-                np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
-            _, change = jax.jvp(lambda x, op=op: mj.allreduce(x, store, op), (x,), (c,))
-            np.testing.assert_allclose(change, sum(everybodys) * factor, rtol=1e-6)
-
-        def sent(x: Any) -> Any:
-            found = mj.broadcast({"x": x * x, "n": jnp.int32(3)}, store, root=1)
-            return (c * found["x"]).sum()
-
-        expected = 2 * np.asarray(x) * sum(everybodys) * (store.rank == 1)
-        for gradient in (jax.grad(sent), jax.jit(jax.grad(sent))):
+        expected = 2 * np.asarray(x) * sum(everybodys) * factor
+        for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
             np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
+        _, change = jax.jvp(lambda x, op=op: mj.allreduce(x, store, op), (x,), (c,))
+        np.testing.assert_allclose(change, sum(everybodys) * factor, rtol=1e-6)
 
-    THREE.run(body)
+    def sent(x: Any) -> Any:
+        found = mj.broadcast({"x": x * x, "n": jnp.int32(3)}, store, root=1)
+        return (c * found["x"]).sum()
+
+    expected = 2 * np.asarray(x) * sum(everybodys) * (store.rank == 1)
+    for gradient in (jax.grad(sent), jax.jit(jax.grad(sent))):
+        np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
 
 
 # ---- mistakes
 
 
+@each_worker(THREE)
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
@@ -273,27 +260,22 @@ def test_derivatives_are_those_of_the_sum_over_the_workers() -> None:
     ],
     ids=["shape", "dtype", "name", "structure", "empty"],
 )
-def test_different_trees_are_an_error_on_every_worker(one: Any, other: Any, told: tuple[str, str]) -> None:
-    def body(store: Any) -> None:
-        tree = other if store.rank == 2 else one
-        for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
-            for way in ways(call):
-                for words in ("worker 0, worker 1: ", told[0], "worker 2: ", told[1]):
-                    refused(ShapeMismatch, words, lambda way=way: way(tree))
-        assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
-
-    THREE.run(body)
+def test_different_trees_are_an_error_on_every_worker(store: Any, one: Any, other: Any, told: tuple[str, str]) -> None:
+    tree = other if store.rank == 2 else one
+    for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
+        for way in ways(call):
+            for words in ("worker 0, worker 1: ", told[0], "worker 2: ", told[1]):
+                refused(ShapeMismatch, words, lambda way=way: way(tree))
+    assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
 
 
-def test_different_calls_are_an_error_on_every_worker() -> None:
-    def body(store: Any) -> None:
-        x = jnp.ones(2)
-        calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
-        refused(ShapeMismatch, "allreduce(sum)", calls_of_ranks[store.rank])
-        calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.broadcast(x, store))
-        refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_different_calls_are_an_error_on_every_worker(store: Any) -> None:
+    x = jnp.ones(2)
+    calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
+    refused(ShapeMismatch, "allreduce(sum)", calls_of_ranks[store.rank])
+    calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.broadcast(x, store))
+    refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
 
 
 def test_wrong_arguments() -> None:
@@ -322,12 +304,10 @@ def test_wrong_arguments() -> None:
         Mode("dist_async", 1).run(lambda store: mj.allreduce(x, store))
 
 
-def test_an_error_inside_of_a_compiled_program_is_the_users() -> None:
-    def body(store: Any) -> None:
-        program = jax.jit(lambda x: mj.allreduce(x, store))
-        program(jnp.ones(2))
-        store.close()
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
-            program(jnp.ones(2)).block_until_ready()
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_an_error_inside_of_a_compiled_program_is_the_users(store: Any) -> None:
+    program = jax.jit(lambda x: mj.allreduce(x, store))
+    program(jnp.ones(2))
+    store.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
+        program(jnp.ones(2)).block_until_ready()

@@ -10,7 +10,7 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, mode_id  # noqa: E402
+from store_modes import Mode, each_worker, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
@@ -38,7 +38,7 @@ def _replicas(workers: int, passes: int, op: str = mt.Average) -> Any:
     return replicas[0]
 
 
-@pytest.mark.parametrize("mode", [Mode("local", 1), *nets.MODES], ids=mode_id)
+@modes(Mode("local", 1), *nets.MODES)
 @pytest.mark.parametrize(("passes", "op"), [(1, mt.Average), (3, mt.Sum)])
 def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -> None:
     expected = dict(_replicas(mode.workers, passes, op).named_parameters())
@@ -68,7 +68,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -
     nets.same_on_all(mode.run(body))
 
 
-@nets.TWO
+@modes(*nets.TWO)
 def test_step_synchronizes_and_schedules(mode: Mode) -> None:
     twin = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(twin.weight)
@@ -103,57 +103,52 @@ def test_step_synchronizes_and_schedules(mode: Mode) -> None:
     mode.run(body)
 
 
-@nets.TWO
-def test_too_many_passes_and_several_losses(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
-        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
-        for _ in range(2):
-            for layer in net:
-                layer(torch.full((1, 2), store.rank + 1.0)).sum().backward()  # a loss for each part
-            optimizer.step()
-            assert net[1].weight.grad.tolist() == [[1.5, 1.5]]
-            optimizer.zero_grad()
+@each_worker(*nets.TWO)
+def test_too_many_passes_and_several_losses(store: Any) -> None:
+    net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
+    for _ in range(2):
+        for layer in net:
+            layer(torch.full((1, 2), store.rank + 1.0)).sum().backward()  # a loss for each part
+        optimizer.step()
+        assert net[1].weight.grad.tolist() == [[1.5, 1.5]]
+        optimizer.zero_grad()
+    net[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"backward_passes_per_step=1"):
         net[0](torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"backward_passes_per_step=1"):
-            net[0](torch.ones(1, 2)).sum().backward()
-        optimizer.synchronize()
-
-    mode.run(body)
+    optimizer.synchronize()
 
 
-def test_arguments() -> None:
-    def body(store: Any) -> None:
-        net = torch.nn.Linear(2, 1)
+@each_worker(nets.HERE)
+def test_arguments(store: Any) -> None:
+    net = torch.nn.Linear(2, 1)
 
-        def make(**options: Any) -> Any:
-            options = {"named_parameters": net.named_parameters(), "store": store, **options}
-            return mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    def make(**options: Any) -> Any:
+        options = {"named_parameters": net.named_parameters(), "store": store, **options}
+        return mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
-        for options, error in (
-            ({"compression": "zip"}, ValueError),
-            ({"op": "min"}, UnsupportedError),
-            ({"backward_passes_per_step": 0}, ValueError),
-            ({"backward_passes_per_step": 1.0}, TypeError),
-            ({"gradient_predivide_factor": 0}, ValueError),
-            ({"gradient_predivide_factor": 2.0, "op": mt.Sum}, ValueError),
-            ({"named_parameters": [("a", net.weight)]}, ValueError),
-            ({"named_parameters": [("a", net.weight), ("a", net.bias)]}, ValueError),
-            ({"named_parameters": [net.weight]}, TypeError),
-            ({"op": mt.Sum if store.rank else mt.Average}, ConfigError),
-            ({"named_parameters": [("a", net.weight), ("bc"[store.rank], net.bias)]}, ShapeMismatch),
-        ):
-            with pytest.raises(error):
-                make(**options)
-        optimizer = make(compression=mt.Compression.none, gradient_predivide_factor=2.0)
-        with pytest.raises(UnsupportedError):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-        with pytest.raises(TypeError):
-            mt.DistributedOptimizer(optimizer, store=store)
-        with pytest.raises(TypeError):
-            mt.DistributedOptimizer(net, store=store)
-
-    nets.HERE.run(body)
+    for options, error in (
+        ({"compression": "zip"}, ValueError),
+        ({"op": "min"}, UnsupportedError),
+        ({"backward_passes_per_step": 0}, ValueError),
+        ({"backward_passes_per_step": 1.0}, TypeError),
+        ({"gradient_predivide_factor": 0}, ValueError),
+        ({"gradient_predivide_factor": 2.0, "op": mt.Sum}, ValueError),
+        ({"named_parameters": [("a", net.weight)]}, ValueError),
+        ({"named_parameters": [("a", net.weight), ("a", net.bias)]}, ValueError),
+        ({"named_parameters": [net.weight]}, TypeError),
+        ({"op": mt.Sum if store.rank else mt.Average}, ConfigError),
+        ({"named_parameters": [("a", net.weight), ("bc"[store.rank], net.bias)]}, ShapeMismatch),
+    ):
+        with pytest.raises(error):
+            make(**options)
+    optimizer = make(compression=mt.Compression.none, gradient_predivide_factor=2.0)
+    with pytest.raises(UnsupportedError):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TypeError):
+        mt.DistributedOptimizer(optimizer, store=store)
+    with pytest.raises(TypeError):
+        mt.DistributedOptimizer(net, store=store)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "LBFGS"])
@@ -189,22 +184,20 @@ def _loss(net: Any, root: int) -> Any:
     return loss
 
 
-def test_broadcast_of_what_differs() -> None:
-    def body(store: Any) -> None:
-        one = store.rank == 1
-        net = torch.nn.Linear(2, 1 + one)
-        with pytest.raises(ShapeMismatch, match=r"\(2, 2\)"):
-            mt.broadcast_parameters(net.state_dict(), store=store)
-        with pytest.raises(ShapeMismatch, match="other"):
-            mt.broadcast_parameters({"other" if one else "this": torch.ones(1)}, store=store)
-        make = torch.optim.Adam if one else torch.optim.SGD
-        with pytest.raises(ShapeMismatch, match="Adam"):
-            mt.broadcast_optimizer_state(make(net.parameters(), lr=0.1), store=store)
-        with pytest.raises(TypeError):
-            mt.broadcast_parameters(net, store=store)
-        assert mt.broadcast_object({"epoch": 3 + store.rank, "f": len}, 1, store=store) == {"epoch": 4, "f": len}
-
-    nets.HERE.run(body)
+@each_worker(nets.HERE)
+def test_broadcast_of_what_differs(store: Any) -> None:
+    one = store.rank == 1
+    net = torch.nn.Linear(2, 1 + one)
+    with pytest.raises(ShapeMismatch, match=r"\(2, 2\)"):
+        mt.broadcast_parameters(net.state_dict(), store=store)
+    with pytest.raises(ShapeMismatch, match="other"):
+        mt.broadcast_parameters({"other" if one else "this": torch.ones(1)}, store=store)
+    make = torch.optim.Adam if one else torch.optim.SGD
+    with pytest.raises(ShapeMismatch, match="Adam"):
+        mt.broadcast_optimizer_state(make(net.parameters(), lr=0.1), store=store)
+    with pytest.raises(TypeError):
+        mt.broadcast_parameters(net, store=store)
+    assert mt.broadcast_object({"epoch": 3 + store.rank, "f": len}, 1, store=store) == {"epoch": 4, "f": len}
 
 
 def test_local_store_has_nothing_to_broadcast() -> None:
