@@ -126,20 +126,24 @@ def modes(*several: Mode) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("mode", several, ids=mode_id)
 
 
+def given_to(
+    test: Callable[..., Any], name: str, run: Callable[[Any, Callable[[Any], Any]], Any]
+) -> Callable[..., None]:
+    """The test whose parameter `name` takes the place of the first one, which `run(value, body)` gives to the body."""
+
+    @functools.wraps(test)
+    def made(**arguments: Any) -> None:
+        value = arguments.pop(name)
+        run(value, lambda first: test(first, **arguments))
+
+    first, *others = inspect.signature(test).parameters.values()
+    made.__signature__ = inspect.Signature([first.replace(name=name), *others])  # type: ignore[attr-defined]
+    return made
+
+
 def each_worker(*several: Mode, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """The test is what each worker does with its `store`, in each of these modes."""
-
-    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(mode: Mode, **arguments: Any) -> None:
-            mode.run(lambda store: test(store, **arguments), **changes)
-
-        of_mode = inspect.Parameter("mode", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _, *others = inspect.signature(test).parameters.values()
-        run.__signature__ = inspect.Signature([of_mode, *others])  # type: ignore[attr-defined]
-        return modes(*several)(run)
-
-    return decorate
+    return lambda test: modes(*several)(given_to(test, "mode", lambda mode, body: mode.run(body, **changes)))
 
 
 def every_way(*modes: Mode) -> tuple[Mode, ...]:

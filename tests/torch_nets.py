@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from store_modes import Mode
 
+import mpikv.torch as mt
+
 MODES = (
     Mode("dist_sync", 2),
     Mode("dist_sync", 3),
@@ -138,3 +140,11 @@ def same_on_all(results: list[dict[str, Any]]) -> None:
 
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def wrapped(way: str, net: torch.nn.Module, store: Any, kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
+    """A module and an optimizer that changes nothing, of which one is the store's. way: "model" or "optimizer"."""
+    optimizer = kind(net.parameters(), lr=0.0)
+    if way == "model":
+        return mt.DistributedModel(net, store, **options), optimizer
+    return net, mt.DistributedOptimizer(optimizer, net.named_parameters(), store, **options)

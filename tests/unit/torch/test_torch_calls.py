@@ -104,6 +104,9 @@ def test_the_default_store() -> None:
         assert mt.is_initialized()
         assert (mt.rank(), mt.size(), mt.local_rank(), mt.local_size()) == (0, 1, 0, 1)
         assert mt.allreduce(torch.ones(2)).tolist() == [1, 1]
+        model = mt.DistributedModel(nets.Parts({"a": 2}))
+        model(1.0, "a").backward()
+        assert model.a.grad.tolist() == [1, 1]
         mt.init(store)
         mt.init()
         with kv.create("local") as other, pytest.raises(RuntimeError, match="shutdown"):

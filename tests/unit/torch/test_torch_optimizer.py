@@ -68,39 +68,31 @@ def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -
     nets.same_on_all(mode.run(body))
 
 
-@modes(*nets.TWO)
-def test_step_synchronizes_and_schedules(mode: Mode) -> None:
-    twin = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(twin.weight)
+@each_worker(*nets.TWO)
+def test_step_synchronizes_and_schedules(store: Any) -> None:
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), store=store)
+    assert isinstance(optimizer, torch.optim.SGD)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
-    def body(store: Any) -> None:
-        net = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.zeros_(net.weight)
-        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), store=store)
-        assert isinstance(optimizer, torch.optim.SGD)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        for step in range(3):
-            net(torch.full((1, 1), store.rank + 1.0)).sum().backward()
-            with pytest.raises(RuntimeError, match="before step"):
-                optimizer.zero_grad()
-            optimizer.step()
-            assert net.weight.item() == pytest.approx(-1.5 * (2 - 0.5**step))
+    def backward() -> Any:
+        loss = net(torch.full((1, 1), store.rank + 1.0)).sum()
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        backward()
+        with pytest.raises(RuntimeError, match="before step"):
             optimizer.zero_grad()
-            schedule.step()
-        state = optimizer.state_dict()
-        optimizer.load_state_dict(state)
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = net(torch.full((1, 1), store.rank + 1.0)).sum()
-            loss.backward()
-            return loss
-
-        before = net.weight.item()
-        optimizer.step(closure)
-        assert net.weight.item() == pytest.approx(before - 1.5 * 0.125)
-
-    mode.run(body)
+        optimizer.step()
+        assert net.weight.item() == pytest.approx(-1.5 * (2 - 0.5**step))
+        optimizer.zero_grad()
+        schedule.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = net.weight.item()
+    optimizer.step(lambda: (optimizer.zero_grad(), backward())[1])
+    assert net.weight.item() == pytest.approx(before - 1.5 * 0.125)
 
 
 @each_worker(*nets.TWO)
@@ -151,9 +143,10 @@ def test_arguments(store: Any) -> None:
         mt.DistributedOptimizer(net, store=store)
 
 
+@modes(nets.HERE)
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "LBFGS"])
 @pytest.mark.parametrize("root", [0, 1])
-def test_broadcast_of_an_optimizer(kind: str, root: int) -> None:
+def test_broadcast_of_an_optimizer(mode: Mode, kind: str, root: int) -> None:
     options = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "LBFGS": {"max_iter": 3}}[kind]
 
     def body(store: Any) -> Any:
@@ -162,7 +155,7 @@ def test_broadcast_of_an_optimizer(kind: str, root: int) -> None:
 
         def closure() -> Any:
             optimizer.zero_grad()
-            loss = net(torch.full((1, 2), 1.0 + store.rank, dtype=net.weight.dtype)).square().sum()
+            loss = net(torch.full((1, 2), 1.0 + root, dtype=net.weight.dtype)).square().sum()
             loss.backward()
             return loss
 
@@ -172,16 +165,10 @@ def test_broadcast_of_an_optimizer(kind: str, root: int) -> None:
         mt.broadcast_optimizer_state(optimizer, root, store=store)
         assert optimizer.param_groups[0]["lr"] == 0.1 * (1 + root)
         for _ in range(2):  # and go on alike
-            optimizer.step(lambda: (optimizer.zero_grad(), _loss(net, root))[1])
+            optimizer.step(closure)
         return nets.snapshot(net)
 
-    nets.same_on_all(nets.HERE.run(body))
-
-
-def _loss(net: Any, root: int) -> Any:
-    loss = net(torch.full((1, 2), 1.0 + root, dtype=net.weight.dtype)).square().sum()
-    loss.backward()
-    return loss
+    nets.same_on_all(mode.run(body))
 
 
 @each_worker(nets.HERE)

@@ -32,37 +32,31 @@ def step(model: Any, optimizer: Any, n: int = 1) -> None:
     optimizer.step()
 
 
-@each_worker(*nets.TWO)
-def test_learning_rates_that_differ_are_an_error_on_all_workers(store: Any) -> None:
-    model = mt.DistributedModel(linear(), store)
-    optimizer = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.25)
-    step(model, optimizer)
-    step(model, optimizer)
-    optimizer.param_groups[1]["lr"] = 0.5 + store.rank * 1e-9
-    step(model, optimizer)
-    said = r"worker 0: Adam, parameter group 1: lr=0.5; worker 1: Adam, parameter group 1: lr=0.500000001"
-    with pytest.raises(ConfigError, match=said):
-        step(model, optimizer)
-    optimizer.param_groups[1]["lr"] = 0.5
-    step(model, optimizer)
-    step(model, optimizer)
+def two_rates(rank: int, net: Any) -> Any:
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.5 + rank * 1e-9}]
+    return torch.optim.Adam(groups, lr=0.25)
 
 
 @each_worker(*nets.TWO)
 @pytest.mark.parametrize(
     ("mine", "said"),
     [
-        (lambda rank, ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5 * rank), "SGD, parameter group 0: momentum=0.5"),
-        (lambda rank, ps: torch.optim.Adam(ps, betas=(0.9, 0.99 + rank / 500)), r"betas=\(0.9, 0.992\)"),
-        (lambda rank, ps: (torch.optim.Adam, torch.optim.AdamW)[rank](ps), "AdamW, parameter group 0"),
+        (two_rates, r"worker 0: Adam, parameter group 1: lr=0.5; worker 1: Adam, parameter group 1: lr=0.500000001"),
+        (lambda rank, net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5 * rank), "group 0: momentum=0.5"),
+        (lambda rank, net: torch.optim.Adam(net.parameters(), betas=(0.9, 0.99 + rank / 500)), r"betas=\(0.9, 0.992\)"),
+        (lambda rank, net: (torch.optim.Adam, torch.optim.AdamW)[rank](net.parameters()), "AdamW, parameter group 0"),
     ],
 )
-def test_whatever_differs_is_named(store: Any, mine: Any, said: str) -> None:
+def test_whatever_differs_is_named_on_all_workers(store: Any, mine: Any, said: str) -> None:
+    """And they go on, with what is equal again."""
     model = mt.DistributedModel(linear(), store)
-    optimizer = mine(store.rank, model.parameters())
-    step(model, optimizer)
+    step(model, mine(0, model))
+    step(model, mine(0, model))
+    step(model, mine(store.rank, model))
     with pytest.raises(ConfigError, match=said):
-        step(model, optimizer)
+        step(model, mine(0, model))
+    step(model, mine(0, model))
+    step(model, mine(0, model))
 
 
 @each_worker(nets.HERE)
@@ -172,12 +166,7 @@ def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, m
             for one in (kind, kind.__name__.lower()):
                 Trainer(net, one, {"learning_rate": 0.1}, store, compression)
             return
-        if way == "model":
-            net = mt.DistributedModel(net, store, compression=compression)
-            optimizer = kind(net.parameters(), lr=0.1)
-        else:
-            optimizer = kind(net.parameters(), lr=0.1)
-            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, compression=compression)
+        net, optimizer = nets.wrapped(way, net, store, kind, compression=compression)
         for _ in range(4):
             step(net, optimizer)
 
@@ -185,6 +174,5 @@ def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, m
         warnings.simplefilter("always")
         nets.HERE.run(body)
     found = [str(one.message) for one in seen if "Adam divides" in str(one.message)]
-    expected = codec != "int8" and kind is torch.optim.AdamW
-    assert len(found) == expected
+    assert len(found) == (codec != "int8" and kind is torch.optim.AdamW)
     assert all(repr(codec) in text and "'int8'" in text for text in found)
