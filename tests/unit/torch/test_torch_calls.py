@@ -11,12 +11,13 @@ torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
 from store_modes import Mode, each_worker  # noqa: E402
+from torch_on_gpu import OnGpus  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
 
-MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1))
+MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), OnGpus("dist_sync", 3, device="ipc"))
 
 
 @each_worker(*MODES)

@@ -82,24 +82,17 @@ def test_buffers_and_a_worker_without_any_data(mode: Mode) -> None:
     assert int(results[0]["norm.num_batches_tracked"]) == 3 + 2 + 0 + 1
 
 
-@each_worker(*MODES)
+@each_worker(Mode("local", 1), Mode("dist_sync", 1), *MODES)
 def test_accumulated_batches_count_together(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
-    with model.join():
-        n = store.rank + 1
-        with model.no_sync():
-            model(torch.full((n, 1), float(n))).mean().backward()
-        model(torch.full((n, 1), float(n))).mean().backward()
-        assert model.weight.grad.item() == pytest.approx(sum(2 * k * k for k in (1, 2, 3)) / 6)
-
-
-@each_worker(Mode("local", 1), Mode("dist_sync", 1))
-def test_alone(store: Any) -> None:
-    model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
+    mine, sizes = store.rank + 1, range(1, store.num_workers + 1)
     for _ in range(2):
         with model.join(_plain(model)):
-            model(torch.full((2, 1), 3.0)).mean().backward()
-            assert model.weight.grad.item() == 3
+            x = torch.full((mine, 1), float(mine))
+            with model.no_sync():
+                model(x).mean().backward()
+            model(x).mean().backward()
+            assert model.weight.grad.item() == pytest.approx(sum(2 * n * n for n in sizes) / sum(sizes))
             model.zero_grad()
 
 
