@@ -16,7 +16,7 @@ CHANGES = {
     "data": lambda tensor: setattr(tensor, "data", torch.ones(2, 3)),
     "dtype": lambda tensor: setattr(tensor, "data", tensor.data.half()),
     "storage": lambda tensor: tensor.set_(torch.ones(2, 3)),
-    "grown": lambda tensor: tensor.resize_(200, 300),
+    "grown": lambda tensor: tensor.set_(torch.ones(200, 300)),
     "cut": lambda tensor: tensor.resize_(1, 3),
     "reshaped": lambda tensor: tensor.resize_(3, 2),
     "transposed": lambda tensor: tensor.set_(torch.ones(3, 2)).t_(),
