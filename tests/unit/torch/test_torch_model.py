@@ -1,4 +1,4 @@
-"""DistributedModel: the training of one process with a replica per worker, in every mode."""
+"""DistributedModel, and in training DistributedOptimizer: as one process with a replica per worker, in every mode."""
 
 from __future__ import annotations
 
@@ -33,33 +33,57 @@ def _sgd(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def _stepped(step: int, model: Any, optimizer: Any) -> Any:
+    """After a backward pass: clip, update and forget the gradients. Returns their norm."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+    with optimizer.skip_synchronize() if step % 2 and hasattr(optimizer, "synchronize") else torch.enable_grad():
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return norm
+
+
 @modes(Mode("local", 1), Mode("dist_sync", 1), *nets.MODES)
-def test_trains_as_one_process_with_replicas(mode: Mode) -> None:
+@pytest.mark.parametrize(
+    ("way", "passes", "op"), [("model", 1, mt.Average), ("optimizer", 1, mt.Average), ("optimizer", 3, mt.Sum)]
+)
+def test_trains_as_one_process_with_replicas(mode: Mode, way: str, passes: int, op: str) -> None:
+    """Horovod's DistributedOptimizer, too, by several passes for a step, or called between them and the step."""
     replicas = [nets.seeded(nets.Net) for _ in range(mode.workers)]
-    optimizers_ = [_sgd(model) for model in replicas]
+    optimizers_, norms = [_sgd(model) for model in replicas], []
+
+    def backward(model: Any, step: int, rank: int) -> None:
+        for i in range(passes):
+            odd = bool(rank % 2) and i == 0
+            nets.loss_of(model(nets.batch(10 * step + i, rank), odd=odd)).backward()
+
     for step in range(6):
         for rank, model in enumerate(replicas):
-            nets.loss_of(model(nets.batch(step, rank), odd=bool(rank % 2))).backward()
-        nets.mean_gradients(replicas)
-        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.2) for model in replicas]
-        for optimizer in optimizers_:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-        nets.equal_buffers(replicas)
+            backward(model, step, rank)
+        nets.mean_gradients(replicas, None if op == mt.Average else [1.0] * mode.workers)
+        norms = [_stepped(step, model, one) for model, one in zip(replicas, optimizers_, strict=True)]
+        if way == "model":
+            nets.equal_buffers(replicas)
 
     def body(store: Any) -> dict[str, Any]:
         net = nets.seeded(nets.Net, seed=store.rank)  # worker 0's are what counts
-        model = mt.DistributedModel(net, store, bucket_bytes=600)
-        optimizer = _sgd(model)
+        optimizer, model = _sgd(net), net
+        if way == "model":
+            model = mt.DistributedModel(net, store, bucket_bytes=600)
+        else:
+            mt.broadcast_parameters(net.state_dict(), store=store)
+            options = {"backward_passes_per_step": passes, "op": op, "bucket_bytes": 500}
+            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, **options)
         for step in range(6):
-            loss = nets.loss_of(model(nets.batch(step, store.rank), odd=bool(store.rank % 2)))
-            loss.backward()
-            assert (model.unused.weight.grad is None) == (net.frozen.weight.grad is None) is True
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            backward(model, step, store.rank)
+            if way == "optimizer":
+                optimizer.synchronize()
+            assert (net.unused.weight.grad is None) == (net.frozen.weight.grad is None) is True
+            norm = _stepped(step, model, optimizer)
         torch.testing.assert_close(norm, norms[store.rank])
-        nets.assert_same_state(model, replicas[0])
+        for buffer, other in zip(net.buffers(), replicas[0].buffers(), strict=True):
+            if way == "optimizer":  # each worker has its own
+                buffer.copy_(other)
+        nets.assert_same_state(model, replicas[0], rtol=1e-4, atol=1e-5)
         return nets.snapshot(model)
 
     nets.same_on_all(mode.run(body))

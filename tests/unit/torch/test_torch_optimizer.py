@@ -17,57 +17,6 @@ from mpikv import kv  # noqa: E402
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError  # noqa: E402
 
 
-def _adam(model: Any) -> Any:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def _replicas(workers: int, passes: int, op: str = mt.Average) -> Any:
-    """The first of the replicas after 4 steps."""
-    replicas = [nets.seeded(nets.Net) for _ in range(workers)]
-    optimizers = [_adam(model) for model in replicas]
-    for step in range(4):
-        for rank, model in enumerate(replicas):
-            for i in range(passes):
-                odd = bool(rank % 2) and i == 0
-                nets.loss_of(model(nets.batch(10 * step + i, rank), odd=odd)).backward()
-        nets.mean_gradients(replicas, None if op == mt.Average else [1.0] * workers)
-        for model, optimizer in zip(replicas, optimizers, strict=True):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-            optimizer.zero_grad()
-    return replicas[0]
-
-
-@modes(Mode("local", 1), *nets.MODES)
-@pytest.mark.parametrize(("passes", "op"), [(1, mt.Average), (3, mt.Sum)])
-def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -> None:
-    expected = dict(_replicas(mode.workers, passes, op).named_parameters())
-
-    def body(store: Any) -> dict[str, Any]:
-        net = nets.seeded(nets.Net, seed=store.rank)
-        mt.broadcast_parameters(net.state_dict(), store=store)
-        optimizer = mt.DistributedOptimizer(
-            _adam(net), net.named_parameters(), store, backward_passes_per_step=passes, op=op, bucket_bytes=500
-        )
-        for step in range(4):
-            for i in range(passes):
-                odd = bool(store.rank % 2) and i == 0
-                nets.loss_of(net(nets.batch(10 * step + i, store.rank), odd=odd)).backward()
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-            if step % 2:
-                optimizer.step()
-            else:
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            optimizer.zero_grad()
-        for name, parameter in net.named_parameters():
-            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)
-        return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-
-    nets.same_on_all(mode.run(body))
-
-
 @each_worker(*nets.TWO)
 def test_step_synchronizes_and_schedules(store: Any) -> None:
     net = torch.nn.Linear(1, 1, bias=False)

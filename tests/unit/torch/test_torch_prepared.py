@@ -5,75 +5,79 @@ from __future__ import annotations
 import frameworks
 import numpy as np
 import pytest
-from direct_stores import both_ways, numbers, refused
+from direct_stores import both_ways, numbers
+from store_modes import ONE_HOST, each_worker
 
 from mpikv import optimizers
-from mpikv.calls.prepared import may_come_again
+from mpikv.calls.prepared import PreparedCalls, may_come_again
 
 torch = frameworks.need("torch")
 
+
+class Call:
+    """A prepared call that does nothing."""
+
+    valid = True
+
+    def run(self, priority=0):
+        return True
+
+    def release(self):
+        pass
+
+
+def known(key, value, out=None):
+    prepared, call = PreparedCalls(), Call()
+    prepared.add(key, value, out, Call())
+    prepared.add(key, value, out, call)
+    assert prepared.find(key, value, out) is call
+    return prepared
+
+
 CHANGES = {
-    "data": lambda tensor: setattr(tensor, "data", torch.ones(2, 3)),
+    "data": lambda tensor: setattr(tensor, "data", torch.zeros(2, 3)),
     "dtype": lambda tensor: setattr(tensor, "data", tensor.data.half()),
-    "storage": lambda tensor: tensor.set_(torch.ones(2, 3)),
-    "grown": lambda tensor: tensor.set_(torch.ones(200, 300)),
+    "storage": lambda tensor: tensor.set_(torch.zeros(2, 3)),
+    "grown": lambda tensor: tensor.resize_(200, 300),
     "cut": lambda tensor: tensor.resize_(1, 3),
     "reshaped": lambda tensor: tensor.resize_(3, 2),
-    "transposed": lambda tensor: tensor.set_(torch.ones(3, 2)).t_(),
+    "transposed": lambda tensor: tensor.t_(),
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("place", ["value", "out", "other"])
-def test_other_memory_or_another_form_is_another_call(change, place):
-    """Single, and in a list beside an array of NumPy; an error where another shape or dtype is one."""
-
-    def body(store):
-        found, kept = [], []
-        store.init(["a", "b", "c"], [torch.zeros(2, 3), torch.zeros(4), torch.zeros(2, 3)])
-        for keys in ("c", ["a", "b"]):
-            value, out = torch.from_numpy(numbers(store, 6)).reshape(2, 3).clone(), torch.zeros(2, 3)
-            more, behind = numbers(store, 4), torch.zeros(4)
-
-            def call(keys=keys, value=value, out=out, more=more, behind=behind):
-                several = isinstance(keys, list)
-                store.pushpull(keys, *([[value, more], [out, behind]] if several else [value, out]))
-
-            for _ in range(3):
-                call()
-            kept += [value.data, out.data]  # so that nobody else gets the memory
-            if place == "other":
-                value, out = value.view(2, 3), out.view(2, 3)
-            CHANGES[change](out if place == "out" else value)
-            error = refused(call)
-            found += [error, *([] if error[0] else [out.clone().numpy(), behind.numpy()])]
-            store.barrier()
-        return found
-
-    both_ways(2, body)
+@pytest.mark.parametrize("place", [0, 1], ids=["value", "out"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_other_memory_or_another_form_is_another_call(change, place, listed):
+    both = value, out = torch.zeros(2, 3), torch.zeros(2, 3)
+    arguments = (["a", "b"], [value, torch.ones(4)], [out, np.zeros(4)]) if listed else ("a", value, out)
+    prepared = known(*arguments)
+    CHANGES[change](both[place])
+    assert prepared.find(*arguments) is None
 
 
-def test_arrays_that_become_read_only():
-    def body(store):
-        store.init("a", np.zeros(3, np.float32))
-        value, out = torch.ones(3), np.zeros(3, np.float32)
-        for _ in range(3):
-            store.pushpull("a", value, out)
-        out.flags.writeable = False
-        found = refused(store.pushpull, "a", value, out)
-        assert "read-only" in found[1]
-        store.barrier()
-        return found
-
-    both_ways(2, body)
+def test_another_tensor_of_the_same_memory_is_another_call():
+    value = torch.zeros(3)
+    prepared = known("a", value)
+    assert prepared.find("a", value.view(3), None) is None
+    assert prepared.find("a", value, value) is None
+    prepared = known(["a"], [torch.ones(1)])
+    assert prepared.find(["a"], [torch.ones(1)], None) is None  # equal, and comparing says so
+    out = np.zeros(3, np.float32)
+    prepared = known("a", value, out)
+    out.flags.writeable = False
+    assert prepared.find("a", value, out) is None
 
 
 def test_which_tensors_may_come_again():
     imaginary = torch.zeros(3, dtype=torch.complex64).conj().imag
     assert imaginary.is_neg()  # PyTorch makes its values when somebody reads them
     assert not may_come_again(imaginary)
-    several = torch.zeros(3), torch.zeros(3, requires_grad=True), torch.zeros(2, 2).t(), np.zeros(3)
-    assert all(may_come_again(one) for one in (*several, torch.zeros(3, dtype=torch.bfloat16)))
+    for tensor in (torch.zeros(3), torch.zeros(3, requires_grad=True), torch.zeros(2, 2).t()):
+        assert may_come_again(tensor)
+    assert may_come_again(torch.zeros(3, dtype=torch.bfloat16))
+    assert may_come_again(np.zeros(3))
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
@@ -101,3 +105,15 @@ def test_tensors_whose_memory_changes_between_calls(optimizer):
         return found
 
     both_ways(2, body)
+
+
+@each_worker(ONE_HOST)
+def test_a_tensor_that_became_of_another_shape_is_refused_again(store):
+    value = torch.zeros(2, 3)
+    store.init("a", value)
+    for _ in range(3):
+        store.pushpull("a", value)
+    value.resize_(3, 2)
+    with pytest.raises(ValueError, match="key 'a' is float32"):
+        store.pushpull("a", value)
+    store.barrier()
