@@ -85,30 +85,24 @@ def trained(
     return bits(net)
 
 
-@pytest.mark.parametrize("hosts", [None, "aab"])
-@pytest.mark.parametrize("kind", ["model", "optimizer"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, dtype: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("kind", "hosts", "options"),
+    [
+        *((kind, hosts, {"dtype": torch.float32}) for kind in ("model", "optimizer") for hosts in (None, "aab")),
+        *((kind, None, {"dtype": torch.bfloat16}) for kind in ("model", "optimizer")),
+        *(("trainer", None, {"update_on_kvstore": on_store}) for on_store in (True, False)),
+        ("trainer", None, {"overlap": True, "clip_global_norm": 0.01}),
+    ],
+    ids=str,
+)
+def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, options: Any) -> None:  # noqa: F811
     def body(store: KVStore) -> list[bytes]:
-        return trained(store, cuda, kind, dtype=dtype)
+        return trained(store, cuda, kind, **options)
 
     expected = workers(False, 3, body, cuda, hosts=hosts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        path = "staged" if hosts else "ipc"
-        assert workers(True, 3, body, cuda, path=path, hosts=hosts) == expected
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"update_on_kvstore": True}, {"update_on_kvstore": False}, {"overlap": True, "clip_global_norm": 0.01}],
-    ids=["on store", "here", "overlap"],
-)
-def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, options: dict[str, Any]) -> None:  # noqa: F811
-    def body(store: KVStore) -> list[bytes]:
-        return trained(store, cuda, "trainer", **options)
-
-    assert workers(True, 2, body, cuda) == workers(False, 2, body, cuda)
+        assert workers(True, 3, body, cuda, path="staged" if hosts else "ipc", hosts=hosts) == expected
 
 
 @pytest.mark.parametrize("hosts", [None, "ab"])
