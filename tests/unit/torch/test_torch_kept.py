@@ -89,122 +89,94 @@ def test_with_a_distributed_optimizer(store: Any) -> None:
     assert [one[0].item() for one in kept] == [1.5, 3.0, 4.5]
 
 
-# --- what programs do with gradients: the same as in PyTorch alone. Each makes one step
+# --- what programs do with gradients: the same as in PyTorch alone. An action has the module, the input, what holds
 
 
-def unsynchronized(net: Any) -> Any:
-    return net.no_sync() if isinstance(net, mt.DistributedModel) else contextlib.nullcontext()
+def use(names: str, times: float = 1.0, *, alone: bool = False) -> Any:
+    """A pass that uses these. alone: without an exchange."""
+
+    def act(net: Any, x: float, _hold: Any) -> None:
+        skips = alone and isinstance(net, mt.DistributedModel)
+        with net.no_sync() if skips else contextlib.nullcontext():
+            net(times * x, names).backward()
+
+    return act
 
 
-def cleared(net: Any, x: float, hold: Any) -> None:
+def hold(name: str) -> Any:
+    return lambda net, _, hold: hold(getattr(net, name).grad)
+
+
+def clear(net: Any, *_: Any) -> None:
     net.zero_grad()
-    net(x).backward()
-    hold(net.a.grad)
 
 
-def set_by_hand(net: Any, x: float, hold: Any) -> None:
-    """One in the same bucket as others that are kept."""
-    net.zero_grad()
-    net.c.grad = torch.full_like(net.c, 8.0)
-    net(x).backward()
-    hold(net.a.grad)
-
-
-def zeroed(net: Any, x: float, _hold: Any) -> None:
+def zero(net: Any, *_: Any) -> None:
     net.zero_grad(set_to_none=False)
-    net(x).backward()
 
 
-def accumulated(net: Any, x: float, hold: Any) -> None:
-    net(x).backward()
-    net(2 * x, "ab").backward()
-    hold(net.c.grad.clone())
-
-
-def retained(net: Any, x: float, hold: Any) -> None:
-    net.zero_grad()
-    loss = net(x)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    hold(net.a.grad)
-
-
-def twice_forward(net: Any, x: float, hold: Any) -> None:
-    net.zero_grad()
-    (net(x, "ab") + net(x, "bc")).backward()
-    hold(net.a.grad)
-
-
-def synchronized_late(net: Any, x: float, hold: Any) -> None:
-    net.zero_grad()
-    with unsynchronized(net):
-        net(x).backward()
-        net(x, "a").backward()
-    net(x, "bc").backward()
-    hold(net.b.grad)
-
-
-def synchronized_late_in_place(net: Any, x: float, _hold: Any) -> None:
-    net.zero_grad(set_to_none=False)
-    with unsynchronized(net):
-        net(x, "ab").backward()
-    net(2 * x, "bc").backward()
-
-
-def replaced(net: Any, x: float, hold: Any) -> None:
-    net(x).backward()
-    hold(net.a.grad)
-    for parameter in net.parameters():
-        parameter.grad = parameter.grad * 0.5  # the next pass adds to it
-
-
-def clipped(net: Any, x: float, hold: Any) -> None:
-    net.zero_grad()
-    net(x).backward()
+def clip(net: Any, *_: Any) -> None:
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    hold(net.b.grad)
 
 
-def swapped(net: Any, x: float, hold: Any) -> None:
+def replace(net: Any, *_: Any) -> None:
+    """The next pass adds to it."""
+    for parameter in net.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def set_c(net: Any, *_: Any) -> None:
+    """One in the same bucket as others that are kept."""
+    net.c.grad = torch.full_like(net.c, 8.0)
+
+
+def swap(net: Any, *_: Any) -> None:
     """Two parameters have each other's gradients, of which PyTorch then uses the memory."""
-    net.zero_grad()
-    net(x, "ab").backward()
-    hold(net.a.grad.clone())
     net.c.grad = torch.cat([net.a.grad, net.a.grad])
     net.a.grad = net.b.grad[:2]
     net.b.grad = None
-    net(x).backward()
 
 
-def scaled(net: Any, x: float, hold: Any) -> None:
+def retain(net: Any, x: float, _hold: Any) -> None:
+    loss = net(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def forward_twice(net: Any, x: float, _hold: Any) -> None:
+    (net(x, "ab") + net(x, "bc")).backward()
+
+
+def scale(net: Any, x: float, hold: Any) -> None:
     """With an optimizer of its own, whose step comes before the other's."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    net.zero_grad()
     scaler.scale(net(x)).backward()
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    clip(net)
     hold(net.b.grad)
     scaler.step(optimizer)
     scaler.update()
 
 
-PROGRAMS = [
-    cleared,
-    set_by_hand,
-    zeroed,
-    accumulated,
-    retained,
-    twice_forward,
-    synchronized_late,
-    synchronized_late_in_place,
-]
-PROGRAMS += [replaced, clipped, swapped]
+PROGRAMS = {
+    "cleared": [clear, use("abc"), hold("a")],
+    "set by hand": [clear, set_c, use("abc"), hold("a")],
+    "zeroed": [zero, use("abc")],
+    "accumulated": [use("abc"), use("ab", 2)],
+    "retained": [clear, retain, hold("a")],
+    "twice forward": [clear, forward_twice, hold("a")],
+    "synchronized late": [clear, use("abc", alone=True), use("a", alone=True), use("bc"), hold("b")],
+    "synchronized late, in place": [zero, use("ab", alone=True), use("bc", 2)],
+    "replaced": [use("abc"), hold("a"), replace],
+    "clipped": [clear, use("abc"), clip, hold("b")],
+    "swapped": [clear, use("ab"), swap, use("abc")],
+}
 if hasattr(torch.amp, "GradScaler"):  # since PyTorch 2.3 on processors, too
-    PROGRAMS.append(scaled)
+    PROGRAMS["scaled"] = [clear, scale]
 
 
-def results_of(program: Any, net: Any, factor: float, keep: str = "itself") -> list[Any]:
+def results_of(program: str, net: Any, factor: float, keep: str = "itself") -> list[Any]:
     """Weights, gradients and what the program held, after some steps; nothing that it held has changed."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
     held: list[tuple[Any, Any]] = []
@@ -214,7 +186,8 @@ def results_of(program: Any, net: Any, factor: float, keep: str = "itself") -> l
             held.append((KEEP[keep](grad), grad.tolist()))
 
     for step in range(1, 7):
-        program(net, step * factor, hold)
+        for action in PROGRAMS[program]:
+            action(net, step * factor, hold)
         optimizer.step()
     assert all(one.reshape(-1).tolist() == value for one, value in held)
     tensors = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None)]
@@ -226,19 +199,19 @@ def results_of(program: Any, net: Any, factor: float, keep: str = "itself") -> l
     ("program", "keep", "dtype"),
     [
         *((program, "itself", torch.float32) for program in PROGRAMS),
-        *((set_by_hand, keep, torch.float32) for keep in KEEP),
-        (cleared, "itself", torch.bfloat16),
+        *(("set by hand", keep, torch.float32) for keep in KEEP),
+        ("cleared", "itself", torch.bfloat16),
     ],
 )
-def test_programs_have_the_gradients_of_one_process(store: Any, program: Any, keep: str, dtype: Any) -> None:
+def test_programs_have_the_gradients_of_one_process(store: Any, program: str, keep: str, dtype: Any) -> None:
     """Bitwise: the mean of the workers' gradients is that of 1.5 times the input."""
     expected = results_of(program, Parts(dtype=dtype), 1.5)
     model = mt.DistributedModel(Parts(dtype=dtype), store, sync_buffers=False)
     assert results_of(program, model, store.rank + 1.0, keep) == expected
 
 
-@pytest.mark.parametrize("program", [cleared, zeroed, synchronized_late])
-def test_where_workers_come_too_late_for_one_call_of_all(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", ["cleared", "zeroed", "synchronized late"])
+def test_where_workers_come_too_late_for_one_call_of_all(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results_of(program, Parts(), 1.5)
     monkeypatch.setattr(Direct, "run", lambda *_: False)
 

@@ -92,27 +92,6 @@ def read_only() -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (Parameter, ValueError, "not both or neither"),
-        (lambda: Parameter(np.zeros(2), shape=(2,)), ValueError, "not both or neither"),
-        (lambda: Parameter(np.zeros(2), 3), TypeError, "the name of a parameter is a str"),
-        (lambda: Parameter(np.zeros(2), grad_req="no"), ValueError, "grad_req must be one of 'write', 'add', 'null'"),
-        (lambda: Parameter(np.zeros(2), devices=[]), ValueError, "devices is empty"),
-        (lambda: Parameter(np.zeros(2), devices=["tpu"]), ValueError, "'tpu' is no device"),
-        (lambda: Parameter(np.zeros(2, dtype=complex)), UnsupportedError, "complex128"),
-        (lambda: Parameter("w"), UnsupportedError, "dtype"),
-        (lambda: Parameter(read_only()), UnsupportedError, "read-only"),
-        (lambda: Parameter(shape=(2,), init=lambda shape: np.zeros(3)), ValueError, r"shape \(3,\).*has shape \(2,\)"),
-        (lambda: setattr(Parameter([1.0]), "data", np.zeros(3)), ValueError, r"must have shape \(1,\), got \(3,\)"),
-    ],
-)
-def test_bad_parameters(make: Callable[[], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
-
-
 # ---- the step
 
 MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9}
@@ -210,13 +189,6 @@ def test_allreduce_then_update(store: str | None) -> None:
     assert params["bias"].list_data()[1].tolist() == [7, 8, 9]
 
 
-def test_allreduce_is_refused_where_the_store_updates() -> None:
-    trainer = Trainer(parameters(2), "sgd")
-    for call in (trainer.allreduce_grads, lambda: trainer.update(1)):
-        with pytest.raises(UnsupportedError, match="update_on_kvstore=False"):
-            call()
-
-
 def test_pull_weights_brings_what_others_pushed() -> None:
     store = renamed("dist_async")
     parameter = Parameter(np.zeros(2), "w", devices=["cpu", "cpu"])
@@ -301,6 +273,17 @@ W = Parameter(np.zeros(2), "w")
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
+        (Parameter, ValueError, "not both or neither"),
+        (lambda: Parameter(np.zeros(2), shape=(2,)), ValueError, "not both or neither"),
+        (lambda: Parameter(np.zeros(2), 3), TypeError, "the name of a parameter is a str"),
+        (lambda: Parameter(np.zeros(2), grad_req="no"), ValueError, "grad_req must be one of 'write', 'add', 'null'"),
+        (lambda: Parameter(np.zeros(2), devices=[]), ValueError, "devices is empty"),
+        (lambda: Parameter(np.zeros(2), devices=["tpu"]), ValueError, "'tpu' is no device"),
+        (lambda: Parameter(np.zeros(2, dtype=complex)), UnsupportedError, "complex128"),
+        (lambda: Parameter("w"), UnsupportedError, "dtype"),
+        (lambda: Parameter(read_only()), UnsupportedError, "read-only"),
+        (lambda: Parameter(shape=(2,), init=lambda shape: np.zeros(3)), ValueError, r"shape \(3,\).*has shape \(2,\)"),
+        (lambda: setattr(Parameter([1.0]), "data", np.zeros(3)), ValueError, r"must have shape \(1,\), got \(3,\)"),
         (lambda: Trainer([], "sgd"), ValueError, "no parameters"),
         (lambda: Trainer(3, "sgd"), TypeError, "dict or a list of parameters, not int"),
         (lambda: Trainer(np.zeros(3), "sgd"), TypeError, "not ndarray"),
@@ -318,18 +301,21 @@ W = Parameter(np.zeros(2), "w")
         (lambda: Trainer([W], "sgd", None, None, None, "yes"), TypeError, "update_on_kvstore is True, False or None"),
         (lambda: Trainer([W], "sgd", None, None, {"type": "2bit"}), ValueError, "compression_params need a store"),
         (lambda: Trainer([W], "sgd", None, renamed("local"), {"type": "zip"}), ValueError, "unknown compression type"),
+        (lambda: Trainer(parameters(2), "sgd").allreduce_grads(), UnsupportedError, "update_on_kvstore=False"),
+        (lambda: Trainer(parameters(2), "sgd").update(1), UnsupportedError, "update_on_kvstore=False"),
+        *(
+            (
+                lambda wrong=wrong: Trainer([W], "sgd").step(wrong),
+                ValueError,
+                "is the number of examples of all workers",
+            )
+            for wrong in (0, -1, "8", True, float("nan"), float("inf"))
+        ),
     ],
 )
 def test_bad_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
-
-
-@pytest.mark.parametrize("batch_size", [0, -1, "8", True, float("nan"), float("inf")])
-def test_bad_batch_sizes(batch_size: Any) -> None:
-    trainer = Trainer([Parameter(np.zeros(2))], "sgd")
-    with pytest.raises(ValueError, match="batch_size is the number of examples of all workers"):
-        trainer.step(batch_size)
 
 
 def test_a_closed_store() -> None:
@@ -364,26 +350,32 @@ def test_learning_rate_with_a_schedule() -> None:
     ("first", "second"),  # what the updates are made by; the file does not tell
     [*((one, one) for one in MODES), (("device", None, 2), (None, None, 2)), ((None, None, 2), ("device", None, 2))],
 )
-def test_states_continue_a_run(first: Any, second: Any, tmp_path: Path) -> None:
-    """Two steps, saved, then two more in new objects: bitwise the same as four steps."""
+@pytest.mark.parametrize(("optimizer", "whole"), [("sgd", False), ("adam", True)], ids=["states", "checkpoint"])
+def test_states_continue_a_run(first: Any, second: Any, optimizer: str, whole: bool, tmp_path: Path) -> None:
+    """Two steps, saved, then two more in new objects: bitwise the same as four steps.
 
-    def run(params: dict[str, Parameter], kind: Any, steps: range, load: bool = False) -> Trainer:
-        trainer = made(params, kind[0], "sgd", MOMENTUM, kind[1])
-        if load:
-            trainer.load_states(tmp_path / "states")
+    whole: with the weights, which `save_states` leaves to others.
+    """
+
+    def run(params: dict[str, Parameter], kind: Any, steps: range) -> Trainer:
+        trainer = made(params, kind[0], optimizer, MOMENTUM if optimizer == "sgd" else None, kind[1])
+        if steps.start:
+            assert trainer.resume(path) == steps.start if whole else trainer.load_states(path) is None
         for step in steps:
             backward(params, step)
             trainer.step(7)
         return trainer
 
+    path = tmp_path / "file"
     through, params, others = (parameters(first[2]) for _ in range(3))
     run(through, first, range(4))
-    run(params, first, range(2)).save_states(tmp_path / "states")
+    trainer = run(params, first, range(2))
+    trainer.save(path) if whole else trainer.save_states(path)
     for name, parameter in others.items():
-        parameter.data = params[name].data
-    run(others, second, range(2, 4), load=True)
+        parameter.data = parameter.data + 100 if whole else params[name].data
+    run(others, second, range(2, 4))
     for name, parameter in others.items():
-        assert np.array_equal(parameter.data, through[name].data)
+        assert all(np.array_equal(replica, through[name].data) for replica in parameter.list_data())
 
 
 def test_states_of_two_trainers_on_one_store(tmp_path: Path) -> None:

@@ -34,15 +34,15 @@ def train(trainer: Trainer, parameters: dict[str, Parameter], worker: int, first
     for step in range(first, last):
         random = np.random.default_rng([worker, step])
         for name, shape in SHAPES.items():
-            for device, grad in enumerate(parameters[name].list_grad()):
-                grad[...] = random.standard_normal(shape) + device
-                if name == "a":
-                    grad[0, 0] = 0.0  # its weight stays -0.0 under plain momentum
+            grad = random.standard_normal(shape)
+            if name == "a":
+                grad[0, 0] = 0.0  # its weight stays -0.0 under plain momentum
+            parameters[name].grad[...] = grad
         trainer.step(4)
 
 
 def values(parameters: dict[str, Parameter]) -> list[bytes]:
-    return [replica.tobytes() for _, parameter in sorted(parameters.items()) for replica in parameter.list_data()]
+    return [parameter.data.tobytes() for _, parameter in sorted(parameters.items())]
 
 
 def begun(store, *, optimizer=MOMENTUM, dtype="float32", on_store=None):
@@ -115,22 +115,6 @@ def test_asynchronous(servers, tmp_path):
     assert run(Mode("dist_async", 3, servers), STOP, STOP, file) == [(STOP, saved[0][1])] * 3
     alone = [run(Mode(name, 1, servers), STOP, STEPS, file) for name in ("dist_async", "dist_async", "dist_sync")]
     assert alone[0] == alone[1] == alone[2]
-
-
-@pytest.mark.parametrize("kind", ["local", "device", None])
-def test_one_process(kind, tmp_path):
-    def trained(first: int, last: int) -> list[bytes]:
-        parameters = {name: Parameter(p.data, devices=["cpu:0", "cpu:1"]) for name, p in model().items()}
-        trainer = Trainer(parameters, "adam", kvstore=kind)
-        assert trainer.resume(tmp_path / "file") == first
-        train(trainer, parameters, 0, first, last)
-        if last == STOP:
-            trainer.save(tmp_path / "file")
-        return values(parameters)
-
-    whole = trained(0, STEPS)
-    trained(0, STOP)
-    assert trained(STOP, STEPS) == whole
 
 
 def test_learning_rate_schedule_goes_on(tmp_path):
