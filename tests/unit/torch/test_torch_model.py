@@ -302,27 +302,20 @@ def test_sparse_gradients_are_refused(store: Any) -> None:
         model(torch.tensor([1, 2])).backward()
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, fails: bool) -> Any:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.fails:
-            raise ArithmeticError("no gradient")
-        return grads[0], None
-
-
 @each_worker(*nets.TWO)
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_a_backward_pass_that_ends_early(store: Any, who: tuple[int, ...]) -> None:
     """On the others it is an error, too; afterwards all go on."""
 
+    def fail(_: Any) -> None:
+        raise ArithmeticError("no gradient")
+
     def failing() -> Any:
         def run(net: Any, x: Any, fails: bool) -> Any:
-            return net.last(_Fails.apply(net.first(x), fails))
+            middle = net.first(x)
+            if fails:
+                middle.register_hook(fail)
+            return net.last(middle)
 
         return nets.Of(run, first=nn.Linear(2, 2), last=nn.Linear(2, 1))
 
@@ -387,19 +380,16 @@ def test_gradients_of_inputs_exchange_nothing(store: Any) -> None:
 @each_worker(nets.HERE)
 def test_it_is_the_module(store: Any) -> None:
     net = nets.seeded(nets.Net)
-    names = [name for name, _ in net.named_parameters()]
     model = mt.DistributedModel(net, store)
     assert isinstance(model, nn.Module)
-    assert [name for name, _ in model.named_parameters()] == names
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers, nn.Module.named_children):
+        pairs = zip(named(model), named(net), strict=True)
+        assert all((name, one is other) == (wanted, True) for (name, one), (wanted, other) in pairs)
     assert list(model.state_dict()) == list(net.state_dict())
     assert [name for name, _ in model.named_modules()][1:] == [name for name, _ in net.named_modules()][1:]
-    assert all(one is other for one, other in zip(model.parameters(), net.parameters(), strict=True))
-    assert model.module is net
-    assert model.head is net.head
+    assert (model.module is net, model.head is net.head) == (True, True)
     model.eval()
-    assert not net.training
-    assert not net.norm.training
-    assert not model.training
+    assert not any(one.training for one in (net, net.norm, model))
     assert model.train() is model
     assert net.norm.training
     model.temperature = 2
