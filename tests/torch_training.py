@@ -7,6 +7,7 @@ from typing import Any
 
 import frameworks
 import numpy as np
+from store_modes import Mode, given_to, modes
 
 from mpikv import KVStore, Trainer
 
@@ -94,6 +95,15 @@ def assert_close(found: list[list[np.ndarray]], right: list[np.ndarray]) -> None
             np.testing.assert_array_equal(a, b)
     for a, b in zip(found[0], right, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def as_alone(*several: Mode, sizes: Any = even, **options: Any) -> Any:
+    """The weights that the test returns on each worker are those of `reference`, in each of these modes."""
+
+    def run(mode: Mode, body: Any) -> None:
+        assert_close(mode.run(body), reference(sizes(mode.workers), **options))
+
+    return lambda test: modes(*several)(given_to(test, "mode", run))
 
 
 def sgd(net: Any, store: KVStore | None, **options: Any) -> Trainer:

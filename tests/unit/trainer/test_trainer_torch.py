@@ -36,31 +36,27 @@ def unchanged(before: list[np.ndarray], net: Any) -> bool:
 @pytest.mark.grid
 @OVERLAP
 @ON_STORE
-@modes(*TRAINING)
-def test_twenty_steps_are_those_of_torch_optim(mode: Mode, on_store: bool, overlap: bool) -> None:
+@of.as_alone(*TRAINING)
+def test_twenty_steps_are_those_of_torch_optim(store: KVStore, on_store: bool, overlap: bool) -> list[np.ndarray]:
     """Means and `step()` in the first half of the steps, sums and `step(batch_size)` in the other."""
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store, update_on_kvstore=on_store, overlap=overlap)
-        for step in range(STEPS):
-            trainer.zero_grad(set_to_none=step % 3 > 0)
-            data = batch(step, store.rank)
-            if step < STEPS // 2:
-                loss(net, data).backward()
-                trainer.step()
-            elif step == STEPS // 2:
-                with trainer.no_sync():  # another batch_size than before
-                    loss(net, data, "sum").backward()
-                trainer.step(BATCH * store.num_workers)
-            else:
+    net = network(store.rank)
+    trainer = sgd(net, store, update_on_kvstore=on_store, overlap=overlap)
+    for step in range(STEPS):
+        trainer.zero_grad(set_to_none=step % 3 > 0)
+        data = batch(step, store.rank)
+        if step < STEPS // 2:
+            loss(net, data).backward()
+            trainer.step()
+        elif step == STEPS // 2:
+            with trainer.no_sync():  # another batch_size than before
                 loss(net, data, "sum").backward()
-                trainer.step(BATCH * store.num_workers, wait=step % 2 > 0)
-                for parameter in net.parameters():
-                    trainer.wait(parameter)
-        return weights(net)
-
-    assert_close(mode.run(body), reference(even(mode.workers)))
+            trainer.step(BATCH * store.num_workers)
+        else:
+            loss(net, data, "sum").backward()
+            trainer.step(BATCH * store.num_workers, wait=step % 2 > 0)
+            for parameter in net.parameters():
+                trainer.wait(parameter)
+    return weights(net)
 
 
 @modes(Mode("local", 1), Mode("dist_async", 1), Mode("dist_async", 1, 1))
@@ -352,40 +348,33 @@ def test_gradients_stay_in_shared_memory_whatever_zero_grad_does(store: KVStore)
     assert stats["direct_calls"] + stats["declined_calls"] == 6
 
 
-@modes(*TRAINING)
+@of.as_alone(*TRAINING)
 @ON_STORE
 @pytest.mark.parametrize("how", [lambda grad: grad, lambda grad: grad.detach().view(-1)], ids=["itself", "view"])
-def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, on_store: bool, how: Any) -> None:
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store, update_on_kvstore=on_store)
-        kept = []
-        for step in range(STEPS):
-            trainer.zero_grad(set_to_none=True)
-            if step % 4 == 2:
-                trainer.zero_grad(set_to_none=False)  # there is none yet
-            loss(net, batch(step, store.rank)).backward()
-            trainer.step()
-            if step % 3:  # sums of the workers, where these update by themselves
-                kept += [(how(p.grad), p.grad.clone()) for p in net.parameters()]
-        assert all(torch.equal(one, value.view(one.shape)) for one, value in kept)
-        return weights(net)
-
-    assert_close(mode.run(body), reference(even(mode.workers)))
+def test_a_gradient_that_is_kept_stays_as_it_is(store: KVStore, on_store: bool, how: Any) -> list[np.ndarray]:
+    net = network(store.rank)
+    trainer = sgd(net, store, update_on_kvstore=on_store)
+    kept = []
+    for step in range(STEPS):
+        trainer.zero_grad(set_to_none=True)
+        if step % 4 == 2:
+            trainer.zero_grad(set_to_none=False)  # there is none yet
+        loss(net, batch(step, store.rank)).backward()
+        trainer.step()
+        if step % 3:  # sums of the workers, where these update by themselves
+            kept += [(how(p.grad), p.grad.clone()) for p in net.parameters()]
+    assert all(torch.equal(one, value.view(one.shape)) for one, value in kept)
+    return weights(net)
 
 
-@modes(ONE_HOST, SERVED)
-def test_a_trainer_that_is_gone_takes_its_hooks_with_it(mode: Mode) -> None:
+@of.as_alone(ONE_HOST, SERVED, sizes=lambda n: even(n, 3))
+def test_a_trainer_that_is_gone_takes_its_hooks_with_it(store: KVStore) -> list[np.ndarray]:
     """Its parameters can have another one; the gradients of the first went elsewhere."""
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        for _ in range(2):
-            found = of.train(net, sgd(net, store, overlap=True), store.rank, range(3))
-            net.load_state_dict(NET.state_dict())
-        return found
-
-    assert_close(mode.run(body), reference(even(2, 3)))
+    net = network(store.rank)
+    for _ in range(2):
+        found = of.train(net, sgd(net, store, overlap=True), store.rank, range(3))
+        net.load_state_dict(NET.state_dict())
+    return found
 
 
 @each_worker(ONE_HOST)
@@ -414,23 +403,19 @@ def test_backward_through_changed_weights_is_pytorchs_error(store: KVStore) -> N
 
 
 @OVERLAP
-@modes(*TRAINING)
-def test_passes_that_are_added_up(mode: Mode, overlap: bool) -> None:
+@of.as_alone(*TRAINING, sizes=lambda n: even(n, 5))
+def test_passes_that_are_added_up(store: KVStore, overlap: bool) -> list[np.ndarray]:
     """Two of half a batch each; without overlap `no_sync` is not needed."""
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store, overlap=overlap)
-        for step in range(5):
-            trainer.zero_grad()
-            x, y = batch(step, store.rank)
-            with trainer.no_sync() if overlap else torch.enable_grad():
-                (loss(net, (x[:2], y[:2])) / 2).backward()
-            (loss(net, (x[2:], y[2:])) / 2).backward()
-            trainer.step()
-        return weights(net)
-
-    assert_close(mode.run(body), reference(even(mode.workers, 5)))
+    net = network(store.rank)
+    trainer = sgd(net, store, overlap=overlap)
+    for step in range(5):
+        trainer.zero_grad()
+        x, y = batch(step, store.rank)
+        with trainer.no_sync() if overlap else torch.enable_grad():
+            (loss(net, (x[:2], y[:2])) / 2).backward()
+        (loss(net, (x[2:], y[2:])) / 2).backward()
+        trainer.step()
+    return weights(net)
 
 
 def second_pass(net: Any, trainer: Trainer, data: Any) -> None:
@@ -542,21 +527,18 @@ def test_clipping_by_the_global_norm(mode: Mode, overlap: bool) -> None:
     assert norms[0] == pytest.approx(float(nn.utils.clip_grad_norm_(net.parameters(), limit)), rel=1e-5)
 
 
-@modes(ONE_HOST, TWO_HOSTS)
-def test_a_norm_that_is_not_finite_changes_nothing(mode: Mode) -> None:
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store, clip_global_norm=1.0)
-        before = of.train(net, trainer, store.rank, [0])
-        loss(net, batch(1, store.rank)).backward()
-        if store.rank == 1:
-            net[0].bias.grad[0] = float("nan")
-        with pytest.raises(FloatingPointError, match="norm of the gradients is nan; no weight was changed"):
-            trainer.step()
-        assert unchanged(before, net)
-        return of.train(net, trainer, store.rank, [1])
-
-    assert_close(mode.run(body), reference(even(mode.workers, 2), clip=1.0))
+@of.as_alone(ONE_HOST, TWO_HOSTS, sizes=lambda n: even(n, 2), clip=1.0)
+def test_a_norm_that_is_not_finite_changes_nothing(store: KVStore) -> list[np.ndarray]:
+    net = network(store.rank)
+    trainer = sgd(net, store, clip_global_norm=1.0)
+    before = of.train(net, trainer, store.rank, [0])
+    loss(net, batch(1, store.rank)).backward()
+    if store.rank == 1:
+        net[0].bias.grad[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="norm of the gradients is nan; no weight was changed"):
+        trainer.step()
+    assert unchanged(before, net)
+    return of.train(net, trainer, store.rank, [1])
 
 
 def test_where_clipping_is_refused() -> None:
