@@ -83,7 +83,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode, way: str, passes: int, 
         for buffer, other in zip(net.buffers(), replicas[0].buffers(), strict=True):
             if way == "optimizer":  # each worker has its own
                 buffer.copy_(other)
-        nets.assert_same_state(model, replicas[0], rtol=1e-4, atol=1e-5)
+        nets.assert_same_state(model, replicas[0])
         return nets.snapshot(model)
 
     nets.same_on_all(mode.run(body))
