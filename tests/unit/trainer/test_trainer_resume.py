@@ -142,14 +142,24 @@ def damaged(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
 
 
+FAULTS = {"damaged": damaged, "truncated": lambda data: data[:-100], "foreign": lambda _: b"no checkpoint"}
+
+
 @pytest.mark.parametrize(
-    "fault", [damaged, lambda data: data[:-100], lambda _: b"no checkpoint", "other shape", "other model", "states"]
+    ("fault", "mode", "on_store"),
+    [
+        *((fault, ONE_HOST, None) for fault in (*FAULTS, "other shape", "other model", "states")),
+        *(("other optimizer", mode, on_store) for mode in (ONE_HOST, SERVED) for on_store in (True, False)),
+        ("other optimizer", Mode("dist_async", 2, 1), True),
+    ],
 )
-def test_wrong_files_change_nothing(fault, tmp_path):
+def test_wrong_files_change_nothing(fault, mode, on_store, tmp_path):
+    """Not the weights either, and the error names the file that was asked for."""
     file = tmp_path / "file"
-    run(ONE_HOST, 0, STOP, file, stop=True)
-    if callable(fault):
-        file.write_bytes(fault(file.read_bytes()))
+    optimizer = ("adam", {}) if fault == "other optimizer" else MOMENTUM
+    run(mode, 0, STOP, file, stop=True, optimizer=optimizer, on_store=on_store)
+    if fault in FAULTS:
+        file.write_bytes(FAULTS[fault](file.read_bytes()))
     elif fault == "states":
         Trainer({"x": Parameter(np.zeros(2))}, "sgd").save_states(file)
 
@@ -157,34 +167,12 @@ def test_wrong_files_change_nothing(fault, tmp_path):
         parameters = model()
         if fault in ("other shape", "other model"):
             parameters["bias" if fault == "other shape" else "more"] = Parameter(np.zeros(7, np.float32))
-        trainer = Trainer(parameters, *MOMENTUM, kvstore=store)
-        before = values(parameters)
-        with pytest.raises(StatesFileError, match="file"):
-            trainer.resume(file)
-        assert trainer.resume(tmp_path / "none") == 0
-        assert values(parameters) == before
-
-    ONE_HOST.run(body)
-
-
-@pytest.mark.parametrize(
-    ("mode", "on_store"),  # asynchronous updates are made by the store
-    [
-        *((mode, on_store) for mode in (ONE_HOST, SERVED) for on_store in (True, False)),
-        (Mode("dist_async", 2, 1), True),
-    ],
-)
-def test_states_of_another_optimizer_change_nothing(mode, on_store, tmp_path):
-    """Not the weights either, and the error names the file that was asked for."""
-    file = tmp_path / "file"
-    run(mode, 0, STOP, file, stop=True, optimizer=("adam", {}), on_store=on_store)
-
-    def body(store):
-        parameters, trainer = begun(store, on_store=on_store)
+        trainer = Trainer(parameters, *MOMENTUM, kvstore=store, update_on_kvstore=on_store)
         before = values(parameters)
         with pytest.raises(StatesFileError) as raised:
             trainer.resume(file)
         assert str(file) in str(raised.value)
+        assert trainer.resume(tmp_path / "none") == 0
         assert values(parameters) == before
 
     mode.run(body)
