@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import codecs_of_tests
 import ml_dtypes
 import numpy as np
+import pytest
 from device_store import DeviceStore
 from fake_cupy import Machine
 from fake_gpus import DeviceFabric, gpus_of, one_gpu, spaces_of
@@ -133,6 +136,31 @@ def mode_id(mode: Mode) -> str:
     return "-".join([found, *filter(None, (mode.device, mode.codec, mode.hosts, parts))])
 
 
+def modes(*several: Mode) -> pytest.MarkDecorator:
+    """The test is given each of these as its `mode`."""
+    return pytest.mark.parametrize("mode", several, ids=mode_id)
+
+
+def given_to(
+    test: Callable[..., Any], name: str, run: Callable[[Any, Callable[[Any], Any]], Any]
+) -> Callable[..., None]:
+    """The test whose parameter `name` takes the place of the first one, which `run(value, body)` gives to the body."""
+
+    @functools.wraps(test)
+    def made(**arguments: Any) -> None:
+        value = arguments.pop(name)
+        run(value, lambda first: test(first, **arguments))
+
+    first, *others = inspect.signature(test).parameters.values()
+    made.__signature__ = inspect.Signature([first.replace(name=name), *others])  # type: ignore[attr-defined]
+    return made
+
+
+def each_worker(*several: Mode, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """The test is what each worker does with its `store`, in each of these modes."""
+    return lambda test: modes(*several)(given_to(test, "mode", lambda mode, body: mode.run(body, **changes)))
+
+
 def every_way(*modes: Mode) -> tuple[Mode, ...]:
     """Modes with servers, through memory, by messages, and with long messages."""
     return tuple(mode._replace(memory=memory) for memory in ("auto", "off", "long") for mode in modes)
@@ -145,6 +173,11 @@ ASYNC = every_way(
     *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
 )
 SYNC = LOCAL + ALLREDUCE + SERVERS
+# Of training, whose workers are on one host or several, have servers, or are alone.
+ONE_HOST, MESSAGES, SERVED = Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1)
+TWO_HOSTS, THREE_HOSTS = Mode("dist_sync", 3, hosts="aab"), Mode("dist_sync", 3, hosts="abc")
+SENDING = (MESSAGES, TWO_HOSTS, SERVED)
+TRAINING = (ONE_HOST, Mode("dist_sync", 3), *SENDING, Mode("dist_sync", 1))
 # One of each kind, for tests of what all modes share.
 FEW_ON_DEVICE = (
     Mode("dist_sync", 3, device="staged"),  # over memory that the workers share

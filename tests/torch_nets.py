@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
-from store_modes import Mode, mode_id
+from store_modes import Mode
+
+import mpikv.torch as mt
 
 MODES = (
     Mode("dist_sync", 2),
@@ -17,7 +18,7 @@ MODES = (
     Mode("dist_sync", 2, 2),
 )
 HERE, LINKS, SERVERS = MODES[0], Mode("dist_sync", 2, memory="off"), MODES[3]
-TWO = pytest.mark.parametrize("mode", [HERE, LINKS, SERVERS], ids=mode_id)  # of two workers
+TWO = (HERE, LINKS, SERVERS)  # of two workers
 _seeding = threading.Lock()  # the generator is the process's
 
 
@@ -48,6 +49,36 @@ class Net(torch.nn.Module):
         return self.head(x) + self.odd(x) if odd else self.head(x)
 
 
+class Of(torch.nn.Module):
+    """A module of these parts, whose forward pass is `run(module, ...)`."""
+
+    def __init__(self, run: Callable[..., torch.Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.run(self, *args)
+
+
+class Parts(torch.nn.Module):
+    """Parameters of ones whose gradients are what a pass is given: by name, or the same for all that it uses."""
+
+    def __init__(self, sizes: dict[str, int] | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, n in (sizes or {"a": 2, "b": 3, "c": 4}).items():
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(n, dtype=dtype)))
+
+    def forward(self, x: float | None = None, use: str = "abc", **grads: Any) -> Any:
+        given = grads if x is None else dict.fromkeys(use, x)
+        return sum((getattr(self, name) * torch.as_tensor(grad)).sum() for name, grad in given.items())
+
+
+def grads_of(model: torch.nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+
 def batch(step: int, rank: int, n: int = 4) -> torch.Tensor:
     """The images of one worker in one step."""
     return torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -72,6 +103,14 @@ def mean_gradients(replicas: Iterable[torch.nn.Module], weights: list[float] | N
             parameter.grad = mean.clone()
 
 
+def assert_same_grads(model: torch.nn.Module, expected: torch.nn.Module) -> None:
+    for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None) == (wanted.grad is None), name
+        if wanted.grad is not None:
+            torch.testing.assert_close(parameter.grad, wanted.grad)
+            assert parameter.grad.stride() == wanted.grad.stride()
+
+
 def equal_buffers(replicas: Iterable[torch.nn.Module]) -> None:
     """Worker 0's for all."""
     first, *others = [list(model.buffers()) for model in replicas]
@@ -80,15 +119,10 @@ def equal_buffers(replicas: Iterable[torch.nn.Module]) -> None:
             buffer.copy_(source)
 
 
-def assert_same_state(
-    model: torch.nn.Module, expected: torch.nn.Module, rtol: float = 1e-5, atol: float = 1e-6
-) -> None:
+def assert_same_state(model: torch.nn.Module, expected: torch.nn.Module) -> None:
     found, wanted = model.state_dict(), expected.state_dict()
     assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # names the one that differs
 
 
 def same_on_all(results: list[dict[str, Any]]) -> None:
@@ -101,3 +135,11 @@ def same_on_all(results: list[dict[str, Any]]) -> None:
 
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def wrapped(way: str, net: torch.nn.Module, store: Any, kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
+    """A module and an optimizer that changes nothing, of which one is the store's. way: "model" or "optimizer"."""
+    optimizer = kind(net.parameters(), lr=0.0)
+    if way == "model":
+        return mt.DistributedModel(net, store, **options), optimizer
+    return net, mt.DistributedOptimizer(optimizer, net.named_parameters(), store, **options)

@@ -7,18 +7,24 @@ streams it lets wait for which.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import frameworks
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_cupy import Machine
+from fake_gpus import gpus_of
+from store_modes import Mode
 
 from mpikv.arrays import tensors
 from mpikv.spaces.gpu import Gpu
+from mpikv.testing.stores import spawn_stores
 
 torch = frameworks.need("torch")
 
@@ -84,10 +90,33 @@ class TorchOnGpu:
         return module
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> TorchOnGpu:
+@contextmanager
+def patched() -> Iterator[TorchOnGpu]:
     found = TorchOnGpu()
-    monkeypatch.setattr(tensors, "device_of", found.device_of)
-    monkeypatch.setattr(tensors, "on_gpu", found.tensor_of)
-    monkeypatch.setattr(torch.cuda, "current_stream", found.current_stream)
-    return found
+    with (
+        mock.patch.object(tensors, "device_of", found.device_of),
+        mock.patch.object(tensors, "on_gpu", found.tensor_of),
+        mock.patch.object(torch.cuda, "current_stream", found.current_stream),
+    ):
+        yield found
+
+
+@pytest.fixture
+def cuda() -> Iterator[TorchOnGpu]:
+    with patched() as found:
+        yield found
+
+
+class OnGpus(Mode):
+    """A mode whose workers have their tensors on a GPU each; its `device` is the path of keys."""
+
+    def run(self, body: Callable[[Any], Any], *, on_gpu: TorchOnGpu | None = None, **changes: Any) -> list[Any]:
+        with patched() if on_gpu is None else contextlib.nullcontext(on_gpu) as found:
+            gpus = gpus_of(Machine(), self.workers)
+
+            def rank(store: Any) -> Any:
+                found.use(gpus[store.rank])
+                return body(store)
+
+            config = self.config(**changes)
+            return spawn_stores(self.name, self.workers, rank, config=config, gpus=gpus, hosts=self.hosts or None)

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import frameworks
 import numpy as np
+from store_modes import Mode, given_to, modes
 
-from mpikv import Config, KVStore, Trainer
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv import KVStore, Trainer
 
 torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
 
 STEPS = 20
 BATCH = 4  # of each worker
-
-
-class Mode(NamedTuple):
-    workers: int
-    servers: int = 0
-    hosts: tuple[str, ...] | None = None
-    shared: str = "auto"
-    name: str = "dist_sync"
-
-
-MODES = {
-    "one host": Mode(2),
-    "one host, three": Mode(3),
-    "messages": Mode(3, shared="off"),
-    "two hosts": Mode(3, hosts=("a", "a", "b")),
-    "servers": Mode(2, servers=1),
-    "alone": Mode(1),
-}
-SENDING = {name: mode for name, mode in MODES.items() if name in {"messages", "two hosts", "servers"}}
-
-
-def run(mode: Mode, body: Any, timeout_s: float = TEST_TIMEOUT_S) -> list[Any]:
-    config = Config(timeout_s=timeout_s, shared_memory=mode.shared)
-    return spawn_stores(mode.name, mode.workers, body, num_servers=mode.servers, config=config, hosts=mode.hosts)
 
 
 def perceptron() -> Any:
@@ -78,6 +54,15 @@ def weights(net: Any) -> list[np.ndarray]:
     return [parameter.detach().numpy().copy() for parameter in net.parameters()]
 
 
+def train(net: Any, trainer: Any, worker: int = 0, steps: Any = range(STEPS)) -> list[np.ndarray]:
+    """The weights after steps with a worker's batches. trainer: a Trainer, or an optimizer."""
+    for step in steps:
+        trainer.zero_grad()
+        loss(net, batch(step, worker)).backward()
+        trainer.step()
+    return weights(net)
+
+
 def reference(sizes: Any, *, optimizer: Any = None, clip: float | None = None, rates: Any = None) -> list[np.ndarray]:
     """torch.optim alone. sizes: of each step, worker -> number of examples."""
     net = copy.deepcopy(NET)
@@ -93,6 +78,12 @@ def reference(sizes: Any, *, optimizer: Any = None, clip: float | None = None, r
     return weights(net)
 
 
+def trained(store: KVStore | None, steps: Any = range(STEPS), **options: Any) -> list[np.ndarray]:
+    """The weights of a worker's network after steps with `sgd`."""
+    net, rank = (network(store.rank), store.rank) if store else (network(0), 0)
+    return train(net, sgd(net, store, **options), rank, steps)
+
+
 def even(workers: int, steps: int = STEPS) -> list[dict[int, int]]:
     return [dict.fromkeys(range(workers), BATCH) for _ in range(steps)]
 
@@ -104,6 +95,15 @@ def assert_close(found: list[list[np.ndarray]], right: list[np.ndarray]) -> None
             np.testing.assert_array_equal(a, b)
     for a, b in zip(found[0], right, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def as_alone(*several: Mode, sizes: Any = even, **options: Any) -> Any:
+    """The weights that the test returns on each worker are those of `reference`, in each of these modes."""
+
+    def run(mode: Mode, body: Any) -> None:
+        assert_close(mode.run(body), reference(sizes(mode.workers), **options))
+
+    return lambda test: modes(*several)(given_to(test, "mode", run))
 
 
 def sgd(net: Any, store: KVStore | None, **options: Any) -> Trainer:

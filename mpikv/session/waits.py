@@ -3,11 +3,10 @@
 A wait ends with its request, with an error as soon as what is waited for can never come, or, when its time is up, with
 a StallError that says what each other worker is doing. To know that, workers tell each other: `left` (to worker 0: a
 worker has closed, with its number of pushes per key), `gone` (from worker 0 to those still at work: how few pushes
-others left with; leaving.py), `where` and `here` (question and answer of a report), `refused` (from a server: nothing
-was updated in a round).
+others left with; leaving.py), `refused` (from a server: nothing was updated in a round). What happens while a wait
+lasts is in stalls.py.
 
-Cost: no message before a wait has lasted for ASK_AFTER_S (cross_waits.py); then one question to each other worker, and
-its answer.
+Cost: no message; at the time limit one question to each other worker, and its answer.
 """
 
 from __future__ import annotations

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import ml_dtypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import frameworks
 import numpy as np
 import pytest
 from foreign_arrays import ForeignArray, ForeignDevice
+from store_modes import Mode, each_worker
 
 from mpikv.arrays.as_numpy import (
+    BFLOAT16,
     SUPPORTED_DTYPES,
     check_writable,
     dtype_of,
@@ -15,14 +20,17 @@ from mpikv.arrays.as_numpy import (
     host_view,
     is_array,
     is_device,
+    is_writable,
     shape_and_dtype,
     sum_devices,
     sum_dtype,
     write,
 )
+from mpikv.arrays.tensors import new_like
 from mpikv.errors import UnsupportedError
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Whether NumPy lets what another library shares by DLPack be written to: an older one does not know whether it may be.
+DLPACK_IS_WRITABLE = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
 class Tensor:
@@ -39,7 +47,7 @@ class Tensor:
 
 
 class Far(Tensor):
-    """An array in memory of another device."""
+    """Of an array in memory of another device."""
 
     dtype = "float32"
 
@@ -50,55 +58,137 @@ class Far(Tensor):
         return (2, 0)
 
 
-def make(kind, array):
-    return {"numpy": lambda: array, "device": lambda: ForeignDevice().asarray(array), "dlpack": lambda: Tensor(array)}[
-        kind
-    ]()
+class Kind(NamedTuple):
+    """Arrays of a library. values: as NumPy has them. shares: whether a view on the host is the memory itself.
+
+    begets: whether there can be new ones like them.
+    """
+
+    make: Callable[[Any], Any]
+    values: Callable[[Any], Any]
+    shares: bool = True
+    writable: bool = True
+    begets: bool = True
 
 
-def memory(array):
-    return array if isinstance(array, np.ndarray) else array.memory
+@pytest.fixture(scope="module")
+def torch():
+    return frameworks.need("torch")
 
 
-# Whether NumPy lets what another library shares by DLPack be written to: an older one does not know whether it may be.
-DLPACK_IS_WRITABLE = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
-KINDS = pytest.mark.parametrize("kind", ["numpy", "device", *(["dlpack"] if DLPACK_IS_WRITABLE else [])])
+@pytest.fixture
+def jax():
+    jax = frameworks.need("jax")
+    jax.config.update("jax_enable_x64", True)
+    yield jax
+    jax.config.update("jax_enable_x64", False)
 
 
-def test_kinds():
-    array = np.zeros(2)
-    assert [is_array(value) for value in (array, np.float32(1), Tensor(array), ForeignDevice().asarray(array))] == [
-        True
-    ] * 4
-    assert [is_array(value) for value in (1.0, [array], None, "x", (array,), {"a": array})] == [False] * 6
-    assert is_device(ForeignDevice().asarray(array))
-    assert not is_device(array)
-    assert not is_device(Tensor(array))
+def tensor_of(torch, values):
+    """Made by PyTorch itself, not by what is tested."""
+    dtype = getattr(torch, values.dtype.name)
+    return torch.tensor(values.astype(np.float64).tolist(), dtype=torch.float64).to(dtype).reshape(values.shape)
 
 
-@KINDS
+def values_of(tensor):
+    return np.array(tensor.double().tolist()).reshape(tuple(tensor.shape)).astype(str(tensor.dtype)[len("torch.") :])
+
+
+@pytest.fixture
+def on_a_gpu(torch):
+    """Makes tensors that stand for those on a GPU: their values come to the host by `cpu` alone, which counts."""
+
+    class Standing(torch.Tensor):
+        copies = 0
+
+        @property
+        def device(self):
+            return torch.device("cuda", 0)
+
+        def cpu(self):
+            Standing.copies += 1
+            return self.as_subclass(torch.Tensor).clone()
+
+        def numpy(self, *args, **kwargs):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def made(values):
+        Standing.copies = 0
+        return tensor_of(torch, values).as_subclass(Standing)
+
+    return made
+
+
+@pytest.fixture
+def kind(request):
+    if request.param == "torch":
+        torch = request.getfixturevalue("torch")
+        return Kind(lambda array: tensor_of(torch, array), values_of)
+    if request.param == "torch on a GPU":
+        torch, make = request.getfixturevalue("torch"), request.getfixturevalue("on_a_gpu")
+        return Kind(make, lambda tensor: values_of(tensor.as_subclass(torch.Tensor)), False, begets=False)
+    if request.param == "jax":
+        return Kind(request.getfixturevalue("jax").numpy.asarray, np.asarray, shares=False, writable=False)
+    return {
+        "numpy": Kind(lambda array: array, lambda array: array),
+        "device": Kind(ForeignDevice().asarray, lambda array: array.memory, shares=False),
+        "dlpack": Kind(Tensor, lambda array: array.memory, writable=DLPACK_IS_WRITABLE, begets=False),
+    }[request.param]
+
+
+def numbers(shape, dtype):
+    return (np.arange(np.prod(shape, dtype=int)) % 5 + 1).astype(dtype).reshape(shape)
+
+
+def refused(text, calls, *arguments):
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=text):
+            call(*arguments)
+
+
+KINDS = ("numpy", "device", "dlpack", "torch", "torch on a GPU", "jax")
+FORMS = [*((one, (2, 3)) for one in SUPPORTED_DTYPES), *((np.dtype("f4"), one) for one in ((), (0,), (3,), (0, 2)))]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [*((d, (2, 3)) for d in SUPPORTED_DTYPES if d != BFLOAT16), *((np.dtype("f4"), one) for one in ((), (0,), (3,)))],
+    ("kind", "dtype", "shape"),  # together: every run makes all
+    [(name, *form) for name in KINDS for form in FORMS if (name, form[0]) != ("dlpack", BFLOAT16)],
+    indirect=["kind"],
     ids=str,
 )
 def test_reading_and_writing(kind, dtype, shape):
-    n = int(np.prod(shape, dtype=int))
-    values = np.arange(n, dtype=dtype).reshape(shape)
-    array = make(kind, values.copy())
-    view = host_view(array, "x")
-    np.testing.assert_array_equal(view, values)
-    assert view.dtype == dtype
+    values = numbers(shape, dtype)
+    array = kind.make(values.copy())
+    assert is_array(array)
     assert shape_and_dtype(array, "x") == (shape, dtype)
-    check_writable(array, "x")
-    write(array, np.arange(n, dtype=np.float64) + 5, "x")
-    np.testing.assert_array_equal(memory(array), values + np.array(5, dtype))
-    copy = flat_copy(array, "x")
-    assert copy.shape == (n,)
+    view, copy = host_view(array, "x"), flat_copy(array, "x")
+    assert view.dtype == dtype
+    np.testing.assert_array_equal(view, values)
+    np.testing.assert_array_equal(copy, values.reshape(-1))
     assert copy.flags.c_contiguous
     assert copy.flags.owndata or copy.base.flags.owndata
-    write(array, np.zeros(n), "x")
-    np.testing.assert_array_equal(copy, (values + np.array(5, dtype)).reshape(-1))
+    assert is_writable(array, "x") == kind.writable
+    if kind.writable:
+        check_writable(array, "x")
+        write(array, np.arange(values.size, dtype=np.float64) + 5, "x")
+        written = (np.arange(values.size) + 5).astype(dtype).reshape(shape)
+        np.testing.assert_array_equal(kind.values(array), written)
+        np.testing.assert_array_equal(view, written if kind.shares else values)
+        np.testing.assert_array_equal(copy, values.reshape(-1))
+    else:
+        refused("x is read-only", [check_writable], array, "x")
+    if kind.begets:
+        made = new_like(values.copy(), array, "x")
+        assert shape_and_dtype(made, "x") == (shape, dtype)
+        np.testing.assert_array_equal(host_view(made, "x"), values)
+        assert isinstance(made, type(array))
+
+
+def test_kinds():
+    array, device = np.zeros(2), ForeignDevice().asarray(np.zeros(2))
+    assert all(is_array(value) for value in (array, np.float32(1), Tensor(array), device))
+    assert not any(is_array(value) for value in (1.0, [array], None, "x", (array,), {"a": array}))
+    assert [is_device(value) for value in (device, array, Tensor(array))] == [True, False, False]
 
 
 def test_views_share_memory():
@@ -110,29 +200,20 @@ def test_views_share_memory():
     assert array.max() == 6
 
 
-@pytest.mark.skipif(DLPACK_IS_WRITABLE, reason="for NumPy before 2.1")
-def test_other_libraries_are_read_only_for_an_old_numpy():
-    array = np.arange(3.0)
-    assert host_view(Tensor(array), "x").tolist() == [0, 1, 2]
-    with pytest.raises(UnsupportedError, match="x is read-only"):
-        check_writable(Tensor(array), "x")
+def test_names_of_bfloat16():
+    assert dtype_of("bfloat16") == dtype_of(str(BFLOAT16)) == BFLOAT16
 
 
-def test_bfloat16():
-    values = np.arange(4).astype(BFLOAT16)
-    for array in (values, ForeignDevice().asarray(values)):
-        assert host_view(array, "x").dtype == BFLOAT16
-        assert shape_and_dtype(array, "x") == ((4,), BFLOAT16)
-        assert flat_copy(array, "x").tolist() == [0, 1, 2, 3]
-    assert dtype_of("bfloat16") == BFLOAT16
-    assert dtype_of(str(BFLOAT16)) == BFLOAT16
-
-
-def test_shape_and_dtype_of_a_device_array_move_nothing():
+def test_shape_and_dtype_of_a_device_array_move_nothing(on_a_gpu):
     device = ForeignDevice()
-    shape_and_dtype(device.asarray(np.zeros((2, 3), np.float16)), "x")
-    check_writable(device.asarray(np.zeros(2)), "x")
-    assert device.gets == device.sets == 0
+    arrays = device.asarray(np.zeros((2, 3), np.float16)), on_a_gpu(np.zeros((2, 3), np.float16))
+    for array in arrays:
+        shape_and_dtype(array, "x")
+        check_writable(array, "x")
+    assert device.gets == device.sets == type(arrays[1]).copies == 0
+    view = host_view(arrays[1], "x")
+    assert type(arrays[1]).copies == 1
+    assert not view.flags.writeable  # what is written into a copy would be lost
 
 
 @pytest.mark.parametrize(
@@ -141,63 +222,50 @@ def test_shape_and_dtype_of_a_device_array_move_nothing():
 def test_other_dtypes(dtype):
     if np.dtype(dtype) in SUPPORTED_DTYPES:
         pytest.skip("long double is double here")
-    for call in (host_view, shape_and_dtype, flat_copy):
-        with pytest.raises(UnsupportedError, match=r"the thing has dtype .*float16, float32.*bfloat16"):
-            call(np.zeros(2, dtype), "the thing")
+    calls = host_view, shape_and_dtype, flat_copy
+    refused(r"the thing has dtype .*float16, float32.*bfloat16", calls, np.zeros(2, dtype), "the thing")
 
 
 def test_what_is_no_array():
     for wrong in (1, [1.0], "text", None):
         with pytest.raises(TypeError, match=r"the thing is an array .*, not"):
             host_view(wrong, "the thing")
+    for wrong in (1, [1.0], "text", None, np.float32(1)):
         with pytest.raises(TypeError, match="the thing is an array to write into"):
             check_writable(wrong, "the thing")
-    with pytest.raises(TypeError, match="to write into"):
-        check_writable(np.float32(1), "x")
 
 
 def test_memory_that_cannot_be_read():
-    with pytest.raises(UnsupportedError, match=r"the thing: cannot read a Far .*lies on a GPU"):
-        host_view(Far(np.zeros(2, np.float32)), "the thing")
+    far = Far(np.zeros(2, np.float32))
+    refused(r"the thing: cannot read a Far .*lies on a GPU", [host_view], far, "the thing")
 
 
 def test_read_only_arrays():
     array = np.zeros(2)
     array.flags.writeable = False
-    with pytest.raises(UnsupportedError, match="read-only"):
-        check_writable(array, "x")
-    with pytest.raises(UnsupportedError, match="read-only"):
-        check_writable(np.broadcast_to(np.float32(1), 3), "x")
-    assert flat_copy(np.broadcast_to(np.float32(1), 3), "x").flags.writeable
+    for one in (array, np.broadcast_to(np.float32(1), 3)):
+        refused("read-only", [check_writable], one, "x")
+        assert flat_copy(one, "x").flags.writeable
 
 
-def test_write_to_views_in_other_dtypes():
-    target = np.zeros((3, 4), np.float32)
-    write(target[:, ::2], np.arange(6, dtype=np.float64), "x")
-    assert target.tolist() == [[0, 0, 1, 0], [2, 0, 3, 0], [4, 0, 5, 0]]
-    device = ForeignDevice().asarray(np.zeros((2, 3), np.float16))
-    write(device, np.arange(6, dtype=np.int64), "x")
-    assert device.memory.tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_write_to_a_strided_device_array():
-    whole = ForeignDevice().asarray(np.zeros((2, 4), np.float32))
-    write(whole[:, ::2], np.arange(4, dtype=np.float32), "x")
-    assert whole.memory.tolist() == [[0, 0, 1, 0], [2, 0, 3, 0]]
+@pytest.mark.parametrize("make", [np.array, lambda array: ForeignDevice().asarray(array)], ids=["numpy", "device"])
+def test_write_to_views_in_other_dtypes(make):
+    whole = make(np.zeros((3, 4), np.float32))
+    write(whole[:, ::2], np.arange(6, dtype=np.int64), "x")
+    assert host_view(whole, "x").tolist() == [[0, 0, 1, 0], [2, 0, 3, 0], [4, 0, 5, 0]]
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@KINDS
+@pytest.mark.parametrize("kind", KINDS[: 2 + DLPACK_IS_WRITABLE], indirect=True)
 def test_sum_of_devices(kind, on_device):
     values = [np.full((2, 3), v, np.float16) for v in (2048, 1, 1, -2)]
     for n in (1, 2, 3, 4):
-        arrays = [make(kind, value.copy()) for value in values[:n]]
+        arrays = [kind.make(value.copy()) for value in values[:n]]
         total = sum_devices(arrays, "x", on_device=on_device)
-        assert total.shape == (6,)
-        assert total.dtype == np.float16
+        assert (total.shape, total.dtype) == ((6,), np.float16)
         assert total.tolist() == [[2048, 2048, 2050, 2048][n - 1]] * 6  # 2049 is no float16; added in float32
         total[...] = 0
-        assert [memory(array)[0, 0] for array in arrays] == [2048, 1, 1, -2][:n]
+        assert [kind.values(array)[0, 0] for array in arrays] == [2048, 1, 1, -2][:n]
 
 
 def test_sum_of_integers_wraps_in_their_own_dtype():
@@ -214,24 +282,121 @@ def test_sum_on_the_device_is_one_transfer():
 
 
 def test_sum_dtypes():
-    assert sum_dtype(np.dtype(np.float16)) == np.float32
-    assert sum_dtype(BFLOAT16) == np.float32
-    for dtype in (np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64):
-        assert sum_dtype(np.dtype(dtype)) == dtype
+    for dtype in SUPPORTED_DTYPES:
+        assert sum_dtype(dtype) == (np.float32 if dtype in (np.float16, BFLOAT16) else dtype)
 
 
 def test_the_fake_is_as_strict_as_cupy():
-    device = ForeignDevice()
-    array = device.asarray(np.zeros((2, 3), np.float32))
-    for wrong, error in (
-        (np.zeros((2, 3)), TypeError),
-        (np.zeros((3, 2), np.float32), ValueError),
-        ([[0.0]], TypeError),
+    array = ForeignDevice().asarray(np.zeros((2, 3), np.float32))
+    for call, error, text in (
+        (lambda: array.set(np.zeros((2, 3))), TypeError, None),
+        (lambda: array.set(np.zeros((3, 2), np.float32)), ValueError, None),
+        (lambda: array.set([[0.0]]), TypeError, None),
+        (lambda: array[:, ::2].set(np.zeros((2, 2), np.float32)), RuntimeError, "non-contiguous"),
+        (lambda: np.asarray(array), TypeError, "Implicit conversion"),
     ):
-        with pytest.raises(error):
-            array.set(wrong)
-    with pytest.raises(RuntimeError, match="non-contiguous"):
-        array[:, ::2].set(np.zeros((2, 2), np.float32))
-    with pytest.raises(TypeError, match="Implicit conversion"):
-        np.asarray(array)
+        with pytest.raises(error, match=text):
+            call()
     assert isinstance(array + array, ForeignArray)
+
+
+# --- PyTorch
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+def test_parts_of_tensors(torch, dtype):
+    whole = tensor_of(torch, numbers((4, 6), dtype))
+    several = whole[1:3, ::2], whole.t(), whole[:, 5], whole[2], whole[1, 1], whole.reshape(2, 2, 6).permute(2, 0, 1)
+    for part in several:
+        expected = values_of(part)
+        np.testing.assert_array_equal(host_view(part, "x"), expected)
+        np.testing.assert_array_equal(flat_copy(part, "x"), expected.reshape(-1))
+        check_writable(part, "x")
+        before = whole.count_nonzero() - part.count_nonzero()
+        write(part, np.zeros(expected.size), "x")
+        assert (part.count_nonzero(), whole.count_nonzero()) == (0, before)
+        whole.copy_(tensor_of(torch, numbers((4, 6), dtype)))
+
+
+def test_tensors_that_require_gradients(torch):
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    assert host_view(parameter, "x").tolist() == [[1, 1], [1, 1]]
+    write(parameter, np.arange(4), "x")
+    assert parameter.tolist() == [[0, 1], [2, 3]]
+    assert host_view(parameter * 2, "x").tolist() == [[0, 2], [4, 6]]
+    assert not new_like(np.zeros(2), parameter, "x").requires_grad
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_whose_negation_is_still_to_be_made(torch, dtype):
+    """Its memory holds the other signs, which DLPack does not say."""
+    found = torch._neg_view(torch.tensor([1.0, -2.0], dtype=getattr(torch, dtype)))
+    assert found.is_neg()
+    assert host_view(found, "x").tolist() == [-1, 2]
+    assert not is_writable(found, "x")
+    refused("x is read-only", [check_writable], found, "x")
+
+
+def test_tensors_that_hold_no_values_of_ours(torch):
+    for tensor, words in (
+        (torch.ones(2, dtype=torch.complex64).conj(), "conjugate bit"),
+        (torch.zeros(3).to_sparse(), "Sparse|sparse"),
+        (torch.zeros(2, dtype=torch.bool), "x has dtype bool; a store holds"),
+        (torch.zeros(2, dtype=torch.int16), "x has dtype int16; a store holds"),
+        (torch.zeros(2, dtype=torch.complex64), "x has dtype complex64; a store holds"),
+        (torch.zeros(2, device="meta"), "x: the tensor is on the device 'meta' and has no values"),
+    ):
+        refused(words, (host_view, shape_and_dtype, check_writable), tensor, "x")
+    refused("on the device 'meta'", [flat_copy], torch.zeros(2, device="meta"), "x")
+
+
+@each_worker(*(Mode("dist_sync", 2, servers, memory=memory) for servers in (0, 1) for memory in ("auto", "off")))
+def test_stores_take_tensors_on_a_gpu(store, on_a_gpu):
+    """The result lands in the tensor, also in a blocking call, and in one that was made before."""
+    values, workers = numbers((2, 3), "float32"), store.num_workers
+    store.broadcast("w", on_a_gpu(values), out=(tensor := on_a_gpu(np.zeros((2, 3), np.float32))))
+    np.testing.assert_array_equal(host_view(tensor, "x"), values)
+    for i in range(1, 4):
+        store.pushpull("w", tensor)
+        np.testing.assert_array_equal(host_view(tensor, "x"), values * workers**i)
+    store.push("w", [on_a_gpu(values), on_a_gpu(values)])
+    store.pull("w", tensor)
+    np.testing.assert_array_equal(host_view(tensor, "x"), values * 2 * workers)
+
+
+# --- JAX, and libraries that nobody knows
+
+
+def test_jax_arrays_cannot_be_changed(jax):
+    refused(r"x is read-only \(JAX's arrays cannot be changed; with out=None", [check_writable], jax.numpy.ones(2), "x")
+
+
+@pytest.mark.parametrize("transformation", ["jit", "vmap", "grad"])
+def test_what_jax_traces_has_no_values(jax, transformation):
+    def function(x):
+        refused(r"x: JAX traces this function .*io_callback", [host_view], x, "x")
+        refused("JAX traces this function", [new_like], np.zeros(3), x, "x")
+        return x.sum()
+
+    getattr(jax, transformation)(function)(jax.numpy.ones((2, 3)) if transformation == "vmap" else jax.numpy.ones(3))
+
+
+def test_new_arrays_lie_where_the_old_one_does(jax):
+    placed, device = jax.device_put(np.ones(3), jax.devices()[0]), ForeignDevice()
+    assert new_like(np.zeros(3), placed, "x").sharding == placed.sharding
+    assert new_like(np.zeros(3), device.asarray(np.zeros(1)), "x").fake is device
+    values = np.zeros(3)
+    assert new_like(values, np.float32(1), "x") is values
+
+
+def test_jax_without_64_bits():
+    like = frameworks.need("jax").numpy.zeros(2)
+    for dtype in ("float64", "int64"):
+        text = rf"x: .*holds no {dtype}.*: set jax_enable_x64"
+        refused(text, [new_like], np.zeros(2, dtype), like, "x")
+    assert new_like(np.zeros(2, BFLOAT16), like, "x").dtype == BFLOAT16
+
+
+def test_a_library_that_says_no_way():
+    other = Far(np.zeros(2))
+    refused(r"x: no way to make a new .*Far; give an array to write into", [new_like], np.zeros(2), other, "x")

@@ -77,48 +77,44 @@ def test_a_failed_assignment_changes_nothing():
     assert rows.to_dense().tolist() == [0, 5, 0, 0]
 
 
-def test_of_scipy():
+DENSE = np.array([[0, 1.0], [0, 0], [2, 3]], "float32")
+
+
+def of_scipy():
     sparse = pytest.importorskip("scipy.sparse")
-    dense = np.array([[0, 1.0], [0, 0], [2, 3]])
-    for made in (sparse.csr_matrix(dense), sparse.coo_matrix(dense), sparse.csc_array(dense)):
-        assert is_sparse(made)
-        rows = RowSparse.of(made)
-        assert rows.indices.tolist() == [0, 2]
-        assert rows.to_dense().tolist() == dense.tolist()
     twice = sparse.coo_matrix((np.array([1.0, 2.0]), ([1, 1], [0, 0])), shape=(2, 2))
-    assert RowSparse.of(twice).to_dense().tolist() == [[0, 0], [3, 0]]
-    assert RowSparse.of(sparse.csr_matrix((3, 2))).indices.size == 0
+    several = [(kind(DENSE), DENSE) for kind in (sparse.csr_matrix, sparse.coo_matrix, sparse.csc_array)]
+    return [*several, (twice, twice.toarray()), (sparse.csr_matrix((3, 2)), np.zeros((3, 2)))]
 
 
-def test_of_torch():
+def of_torch():
     torch = frameworks.need("torch")
-    made = torch.sparse_coo_tensor([[3, 1, 3]], torch.tensor([[1.0, 1], [2, 2], [3, 3]]), (5, 2), check_invariants=True)
-    assert is_sparse(made)
-    assert not is_sparse(torch.ones(2))
-    assert RowSparse.of(made).to_dense().tolist() == made.to_dense().tolist()
-    flat = torch.tensor([[0.0, 1], [0, 0], [2, 3]]).to_sparse()
-    assert RowSparse.of(flat).indices.tolist() == [0, 2]
-    assert RowSparse.of(flat).to_dense().tolist() == flat.to_dense().tolist()
+    twice = torch.sparse_coo_tensor([[3, 1, 3]], torch.ones(3, 2), (5, 2), check_invariants=True)
     half = torch.sparse_coo_tensor([[0, 0]], torch.ones(2, 1, dtype=torch.bfloat16), (2, 1), check_invariants=True)
     assert str(RowSparse.of(half).dtype) == "bfloat16"
+    return [(one, one.to_dense().float().numpy()) for one in (twice, torch.tensor(DENSE).to_sparse(), half)]
 
 
-def test_of_jax():
+def of_jax():
     sparse = frameworks.need("jax.experimental.sparse")
-    dense = np.array([[0, 1.0], [0, 0], [2, 3]], "float32")
-    for n_dense in (0, 1):
-        made = sparse.BCOO.fromdense(dense, n_dense=n_dense, nse=4 - n_dense)  # with filling
-        assert is_sparse(made)
-        assert RowSparse.of(made).to_dense().tolist() == dense.tolist()
-        assert RowSparse.of(made).indices.tolist() == [0, 2]
     with pytest.raises(UnsupportedError, match="batches"):
-        RowSparse.of(sparse.BCOO.fromdense(dense, n_batch=1))
+        RowSparse.of(sparse.BCOO.fromdense(DENSE, n_batch=1))
+    return [(sparse.BCOO.fromdense(DENSE, n_dense=n, nse=4 - n), DENSE) for n in (0, 1)]  # with filling
+
+
+@pytest.mark.parametrize("kinds", [of_scipy, of_torch, of_jax])
+def test_of_other_libraries(kinds):
+    for made, dense in kinds():
+        assert is_sparse(made)
+        assert RowSparse.of(made).indices.tolist() == np.flatnonzero(np.any(dense, axis=1)).tolist()
+        assert RowSparse.of(made).to_dense().tolist() == dense.tolist()
 
 
 def test_what_is_not_sparse():
     rows = RowSparse.zeros((2, 2))
     assert RowSparse.of(rows) is rows
     assert not is_sparse(np.ones(2))
+    assert not is_sparse(frameworks.need("torch").ones(2))
     assert not is_sparse("text")
     with pytest.raises(TypeError):
         RowSparse.of("text")

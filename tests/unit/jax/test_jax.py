@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from typing import Any
 from unittest import mock
 
 import frameworks
 import numpy as np
 import pytest
-from store_modes import Mode, mode_id
+from store_modes import Mode, each_worker
 
 jax = frameworks.need("jax")
 
@@ -18,10 +19,9 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding  # noqa: E402
 
 import mpikv.jax as mj  # noqa: E402
-from mpikv import kv, optimizers  # noqa: E402
+from mpikv import optimizers  # noqa: E402
 from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
 from mpikv.jax import calls  # noqa: E402
-from mpikv.testing.ranks import RankError  # noqa: E402
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # read when JAX is first used
 # XLA has as many threads as there are cores, and ranks of one process would wait for each other in all of them.
@@ -62,113 +62,89 @@ def refused(error: type[Exception], text: str, call: Any) -> None:
 # ---- values
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_every_dtype_and_kind_of_leaf(mode: Mode) -> None:
-    given = [tree_of(rank) for rank in range(mode.workers)]
-    floats = [tree_of(rank, DTYPES[:3] * 2) for rank in range(mode.workers)]
-    total = jax.tree.map(lambda *leaves: sum(np.asarray(leaf).astype(float) for leaf in leaves), *given)
-    mean = jax.tree.map(lambda *leaves: sum(np.asarray(leaf).astype(float) for leaf in leaves) / mode.workers, *floats)
-
-    def body(store: Any) -> None:
-        for summed in ways(lambda tree: mj.allreduce(tree, store, op="sum")):
-            for _ in range(2):
-                found = summed(given[store.rank])
-                assert jax.tree.structure(found) == jax.tree.structure(given[0])
-                for one, mine, expected in zip(*map(jax.tree.leaves, (found, given[0], total)), strict=True):
-                    assert (one.dtype, one.shape) == (mine.dtype, mine.shape)
-                    np.testing.assert_array_equal(np.asarray(one).astype(float), expected)
-        for averaged in ways(lambda tree: mj.allreduce(tree, store)):
-            found = averaged(floats[store.rank])
-            for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(mean), strict=True):
-                np.testing.assert_array_equal(np.asarray(one).astype(float), expected)
-        assert as_numpy(given[store.rank]) == as_numpy(tree_of(store.rank))
-
-    mode.run(body)
+@each_worker(*MODES)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_every_dtype_and_kind_of_leaf(store: Any, op: str) -> None:
+    n, dtypes = store.num_workers, DTYPES if op == "sum" else DTYPES[:3] * 2
+    given = [tree_of(rank, dtypes) for rank in range(n)]
+    expected = jax.tree.map(lambda *leaves: sum(np.asarray(one).astype(float) for one in leaves), *given)
+    for reduced in ways(lambda tree: mj.allreduce(tree, store, **({"op": "sum"} if op == "sum" else {}))):
+        for _ in range(2):
+            found = reduced(given[store.rank])
+            assert jax.tree.structure(found) == jax.tree.structure(given[0])
+            for one, mine, right in zip(*map(jax.tree.leaves, (found, given[0], expected)), strict=True):
+                assert (one.dtype, one.shape) == (mine.dtype, mine.shape)
+                np.testing.assert_array_equal(np.asarray(one).astype(float), right / (n if op == "mean" else 1))
+    assert as_numpy(given[store.rank]) == as_numpy(tree_of(store.rank, dtypes))
 
 
-def test_a_store_that_compresses_all_keys_leaves_sums_alone() -> None:
-    def body(store: Any) -> None:
-        store.set_gradient_compression({"type": "1bit", "force": True})
-        total = mj.allreduce(jnp.full(3, store.rank + 0.25), store, op="sum")
-        assert total.tolist() == [sum(range(store.num_workers)) + 0.25 * store.num_workers] * 3
-
-    Mode("dist_sync", 3, 1).run(body)
+@each_worker(Mode("dist_sync", 3, 1))
+def test_a_store_that_compresses_all_keys_leaves_sums_alone(store: Any) -> None:
+    store.set_gradient_compression({"type": "1bit", "force": True})
+    total = mj.allreduce(jnp.full(3, store.rank + 0.25), store, op="sum")
+    assert total.tolist() == [sum(range(store.num_workers)) + 0.25 * store.num_workers] * 3
 
 
-def test_results_are_arrays_of_their_own() -> None:
+@each_worker(TWO)
+def test_results_are_arrays_of_their_own(store: Any) -> None:
     """The memory of the store is used again by the next call; earlier results stay as they are."""
-
-    def body(store: Any) -> None:
-        for reduced in ways(lambda x: mj.allreduce(x, store, "sum")):
-            results = [reduced(jnp.full(100, float(i))) for i in range(5)]
-            for i, result in enumerate(results):
-                assert np.asarray(result).tolist() == [2.0 * i] * 100
-
-    TWO.run(body)
+    for reduced in ways(lambda x: mj.allreduce(x, store, "sum")):
+        results = [reduced(jnp.full(100, float(i))) for i in range(5)]
+        for i, result in enumerate(results):
+            assert np.asarray(result).tolist() == [2.0 * i] * 100
 
 
-def test_numbers_keep_their_weak_type() -> None:
-    def body(store: Any) -> None:
-        for reduced in ways(lambda x: mj.allreduce(x, store)):
-            found = reduced({"x": 2.0 + 2 * store.rank, "y": jnp.float32(store.rank), "z": np.ones(2, np.float32)})
-            assert [(float(found[k].sum()), found[k].weak_type) for k in "xyz"] == [(3, True), (0.5, False), (2, False)]
-            assert all(isinstance(leaf, jax.Array) for leaf in found.values())
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_numbers_keep_their_weak_type(store: Any) -> None:
+    for reduced in ways(lambda x: mj.allreduce(x, store)):
+        found = reduced({"x": 2.0 + 2 * store.rank, "y": jnp.float32(store.rank), "z": np.ones(2, np.float32)})
+        assert [(float(found[k].sum()), found[k].weak_type) for k in "xyz"] == [(3, True), (0.5, False), (2, False)]
+        assert all(isinstance(leaf, jax.Array) for leaf in found.values())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_broadcast_of_any_dtype_from_any_worker(mode: Mode) -> None:
-    trees = [{**tree_of(rank), "bool": jnp.arange(3) > rank, "u": jnp.uint32(rank)} for rank in range(mode.workers)]
-
-    def body(store: Any) -> None:
-        for root in range(mode.workers):
-            for sent in ways(lambda tree, root=root: mj.broadcast(tree, store, root=root)):
-                found = sent(trees[store.rank])
-                assert jax.tree.structure(found) == jax.tree.structure(trees[0])
-                assert as_numpy(found) == as_numpy(trees[root])
-
-    mode.run(body)
+@each_worker(*MODES)
+def test_broadcast_of_any_dtype_from_any_worker(store: Any) -> None:
+    n = store.num_workers
+    trees = [{**tree_of(rank), "bool": jnp.arange(3) > rank, "u": jnp.uint32(rank)} for rank in range(n)]
+    for root in range(n):
+        for sent in ways(lambda tree, root=root: mj.broadcast(tree, store, root=root)):
+            found = sent(trees[store.rank])
+            assert jax.tree.structure(found) == jax.tree.structure(trees[0])
+            assert as_numpy(found) == as_numpy(trees[root])
 
 
-def test_a_tree_without_leaves() -> None:
-    def body(store: Any) -> None:
-        for tree in ({}, None, [None, ()]):
-            for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
-                assert call(tree) == (tree, tree)
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_a_tree_without_leaves(store: Any) -> None:
+    for tree in ({}, None, [None, ()]):
+        for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
+            assert call(tree) == (tree, tree)
 
 
-def test_constants_and_results_that_nobody_uses_inside_of_jit() -> None:
+@each_worker(TWO)
+def test_constants_and_results_that_nobody_uses_inside_of_jit(store: Any) -> None:
     """What does not depend on the arguments is exchanged at every call, too, not once while JAX traces."""
 
-    def body(store: Any) -> None:
-        @jax.jit
-        def program(x: Any) -> Any:
-            mj.allreduce(x, store)
-            return mj.allreduce(np.full(2, store.rank, np.float32), store, "sum")
+    @jax.jit
+    def program(x: Any) -> Any:
+        mj.allreduce(x, store)
+        return mj.allreduce(np.full(2, store.rank, np.float32), store, "sum")
 
-        for _ in range(3):
-            assert np.asarray(program(jnp.ones(2))).tolist() == [1, 1]
-        return store.stats()["direct_calls"]
-
-    plain = TWO.run(lambda store: store.stats()["direct_calls"])
-    assert [a - b >= 3 * 2 for a, b in zip(TWO.run(body), plain, strict=True)] == [True, True]
+    before = store.stats()["direct_calls"]
+    for _ in range(3):
+        assert np.asarray(program(jnp.ones(2))).tolist() == [1, 1]
+    assert store.stats()["direct_calls"] - before >= 3 * 2
 
 
-def test_loops_and_branches() -> None:
-    def body(store: Any) -> None:
-        def step(x: Any, i: Any) -> tuple[Any, Any]:
-            x = jax.lax.cond(i % 2 == 0, lambda x: mj.allreduce(x, store), lambda x: x, x + store.rank)
-            return x, x.sum()
+@each_worker(TWO)
+def test_loops_and_branches(store: Any) -> None:
+    def step(x: Any, i: Any) -> tuple[Any, Any]:
+        x = jax.lax.cond(i % 2 == 0, lambda x: mj.allreduce(x, store), lambda x: x, x + store.rank)
+        return x, x.sum()
 
-        x, sums = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(4)))(jnp.zeros(2))
-        mine = store.rank
-        assert np.asarray(sums).tolist() == [1, 1 + 2 * mine, 3, 3 + 2 * mine]
-        assert np.asarray(x).tolist() == [1.5 + mine] * 2
-
-    TWO.run(body)
+    x, sums = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(4)))(jnp.zeros(2))
+    mine = store.rank
+    assert np.asarray(sums).tolist() == [1, 1 + 2 * mine, 3, 3 + 2 * mine]
+    assert np.asarray(x).tolist() == [1.5 + mine] * 2
 
 
 def test_more_kinds_of_sums_than_are_kept() -> None:
@@ -186,82 +162,71 @@ def test_more_kinds_of_sums_than_are_kept() -> None:
 # ---- devices
 
 
-def test_arrays_stay_where_they_are() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    parted = NamedSharding(mesh, PartitionSpec("d"))
-
-    def body(store: Any) -> None:
-        x = jnp.arange(4.0) * 2 * store.rank
-        for place in (parted, NamedSharding(mesh, PartitionSpec()), SingleDeviceSharding(jax.devices()[3])):
-            found = mj.allreduce(jax.device_put(x, place), store)
-            assert (found.tolist(), found.sharding) == ([0, 1, 2, 3], place)
-        found = mj.allreduce(x, store)
-        assert not found.committed
-        assert found.devices() == x.devices()
-        there = jax.device_put(x, jax.devices()[3])
-        inside = jax.jit(lambda x: mj.allreduce(x, store))(there)
-        assert (inside.tolist(), inside.devices()) == ([0, 1, 2, 3], {jax.devices()[3]})
-        several = jax.jit(lambda x: mj.allreduce(x, store))
-        refused(UnsupportedError, "inside of a jit over 2 devices", lambda: several(jax.device_put(x, parted)))
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_arrays_stay_where_they_are(store: Any) -> None:
+    last, mesh = jax.devices()[3], Mesh(np.array(jax.devices()[:2]), ("d",))
+    parted, x = NamedSharding(mesh, PartitionSpec("d")), jnp.arange(4.0) * 2 * store.rank
+    for place in (parted, NamedSharding(mesh, PartitionSpec()), SingleDeviceSharding(last)):
+        found = mj.allreduce(jax.device_put(x, place), store)
+        assert (found.tolist(), found.sharding) == ([0, 1, 2, 3], place)
+    found = mj.allreduce(x, store)
+    assert (found.committed, found.devices()) == (False, x.devices())
+    compiled = jax.jit(lambda x: mj.allreduce(x, store))
+    found = compiled(jax.device_put(x, last))
+    assert (found.tolist(), found.devices()) == ([0, 1, 2, 3], {last})
+    several = jax.jit(lambda x: mj.allreduce(x, store))
+    refused(UnsupportedError, "inside of a jit over 2 devices", lambda: several(jax.device_put(x, parted)))
 
 
 # ---- transformations
 
 
-def test_vmap_pmap_and_shard_map_are_refused() -> None:
-    mesh, parts = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
-    if not hasattr(jax, "shard_map"):  # before 0.6
-        jax.shard_map = importlib.import_module("jax.experimental.shard_map").shard_map
-
-    def body(store: Any) -> None:
-        x = jnp.ones((2, 3))
-        for call in (lambda x: mj.allreduce(x, store), lambda x: mj.broadcast(x, store)):
-            refused(UnsupportedError, "inside of vmap", lambda call=call: jax.vmap(call)(x))
-            refused(UnsupportedError, "inside of vmap", lambda call=call: jax.jit(jax.vmap(call))(x))
-            # With old versions it is JAX that refuses: pmap before 0.8, shard_map before 0.6.
-            with pytest.raises((UnsupportedError, ValueError), match="pmap"):
-                jax.pmap(call)(x)
-            with pytest.raises((UnsupportedError, NotImplementedError), match="shard_map"):
-                jax.jit(jax.shard_map(call, mesh=mesh, in_specs=parts, out_specs=parts))(x)
-            assert call(x).tolist() == x.tolist()  # nothing was sent
-
-    TWO.run(body)
+@each_worker(TWO)
+def test_vmap_pmap_and_shard_map_are_refused(store: Any) -> None:
+    x, mesh, parts = jnp.ones((2, 3)), Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
+    # In jax itself since 0.6.
+    shard_map = getattr(jax, "shard_map", None) or importlib.import_module("jax.experimental.shard_map").shard_map
+    for call in (lambda x: mj.allreduce(x, store), lambda x: mj.broadcast(x, store)):
+        refused(UnsupportedError, "inside of vmap", lambda call=call: jax.vmap(call)(x))
+        refused(UnsupportedError, "inside of vmap", lambda call=call: jax.jit(jax.vmap(call))(x))
+        # With old versions it is JAX that refuses: pmap before 0.8, shard_map before 0.6.
+        with pytest.raises((UnsupportedError, ValueError), match="pmap"):
+            jax.pmap(call)(x)
+        with pytest.raises((UnsupportedError, NotImplementedError), match="shard_map"):
+            jax.jit(shard_map(call, mesh=mesh, in_specs=parts, out_specs=parts))(x)
+        assert call(x).tolist() == x.tolist()  # nothing was sent
 
 
-def test_derivatives_are_those_of_the_sum_over_the_workers() -> None:
+@each_worker(THREE)
+def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
     """f_r = sum_i c_r[i] y[i], y = allreduce(x_r^2): the derivative of sum_r f_r by x_r is 2 x_r allreduce(c)."""
+    x, c = jnp.arange(3.0) + store.rank, jnp.arange(3.0) * (1 + store.rank)
+    everybodys = [np.arange(3.0) * (1 + rank) for rank in range(3)]
+    for op, factor in (("sum", 1), ("mean", 1 / 3)):
 
-    def body(store: Any) -> None:
-        x, c = jnp.arange(3.0) + store.rank, jnp.arange(3.0) * (1 + store.rank)
-        everybodys = [np.arange(3.0) * (1 + rank) for rank in range(3)]
-        for op, factor in (("sum", 1), ("mean", 1 / 3)):
+        def loss(x: Any, op: str = op) -> Any:
+            reduced, count = mj.allreduce((x * x, jnp.float32(3)), store, op)
+            return (c * reduced).sum() + count
 
-            def loss(x: Any, op: str = op) -> Any:
-                reduced, count = mj.allreduce((x * x, jnp.float32(3)), store, op)
-                return (c * reduced).sum() + count
-
-            expected = 2 * np.asarray(x) * sum(everybodys) * factor
-            for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
-                np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
-            _, change = jax.jvp(lambda x, op=op: mj.allreduce(x, store, op), (x,), (c,))
-            np.testing.assert_allclose(change, sum(everybodys) * factor, rtol=1e-6)
-
-        def sent(x: Any) -> Any:
-            found = mj.broadcast({"x": x * x, "n": jnp.int32(3)}, store, root=1)
-            return (c * found["x"]).sum()
-
-        expected = 2 * np.asarray(x) * sum(everybodys) * (store.rank == 1)
-        for gradient in (jax.grad(sent), jax.jit(jax.grad(sent))):
+        expected = 2 * np.asarray(x) * sum(everybodys) * factor
+        for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
             np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
+        _, change = jax.jvp(lambda x, op=op: mj.allreduce(x, store, op), (x,), (c,))
+        np.testing.assert_allclose(change, sum(everybodys) * factor, rtol=1e-6)
 
-    THREE.run(body)
+    def sent(x: Any) -> Any:
+        found = mj.broadcast({"x": x * x, "n": jnp.int32(3)}, store, root=1)
+        return (c * found["x"]).sum()
+
+    expected = 2 * np.asarray(x) * sum(everybodys) * (store.rank == 1)
+    for gradient in (jax.grad(sent), jax.jit(jax.grad(sent))):
+        np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
 
 
 # ---- mistakes
 
 
+@each_worker(THREE)
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
@@ -273,61 +238,57 @@ def test_derivatives_are_those_of_the_sum_over_the_workers() -> None:
     ],
     ids=["shape", "dtype", "name", "structure", "empty"],
 )
-def test_different_trees_are_an_error_on_every_worker(one: Any, other: Any, told: tuple[str, str]) -> None:
-    def body(store: Any) -> None:
-        tree = other if store.rank == 2 else one
-        for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
-            for way in ways(call):
-                for words in ("worker 0, worker 1: ", told[0], "worker 2: ", told[1]):
-                    refused(ShapeMismatch, words, lambda way=way: way(tree))
-        assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
-
-    THREE.run(body)
+def test_different_trees_are_an_error_on_every_worker(store: Any, one: Any, other: Any, told: tuple[str, str]) -> None:
+    tree = other if store.rank == 2 else one
+    for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
+        for way in ways(call):
+            for words in ("worker 0, worker 1: ", told[0], "worker 2: ", told[1]):
+                refused(ShapeMismatch, words, lambda way=way: way(tree))
+    assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
 
 
-def test_different_calls_are_an_error_on_every_worker() -> None:
-    def body(store: Any) -> None:
-        x = jnp.ones(2)
-        calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
-        refused(ShapeMismatch, "allreduce(sum)", calls_of_ranks[store.rank])
-        calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.broadcast(x, store))
-        refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
-
-    TWO.run(body)
-
-
-def test_wrong_arguments() -> None:
+@each_worker(TWO)
+def test_different_calls_are_an_error_on_every_worker(store: Any) -> None:
     x = jnp.ones(2)
-    with kv.create("local") as store:
-        for call, error, text in (
-            (lambda: mj.allreduce(x, store, "median"), ValueError, "one of mean, sum; got 'median'"),
-            (lambda: mj.allreduce_gradients(store, "max"), ValueError, "one of mean, sum; got 'max'"),
-            (lambda: mj.allreduce(store, x), TypeError, "store is a KVStore"),
-            (lambda: mj.allreduce_gradients("dist_sync"), TypeError, "store is a KVStore"),
-            (lambda: mj.broadcast(x, store, root=1), ValueError, "root is a worker, 0 to 0; got 1"),
-            (lambda: mj.broadcast(x, store, root="0"), TypeError, "root is a worker's number"),
-            (lambda: mj.allreduce({"x": ["text"]}, store), TypeError, "['x'][0] is no array and no number but str"),
-            (lambda: mj.allreduce({"n": jnp.arange(3)}, store), UnsupportedError, "['n'] is int32, whose mean"),
-            (lambda: mj.allreduce(x > 0, store, "sum"), UnsupportedError, "bool"),
-            (lambda: mj.broadcast(jax.random.key(0), store), UnsupportedError, "jax.random.key_data"),
-        ):
-            for way in (call, jax.jit(call)):
-                with pytest.raises(error) as found:
-                    way()
-                assert text in str(found.value)
-        store.set_optimizer(optimizers.create("sgd"))
-        for way in ways(lambda x: mj.allreduce(x, store)):
-            refused(UnsupportedError, "has an optimizer", lambda way=way: way(x))
-    with pytest.raises(RankError, match="applies every push at once"):
-        Mode("dist_async", 1).run(lambda store: mj.allreduce(x, store))
+    calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
+    refused(ShapeMismatch, "allreduce(sum)", calls_of_ranks[store.rank])
+    calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.broadcast(x, store))
+    refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
 
 
-def test_an_error_inside_of_a_compiled_program_is_the_users() -> None:
-    def body(store: Any) -> None:
-        program = jax.jit(lambda x: mj.allreduce(x, store))
-        program(jnp.ones(2))
-        store.close()
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
-            program(jnp.ones(2)).block_until_ready()
+@each_worker(Mode("local", 1))
+def test_wrong_arguments(store: Any) -> None:
+    x = jnp.ones(2)
+    for call, error, text in (
+        (lambda: mj.allreduce(x, store, "median"), ValueError, "one of mean, sum; got 'median'"),
+        (lambda: mj.allreduce_gradients(store, "max"), ValueError, "one of mean, sum; got 'max'"),
+        (lambda: mj.allreduce(store, x), TypeError, "store is a KVStore"),
+        (lambda: mj.allreduce_gradients("dist_sync"), TypeError, "store is a KVStore"),
+        (lambda: mj.broadcast(x, store, root=1), ValueError, "root is a worker, 0 to 0; got 1"),
+        (lambda: mj.broadcast(x, store, root="0"), TypeError, "root is a worker's number"),
+        (lambda: mj.allreduce({"x": ["text"]}, store), TypeError, "['x'][0] is no array and no number but str"),
+        (lambda: mj.allreduce({"n": jnp.arange(3)}, store), UnsupportedError, "['n'] is int32, whose mean"),
+        (lambda: mj.allreduce(x > 0, store, "sum"), UnsupportedError, "bool"),
+        (lambda: mj.broadcast(jax.random.key(0), store), UnsupportedError, "jax.random.key_data"),
+    ):
+        for way in ways(call):
+            with pytest.raises(error, match=re.escape(text)):
+                way()
+    store.set_optimizer(optimizers.create("sgd"))
+    for way in ways(lambda x: mj.allreduce(x, store)):
+        refused(UnsupportedError, "has an optimizer", lambda way=way: way(x))
 
-    TWO.run(body)
+
+@each_worker(Mode("dist_async", 1))
+def test_asynchronous_stores_are_refused(store: Any) -> None:
+    with pytest.raises(UnsupportedError, match="applies every push at once"):
+        mj.allreduce(jnp.ones(2), store)
+
+
+@each_worker(TWO)
+def test_an_error_inside_of_a_compiled_program_is_the_users(store: Any) -> None:
+    program = jax.jit(lambda x: mj.allreduce(x, store))
+    program(jnp.ones(2))
+    store.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
+        program(jnp.ones(2)).block_until_ready()

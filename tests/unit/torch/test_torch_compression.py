@@ -13,56 +13,30 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
+from store_modes import Mode, each_worker, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
-from mpikv import Config, Trainer, optimizers  # noqa: E402
+from mpikv import Trainer, kv, optimizers  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores  # noqa: E402
 
-WAYS = {
-    "memory": {"workers": 2, "hosts": None},
-    "servers": {"workers": 2, "hosts": list("abc"), "servers": 1},
-    "links": {"workers": 3, "hosts": list("abc")},
-}
-EVERY = pytest.mark.parametrize("way", WAYS)
-
-
-def run(way: str, body: Any) -> list[Any]:
-    settings = WAYS[way]
-    config = Config(timeout_s=TEST_TIMEOUT_S)
-    servers = settings.get("servers", 0)
-    return spawn_stores(
-        "dist_sync", settings["workers"], body, num_servers=servers, config=config, hosts=settings["hosts"]
-    )
+MODES = (nets.HERE, Mode("dist_sync", 2, 1, hosts="abc"), Mode("dist_sync", 3, hosts="abc"))
 
 
 def forced(params: Any) -> dict[str, Any]:
     return {**({"type": params} if isinstance(params, str) else params), "force": True}
 
 
-class Parts(torch.nn.Module):
-    """Parameters whose gradients are what `forward` is given, one for each name."""
-
-    def __init__(self, names: str = "abc", size: int = 3) -> None:
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(size)))
-
-    def forward(self, **grads: Any) -> Any:
-        return sum((getattr(self, name) * torch.as_tensor(grad)).sum() for name, grad in grads.items())
-
-
-def grads_of(model: Any) -> list[Any]:
-    return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+def parts(names: str = "abc", n: int = 3) -> Any:
+    return nets.Parts(dict.fromkeys(names, n))
 
 
 # --- what arrives
 
 
-@EVERY
-def test_gradients_with_rows_have_buckets_of_their_own(way: str) -> None:
+@modes(*MODES)
+def test_gradients_with_rows_have_buckets_of_their_own(mode: Mode) -> None:
     """Those of rank 1 arrive by powersgd as they are; together in one array they would not."""
-    workers, steps = WAYS[way]["workers"], range(3)
+    workers, steps = mode.workers, range(3)
 
     def net() -> Any:
         made = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 40, bias=False))
@@ -85,22 +59,22 @@ def test_gradients_with_rows_have_buckets_of_their_own(way: str) -> None:
         return found, sorted(json.loads(codec)["columns"] for codec in codecs)
 
     expected = [gradients(net(), torch.cat([inputs(one, step) for one in range(workers)])) for step in steps]
-    for found, columns in run(way, body):
+    for found, columns in mode.run(body):
         assert columns == [0, 20, 30]
         for grads, those in zip(found, expected, strict=True):
             for grad, one in zip(grads, those, strict=True):
                 assert torch.linalg.norm(grad - one) < 2.0**-16 * torch.linalg.norm(one)
 
 
-@EVERY
+@modes(*MODES)
 @pytest.mark.parametrize("params", [mt.Compression.fp16, "fp16", {"type": "fp16", "error_feedback": False}], ids=repr)
-def test_values_that_float16_holds_arrive_exactly(way: str, params: Any) -> None:
+def test_values_that_float16_holds_arrive_exactly(mode: Mode, params: Any) -> None:
     """Whole numbers times powers of two, in several buckets, with flags, buffers, unused and frozen parameters."""
 
     def body(store: Any) -> Any:
         found = []
         for compression in (None, forced(params)):
-            net = Parts("abcdu", 40)
+            net = parts("abcdu", 40)
             net.u.requires_grad_(False)
             net.register_buffer("seen", torch.tensor([1 + 2.0**-20] if store.rank == 0 else [0.0]))
             model = mt.DistributedModel(net, store, average=False, compression=compression, bucket_bytes=300)
@@ -110,7 +84,7 @@ def test_values_that_float16_holds_arrive_exactly(way: str, params: Any) -> None
                 used = "abc" if store.rank else "ab"
                 grads = {name: np.arange(40.0, dtype=np.float32) * (store.rank + step + 1) / 8 for name in used}
                 model(**grads).backward()
-                found.append((grads_of(model), net.seen.tolist()))
+                found.append((nets.grads_of(model), net.seen.tolist()))
                 if step == 2:
                     net.u.requires_grad_(True)
                     net.a.requires_grad_(False)
@@ -120,21 +94,21 @@ def test_values_that_float16_holds_arrive_exactly(way: str, params: Any) -> None
         assert store.stats()["encoded_bytes"] > 0
         return found
 
-    first, *others = run(way, body)
+    first, *others = mode.run(body)
     assert all(other == first for other in others)
     assert [None if one is None else one[8] for one in first[0][0]] == [
-        sum(range(1, WAYS[way]["workers"] + 1)),
-        sum(range(1, WAYS[way]["workers"] + 1)),
-        sum(range(2, WAYS[way]["workers"] + 1)),
+        sum(range(1, mode.workers + 1)),
+        sum(range(1, mode.workers + 1)),
+        sum(range(2, mode.workers + 1)),
         None,
         None,
     ]
 
 
-@EVERY
+@modes(*MODES)
 @pytest.mark.parametrize("what", ["model", "optimizer"])
-def test_two_bits_are_those_of_the_reference(way: str, what: str) -> None:
-    workers, n, steps, threshold = WAYS[way]["workers"], 21, 5, 0.25
+def test_two_bits_are_those_of_the_reference(mode: Mode, what: str) -> None:
+    workers, n, steps, threshold = mode.workers, 21, 5, 0.25
 
     def gradient(rank: int, step: int) -> Any:
         return np.random.default_rng([rank, step]).normal(size=n).astype(np.float32)
@@ -152,141 +126,111 @@ def test_two_bits_are_those_of_the_reference(way: str, what: str) -> None:
         expected.append(total.tolist())
 
     def body(store: Any) -> None:
-        net = Parts("a", n)
+        net = parts("a", n)
         compression = forced({"type": "2bit", "threshold": threshold})
-        sgd = torch.optim.SGD(net.parameters(), lr=0.0)
-        if what == "model":
-            run_, optimizer = mt.DistributedModel(net, store, compression=compression), sgd
-        else:
-            run_ = net
-            optimizer = mt.DistributedOptimizer(sgd, net.named_parameters(), store, compression=compression)
+        run, optimizer = nets.wrapped(what, net, store, compression=compression)
         for step in range(steps):
-            run_(a=gradient(store.rank, step)).backward()
+            run(a=gradient(store.rank, step)).backward()
             optimizer.step()
             assert net.a.grad.tolist() == expected[step]
             optimizer.zero_grad()
 
-    run(way, body)
+    mode.run(body)
 
 
-@EVERY
-def test_what_was_sent_of_parameters_that_nobody_used_comes_again(way: str) -> None:
+@each_worker(*MODES)
+def test_what_was_sent_of_parameters_that_nobody_used_comes_again(store: Any) -> None:
     """Each push of 3 is sent as 1 in each of three rounds. In some of them nobody takes the sum."""
-    workers = WAYS[way]["workers"]
-
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(
-            Parts("ab"), store, average=False, compression=forced({"type": "2bit", "threshold": 1.0})
-        )
-        net, taken = model.module, 0.0
-        for step in range(30):
-            used = step in {0, 3, 4} or step > 6
-            model(a=[0.0] * 3, **({"b": [3.0 if step in {0, 4} else 0.0] * 3} if used else {})).backward()
-            assert (net.b.grad is None) == (not used)
-            assert net.a.grad.tolist() == [0.0] * 3
-            taken += net.b.grad[0].item() if used else 0.0
+    model = mt.DistributedModel(
+        parts("ab"), store, average=False, compression=forced({"type": "2bit", "threshold": 1.0})
+    )
+    net, taken = model.module, 0.0
+    for step in range(30):
+        used = step in {0, 3, 4} or step > 6
+        model(a=[0.0] * 3, **({"b": [3.0 if step in {0, 4} else 0.0] * 3} if used else {})).backward()
+        assert (net.b.grad is None) == (not used)
+        assert net.a.grad.tolist() == [0.0] * 3
+        taken += net.b.grad[0].item() if used else 0.0
+        model.zero_grad()
+        if step == 5:  # a gradient that stays from before is pushed, and given back, too
+            net.b.grad = torch.full((3,), 5.0)
+            model(a=[0.0] * 3).backward()
+            assert net.b.grad.tolist() == [5.0] * 3
             model.zero_grad()
-            if step == 5:  # a gradient that stays from before is pushed, and given back, too
-                net.b.grad = torch.full((3,), 5.0)
-                model(a=[0.0] * 3).backward()
-                assert net.b.grad.tolist() == [5.0] * 3
-                model.zero_grad()
-        assert taken == 6 * workers
-
-    run(way, body)
+    assert taken == 6 * store.num_workers
 
 
-@EVERY
-def test_numbers_that_are_not_finite_do_not_stay(way: str) -> None:
+@each_worker(*MODES)
+def test_numbers_that_are_not_finite_do_not_stay(store: Any) -> None:
     """A block of int8 that has one arrives as NaN, with what nobody has used in it."""
-
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(Parts("ab"), store, compression=forced("int8"))
-        model(a=[float("inf"), 1.0, 1.0]).backward()
-        assert model.b.grad is None
-        assert torch.isnan(model.a.grad).all()
-        for _ in range(2):
-            model.zero_grad()
-            model(a=[127.0] * 3, b=[127.0] * 3).backward()
-            np.testing.assert_allclose(grads_of(model), 127.0, rtol=1e-6)
-
-    run(way, body)
+    model = mt.DistributedModel(parts("ab"), store, compression=forced("int8"))
+    model(a=[float("inf"), 1.0, 1.0]).backward()
+    assert model.b.grad is None
+    assert torch.isnan(model.a.grad).all()
+    for _ in range(2):
+        model.zero_grad()
+        model(a=[127.0] * 3, b=[127.0] * 3).backward()
+        np.testing.assert_allclose(nets.grads_of(model), 127.0, rtol=1e-6)
 
 
 # --- what is never compressed
 
 
-@EVERY
-def test_flags_and_errors_are_those_without(way: str) -> None:
+@each_worker(*MODES)
+def test_flags_and_errors_are_those_without(store: Any) -> None:
     """1 bit for each element sends -1 for a flag of 0: nothing would be left of the flags."""
-
-    def body(store: Any) -> None:
-        one = store.rank == 1
-        model = mt.DistributedModel(Parts("abc"), store, compression=forced("1bit"))
-        net = model.module
-        for _ in range(2):
-            model(a=[1.0] * 3, **({"b": [1.0] * 3} if one else {})).backward()
-            assert [grad is None for grad in grads_of(model)] == [False, False, True]
-            model.zero_grad()
-        net.c.requires_grad_(not one)
-        with pytest.raises(ConfigError, match="requires_grad of 'c' differs"):
-            model(a=[1.0] * 3).backward()
-        net.c.requires_grad_(False)
+    one = store.rank == 1
+    model = mt.DistributedModel(parts("abc"), store, compression=forced("1bit"))
+    net = model.module
+    for _ in range(2):
+        model(a=[1.0] * 3, **({"b": [1.0] * 3} if one else {})).backward()
+        assert [grad is None for grad in nets.grads_of(model)] == [False, False, True]
         model.zero_grad()
+    net.c.requires_grad_(not one)
+    with pytest.raises(ConfigError, match="requires_grad of 'c' differs"):
         model(a=[1.0] * 3).backward()
-        net.c.requires_grad_(True)
-        model(a=[1.0] * 3, c=[1.0] * 3).backward()
-        assert net.c.grad is not None
-
-    run(way, body)
-
-
-@EVERY
-def test_join_weighs_examples(way: str) -> None:
-    workers = WAYS[way]["workers"]
-
-    def body(store: Any) -> Any:
-        net = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.zeros_(net.weight)
-        net.register_buffer("count", torch.zeros(1))
-        model = mt.DistributedModel(net, store, compression=forced("fp16"))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        with model.join(optimizer):
-            for step in range(store.rank + 1):
-                net.count.fill_(step)
-                model(torch.full((2, 1), 2.0**store.rank)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return net.weight.item(), net.count.item()
-
-    rates = {2: [(1 + 2) / 2, 2], 3: [(1 + 2 + 4) / 3, (2 + 4) / 2, 4]}[workers]
-    found = run(way, body)
-    assert len(set(found)) == 1
-    assert found[0][0] == pytest.approx(-0.5 * sum(rates), rel=1e-3)
+    net.c.requires_grad_(False)
+    model.zero_grad()
+    model(a=[1.0] * 3).backward()
+    net.c.requires_grad_(True)
+    model(a=[1.0] * 3, c=[1.0] * 3).backward()
+    assert net.c.grad is not None
 
 
-@EVERY
-def test_a_store_that_compresses_all_keys_leaves_flags_and_calls_alone(way: str) -> None:
-    def body(store: Any) -> None:
-        net = Parts("ab")
-        mt.broadcast_parameters(net.state_dict(), store=store)  # its keys are not in the way of what follows
-        store.set_gradient_compression(forced("1bit"))
-        model = mt.DistributedModel(net, store)
-        model(a=[1.0] * 3).backward()
-        assert model.a.grad.tolist() == [-store.num_workers] * 3  # each worker's share is below the threshold
-        assert model.b.grad is None
-        mean = mt.allreduce(torch.tensor([store.rank + 0.25]), store=store)
-        assert mean.item() == (store.num_workers - 1) / 2 + 0.25
-        plain = mt.DistributedModel(Parts("ab"), store, compression="none")
-        plain(a=[0.25] * 3).backward()
-        assert plain.a.grad.tolist() == [0.25] * 3
-        weight = torch.nn.Parameter(torch.ones(2))  # the table of examples is exact, too
-        trainer = Trainer([weight], optimizers.SGD(learning_rate=1.0), kvstore=store, update_on_kvstore=False)
-        weight.grad = torch.ones(2)
-        trainer.step(examples=store.rank + 1)
-        assert trainer.examples == sum(range(1, store.num_workers + 1))
+@each_worker(*MODES)
+def test_join_weighs_examples(store: Any) -> None:
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    model = mt.DistributedModel(net, store, compression=forced("fp16"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with model.join(optimizer):
+        for _ in range(store.rank + 1):
+            model(torch.full((2, 1), 2.0**store.rank)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rates = {2: [(1 + 2) / 2, 2], 3: [(1 + 2 + 4) / 3, (2 + 4) / 2, 4]}[store.num_workers]
+    assert net.weight.item() == pytest.approx(-0.5 * sum(rates), rel=1e-3)
 
-    run(way, body)
+
+@each_worker(*MODES)
+def test_a_store_that_compresses_all_keys_leaves_flags_and_calls_alone(store: Any) -> None:
+    net = parts("ab")
+    mt.broadcast_parameters(net.state_dict(), store=store)  # its keys are not in the way of what follows
+    store.set_gradient_compression(forced("1bit"))
+    model = mt.DistributedModel(net, store)
+    model(a=[1.0] * 3).backward()
+    assert model.a.grad.tolist() == [-store.num_workers] * 3  # each worker's share is below the threshold
+    assert model.b.grad is None
+    mean = mt.allreduce(torch.tensor([store.rank + 0.25]), store=store)
+    assert mean.item() == (store.num_workers - 1) / 2 + 0.25
+    plain = mt.DistributedModel(parts("ab"), store, compression="none")
+    plain(a=[0.25] * 3).backward()
+    assert plain.a.grad.tolist() == [0.25] * 3
+    weight = torch.nn.Parameter(torch.ones(2))  # the table of examples is exact, too
+    trainer = Trainer([weight], optimizers.SGD(learning_rate=1.0), kvstore=store, update_on_kvstore=False)
+    weight.grad = torch.ones(2)
+    trainer.step(examples=store.rank + 1)
+    assert trainer.examples == sum(range(1, store.num_workers + 1))
 
 
 # --- bytes, and arguments
@@ -297,7 +241,7 @@ def test_the_bytes_that_leave() -> None:
     n, rest = 500, 500
 
     def body(store: Any) -> tuple[int, ...]:
-        model = mt.DistributedModel(Parts("ab", n), store, compression=compression, bucket_bytes=4 * n)
+        model = mt.DistributedModel(parts("ab", n), store, compression=compression, bucket_bytes=4 * n)
         counts = []
         for _ in range(3):
             before = store.stats()
@@ -314,54 +258,34 @@ def test_the_bytes_that_leave() -> None:
         (forced("fp16"), 2 * 2 * n, 0),
         (mt.Compression.fp16, 2 * 2 * n, 0),  # half to the owner of the other half, and half back
     ):
-        for before, after, sent in run_two(body):
+        for before, after, sent in Mode("dist_sync", 2, hosts="ab").run(body):
             assert (before, after) == ((4 * 2 * n, pushed) if compression else (0, 0))
             assert pushed + came_back <= sent <= pushed + came_back + rest
 
 
-def run_two(body: Any) -> list[Any]:
-    return spawn_stores("dist_sync", 2, body, hosts=list("ab"), config=Config(timeout_s=TEST_TIMEOUT_S))
-
-
-def test_arguments() -> None:
-    def body(store: Any) -> None:
-        net = torch.nn.Linear(2, 1)
-
-        def optimizer(compression: Any) -> Any:
-            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-            return mt.DistributedOptimizer(sgd, net.named_parameters(), store, compression=compression)
-
-        def model(compression: Any) -> Any:
-            return mt.DistributedModel(net, store, compression=compression)
-
-        for make in (optimizer, model):
-            for params, error, text in (
-                ("zip", ValueError, "unknown compression type 'zip'"),
-                ({"threshold": 1}, TypeError, "'type'"),
-                (mt.Compression, TypeError, "the name of a codec, or a dict"),
-                (16, TypeError, "the name of a codec, or a dict"),
-                ({"type": "2bit", "threshold": -1}, ValueError, "threshold"),
-            ):
-                with pytest.raises(error, match=text):
-                    make(params)
-            for params in (mt.Compression.fp16 if store.rank else None, {"type": "2bit", "threshold": 1 + store.rank}):
-                with pytest.raises(ConfigError, match="compression="):
-                    make(params)
-        nets.loss_of(model(mt.Compression.none)(torch.ones(1, 2))).backward()
-
-    def stores_differ(store: Any) -> None:
-        store.set_gradient_compression({"type": "fp16"} if store.rank else None)
-        with pytest.raises(ConfigError, match="compression="):
-            mt.DistributedModel(torch.nn.Linear(2, 1), store)
-
-    nets.HERE.run(body)
-    nets.HERE.run(stores_differ)
+@each_worker(nets.HERE)
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+def test_arguments(store: Any, way: str) -> None:
+    net = torch.nn.Linear(2, 1)
+    for params, error, text in (
+        ("zip", ValueError, "unknown compression type 'zip'"),
+        ({"threshold": 1}, TypeError, "'type'"),
+        (mt.Compression, TypeError, "the name of a codec, or a dict"),
+        (16, TypeError, "the name of a codec, or a dict"),
+        ({"type": "2bit", "threshold": -1}, ValueError, "threshold"),
+        (mt.Compression.fp16 if store.rank else None, ConfigError, "compression="),
+        ({"type": "2bit", "threshold": 1 + store.rank}, ConfigError, "compression="),
+    ):
+        with pytest.raises(error, match=text):
+            nets.wrapped(way, net, store, compression=params)
+    nets.wrapped(way, net, store, compression=mt.Compression.none)
+    store.set_gradient_compression({"type": "fp16"} if store.rank else None)
+    with pytest.raises(ConfigError, match="compression="):
+        nets.wrapped(way, net, store)
 
 
 def test_a_store_of_one_process_sends_nothing() -> None:
-    from mpikv import kv
-
     with kv.create("local") as store:
-        model = mt.DistributedModel(Parts("a"), store, compression=forced("1bit"))
+        model = mt.DistributedModel(parts("a"), store, compression=forced("1bit"))
         model(a=[3.0] * 3).backward()
         assert model.a.grad.tolist() == [3.0] * 3

@@ -9,15 +9,13 @@ import frameworks
 import numpy as np
 import pytest
 from fake_cupy import Machine
-from fake_gpus import gpu_of, gpus_of, one_gpu, spaces_of
-from torch_on_gpu import TorchOnGpu, cuda  # noqa: F401 - a fixture
+from fake_gpus import gpu_of, one_gpu, spaces_of
+from store_modes import Mode
+from torch_on_gpu import OnGpus, TorchOnGpu, cuda  # noqa: F401 - a fixture
 
-from mpikv.config import Config
 from mpikv.create.assembly import local_store
 from mpikv.create.spec import parse
 from mpikv.kvstore import KVStore
-from mpikv.spaces.gpu import Gpu
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
 torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
@@ -28,6 +26,7 @@ from mpikv.torch import arrays, gpu_calls  # noqa: E402
 from mpikv.torch.buckets import GradientBucket  # noqa: E402
 
 STEPS = 3
+OPS = {mt.Average: lambda x, y: (x + y) / 2, mt.Sum: torch.add, mt.Max: torch.maximum, mt.Product: torch.multiply}
 
 
 def network(dtype: Any) -> Any:
@@ -50,17 +49,11 @@ def bits(net: Any) -> list[bytes]:
     ]
 
 
-def workers(
-    gpus: list[Gpu] | None, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "ipc", hosts: Any = None
-) -> Any:
+def workers(gpus: bool, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "ipc", hosts: Any = None) -> Any:
     """What `body` returns on each worker, whose tensors are on its GPU, or in host memory where there are no GPUs."""
-
-    def rank(store: KVStore) -> Any:
-        on_gpu.host_rank() if gpus is None else on_gpu.use(gpus[store.rank])
-        return body(store)
-
-    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if gpus is None else path)
-    return spawn_stores("dist_sync", n, rank, config=config, gpus=gpus, hosts=hosts)
+    if gpus:
+        return OnGpus("dist_sync", n, device=path, hosts=hosts or "").run(body, on_gpu=on_gpu)
+    return Mode("dist_sync", n, hosts=hosts or "").run(lambda store: (on_gpu.host_rank(), body(store))[1])
 
 
 def trained(
@@ -92,30 +85,24 @@ def trained(
     return bits(net)
 
 
-@pytest.mark.parametrize("hosts", [None, "aab"])
-@pytest.mark.parametrize("kind", ["model", "optimizer"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, dtype: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("kind", "hosts", "options"),
+    [
+        *((kind, hosts, {"dtype": torch.float32}) for kind in ("model", "optimizer") for hosts in (None, "aab")),
+        *((kind, None, {"dtype": torch.bfloat16}) for kind in ("model", "optimizer")),
+        *(("trainer", None, {"update_on_kvstore": on_store}) for on_store in (True, False)),
+        ("trainer", None, {"overlap": True, "clip_global_norm": 0.01}),
+    ],
+    ids=str,
+)
+def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, options: Any) -> None:  # noqa: F811
     def body(store: KVStore) -> list[bytes]:
-        return trained(store, cuda, kind, dtype=dtype)
+        return trained(store, cuda, kind, **options)
 
-    expected = workers(None, 3, body, cuda, hosts=hosts)
+    expected = workers(False, 3, body, cuda, hosts=hosts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        path = "staged" if hosts else "ipc"
-        assert workers(gpus_of(Machine(), 3), 3, body, cuda, path=path, hosts=hosts) == expected
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"update_on_kvstore": True}, {"update_on_kvstore": False}, {"overlap": True, "clip_global_norm": 0.01}],
-    ids=["on store", "here", "overlap"],
-)
-def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, options: dict[str, Any]) -> None:  # noqa: F811
-    def body(store: KVStore) -> list[bytes]:
-        return trained(store, cuda, "trainer", **options)
-
-    assert workers(gpus_of(Machine(), 2), 2, body, cuda) == workers(None, 2, body, cuda)
+        assert workers(True, 3, body, cuda, path="staged" if hosts else "ipc", hosts=hosts) == expected
 
 
 @pytest.mark.parametrize("hosts", [None, "ab"])
@@ -135,7 +122,7 @@ def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hos
             found.append((stream.cuda_stream, list(cuda.current_stream().waited)))
         return found
 
-    for found in workers(gpus_of(Machine(), 2), 2, body, cuda, path="staged" if hosts else "ipc", hosts=hosts):
+    for found in workers(True, 2, body, cuda, path="staged" if hosts else "ipc", hosts=hosts):
         for stream, waited in found[1:]:  # in the first step the buckets are made
             assert set(waited) == {stream}
 
@@ -157,7 +144,7 @@ def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: To
             assert not any(one.left for one in model._gradients._buckets)  # all have come
         return found
 
-    for found in workers(gpus_of(Machine(), 2) if on_gpu else None, 2, body, cuda):
+    for found in workers(on_gpu, 2, body, cuda):
         assert found[0] == []  # buckets are made at the end of the first pass
         for left in found[1:]:
             assert len(left) > 2
@@ -189,29 +176,6 @@ def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # 
         arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
 
 
-@pytest.mark.parametrize("op", [mt.Average, mt.Sum, mt.Max, mt.Product])
-def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
-    """Of several dtypes and lengths, in one call; later calls cross nothing but what they compare."""
-
-    def body(store: KVStore) -> Any:
-        sizes = {torch.float32: 5, torch.bfloat16: 70, torch.float64: (2, 3)}
-        given = [torch.full((n,) if isinstance(n, int) else n, store.rank + 1.0, dtype=d) for d, n in sizes.items()]
-        given.append(torch.arange(float(2 * (4 << 20) // 4 + 3)) + store.rank)  # in three pieces
-        for _ in range(2):
-            before = store.stats()["copies_down"]
-            found = mt.grouped_allreduce(given, op=op, store=store)
-        assert store.stats()["copies_down"] == before
-        assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in given]
-        return [one.double().numpy() for one in found]
-
-    reduce = {mt.Average: lambda x, y: (x + y) / 2, mt.Sum: np.add, mt.Max: np.maximum, mt.Product: np.multiply}[op]
-    for found in workers(gpus_of(Machine(), 2), 2, body, cuda):
-        for one in found[:3]:
-            assert np.array_equal(one, np.full(one.shape, reduce(1.0, 2.0)))
-        long = np.arange(found[3].size, dtype=np.float32)
-        assert np.array_equal(found[3], reduce(long, long + np.float32(1)).astype(np.float32))
-
-
 def tensors_of(rank: int) -> list[Any]:
     """Of dtypes that a store cannot add, too, and of no elements; the last in three pieces."""
     numbers = np.random.default_rng(rank)
@@ -225,49 +189,38 @@ def tensors_of(rank: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_horovods_broadcast(cuda: TorchOnGpu, n: int) -> None:  # noqa: F811
-    """Bits of the root's; later calls cross nothing but what they compare."""
-    root = n - 1
+def test_horovods_calls(cuda: TorchOnGpu) -> None:  # noqa: F811
+    """Of tensors in several pieces, and of other lengths on each worker; later calls cross nothing."""
+    splits = [[1, 3], [2, 2]]
+
+    def rows(rank: int, n: int) -> Any:
+        return torch.arange(n * 4).reshape(n, 4) + 100 * rank
+
+    def given(rank: int) -> list[Any]:
+        long = torch.arange(float(2 * (4 << 20) // 4 + 3)) + rank
+        return [long, torch.full((70,), rank + 1.0, dtype=torch.bfloat16), torch.full((2, 3), rank + 1.0).double()]
 
     def body(store: KVStore) -> None:
-        for _ in range(2):
-            before = store.stats()["copies_down"]
-            found = [mt.broadcast(one, root, store=store) for one in tensors_of(store.rank)]
+        me = store.rank
+        calls = [lambda op=op: mt.grouped_allreduce(given(me), op=op, store=store) for op in OPS]
+        calls += [lambda: [mt.broadcast(one, 1, store=store) for one in tensors_of(me)]]
+        calls += [lambda: [mt.allgather(rows(me, 5 * me), store=store)]]
+        calls += [lambda: list(mt.alltoall(rows(me, 4), splits=splits[me], store=store))]
+        for call in calls:
+            call()
+        before = store.stats()["copies_down"]
+        found = [call() for call in calls]
         assert store.stats()["copies_down"] == before
-        named = {str(i): one.clone() for i, one in enumerate(tensors_of(store.rank))}
-        mt.broadcast_parameters(named, root, store=store)
-        for one, other, expected in zip(found, named.values(), tensors_of(root), strict=True):
-            assert one.dtype == expected.dtype
-            assert torch.equal(one, expected)
-            assert torch.equal(other, expected)
-        with pytest.raises(ValueError, match="root is a worker"):
-            mt.broadcast(found[0], n, store=store)
+        named = {str(i): one.clone() for i, one in enumerate(tensors_of(me))}
+        mt.broadcast_parameters(named, 1, store=store)
+        parts = [rows(one, 4).split(splits[one])[me] for one in range(2)]
+        expected = [[op(*pair) for pair in zip(given(0), given(1), strict=True)] for op in OPS.values()]
+        expected += [tensors_of(1), [rows(1, 5)], [torch.cat(parts), torch.tensor([len(one) for one in parts])]]
+        for some, right in zip([*found, list(named.values())], [*expected, tensors_of(1)], strict=True):
+            for one, value in zip(some, right, strict=True):
+                assert (one.dtype, torch.equal(one, value)) == (value.dtype, True)
 
-    workers(gpus_of(Machine(), n), n, body, cuda)
-
-
-def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F811
-    """Of other lengths on each worker, of none on one of them."""
-    lengths = [2, 0, 5]
-
-    def given(rank: int) -> Any:
-        return torch.arange(lengths[rank] * 4).reshape(lengths[rank], 4) + 100 * rank
-
-    def body(store: KVStore) -> None:
-        for _ in range(2):
-            before = store.stats()["copies_down"]
-            found = mt.allgather(given(store.rank), store=store)
-            parts, received = mt.alltoall(given(2) + store.rank, splits=[1, 3, 1], store=store)
-        assert store.stats()["copies_down"] == before
-        assert torch.equal(found, torch.cat([given(rank) for rank in range(3)]))
-        rows = slice(*[(0, 1), (1, 4), (4, 5)][store.rank])
-        assert torch.equal(parts, torch.cat([given(2)[rows] + rank for rank in range(3)]))
-        assert received.tolist() == [[1, 3, 1][store.rank]] * 3
-        with pytest.raises(ValueError, match="without dimensions"):
-            mt.allgather(torch.tensor(1.0), store=store)
-
-    workers(gpus_of(Machine(), 3), 3, body, cuda)
+    workers(True, 2, body, cuda)
 
 
 def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: TorchOnGpu) -> None:  # noqa: F811
@@ -277,7 +230,7 @@ def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: Tor
         assert mt.broadcast(torch.full((3,), float(store.rank)), 1, store=store).tolist() == [1.0] * 3
         assert mt.allgather(torch.full((2,), float(store.rank)), store=store).tolist() == [0.0, 0.0, 1.0, 1.0]
 
-    workers(gpus_of(Machine(), 2), 2, body, cuda)
+    workers(True, 2, body, cuda)
 
 
 def test_keys_of_calls_on_a_gpu_have_few_sizes() -> None:

@@ -10,11 +10,11 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, mode_id  # noqa: E402
+from store_modes import Mode, each_worker, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 
-MODES = pytest.mark.parametrize("mode", [nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1)], ids=mode_id)
+MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1))
 SIZES = ([4, 2], [4, 4, 1, 3], [2, 3, 3])  # of the batches of three workers in two epochs
 
 
@@ -26,7 +26,7 @@ def _plain(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@MODES
+@modes(*MODES)
 @pytest.mark.parametrize("make", [_adam, _plain])
 def test_the_update_is_the_mean_over_the_examples_that_were_there(mode: Mode, make: Any) -> None:
     model = nets.seeded(lambda: torch.nn.Linear(16, 3))
@@ -59,7 +59,7 @@ def test_the_update_is_the_mean_over_the_examples_that_were_there(mode: Mode, ma
     nets.same_on_all(mode.run(body))
 
 
-@MODES
+@modes(*MODES)
 def test_buffers_and_a_worker_without_any_data(mode: Mode) -> None:
     """Worker 0 has none; then the buffers are those of the first worker that has some."""
 
@@ -82,66 +82,49 @@ def test_buffers_and_a_worker_without_any_data(mode: Mode) -> None:
     assert int(results[0]["norm.num_batches_tracked"]) == 3 + 2 + 0 + 1
 
 
-@MODES
-def test_accumulated_batches_count_together(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
-        with model.join():
-            n = store.rank + 1
+@each_worker(Mode("local", 1), Mode("dist_sync", 1), *MODES)
+def test_accumulated_batches_count_together(store: Any) -> None:
+    model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
+    mine, sizes = store.rank + 1, range(1, store.num_workers + 1)
+    for _ in range(2):
+        with model.join(_plain(model)):
+            x = torch.full((mine, 1), float(mine))
             with model.no_sync():
-                model(torch.full((n, 1), float(n))).mean().backward()
-            model(torch.full((n, 1), float(n))).mean().backward()
-            assert model.weight.grad.item() == pytest.approx(sum(2 * k * k for k in (1, 2, 3)) / 6)
-
-    mode.run(body)
-
-
-@pytest.mark.parametrize("mode", [Mode("local", 1), Mode("dist_sync", 1)], ids=mode_id)
-def test_alone(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
-        for _ in range(2):
-            with model.join(_plain(model)):
-                model(torch.full((2, 1), 3.0)).mean().backward()
-                assert model.weight.grad.item() == 3
-                model.zero_grad()
-
-    mode.run(body)
+                model(x).mean().backward()
+            model(x).mean().backward()
+            assert model.weight.grad.item() == pytest.approx(sum(2 * n * n for n in sizes) / sum(sizes))
+            model.zero_grad()
 
 
-def test_join_twice_and_errors_inside() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
-        with model.join(), pytest.raises(RuntimeError, match="inside join"), model.join():
-            pass
-        with pytest.raises(ArithmeticError), model.join():
-            raise ArithmeticError
-        with model.join():
+@each_worker(nets.HERE)
+def test_join_twice_and_errors_inside(store: Any) -> None:
+    model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
+    with model.join(), pytest.raises(RuntimeError, match="inside join"), model.join():
+        pass
+    with pytest.raises(ArithmeticError), model.join():
+        raise ArithmeticError
+    with model.join():
+        model(torch.ones(1, 1)).sum().backward()
+    with model.join(), pytest.raises(Exception, match="no tensor argument"):
+        model()
+
+
+@each_worker(nets.HERE)
+def test_inside_a_step_costs_one_small_exchange_more(store: Any) -> None:
+    """That optimizers are compared costs none."""
+    model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
+    optimizer = _plain(model)
+
+    def calls(n: int = 2) -> int:
+        """Of the last of some steps."""
+        for _ in range(n):
+            before = store.stats()
             model(torch.ones(1, 1)).sum().backward()
-        with model.join(), pytest.raises(Exception, match="no tensor argument"):
-            model()
+            optimizer.step()
+        after = store.stats()
+        return sum(after[name] - before[name] for name in ("direct_calls", "declined_calls"))
 
-    nets.HERE.run(body)
-
-
-def test_inside_a_step_costs_one_small_exchange_more() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
-
-        def calls() -> int:
-            stats = store.stats()
-            return stats["direct_calls"] + stats["declined_calls"]
-
-        def step() -> int:
-            before = calls()
-            model(torch.ones(1, 1)).sum().backward()
-            return calls() - before
-
-        step()
-        assert step() == 1
-        with model.join():
-            step()
-            assert step() == 2
-        assert step() == 1
-
-    nets.HERE.run(body)
+    assert calls() == 1
+    with model.join():
+        assert calls() == 2
+    assert calls(1) == 1

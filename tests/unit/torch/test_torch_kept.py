@@ -13,7 +13,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode  # noqa: E402
+from store_modes import Mode, each_worker, modes  # noqa: E402
+from torch_nets import Parts  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
@@ -28,65 +29,26 @@ KEEP = {
 }
 
 
-class Parts(torch.nn.Module):
-    """Three parameters, of which a pass uses some; the gradient of each is `x` times the worker's number plus 1."""
-
-    def __init__(self, dtype: Any = torch.float32) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in (2, 3, 4))
-
-    def forward(self, x: float, use: str = "abc") -> Any:
-        return sum((getattr(self, name) * x).sum() for name in use)
-
-
-@nets.TWO
-@pytest.mark.parametrize(("keep", "dtype"), [*((way, torch.float32) for way in KEEP), ("itself", torch.bfloat16)])
-def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, keep: str, dtype: Any) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(Parts(dtype), store, sync_buffers=False)
-        kept: list[tuple[Any, float]] = []
-        for step in range(1, 7):
-            model.zero_grad(set_to_none=True)
-            if step == 3:
-                model.c.grad = torch.full((4,), 8.0, dtype=dtype)  # stays, in the same bucket
-            model(step * (store.rank + 1.0)).backward()
-            expected = [1.5 * step, 1.5 * step, 1.5 * step + 8 * (step == 3)]
-            assert [p.grad.tolist() for p in model.parameters()] == [
-                [one] * len(p) for one, p in zip(expected, model.parameters(), strict=True)
-            ]
-            if step % 3:  # every third time nobody keeps anything
-                kept.append((KEEP[keep](model.a.grad), expected[0]))
-        assert len({id(one) for one, _ in kept}) == len(kept) == 4
-        for one, value in kept:
-            assert one.tolist() == [value] * 2
-
-    mode.run(body)
-
-
-@nets.TWO
-def test_a_kept_gradient_beside_some_that_add_up(mode: Mode) -> None:
+@each_worker(*nets.TWO)
+def test_a_kept_gradient_beside_some_that_add_up(store: Any) -> None:
     """Nothing of what PyTorch adds up in the bucket is lost when the bucket goes to other memory."""
-
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(Parts(), store)
-        mine = store.rank + 1.0
-        model(mine).backward()
-        kept = [model.a.grad, model.b.grad]
-        model.a.grad = None
-        model(mine, "bac").backward()  # b and c are added in place
-        assert [p.grad[0].item() for p in model.parameters()] == [1.5, 3.0, 3.0]
-        assert kept[0].tolist() == [1.5, 1.5]
-        assert kept[1] is not None
-        model.a.grad = None
-        model(mine, "b" if store.rank else "c").backward()  # nobody uses a
-        assert model.a.grad is None
-        assert [p.grad[0].item() for p in (model.b, model.c)] == [4.0, 3.5]
-        assert kept[0].tolist() == [1.5, 1.5]
-
-    mode.run(body)
+    model = mt.DistributedModel(Parts(), store)
+    mine = store.rank + 1.0
+    model(mine).backward()
+    kept = [model.a.grad, model.b.grad]
+    model.a.grad = None
+    model(mine, "bac").backward()  # b and c are added in place
+    assert [p.grad[0].item() for p in model.parameters()] == [1.5, 3.0, 3.0]
+    assert kept[0].tolist() == [1.5, 1.5]
+    assert kept[1] is not None
+    model.a.grad = None
+    model(mine, "b" if store.rank else "c").backward()  # nobody uses a
+    assert model.a.grad is None
+    assert [p.grad[0].item() for p in (model.b, model.c)] == [4.0, 3.5]
+    assert kept[0].tolist() == [1.5, 1.5]
 
 
-@nets.TWO
+@modes(*nets.TWO)
 def test_on_one_worker_alone(mode: Mode) -> None:
     def body(store: Any) -> Any:
         model = mt.DistributedModel(nets.seeded(nets.Net), store)
@@ -104,168 +66,152 @@ def test_on_one_worker_alone(mode: Mode) -> None:
     nets.same_on_all(mode.run(body))
 
 
-def test_without_one_the_memory_stays_the_stores() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(Parts(), store)
-        seen = set()
-        for _ in range(4):
-            model.zero_grad(set_to_none=True)
-            model(1.0).backward()
-            seen.add(model.a.grad.data_ptr())
-        assert len(seen) == 1
-
-    nets.HERE.run(body)
+@each_worker(nets.HERE)
+def test_without_one_the_memory_stays_the_stores(store: Any) -> None:
+    model = mt.DistributedModel(Parts(), store)
+    seen = set()
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        model(1.0).backward()
+        seen.add(model.a.grad.data_ptr())
+    assert len(seen) == 1
 
 
-@nets.TWO
-def test_with_a_distributed_optimizer(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        net = Parts()
-        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), None, store)
-        kept = []
-        for step in (1, 2, 3):
-            optimizer.zero_grad()
-            net(step * (store.rank + 1.0)).backward()
-            optimizer.step()
-            kept.append(net.a.grad)
-        assert [one[0].item() for one in kept] == [1.5, 3.0, 4.5]
-
-    mode.run(body)
+@each_worker(*nets.TWO)
+def test_with_a_distributed_optimizer(store: Any) -> None:
+    net, optimizer = nets.wrapped("optimizer", Parts(), store)
+    kept = []
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        net(step * (store.rank + 1.0)).backward()
+        optimizer.step()
+        kept.append(net.a.grad)
+    assert [one[0].item() for one in kept] == [1.5, 3.0, 4.5]
 
 
-# --- what programs do with gradients: the same as in PyTorch alone
+# --- what programs do with gradients: the same as in PyTorch alone. An action has the module, the input, what holds
 
 
-def cleared(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    optimizer.zero_grad()
-    net(x).backward()
-    hold(net.a.grad)
-    optimizer.step()
+def use(names: str, times: float = 1.0, *, alone: bool = False) -> Any:
+    """A pass that uses these. alone: without an exchange."""
+
+    def act(net: Any, x: float, _hold: Any) -> None:
+        skips = alone and isinstance(net, mt.DistributedModel)
+        with net.no_sync() if skips else contextlib.nullcontext():
+            net(times * x, names).backward()
+
+    return act
 
 
-def zeroed(net: Any, optimizer: Any, x: float, _hold: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    net(x).backward()
-    optimizer.step()
+def hold(name: str) -> Any:
+    return lambda net, _, hold: hold(getattr(net, name).grad)
 
 
-def accumulated(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    net(x).backward()
-    net(2 * x, "ab").backward()
-    hold(net.c.grad.clone())
-    optimizer.step()
+def clear(net: Any, *_: Any) -> None:
+    net.zero_grad()
 
 
-def retained(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    optimizer.zero_grad()
+def zero(net: Any, *_: Any) -> None:
+    net.zero_grad(set_to_none=False)
+
+
+def clip(net: Any, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def replace(net: Any, *_: Any) -> None:
+    """The next pass adds to it."""
+    for parameter in net.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def set_c(net: Any, *_: Any) -> None:
+    """One in the same bucket as others that are kept."""
+    net.c.grad = torch.full_like(net.c, 8.0)
+
+
+def swap(net: Any, *_: Any) -> None:
+    """Two parameters have each other's gradients, of which PyTorch then uses the memory."""
+    net.c.grad = torch.cat([net.a.grad, net.a.grad])
+    net.a.grad = net.b.grad[:2]
+    net.b.grad = None
+
+
+def retain(net: Any, x: float, _hold: Any) -> None:
     loss = net(x)
     loss.backward(retain_graph=True)
     loss.backward()
-    hold(net.a.grad)
-    optimizer.step()
 
 
-def twice_forward(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    optimizer.zero_grad()
+def forward_twice(net: Any, x: float, _hold: Any) -> None:
     (net(x, "ab") + net(x, "bc")).backward()
-    hold(net.a.grad)
-    optimizer.step()
 
 
-def unsynchronized(net: Any) -> Any:
-    return net.no_sync() if isinstance(net, mt.DistributedModel) else contextlib.nullcontext()
-
-
-def synchronized_late(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    optimizer.zero_grad()
-    with unsynchronized(net):
-        net(x).backward()
-        net(x, "a").backward()
-    net(x, "bc").backward()
-    hold(net.b.grad)
-    optimizer.step()
-
-
-def synchronized_late_in_place(net: Any, optimizer: Any, x: float, _hold: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    with unsynchronized(net):
-        net(x, "ab").backward()
-    net(2 * x, "bc").backward()
-    optimizer.step()
-
-
-def replaced(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    net(x).backward()
-    hold(net.a.grad)
-    for parameter in net.parameters():
-        parameter.grad = parameter.grad * 0.5  # the next pass adds to it
-    optimizer.step()
-
-
-def clipped(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    optimizer.zero_grad()
-    net(x).backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    hold(net.b.grad)
-    optimizer.step()
-
-
-def scaled(net: Any, optimizer: Any, x: float, hold: Any) -> None:
+def scale(net: Any, x: float, hold: Any) -> None:
+    """With an optimizer of its own, whose step comes before the other's."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    optimizer.zero_grad()
     scaler.scale(net(x)).backward()
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    clip(net)
     hold(net.b.grad)
     scaler.step(optimizer)
     scaler.update()
 
 
-def swapped(net: Any, optimizer: Any, x: float, hold: Any) -> None:
-    """Two parameters have each other's gradients, of which PyTorch then uses the memory."""
-    net(x, "ab").backward()
-    hold(net.a.grad.clone())
-    net.c.grad = torch.cat([net.a.grad, net.a.grad])
-    net.a.grad = net.b.grad[:2]
-    net.b.grad = None
-    net(x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-PROGRAMS = [
-    *(cleared, zeroed, accumulated, retained, twice_forward, synchronized_late, synchronized_late_in_place),
-    *(replaced, clipped, swapped),
-]
+PROGRAMS = {
+    "cleared": [clear, use("abc"), hold("a")],
+    "set by hand": [clear, set_c, use("abc"), hold("a")],
+    "zeroed": [zero, use("abc")],
+    "accumulated": [use("abc"), use("ab", 2)],
+    "retained": [clear, retain, hold("a")],
+    "twice forward": [clear, forward_twice, hold("a")],
+    "synchronized late": [clear, use("abc", alone=True), use("a", alone=True), use("bc"), hold("b")],
+    "synchronized late, in place": [zero, use("ab", alone=True), use("bc", 2)],
+    "replaced": [use("abc"), hold("a"), replace],
+    "clipped": [clear, use("abc"), clip, hold("b")],
+    "swapped": [clear, use("ab"), swap, use("abc")],
+}
 if hasattr(torch.amp, "GradScaler"):  # since PyTorch 2.3 on processors, too
-    PROGRAMS.append(scaled)
+    PROGRAMS["scaled"] = [clear, scale]
 
 
-def results_of(program: Any, net: Any, factor: float) -> list[list[float]]:
+def results_of(program: str, net: Any, factor: float, keep: str = "itself") -> list[Any]:
     """Weights, gradients and what the program held, after some steps; nothing that it held has changed."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
     held: list[tuple[Any, Any]] = []
-    for step in range(1, 6):
-        program(net, optimizer, step * factor, lambda grad: held.append((grad, grad.clone())))
-    assert all(torch.equal(one, value) for one, value in held)
-    tensors = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None), *(one for one, _ in held)]
-    return [tensor.tolist() for tensor in tensors]
+
+    def hold(grad: Any) -> None:
+        if step % 3:  # every third time nobody keeps anything
+            held.append((KEEP[keep](grad), grad.tolist()))
+
+    for step in range(1, 7):
+        for action in PROGRAMS[program]:
+            action(net, step * factor, hold)
+        optimizer.step()
+    assert all(one.reshape(-1).tolist() == value for one, value in held)
+    tensors = [*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None)]
+    return [[tensor.tolist() for tensor in tensors], [value for _, value in held]]
 
 
-@nets.TWO
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_have_the_gradients_of_one_process(mode: Mode, program: Any) -> None:
+@each_worker(*nets.TWO)
+@pytest.mark.parametrize(
+    ("program", "keep", "dtype"),
+    [
+        *((program, "itself", torch.float32) for program in PROGRAMS),
+        *(("set by hand", keep, torch.float32) for keep in KEEP),
+        ("cleared", "itself", torch.bfloat16),
+    ],
+)
+def test_programs_have_the_gradients_of_one_process(store: Any, program: str, keep: str, dtype: Any) -> None:
     """Bitwise: the mean of the workers' gradients is that of 1.5 times the input."""
-    expected = results_of(program, Parts(), 1.5)
-
-    def body(store: Any) -> None:
-        assert results_of(program, mt.DistributedModel(Parts(), store), store.rank + 1.0) == expected
-
-    mode.run(body)
+    expected = results_of(program, Parts(dtype=dtype), 1.5)
+    model = mt.DistributedModel(Parts(dtype=dtype), store, sync_buffers=False)
+    assert results_of(program, model, store.rank + 1.0, keep) == expected
 
 
-@pytest.mark.parametrize("program", [cleared, zeroed, synchronized_late])
-def test_where_workers_come_too_late_for_one_call_of_all(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", ["cleared", "zeroed", "synchronized late"])
+def test_where_workers_come_too_late_for_one_call_of_all(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results_of(program, Parts(), 1.5)
     monkeypatch.setattr(Direct, "run", lambda *_: False)
 
@@ -276,46 +222,36 @@ def test_where_workers_come_too_late_for_one_call_of_all(program: Any, monkeypat
     nets.HERE.run(body)
 
 
-@nets.TWO
-def test_what_hooks_see_of_autograd_stays_as_it_is(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(Parts(), store)
-        seen: list[tuple[Any, float]] = []
-        mine = store.rank + 1.0
-        for parameter in model.parameters():
-            parameter.register_hook(lambda grad: seen.append((grad, grad[0].item())))
-        for step in range(1, 5):
-            model.zero_grad(set_to_none=step % 2 == 0)
-            model(step * mine).backward()
-            assert [p.grad[0].item() for p in model.parameters()] == [1.5 * step] * 3
-        assert [one.tolist() for one, _ in seen] == [[value] * len(one) for one, value in seen]
-        assert [value for _, value in seen] == [step * mine for step in range(1, 5) for _ in range(3)]
-
-    mode.run(body)
+@each_worker(*nets.TWO)
+def test_what_hooks_see_of_autograd_stays_as_it_is(store: Any) -> None:
+    model = mt.DistributedModel(Parts(), store)
+    seen: list[tuple[Any, float]] = []
+    mine = store.rank + 1.0
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: seen.append((grad, grad[0].item())))
+    for step in range(1, 5):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        model(step * mine).backward()
+        assert [p.grad[0].item() for p in model.parameters()] == [1.5 * step] * 3
+    assert [one.tolist() for one, _ in seen] == [[value] * len(one) for one, value in seen]
+    assert [value for _, value in seen] == [step * mine for step in range(1, 5) for _ in range(3)]
 
 
+@each_worker(nets.HERE)
 @pytest.mark.parametrize("way", ["model", "optimizer"])
-def test_a_models_gradient_is_in_its_bucket_at_once(way: str) -> None:
+def test_a_models_gradient_is_in_its_bucket_at_once(store: Any, way: str) -> None:
     """So the memory that autograd has used for it is free. With a DistributedOptimizer it is so after `step`."""
-
-    def body(store: Any) -> None:
-        net: Any = nets.seeded(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
-        first, last = net[0].weight, net[1].weight
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        if way == "model":
-            net = mt.DistributedModel(net, store)
-        else:
-            optimizer = mt.DistributedOptimizer(optimizer, None, store)
-        meanwhile: list[int] = []
-        first.register_hook(lambda _: meanwhile.append(last.grad.data_ptr()))
-        for _ in range(3):
-            optimizer.zero_grad()
-            net(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            in_bucket = last.grad.data_ptr()
-        assert [pointer == in_bucket for pointer in meanwhile[1:]] == [way == "model"] * 2
-
-    nets.HERE.run(body)
+    net: Any = nets.seeded(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+    first, last = net[0].weight, net[1].weight
+    net, optimizer = nets.wrapped(way, net, store)
+    meanwhile: list[int] = []
+    first.register_hook(lambda _: meanwhile.append(last.grad.data_ptr()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        in_bucket = last.grad.data_ptr()
+    assert [pointer == in_bucket for pointer in meanwhile[1:]] == [way == "model"] * 2
 
 
 # --- hooks
@@ -329,119 +265,100 @@ def limited(parameter: Any) -> None:
     parameter.grad.clamp_(max=1.0)
 
 
-@nets.TWO
+@each_worker(*nets.TWO)
 @pytest.mark.parametrize("way", ["model", "optimizer"])
-def test_hooks_that_are_added_after_wrapping_run_before_the_exchange(mode: Mode, way: str) -> None:
-    def body(store: Any) -> None:
-        net: Any = Parts()
-        if way == "model":
-            net = mt.DistributedModel(net, store)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        else:
-            optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), None, store)
+def test_hooks_that_are_added_after_wrapping_run_before_the_exchange(store: Any, way: str) -> None:
+    net, optimizer = nets.wrapped(way, Parts(), store)
 
-        def first(x: float = 1.0) -> list[float]:
-            optimizer.zero_grad()
-            net(x * (store.rank + 1)).backward()
-            optimizer.step()
-            return [p.grad[0].item() for p in net.parameters()]
+    def first(x: float = 1.0) -> list[float]:
+        optimizer.zero_grad()
+        net(x * (store.rank + 1)).backward()
+        optimizer.step()
+        return [p.grad[0].item() for p in net.parameters()]
 
-        assert first() == [1.5, 1.5, 1.5]
-        handle = net.a.register_post_accumulate_grad_hook(doubled)
-        clamp = net.b.register_post_accumulate_grad_hook(limited)
-        for _ in range(3):
-            assert first() == [3.0, 1.0, 1.5]
-        optimizer.zero_grad(set_to_none=False)
+    assert first() == [1.5, 1.5, 1.5]
+    handle = net.a.register_post_accumulate_grad_hook(doubled)
+    clamp = net.b.register_post_accumulate_grad_hook(limited)
+    for _ in range(3):
         assert first() == [3.0, 1.0, 1.5]
-        handle.remove()
-        clamp.remove()
-        assert first() == [1.5, 1.5, 1.5]
+    optimizer.zero_grad(set_to_none=False)
+    assert first() == [3.0, 1.0, 1.5]
+    handle.remove()
+    clamp.remove()
+    assert first() == [1.5, 1.5, 1.5]
 
-    mode.run(body)
 
+@each_worker(nets.HERE)
+def test_a_hook_that_takes_the_gradient_away(store: Any) -> None:
+    model = mt.DistributedModel(Parts(), store)
 
-def test_a_hook_that_takes_the_gradient_away() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(Parts(), store)
+    def take(parameter: Any) -> None:
+        parameter.grad = None
 
-        def take(parameter: Any) -> None:
-            parameter.grad = None
-
-        for _ in range(2):
-            handle = model.b.register_post_accumulate_grad_hook(take)
-            with pytest.raises(UnsupportedError, match="'b'"):
-                model(1.0).backward()
-            handle.remove()
+    for _ in range(2):
+        handle = model.b.register_post_accumulate_grad_hook(take)
+        with pytest.raises(UnsupportedError, match="'b'"):
             model(1.0).backward()
-            assert model.b.grad.tolist() == [1.0] * 3
-            model.zero_grad()
-
-    nets.HERE.run(body)
+        handle.remove()
+        model(1.0).backward()
+        assert model.b.grad.tolist() == [1.0] * 3
+        model.zero_grad()
 
 
 # --- gradients that are differentiated again
 
 
-@nets.TWO
-def test_gradients_with_a_graph_are_refused(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1)), store)
-        x = torch.ones(1, 2)
-        for _ in range(2):
-            with pytest.raises(UnsupportedError, match="create_graph=True"):
-                model(x).square().sum().backward(create_graph=True)
-            model.zero_grad()
-            # a penalty on the gradient, as it is done right
-            out = model(x).square().sum()
-            (gradient,) = torch.autograd.grad(out, model.weight, create_graph=True)
-            (out + gradient.square().sum()).backward()
-            assert not model.weight.grad.requires_grad
-            model.zero_grad()
-
-    mode.run(body)
+@each_worker(*nets.TWO)
+def test_gradients_with_a_graph_are_refused(store: Any) -> None:
+    model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1)), store)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="create_graph=True"):
+            model(x).square().sum().backward(create_graph=True)
+        model.zero_grad()
+        # a penalty on the gradient, as it is done right
+        out = model(x).square().sum()
+        (gradient,) = torch.autograd.grad(out, model.weight, create_graph=True)
+        (out + gradient.square().sum()).backward()
+        assert not model.weight.grad.requires_grad
+        model.zero_grad()
 
 
 # --- modules that change
 
 
-@nets.TWO
-def test_parameters_that_come_later_are_refused(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), store)
-        x = torch.ones(1, 2)
-        model(x).sum().backward()
-        model.module.append(torch.nn.Linear(2, 1))
-        with pytest.raises(UnsupportedError, match=r"parameter '1.weight', '1.bias' came to the module after"):
-            model(x)
-        with torch.no_grad():
-            model(x)  # where nothing is exchanged
-        model.module[1] = torch.nn.Dropout(0.0)
-        model(x).sum().backward()
-        model.module[0].weight = torch.nn.Parameter(torch.ones(2, 2))
-        with pytest.raises(UnsupportedError, match=r"parameter '0.weight' came"):
-            model(x)
-
-    mode.run(body)
+@each_worker(*nets.TWO)
+def test_parameters_that_come_later_are_refused(store: Any) -> None:
+    model = mt.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), store)
+    x = torch.ones(1, 2)
+    model(x).sum().backward()
+    model.module.append(torch.nn.Linear(2, 1))
+    with pytest.raises(UnsupportedError, match=r"parameter '1.weight', '1.bias' came to the module after"):
+        model(x)
+    with torch.no_grad():
+        model(x)  # where nothing is exchanged
+    model.module[1] = torch.nn.Dropout(0.0)
+    model(x).sum().backward()
+    model.module[0].weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(UnsupportedError, match=r"parameter '0.weight' came"):
+        model(x)
 
 
-@nets.TWO
+@each_worker(*nets.TWO)
 @pytest.mark.parametrize(("change", "now"), [("dtype", r"float64 \(2, 3\)"), ("shape", r"float32 \(1, 3\)")])
-def test_parameters_that_have_another_shape_or_dtype_are_refused(mode: Mode, change: str, now: str) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(torch.nn.Linear(3, 2, bias=False), store)
-        x = torch.ones(1, 3)
-        for _ in range(2):
-            model.zero_grad()
-            model(x).sum().backward()
+def test_parameters_that_have_another_shape_or_dtype_are_refused(store: Any, change: str, now: str) -> None:
+    model = mt.DistributedModel(torch.nn.Linear(3, 2, bias=False), store)
+    x = torch.ones(1, 3)
+    for _ in range(2):
         model.zero_grad()
-        if change == "dtype":
-            model.double()
-        else:
-            model.weight.data = model.weight.data[:1].clone()
-        with pytest.raises(UnsupportedError, match=rf"'weight' was float32 \(2, 3\) when .*, and is {now} now"):
-            model(x.to(model.weight.dtype)).sum().backward()
-
-    mode.run(body)
+        model(x).sum().backward()
+    model.zero_grad()
+    if change == "dtype":
+        model.double()
+    else:
+        model.weight.data = model.weight.data[:1].clone()
+    with pytest.raises(UnsupportedError, match=rf"'weight' was float32 \(2, 3\) when .*, and is {now} now"):
+        model(x.to(model.weight.dtype)).sum().backward()
 
 
 def test_copies_are_refused() -> None:
@@ -456,13 +373,3 @@ def test_copies_are_refused() -> None:
             way()
     averaged = torch.optim.swa_utils.AveragedModel(model.module)
     averaged.update_parameters(model.module)
-
-
-def test_the_default_store() -> None:
-    mt.init(kv.create("local"))
-    try:
-        model = mt.DistributedModel(torch.nn.Linear(2, 1))
-        model(torch.ones(1, 2)).sum().backward()
-        assert model.weight.grad.tolist() == [[1.0, 1.0]]
-    finally:
-        mt.shutdown()

@@ -10,155 +10,92 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, mode_id  # noqa: E402
+from store_modes import Mode, each_worker, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError  # noqa: E402
 
 
-def _adam(model: Any) -> Any:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
+@each_worker(*nets.TWO)
+def test_step_synchronizes_and_schedules(store: Any) -> None:
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), store=store)
+    assert isinstance(optimizer, torch.optim.SGD)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
+    def backward() -> Any:
+        loss = net(torch.full((1, 1), store.rank + 1.0)).sum()
+        loss.backward()
+        return loss
 
-def _replicas(workers: int, passes: int, op: str = mt.Average) -> Any:
-    """The first of the replicas after 4 steps."""
-    replicas = [nets.seeded(nets.Net) for _ in range(workers)]
-    optimizers = [_adam(model) for model in replicas]
-    for step in range(4):
-        for rank, model in enumerate(replicas):
-            for i in range(passes):
-                odd = bool(rank % 2) and i == 0
-                nets.loss_of(model(nets.batch(10 * step + i, rank), odd=odd)).backward()
-        nets.mean_gradients(replicas, None if op == mt.Average else [1.0] * workers)
-        for model, optimizer in zip(replicas, optimizers, strict=True):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
+    for step in range(3):
+        backward()
+        with pytest.raises(RuntimeError, match="before step"):
             optimizer.zero_grad()
-    return replicas[0]
+        optimizer.step()
+        assert net.weight.item() == pytest.approx(-1.5 * (2 - 0.5**step))
+        optimizer.zero_grad()
+        schedule.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = net.weight.item()
+    optimizer.step(lambda: (optimizer.zero_grad(), backward())[1])
+    assert net.weight.item() == pytest.approx(before - 1.5 * 0.125)
 
 
-@pytest.mark.parametrize("mode", [Mode("local", 1), *nets.MODES], ids=mode_id)
-@pytest.mark.parametrize(("passes", "op"), [(1, mt.Average), (3, mt.Sum)])
-def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -> None:
-    expected = dict(_replicas(mode.workers, passes, op).named_parameters())
-
-    def body(store: Any) -> dict[str, Any]:
-        net = nets.seeded(nets.Net, seed=store.rank)
-        mt.broadcast_parameters(net.state_dict(), store=store)
-        optimizer = mt.DistributedOptimizer(
-            _adam(net), net.named_parameters(), store, backward_passes_per_step=passes, op=op, bucket_bytes=500
-        )
-        for step in range(4):
-            for i in range(passes):
-                odd = bool(store.rank % 2) and i == 0
-                nets.loss_of(net(nets.batch(10 * step + i, store.rank), odd=odd)).backward()
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-            if step % 2:
-                optimizer.step()
-            else:
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            optimizer.zero_grad()
-        for name, parameter in net.named_parameters():
-            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)
-        return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-
-    nets.same_on_all(mode.run(body))
-
-
-@nets.TWO
-def test_step_synchronizes_and_schedules(mode: Mode) -> None:
-    twin = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(twin.weight)
-
-    def body(store: Any) -> None:
-        net = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.zeros_(net.weight)
-        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), store=store)
-        assert isinstance(optimizer, torch.optim.SGD)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        for step in range(3):
-            net(torch.full((1, 1), store.rank + 1.0)).sum().backward()
-            with pytest.raises(RuntimeError, match="before step"):
-                optimizer.zero_grad()
-            optimizer.step()
-            assert net.weight.item() == pytest.approx(-1.5 * (2 - 0.5**step))
-            optimizer.zero_grad()
-            schedule.step()
-        state = optimizer.state_dict()
-        optimizer.load_state_dict(state)
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = net(torch.full((1, 1), store.rank + 1.0)).sum()
-            loss.backward()
-            return loss
-
-        before = net.weight.item()
-        optimizer.step(closure)
-        assert net.weight.item() == pytest.approx(before - 1.5 * 0.125)
-
-    mode.run(body)
-
-
-@nets.TWO
-def test_too_many_passes_and_several_losses(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
-        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
-        for _ in range(2):
-            for layer in net:
-                layer(torch.full((1, 2), store.rank + 1.0)).sum().backward()  # a loss for each part
-            optimizer.step()
-            assert net[1].weight.grad.tolist() == [[1.5, 1.5]]
-            optimizer.zero_grad()
+@each_worker(*nets.TWO)
+def test_too_many_passes_and_several_losses(store: Any) -> None:
+    net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
+    for _ in range(2):
+        for layer in net:
+            layer(torch.full((1, 2), store.rank + 1.0)).sum().backward()  # a loss for each part
+        optimizer.step()
+        assert net[1].weight.grad.tolist() == [[1.5, 1.5]]
+        optimizer.zero_grad()
+    net[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"backward_passes_per_step=1"):
         net[0](torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"backward_passes_per_step=1"):
-            net[0](torch.ones(1, 2)).sum().backward()
-        optimizer.synchronize()
-
-    mode.run(body)
+    optimizer.synchronize()
 
 
-def test_arguments() -> None:
-    def body(store: Any) -> None:
-        net = torch.nn.Linear(2, 1)
+@each_worker(nets.HERE)
+def test_arguments(store: Any) -> None:
+    net = torch.nn.Linear(2, 1)
 
-        def make(**options: Any) -> Any:
-            options = {"named_parameters": net.named_parameters(), "store": store, **options}
-            return mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    def make(**options: Any) -> Any:
+        options = {"named_parameters": net.named_parameters(), "store": store, **options}
+        return mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), **options)
 
-        for options, error in (
-            ({"compression": "zip"}, ValueError),
-            ({"op": "min"}, UnsupportedError),
-            ({"backward_passes_per_step": 0}, ValueError),
-            ({"backward_passes_per_step": 1.0}, TypeError),
-            ({"gradient_predivide_factor": 0}, ValueError),
-            ({"gradient_predivide_factor": 2.0, "op": mt.Sum}, ValueError),
-            ({"named_parameters": [("a", net.weight)]}, ValueError),
-            ({"named_parameters": [("a", net.weight), ("a", net.bias)]}, ValueError),
-            ({"named_parameters": [net.weight]}, TypeError),
-            ({"op": mt.Sum if store.rank else mt.Average}, ConfigError),
-            ({"named_parameters": [("a", net.weight), ("bc"[store.rank], net.bias)]}, ShapeMismatch),
-        ):
-            with pytest.raises(error):
-                make(**options)
-        optimizer = make(compression=mt.Compression.none, gradient_predivide_factor=2.0)
-        with pytest.raises(UnsupportedError):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-        with pytest.raises(TypeError):
-            mt.DistributedOptimizer(optimizer, store=store)
-        with pytest.raises(TypeError):
-            mt.DistributedOptimizer(net, store=store)
-
-    nets.HERE.run(body)
+    for options, error in (
+        ({"compression": "zip"}, ValueError),
+        ({"op": "min"}, UnsupportedError),
+        ({"backward_passes_per_step": 0}, ValueError),
+        ({"backward_passes_per_step": 1.0}, TypeError),
+        ({"gradient_predivide_factor": 0}, ValueError),
+        ({"gradient_predivide_factor": 2.0, "op": mt.Sum}, ValueError),
+        ({"named_parameters": [("a", net.weight)]}, ValueError),
+        ({"named_parameters": [("a", net.weight), ("a", net.bias)]}, ValueError),
+        ({"named_parameters": [net.weight]}, TypeError),
+        ({"op": mt.Sum if store.rank else mt.Average}, ConfigError),
+        ({"named_parameters": [("a", net.weight), ("bc"[store.rank], net.bias)]}, ShapeMismatch),
+    ):
+        with pytest.raises(error):
+            make(**options)
+    optimizer = make(compression=mt.Compression.none, gradient_predivide_factor=2.0)
+    with pytest.raises(UnsupportedError):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TypeError):
+        mt.DistributedOptimizer(optimizer, store=store)
+    with pytest.raises(TypeError):
+        mt.DistributedOptimizer(net, store=store)
 
 
+@modes(nets.HERE)
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "LBFGS"])
 @pytest.mark.parametrize("root", [0, 1])
-def test_broadcast_of_an_optimizer(kind: str, root: int) -> None:
+def test_broadcast_of_an_optimizer(mode: Mode, kind: str, root: int) -> None:
     options = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "LBFGS": {"max_iter": 3}}[kind]
 
     def body(store: Any) -> Any:
@@ -167,7 +104,7 @@ def test_broadcast_of_an_optimizer(kind: str, root: int) -> None:
 
         def closure() -> Any:
             optimizer.zero_grad()
-            loss = net(torch.full((1, 2), 1.0 + store.rank, dtype=net.weight.dtype)).square().sum()
+            loss = net(torch.full((1, 2), 1.0 + root, dtype=net.weight.dtype)).square().sum()
             loss.backward()
             return loss
 
@@ -177,34 +114,26 @@ def test_broadcast_of_an_optimizer(kind: str, root: int) -> None:
         mt.broadcast_optimizer_state(optimizer, root, store=store)
         assert optimizer.param_groups[0]["lr"] == 0.1 * (1 + root)
         for _ in range(2):  # and go on alike
-            optimizer.step(lambda: (optimizer.zero_grad(), _loss(net, root))[1])
+            optimizer.step(closure)
         return nets.snapshot(net)
 
-    nets.same_on_all(nets.HERE.run(body))
+    nets.same_on_all(mode.run(body))
 
 
-def _loss(net: Any, root: int) -> Any:
-    loss = net(torch.full((1, 2), 1.0 + root, dtype=net.weight.dtype)).square().sum()
-    loss.backward()
-    return loss
-
-
-def test_broadcast_of_what_differs() -> None:
-    def body(store: Any) -> None:
-        one = store.rank == 1
-        net = torch.nn.Linear(2, 1 + one)
-        with pytest.raises(ShapeMismatch, match=r"\(2, 2\)"):
-            mt.broadcast_parameters(net.state_dict(), store=store)
-        with pytest.raises(ShapeMismatch, match="other"):
-            mt.broadcast_parameters({"other" if one else "this": torch.ones(1)}, store=store)
-        make = torch.optim.Adam if one else torch.optim.SGD
-        with pytest.raises(ShapeMismatch, match="Adam"):
-            mt.broadcast_optimizer_state(make(net.parameters(), lr=0.1), store=store)
-        with pytest.raises(TypeError):
-            mt.broadcast_parameters(net, store=store)
-        assert mt.broadcast_object({"epoch": 3 + store.rank, "f": len}, 1, store=store) == {"epoch": 4, "f": len}
-
-    nets.HERE.run(body)
+@each_worker(nets.HERE)
+def test_broadcast_of_what_differs(store: Any) -> None:
+    one = store.rank == 1
+    net = torch.nn.Linear(2, 1 + one)
+    with pytest.raises(ShapeMismatch, match=r"\(2, 2\)"):
+        mt.broadcast_parameters(net.state_dict(), store=store)
+    with pytest.raises(ShapeMismatch, match="other"):
+        mt.broadcast_parameters({"other" if one else "this": torch.ones(1)}, store=store)
+    make = torch.optim.Adam if one else torch.optim.SGD
+    with pytest.raises(ShapeMismatch, match="Adam"):
+        mt.broadcast_optimizer_state(make(net.parameters(), lr=0.1), store=store)
+    with pytest.raises(TypeError):
+        mt.broadcast_parameters(net, store=store)
+    assert mt.broadcast_object({"epoch": 3 + store.rank, "f": len}, 1, store=store) == {"epoch": 4, "f": len}
 
 
 def test_local_store_has_nothing_to_broadcast() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import frameworks
 import numpy as np
 import pytest
-from direct_stores import both_ways, numbers, run
+from direct_stores import both_ways, numbers
+from store_modes import ONE_HOST, each_worker
 
 from mpikv import optimizers
 from mpikv.calls.prepared import PreparedCalls, may_come_again
@@ -33,43 +34,26 @@ def known(key, value, out=None):
     return prepared
 
 
-def new_data(tensor):
-    tensor.data = torch.zeros(2, 3)
-
-
-def new_storage(tensor):
-    tensor.set_(torch.zeros(2, 3))
-
-
-def grown(tensor):
-    tensor.resize_(200, 300)
-
-
-def cut(tensor):
-    tensor.resize_(1, 3)
-
-
-def reshaped(tensor):
-    tensor.resize_(3, 2)
-
-
-def transposed(tensor):
-    tensor.t_()
-
-
-def half(tensor):
-    tensor.data = tensor.data.half()
+CHANGES = {
+    "data": lambda tensor: setattr(tensor, "data", torch.zeros(2, 3)),
+    "dtype": lambda tensor: setattr(tensor, "data", tensor.data.half()),
+    "storage": lambda tensor: tensor.set_(torch.zeros(2, 3)),
+    "grown": lambda tensor: tensor.resize_(200, 300),
+    "cut": lambda tensor: tensor.resize_(1, 3),
+    "reshaped": lambda tensor: tensor.resize_(3, 2),
+    "transposed": lambda tensor: tensor.t_(),
+}
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("change", [new_data, new_storage, grown, cut, reshaped, transposed, half])
-@pytest.mark.parametrize("place", ["value", "out"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", [0, 1], ids=["value", "out"])
 @pytest.mark.parametrize("listed", [False, True])
 def test_other_memory_or_another_form_is_another_call(change, place, listed):
-    value, out = torch.zeros(2, 3), torch.zeros(2, 3)
+    both = value, out = torch.zeros(2, 3), torch.zeros(2, 3)
     arguments = (["a", "b"], [value, torch.ones(4)], [out, np.zeros(4)]) if listed else ("a", value, out)
     prepared = known(*arguments)
-    change(value if place == "value" else out)
+    CHANGES[change](both[place])
     assert prepared.find(*arguments) is None
 
 
@@ -78,13 +62,9 @@ def test_another_tensor_of_the_same_memory_is_another_call():
     prepared = known("a", value)
     assert prepared.find("a", value.view(3), None) is None
     assert prepared.find("a", value, value) is None
-    one = torch.ones(1)  # equal to others, and comparing says so
-    prepared = known(["a"], [one])
-    assert prepared.find(["a"], [torch.ones(1)], None) is None
-
-
-def test_beside_arrays_of_numpy_that_become_read_only():
-    value, out = torch.zeros(3), np.zeros(3, np.float32)
+    prepared = known(["a"], [torch.ones(1)])
+    assert prepared.find(["a"], [torch.ones(1)], None) is None  # equal, and comparing says so
+    out = np.zeros(3, np.float32)
     prepared = known("a", value, out)
     out.flags.writeable = False
     assert prepared.find("a", value, out) is None
@@ -127,15 +107,13 @@ def test_tensors_whose_memory_changes_between_calls(optimizer):
     both_ways(2, body)
 
 
-def test_a_tensor_that_became_of_another_shape_is_refused_again():
-    def body(store):
-        value = torch.zeros(2, 3)
-        store.init("a", value)
-        for _ in range(3):
-            store.pushpull("a", value)
-        value.resize_(3, 2)
-        with pytest.raises(ValueError, match="key 'a' is float32"):
-            store.pushpull("a", value)
-        store.barrier()
-
-    run(2, body)
+@each_worker(ONE_HOST)
+def test_a_tensor_that_became_of_another_shape_is_refused_again(store):
+    value = torch.zeros(2, 3)
+    store.init("a", value)
+    for _ in range(3):
+        store.pushpull("a", value)
+    value.resize_(3, 2)
+    with pytest.raises(ValueError, match="key 'a' is float32"):
+        store.pushpull("a", value)
+    store.barrier()

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import frameworks
 import pytest
+from store_modes import given_to
 
 from mpikv.config import Config
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
@@ -22,9 +23,15 @@ from mpikv.torch.process_group import MpiProcessGroup  # noqa: E402
 WAYS = {"memory": {}, "messages": {"shared_memory": "off"}}
 
 
-def run(size: int, body, way: str = "memory"):
-    config = Config(timeout_s=20, **WAYS[way])
+def run(size: int, body, way: str = "memory", timeout_s: float = 20):
+    config = Config(timeout_s=timeout_s, **WAYS[way])
     return spawn_groups(size, lambda world, group: body(MpiProcessGroup(world, group)), config=config)
+
+
+def each_rank(size: int, *ways: str):
+    """The test is what each rank of a process group does, in each of these ways."""
+    mark = pytest.mark.parametrize("way", ways)
+    return lambda test: mark(given_to(test, "way", lambda way, body: run(size, body, way)))
 
 
 def reduced_by(op, **fields):
@@ -41,129 +48,110 @@ def rooted(kind, root: int):
     return options
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_rank(3, *WAYS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int64", "uint8", "complex64"])
-def test_dtypes(way: str, dtype: str) -> None:
+def test_dtypes(group, dtype: str) -> None:
     kind = getattr(torch, dtype)
-
-    def body(group):
-        tensor = torch.tensor([1.0, 2, 3]).to(kind) * (group.rank() + 1)
-        assert group.allreduce([tensor]).wait()
-        assert tensor.tolist() == [6, 12, 18]
-        outs = [torch.zeros(2, dtype=kind) for _ in range(3)]
-        group.allgather([outs], [torch.full((2,), group.rank()).to(kind)]).wait()
-        assert [out[1].item() for out in outs] == [0, 1, 2]
-
-    run(3, body, way)
+    tensor = torch.tensor([1.0, 2, 3]).to(kind) * (group.rank() + 1)
+    assert group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [6, 12, 18]
+    outs = [torch.zeros(2, dtype=kind) for _ in range(3)]
+    group.allgather([outs], [torch.full((2,), group.rank()).to(kind)]).wait()
+    assert [out[1].item() for out in outs] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tensors_that_do_not_lie_in_one_piece(way: str) -> None:
-    def body(group):
-        whole = torch.zeros(4, 6)
-        column = whole[:, 1::2]
-        column += group.rank() + 1
-        group.allreduce([column]).wait()
-        assert whole.tolist() == [[0, 3, 0, 3, 0, 3]] * 4
-        turned = torch.arange(6.0).reshape(2, 3).t() * (group.rank() == 1)
-        group.broadcast([turned], rooted(c10d.BroadcastOptions, 1)).wait()
-        assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
-        if group.rank() == 0:
-            group.send([turned], 1, 3).wait()
-        else:
-            got = torch.zeros(3, 4)[:, ::2]
-            work = group.recv_anysource([got], 3)
-            assert work._source_rank() == 0
-            assert torch.equal(got, turned)
-        channels_last = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-        future = group.allreduce([channels_last]).get_future()
-        assert future.wait()[0].sum().item() == 240
-
-    run(2, body, way)
+@each_rank(2, *WAYS)
+def test_tensors_that_do_not_lie_in_one_piece(group) -> None:
+    whole = torch.zeros(4, 6)
+    column = whole[:, 1::2]
+    column += group.rank() + 1
+    group.allreduce([column]).wait()
+    assert whole.tolist() == [[0, 3, 0, 3, 0, 3]] * 4
+    turned = torch.arange(6.0).reshape(2, 3).t() * (group.rank() == 1)
+    group.broadcast([turned], rooted(c10d.BroadcastOptions, 1)).wait()
+    assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
+    if group.rank() == 0:
+        group.send([turned], 1, 3).wait()
+    else:
+        got = torch.zeros(3, 4)[:, ::2]
+        work = group.recv_anysource([got], 3)
+        assert work._source_rank() == 0
+        assert torch.equal(got, turned)
+    channels_last = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    future = group.allreduce([channels_last]).get_future()
+    assert future.wait()[0].sum().item() == 240
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_empty_and_scalar_tensors_and_those_with_gradients(way: str) -> None:
-    def body(group):
-        for tensor in (torch.zeros(0), torch.zeros(3, 0), torch.tensor(2.0), torch.ones(2, requires_grad=True)):
-            group.allreduce([tensor]).wait()
-            assert tensor.detach().flatten().tolist() in ([], [4], [2, 2])
-        lazy = torch.tensor([1 + 1j]).conj()
-        group.allreduce([lazy]).wait()
-        assert lazy.tolist() == [2 - 2j]
-        flags = torch.tensor([True, False])
-        group.broadcast([flags], rooted(c10d.BroadcastOptions, 0)).wait()
-        bytes_ = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
-        group.broadcast([bytes_], rooted(c10d.BroadcastOptions, 0)).wait()
-        with pytest.raises(UnsupportedError, match="sum of"):
-            group.allreduce([bytes_])
-        with pytest.raises(UnsupportedError, match="mean of int64"):
-            group.allreduce([torch.ones(2, dtype=torch.int64)], reduced_by(dist.ReduceOp.AVG))
-        with pytest.raises(UnsupportedError, match="a meta tensor"):
-            group.allreduce([torch.ones(2, device="meta")])
+@each_rank(2, *WAYS)
+def test_empty_and_scalar_tensors_and_those_with_gradients(group) -> None:
+    for tensor in (torch.zeros(0), torch.zeros(3, 0), torch.tensor(2.0), torch.ones(2, requires_grad=True)):
+        group.allreduce([tensor]).wait()
+        assert tensor.detach().flatten().tolist() in ([], [4], [2, 2])
+    lazy = torch.tensor([1 + 1j]).conj()
+    group.allreduce([lazy]).wait()
+    assert lazy.tolist() == [2 - 2j]
+    flags = torch.tensor([True, False])
+    group.broadcast([flags], rooted(c10d.BroadcastOptions, 0)).wait()
+    bytes_ = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    group.broadcast([bytes_], rooted(c10d.BroadcastOptions, 0)).wait()
+    with pytest.raises(UnsupportedError, match="sum of"):
+        group.allreduce([bytes_])
+    with pytest.raises(UnsupportedError, match="mean of int64"):
+        group.allreduce([torch.ones(2, dtype=torch.int64)], reduced_by(dist.ReduceOp.AVG))
+    with pytest.raises(UnsupportedError, match="a meta tensor"):
+        group.allreduce([torch.ones(2, device="meta")])
+    group.barrier().wait()
+
+
+@each_rank(3, *WAYS)
+def test_gather_scatter_and_all_to_all(group) -> None:
+    me = group.rank()
+    outs = [[torch.zeros(2) for _ in range(3)]] if me == 2 else []
+    group.gather(outs, [torch.full((2,), float(me))], rooted(c10d.GatherOptions, 2)).wait()
+    assert [out[0].item() for row in outs for out in row] == ([0, 1, 2] if me == 2 else [])
+    got = torch.zeros(2)
+    parts = [[torch.full((2,), 10.0 + i) for i in range(3)]] if me == 1 else []
+    group.scatter([got], parts, rooted(c10d.ScatterOptions, 1)).wait()
+    assert got.tolist() == [10 + me] * 2
+    sent = torch.arange(6.0).reshape(6, 1) + 10 * me
+    got = torch.zeros(3 * (me + 1), 1)
+    group.all_to_all_single(got, sent, [me + 1] * 3, [1, 2, 3]).wait()
+    begin = sum(range(me + 1))
+    assert got[:, 0].tolist() == [10 * rank + begin + i for rank in range(3) for i in range(me + 1)]
+    lists = [torch.zeros(2) for _ in range(3)], [torch.full((2,), 3.0 * me + i) for i in range(3)]
+    group.alltoall(*lists).wait()
+    assert [out[0].item() for out in lists[0]] == [me, 3 + me, 6 + me]
+    with pytest.raises(ValueError, match="splits"):
+        group.all_to_all_single(got, sent, [1, 1, 1], [1, 2, 2])
+    with pytest.raises(ValueError, match="cannot be split evenly"):
+        group.all_to_all_single(torch.zeros(4), torch.zeros(4), None, None)
+    with pytest.raises(ValueError, match="one dtype"):
+        group.alltoall([torch.zeros(1)] * 3, [torch.zeros(1), torch.zeros(1).double(), torch.zeros(1)])
+
+
+@each_rank(3, *WAYS)
+@pytest.mark.parametrize("expected", [3, 1, 0], ids=lambda n: f"{n} for 2")
+def test_lengths_that_do_not_fit_are_an_error_of_who_expects_them(group, expected: int) -> None:
+    """Rank 1 expects another number of rank 0's elements than come; all hear of it, and nobody else is blamed."""
+    me = group.rank()
+    outs = [torch.zeros(expected if (me, rank) == (1, 0) else 2) for rank in range(3)]
+    text = f"the message of rank 0 of the group has 8 bytes, the tensor to receive it has {4 * expected}"
+    kind, match = (ShapeMismatch, f"^{text}$") if me == 1 else (PeerError, f"failed on rank 1 of 3 .*: {text}")
+    with pytest.raises(kind, match=match):  # noqa: PT012 - in the first call or, where that was done, in the next
+        group.alltoall(outs, [torch.full((2,), float(me))] * 3).wait()
+        assert me != 1
+        assert [out.tolist() for out in outs] == [[0, 0], [1, 1], [2, 2]]
         group.barrier().wait()
 
-    run(2, body, way)
 
-
-@pytest.mark.parametrize("way", WAYS)
-def test_gather_scatter_and_all_to_all(way: str) -> None:
-    def body(group):
-        me = group.rank()
-        outs = [[torch.zeros(2) for _ in range(3)]] if me == 2 else []
-        group.gather(outs, [torch.full((2,), float(me))], rooted(c10d.GatherOptions, 2)).wait()
-        assert [out[0].item() for row in outs for out in row] == ([0, 1, 2] if me == 2 else [])
-        got = torch.zeros(2)
-        parts = [[torch.full((2,), 10.0 + i) for i in range(3)]] if me == 1 else []
-        group.scatter([got], parts, rooted(c10d.ScatterOptions, 1)).wait()
-        assert got.tolist() == [10 + me] * 2
-        sent = torch.arange(6.0).reshape(6, 1) + 10 * me
-        got = torch.zeros(3 * (me + 1), 1)
-        group.all_to_all_single(got, sent, [me + 1] * 3, [1, 2, 3]).wait()
-        begin = sum(range(me + 1))
-        assert got[:, 0].tolist() == [10 * rank + begin + i for rank in range(3) for i in range(me + 1)]
-        lists = [torch.zeros(2) for _ in range(3)], [torch.full((2,), 3.0 * me + i) for i in range(3)]
-        group.alltoall(*lists).wait()
-        assert [out[0].item() for out in lists[0]] == [me, 3 + me, 6 + me]
-        with pytest.raises(ValueError, match="splits"):
-            group.all_to_all_single(got, sent, [1, 1, 1], [1, 2, 2])
-        with pytest.raises(ValueError, match="cannot be split evenly"):
-            group.all_to_all_single(torch.zeros(4), torch.zeros(4), None, None)
-        with pytest.raises(ValueError, match="one dtype"):
-            group.alltoall([torch.zeros(1)] * 3, [torch.zeros(1), torch.zeros(1).double(), torch.zeros(1)])
-
-    run(3, body, way)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("expected", [3, 1, 0], ids=lambda n: f"{n} for 2")
-def test_lengths_that_do_not_fit_are_an_error_of_who_expects_them(way: str, expected: int) -> None:
-    """Rank 1 expects another number of rank 0's elements than come; all hear of it, and nobody else is blamed."""
-
-    def body(group):
-        me = group.rank()
-        outs = [torch.zeros(expected if (me, rank) == (1, 0) else 2) for rank in range(3)]
-        text = f"the message of rank 0 of the group has 8 bytes, the tensor to receive it has {4 * expected}"
-        kind, match = (ShapeMismatch, f"^{text}$") if me == 1 else (PeerError, f"failed on rank 1 of 3 .*: {text}")
-        with pytest.raises(kind, match=match):  # noqa: PT012 - in the first call or, where that was done, in the next
-            group.alltoall(outs, [torch.full((2,), float(me))] * 3).wait()
-            assert me != 1
-            assert [out.tolist() for out in outs] == [[0, 0], [1, 1], [2, 2]]
-            group.barrier().wait()
-
-    run(3, body, way)
-
-
-def test_what_a_rank_sends_itself_fits() -> None:
-    def body(group):
-        outs = [torch.zeros(2), torch.zeros(2)]
-        sent = [torch.ones(1 if group.rank() == 0 and to == 0 else 2) for to in range(2)]
-        with pytest.raises(MpikvError, match="this rank sends itself 1 elements, and expects 2"):  # noqa: PT012
-            group.alltoall(outs, sent).wait()
-            assert group.rank() == 1
-            group.barrier().wait()
-
-    run(2, body)
+@each_rank(2, "memory")
+def test_what_a_rank_sends_itself_fits(group) -> None:
+    outs = [torch.zeros(2), torch.zeros(2)]
+    sent = [torch.ones(1 if group.rank() == 0 and to == 0 else 2) for to in range(2)]
+    with pytest.raises(MpikvError, match="this rank sends itself 1 elements, and expects 2"):  # noqa: PT012
+        group.alltoall(outs, sent).wait()
+        assert group.rank() == 1
+        group.barrier().wait()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -193,121 +181,99 @@ def test_arguments_that_are_wrong_on_one_rank_are_told_to_the_others(way: str, c
         else:
             calls[call](group, 1).wait()
 
-    spawn_groups(3, lambda world, group: body(MpiProcessGroup(world, group)), config=Config(timeout_s=60, **WAYS[way]))
+    run(3, body, way, timeout_s=60)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_tensor_without_a_list(way: str) -> None:
+@each_rank(2, *WAYS)
+def test_one_tensor_without_a_list(group) -> None:
     """As DistributedDataParallel hands over its map of parameters for ranks that have left its `join`."""
-
-    def body(group):
-        tensor = torch.tensor([1, 2], dtype=torch.int32)
-        group.allreduce(tensor if group.rank() == 0 else [tensor]).wait()
-        assert tensor.tolist() == [2, 4]
-
-    run(2, body, way)
+    tensor = torch.tensor([1, 2], dtype=torch.int32)
+    group.allreduce(tensor if group.rank() == 0 else [tensor]).wait()
+    assert tensor.tolist() == [2, 4]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_coalesced_calls(way: str) -> None:
-    def body(group):
-        me = group.rank()
-        outs = [torch.zeros(2 * n) for n in (3, 1)]
-        group.all_gather_single_coalesced(outs, [torch.full((n,), me + 1.0) for n in (3, 1)]).wait()
-        assert [out.tolist() for out in outs] == [[1, 1, 1, 2, 2, 2], [1, 2]]
-        outs = [torch.zeros(3), torch.zeros(1)]
-        group._reduce_scatter_base(outs[0], torch.arange(6.0)).wait()
-        assert outs[0].tolist() == ([0, 2, 4] if me == 0 else [6, 8, 10])
-        group.reduce_scatter_tensor_coalesced(outs, [torch.ones(6), torch.ones(2)]).wait()
-        assert [out.tolist() for out in outs] == [[2, 2, 2], [2]]
-        group._start_coalescing(torch.device("cpu"))
-        tensors = [torch.ones(1), torch.ones(2)]
-        for tensor in tensors:
-            group.allreduce([tensor])
-        assert group._end_coalescing(torch.device("cpu")).get_future().wait()[1].tolist() == [2, 2]
-        lists = [[torch.zeros(1), torch.zeros(2)] for _ in range(2)]
-        group.allgather_coalesced(lists, [torch.full((1,), float(me)), torch.full((2,), me + 5.0)]).wait()
-        assert [[out[0].item() for out in row] for row in lists] == [[0, 5], [1, 6]]
-
-    run(2, body, way)
+@each_rank(2, *WAYS)
+def test_coalesced_calls(group) -> None:
+    me = group.rank()
+    outs = [torch.zeros(2 * n) for n in (3, 1)]
+    group.all_gather_single_coalesced(outs, [torch.full((n,), me + 1.0) for n in (3, 1)]).wait()
+    assert [out.tolist() for out in outs] == [[1, 1, 1, 2, 2, 2], [1, 2]]
+    outs = [torch.zeros(3), torch.zeros(1)]
+    group._reduce_scatter_base(outs[0], torch.arange(6.0)).wait()
+    assert outs[0].tolist() == ([0, 2, 4] if me == 0 else [6, 8, 10])
+    group.reduce_scatter_tensor_coalesced(outs, [torch.ones(6), torch.ones(2)]).wait()
+    assert [out.tolist() for out in outs] == [[2, 2, 2], [2]]
+    group._start_coalescing(torch.device("cpu"))
+    tensors = [torch.ones(1), torch.ones(2)]
+    for tensor in tensors:
+        group.allreduce([tensor])
+    assert group._end_coalescing(torch.device("cpu")).get_future().wait()[1].tolist() == [2, 2]
+    lists = [[torch.zeros(1), torch.zeros(2)] for _ in range(2)]
+    group.allgather_coalesced(lists, [torch.full((1,), float(me)), torch.full((2,), me + 5.0)]).wait()
+    assert [[out[0].item() for out in row] for row in lists] == [[0, 5], [1, 6]]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_chained_to_a_future_may_wait_for_others(way: str) -> None:
-    def body(group):
-        gate, tensor, other = torch.zeros(1), torch.ones(2), torch.ones(2)
-        if group.rank() == 1:  # rank 0's call is under way when it gets its future
-            group.recv([gate], 0, 1).wait()
-        work = group.allreduce([tensor])
+@each_rank(2, *WAYS)
+def test_what_is_chained_to_a_future_may_wait_for_others(group) -> None:
+    gate, tensor, other = torch.zeros(1), torch.ones(2), torch.ones(2)
+    if group.rank() == 1:  # rank 0's call is under way when it gets its future
+        group.recv([gate], 0, 1).wait()
+    work = group.allreduce([tensor])
 
-        def further(future):
-            group.allreduce([other]).get_future().wait()
-            return future.value()[0] + other
+    def further(future):
+        group.allreduce([other]).get_future().wait()
+        return future.value()[0] + other
 
-        future = work.get_future().then(further)
-        if group.rank() == 0:
-            group.send([gate], 1, 1).wait()
-        assert future.wait().tolist() == [4, 4]
-        assert work.is_completed()
-        assert work.is_success()
-        assert work.result()[0] is tensor
-
-    run(2, body, way)
+    future = work.get_future().then(further)
+    if group.rank() == 0:
+        group.send([gate], 1, 1).wait()
+    assert future.wait().tolist() == [4, 4]
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.result()[0] is tensor
 
 
-def test_a_future_fails_with_its_call() -> None:
-    def body(group):
-        if group.rank() == 0:
-            work = group.allreduce([torch.ones(1)], reduced_by(dist.ReduceOp.SUM, timeout=timedelta(seconds=0.4)))
-            with pytest.raises(StallError):
-                work.wait()
-            with pytest.raises(Exception, match="its timeout in all_reduce"):
-                work.get_future().wait()
-            assert isinstance(work.exception(), StallError)
-            assert not work.is_success()
-            with pytest.raises(StallError, match="in recv from any rank"):
-                group.recv_anysource([torch.zeros(1)], 0).wait(timedelta(seconds=0.05))
-            group.send([torch.zeros(1)], 1, 0).wait()
-        else:
-            group.recv([torch.zeros(1)], 0, 0).wait()
-
-    run(2, body)
+@each_rank(2, "memory")
+def test_a_future_fails_with_its_call(group) -> None:
+    if group.rank() == 0:
+        work = group.allreduce([torch.ones(1)], reduced_by(dist.ReduceOp.SUM, timeout=timedelta(seconds=0.4)))
+        with pytest.raises(StallError):
+            work.wait()
+        with pytest.raises(Exception, match="its timeout in all_reduce"):
+            work.get_future().wait()
+        assert isinstance(work.exception(), StallError)
+        assert not work.is_success()
+        with pytest.raises(StallError, match="in recv from any rank"):
+            group.recv_anysource([torch.zeros(1)], 0).wait(timedelta(seconds=0.05))
+        group.send([torch.zeros(1)], 1, 0).wait()
+    else:
+        group.recv([torch.zeros(1)], 0, 0).wait()
 
 
-def test_sparse_tensors() -> None:
-    def body(group):
-        me = group.rank()
-        tensor = torch.sparse_coo_tensor([[0, me, me]], [[1.0, 1], [2, 2], [3, 3]], (4, 2), check_invariants=True)
-        group.allreduce([tensor]).wait()
-        assert tensor.to_dense()[:, 0].tolist() == [8, 5, 5, 0]
-        with pytest.raises(UnsupportedError, match="on the CPU"):
-            group.allreduce([tensor], reduced_by(dist.ReduceOp.MAX))
-
-    run(3, body)
-
-
-def test_sparse_tensors_of_different_shapes() -> None:
-    def body(group):
-        tensor = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank(),))
-        with pytest.raises(ShapeMismatch, match=r"one of shape \([34],\) with 1 sparse dimensions, rank"):
-            group.allreduce([tensor])
-
-    run(2, body)
+@each_rank(3, "memory")
+def test_sparse_tensors(group) -> None:
+    me = group.rank()
+    tensor = torch.sparse_coo_tensor([[0, me, me]], [[1.0, 1], [2, 2], [3, 3]], (4, 2), check_invariants=True)
+    group.allreduce([tensor]).wait()
+    assert tensor.to_dense()[:, 0].tolist() == [8, 5, 5, 0]
+    with pytest.raises(UnsupportedError, match="on the CPU"):
+        group.allreduce([tensor], reduced_by(dist.ReduceOp.MAX))
+    tensor = torch.sparse_coo_tensor([[0]], [1.0], (3 + me,), check_invariants=True)
+    with pytest.raises(ShapeMismatch, match=r"one of shape \([345],\) with 1 sparse dimensions, rank"):
+        group.allreduce([tensor])
 
 
-def test_a_group_of_one_rank() -> None:
-    def body(group):
-        tensor, outs = torch.ones(2), torch.zeros(2)
-        group.allreduce([tensor], reduced_by(dist.ReduceOp.AVG)).wait()
-        group.all_gather_single(outs, tensor).wait()
-        group.barrier().wait()
-        group.monitored_barrier(timedelta(seconds=1))
-        assert outs.tolist() == tensor.tolist() == [1, 1]
-        group.setGroupName("mine")
-        assert (group.group_name, group.name(), group.getBackendName(), group.size()) == ("mine", "mpikv", "mpikv", 1)
-        group.shutdown()
-
-    run(1, body)
+@each_rank(1, "memory")
+def test_a_group_of_one_rank(group) -> None:
+    tensor, outs = torch.ones(2), torch.zeros(2)
+    group.allreduce([tensor], reduced_by(dist.ReduceOp.AVG)).wait()
+    group.all_gather_single(outs, tensor).wait()
+    group.barrier().wait()
+    group.monitored_barrier(timedelta(seconds=1))
+    assert outs.tolist() == tensor.tolist() == [1, 1]
+    group.setGroupName("mine")
+    assert (group.group_name, group.name(), group.getBackendName(), group.size()) == ("mine", "mpikv", "mpikv", 1)
+    group.shutdown()
 
 
 def test_pytorchs_store() -> None:

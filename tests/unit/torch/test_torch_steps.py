@@ -12,13 +12,13 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
+from store_modes import each_worker, modes  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import Trainer  # noqa: E402
 from mpikv.create import notices  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
-from mpikv.torch.steps import lines_of  # noqa: E402
 
 
 def linear() -> Any:
@@ -31,92 +31,68 @@ def step(model: Any, optimizer: Any, n: int = 1) -> None:
     optimizer.step()
 
 
-@nets.TWO
-def test_learning_rates_that_differ_are_an_error_on_all_workers(mode: Any) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(linear(), store)
-        optimizer = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.25)
-        step(model, optimizer)
-        step(model, optimizer)
-        optimizer.param_groups[1]["lr"] = 0.5 + store.rank * 1e-9
-        step(model, optimizer)
-        said = r"worker 0: Adam, parameter group 1: lr=0.5; worker 1: Adam, parameter group 1: lr=0.500000001"
-        with pytest.raises(ConfigError, match=said):
-            step(model, optimizer)
-        optimizer.param_groups[1]["lr"] = 0.5
-        step(model, optimizer)
-        step(model, optimizer)
-
-    mode.run(body)
+def two_rates(rank: int, net: Any) -> Any:
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.5 + rank * 1e-9}]
+    return torch.optim.Adam(groups, lr=0.25)
 
 
-@nets.TWO
+@each_worker(*nets.TWO)
 @pytest.mark.parametrize(
     ("mine", "said"),
     [
-        (lambda rank, ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5 * rank), "SGD, parameter group 0: momentum=0.5"),
-        (lambda rank, ps: torch.optim.Adam(ps, betas=(0.9, 0.99 + rank / 500)), r"betas=\(0.9, 0.992\)"),
-        (lambda rank, ps: (torch.optim.Adam, torch.optim.AdamW)[rank](ps), "AdamW, parameter group 0"),
+        (two_rates, r"worker 0: Adam, parameter group 1: lr=0.5; worker 1: Adam, parameter group 1: lr=0.500000001"),
+        (lambda rank, net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5 * rank), "group 0: momentum=0.5"),
+        (lambda rank, net: torch.optim.Adam(net.parameters(), betas=(0.9, 0.99 + rank / 500)), r"betas=\(0.9, 0.992\)"),
+        (lambda rank, net: (torch.optim.Adam, torch.optim.AdamW)[rank](net.parameters()), "AdamW, parameter group 0"),
     ],
 )
-def test_whatever_differs_is_named(mode: Any, mine: Any, said: str) -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(linear(), store)
-        optimizer = mine(store.rank, model.parameters())
+def test_whatever_differs_is_named_on_all_workers(store: Any, mine: Any, said: str) -> None:
+    """And they go on, with what is equal again."""
+    model = mt.DistributedModel(linear(), store)
+    step(model, mine(0, model))
+    step(model, mine(0, model))
+    step(model, mine(store.rank, model))
+    with pytest.raises(ConfigError, match=said):
+        step(model, mine(0, model))
+    step(model, mine(0, model))
+    step(model, mine(0, model))
+
+
+@each_worker(nets.HERE)
+def test_equal_settings_in_any_form_are_equal(store: Any) -> None:
+    model, rank = mt.DistributedModel(linear(), store), store.rank
+    betas = ((0.9, 0.99), [0.9, 0.99])[rank]
+    several = [{"params": [model.weight], "lr": (0.5, np.float64(0.5))[rank]}, {"params": [model.bias]}]
+    optimizer = torch.optim.Adam(several, lr=0.25, betas=betas, weight_decay=(0, 0.0)[rank])
+    optimizer.param_groups[1].update(lr=(0.25, torch.tensor(0.25))[rank], mine=object())  # which is no setting
+    other = torch.nn.Parameter(torch.ones(1))  # of this worker alone
+    own = torch.optim.SGD([other], lr=0.1 + rank)
+    for _ in range(3):
+        other.grad = torch.ones(1)
+        own.step()
         step(model, optimizer)
-        with pytest.raises(ConfigError, match=said):
-            step(model, optimizer)
-
-    mode.run(body)
-
-
-def test_equal_settings_in_any_form_are_equal() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(linear(), store)
-        rate = (0.5, np.float64(0.5))[store.rank]
-        betas = ((0.9, 0.99), [0.9, 0.99])[store.rank]
-        optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=betas, weight_decay=(0, 0.0)[store.rank])
-        other = torch.nn.Parameter(torch.ones(1))  # of this worker alone
-        own = torch.optim.SGD([other], lr=0.1 + store.rank)
-        for _ in range(3):
-            other.grad = torch.ones(1)
-            own.step()
-            step(model, optimizer)
-
-    nets.HERE.run(body)
+    optimizer.param_groups[1]["name"] = f"a{rank}"
+    step(model, optimizer)
+    with pytest.raises(ConfigError, match="worker 1: Adam, parameter group 1: name='a1'"):
+        step(model, optimizer)
 
 
-def test_the_text_of_settings() -> None:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    group = {"lr": torch.tensor(0.5), "n": 2, "betas": (0.5, 1), "on": None, "name": "a", "what": object()}
-    lines = lines_of(torch.optim.SGD([parameter], lr=1.0), [{"params": [parameter], **group}])
-    assert [line.rpartition(": ")[2] for line in lines] == [
-        "betas=(0.5, 1.0)",
-        "lr=0.5",
-        "n=2.0",
-        "name='a'",
-        "on=None",
-    ]
+@each_worker(nets.HERE)
+def test_two_optimizers_one_of_which_steps_now_and_then(store: Any) -> None:
+    model = mt.DistributedModel(linear(), store)
+    first = torch.optim.SGD([model.weight], lr=0.1)
+    second = torch.optim.Adam([model.bias], lr=0.1)
+    for i in range(4):
+        step(model, first)
+        if i % 2:
+            second.step()
+    second.param_groups[0]["lr"] += store.rank
+    second.step()
+    with pytest.raises(ConfigError, match=r"worker 1: Adam, parameter group 0: lr=1.1"):
+        step(model, first)
 
 
-def test_two_optimizers_one_of_which_steps_now_and_then() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(linear(), store)
-        first = torch.optim.SGD([model.weight], lr=0.1)
-        second = torch.optim.Adam([model.bias], lr=0.1)
-        for i in range(4):
-            step(model, first)
-            if i % 2:
-                second.step()
-        second.param_groups[0]["lr"] += store.rank
-        second.step()
-        with pytest.raises(ConfigError, match=r"worker 1: Adam, parameter group 0: lr=1.1"):
-            step(model, first)
-
-    nets.HERE.run(body)
-
-
-@nets.TWO
+@modes(*nets.TWO)
 def test_a_scheduler_inside_join(mode: Any) -> None:
     """Stepped per batch, it has made fewer steps on the worker that leaves early."""
 
@@ -141,36 +117,16 @@ def test_a_scheduler_inside_join(mode: Any) -> None:
     assert [rest for _, *rest in results] == [[pytest.approx(0.1 / 9), 8]] * 2
 
 
-@nets.TWO
-def test_a_distributed_optimizer_is_compared_before_its_first_step(mode: Any) -> None:
-    def body(store: Any) -> None:
-        net = linear()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + store.rank)
-        optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store)
-        net(torch.ones(1, 2)).mean().backward()
-        before = nets.snapshot(net)
-        with pytest.raises(ConfigError, match=r"worker 0: SGD, parameter group 0: lr=0.1; worker 1: .*lr=1.1"):
-            optimizer.step()
-        assert all(torch.equal(before[name], value) for name, value in nets.snapshot(net).items())
-
-    mode.run(body)
-
-
-def test_it_costs_no_message() -> None:
-    def body(store: Any) -> None:
-        model = mt.DistributedModel(linear(), store)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def calls() -> int:
-            stats = store.stats()
-            return stats["direct_calls"] + stats["declined_calls"]
-
-        step(model, optimizer)
-        before = calls()
-        step(model, optimizer)
-        assert calls() == before + 1
-
-    nets.HERE.run(body)
+@each_worker(*nets.TWO)
+def test_a_distributed_optimizer_is_compared_before_its_first_step(store: Any) -> None:
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + store.rank)
+    optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store)
+    net(torch.ones(1, 2)).mean().backward()
+    before = nets.snapshot(net)
+    with pytest.raises(ConfigError, match=r"worker 0: SGD, parameter group 0: lr=0.1; worker 1: .*lr=1.1"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in nets.snapshot(net).items())
 
 
 @pytest.mark.parametrize("codec", ["1bit", "2bit", "topk", "int8"])
@@ -186,12 +142,7 @@ def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, m
             for one in (kind, kind.__name__.lower()):
                 Trainer(net, one, {"learning_rate": 0.1}, store, compression)
             return
-        if way == "model":
-            net = mt.DistributedModel(net, store, compression=compression)
-            optimizer = kind(net.parameters(), lr=0.1)
-        else:
-            optimizer = kind(net.parameters(), lr=0.1)
-            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, compression=compression)
+        net, optimizer = nets.wrapped(way, net, store, kind, compression=compression)
         for _ in range(4):
             step(net, optimizer)
 
@@ -199,6 +150,5 @@ def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, m
         warnings.simplefilter("always")
         nets.HERE.run(body)
     found = [str(one.message) for one in seen if "Adam divides" in str(one.message)]
-    expected = codec != "int8" and kind is torch.optim.AdamW
-    assert len(found) == expected
+    assert len(found) == (codec != "int8" and kind is torch.optim.AdamW)
     assert all(repr(codec) in text and "'int8'" in text for text in found)

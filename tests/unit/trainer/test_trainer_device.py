@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,55 +109,50 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch, kind: str, n_devices: int,
 
 
 def test_without_a_store_the_weights_stay_where_they_are(gpu: Any) -> None:
-    model = Model([gpu])
-    before = {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()}
-    trainer = model.train(optimizer="sgd")
-    assert {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()} == before
-    copies = trainer._spaces.stats()["copies_device"]
-    trainer.step()
-    assert trainer._spaces.stats()["copies_device"] == copies  # gradients are read where they are
-
-
-def test_a_weight_that_moves_or_has_gaps(gpu: Any) -> None:
-    found = []
-    for place in (None, gpu):
-        parameter, values = Parameter(np.zeros((4, 6))), np.arange(24.0).reshape(4, 6)
-        parameter._data = [array_on(place, values.T.copy()).T]
-        trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
-        for step in range(3):
-            if step == 2:
-                parameter._data = [array_on(place, values)]
-            parameter.grad[...] = array_on(place, values + step)
-            trainer.step()
-        found.append(on_host(parameter.data))
-    assert np.array_equal(*found)
-
-
-def test_stale_gradients_and_frozen_parameters(gpu: Any) -> None:
-    found = []
-    for place in (None, gpu):
-        model = Model([place])
-        model.params["bias"].grad_req = "null"
-        trainer = model.trainer(optimizer="sgd")
-        model.backward(0)
-        trainer.step(ignore_stale_grad=True)
-        trainer.zero_grad()
-        trainer.step(ignore_stale_grad=True)
-        found.append(model.weights())
-    assert found[0] == found[1]
-
-
-def test_a_trainer_that_is_gone_gives_its_memory_back(gpu: Any) -> None:
+    """And the memory of its own goes with the trainer."""
     model = Model([gpu])
     model.backward(0)
     used = gpu.cupy.machine.used
-    before = used[0]
-    trainer = model.train()
-    assert used[0] > before
+    before = used[0], {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()}
+    trainer = model.train(optimizer="sgd")
+    copies = trainer._spaces.stats()["copies_device"]
+    trainer.step()
+    assert trainer._spaces.stats()["copies_device"] == copies  # gradients are read where they are
+    model.train()
+    assert used[0] > before[0]
     del trainer
     gc.collect()
     model.backward(0)
-    assert used[0] == before
+    assert (used[0], {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()}) == before
+
+
+def moving_weights(place: Any) -> list[bytes]:
+    """A weight that moves, and has gaps."""
+    parameter, values = Parameter(np.zeros((4, 6))), np.arange(24.0).reshape(4, 6)
+    parameter._data = [array_on(place, values.T.copy()).T]
+    trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
+    for step in range(3):
+        if step == 2:
+            parameter._data = [array_on(place, values)]
+        parameter.grad[...] = array_on(place, values + step)
+        trainer.step()
+    return [on_host(parameter.data).tobytes()]
+
+
+def stale_gradients_and_frozen_parameters(place: Any) -> list[bytes]:
+    model = Model([place])
+    model.params["bias"].grad_req = "null"
+    trainer = model.trainer(optimizer="sgd")
+    model.backward(0)
+    trainer.step(ignore_stale_grad=True)
+    trainer.zero_grad()
+    trainer.step(ignore_stale_grad=True)
+    return model.weights()
+
+
+@pytest.mark.parametrize("scenario", [moving_weights, stale_gradients_and_frozen_parameters])
+def test_without_a_store_the_hosts_weights(gpu: Any, scenario: Any) -> None:
+    assert scenario(gpu) == scenario(None)
 
 
 # --- workers
@@ -189,13 +185,33 @@ def sides_of(workers: int, seed: int) -> list[list[Any]]:
     return [[gpu] for gpu in gpus_of(Machine(seed=seed), workers)]
 
 
-def trained(*, crosses: bool = False, **options: Any) -> Body:
-    def body(store: KVStore, model: Model) -> list[bytes]:
-        model.train(store, **options)
-        assert crosses or model.crossed == [(0, 0)] * 3
-        return model.weights()
+def trained(store: KVStore, model: Model, *, on_store: bool | None = None) -> list[bytes]:
+    model.train(store, update_on_kvstore=on_store)
+    assert store.stats().get("device_path") == "staged" or model.crossed == [(0, 0)] * 3
+    return model.weights()
 
-    return body
+
+def early_and_late(store: KVStore, model: Model, *, on_store: bool) -> list[bytes]:
+    """Gradients leave early, and weights come late."""
+    trainer = model.trainer(store, "sgd", update_on_kvstore=on_store)
+    for step in range(3):
+        model.backward(step, store.rank)
+        for parameter in reversed(model.params.values()):
+            trainer.push_grad(parameter, 4)
+        trainer.step(4, wait=not on_store)
+    for parameter in model.params.values():
+        trainer.wait(parameter)
+    return model.weights()
+
+
+def counted_and_clipped(store: KVStore, model: Model, **_: Any) -> Any:
+    """Gradients are scaled and measured on the device."""
+    trainer, norms = model.trainer(store, "sgd", clip_global_norm=0.5), []
+    for step in range(3):
+        model.backward(step, store.rank)
+        trainer.step(examples=3 + 2 * store.rank)
+        norms.append(trainer.last_global_norm)
+    return norms, model.weights()
 
 
 @pytest.mark.grid
@@ -204,25 +220,24 @@ def trained(*, crosses: bool = False, **options: Any) -> Body:
 @pytest.mark.parametrize("path", ["ipc", "staged", "mpi"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int) -> None:
-    body = trained(update_on_kvstore=on_store, crosses=path == "staged")
-    check(sides_of(workers, seed), body, path=path)
+    check(sides_of(workers, seed), partial(trained, on_store=on_store), path=path)
 
 
 @ON_STORE
 @pytest.mark.parametrize(
-    ("workers", "path", "options"),
+    ("workers", "path", "scenario", "options"),
     [
-        (2, "staged", {"num_servers": 2, "dtype": np.float16}),
-        (2, "ipc", {"dtype": np.float16}),
-        (2, "ipc", {"dtype": BFLOAT16}),
-        (3, "staged", {"hosts": "aab"}),
-        (3, "mpi", {"hosts": "aab"}),
+        (2, "staged", trained, {"num_servers": 2, "dtype": np.float16}),
+        (2, "ipc", trained, {"dtype": np.float16}),
+        (2, "ipc", trained, {"dtype": BFLOAT16}),
+        (3, "staged", trained, {"hosts": "aab"}),
+        (3, "mpi", trained, {"hosts": "aab"}),
+        (2, "staged", early_and_late, {"hosts": "ab"}),
+        (2, "ipc", counted_and_clipped, {}),
     ],
-    ids=["servers", "float16", "bfloat16", "hosts-staged", "hosts-mpi"],
 )
-def test_servers_short_floats_and_hosts(workers: int, path: str, options: Any, on_store: bool) -> None:
-    body = trained(update_on_kvstore=on_store, crosses=path == "staged")
-    check(sides_of(workers, 4), body, path=path, **options)
+def test_servers_short_floats_and_hosts(workers: int, path: str, scenario: Any, options: Any, on_store: bool) -> None:
+    check(sides_of(workers, 4), partial(scenario, on_store=on_store), path=path, **options)
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
@@ -230,37 +245,7 @@ def test_workers_with_several_gpus_each(kind: str) -> None:
     """The gradients of a worker's devices are added on its first one."""
     machine = Machine(2, seed=7)
     sides = [[gpu_of(one, 0), gpu_of(one, 1)] for one in (machine.process(), machine.process())]
-    check(sides, trained(), kind=kind, path="ipc")
-
-
-def test_examples_and_clipping() -> None:
-    """Gradients are scaled and measured on the device."""
-
-    def body(store: KVStore, model: Model) -> Any:
-        trainer, norms = model.trainer(store, "sgd", clip_global_norm=0.5), []
-        for step in range(3):
-            model.backward(step, store.rank)
-            trainer.step(examples=3 + 2 * store.rank)
-            norms.append(trainer.last_global_norm)
-        return norms, model.weights()
-
-    check(sides_of(2, 5), body, path="ipc")
-
-
-@ON_STORE
-def test_gradients_that_leave_early_and_weights_that_come_late(on_store: bool) -> None:
-    def body(store: KVStore, model: Model) -> list[bytes]:
-        trainer = model.trainer(store, "sgd", update_on_kvstore=on_store)
-        for step in range(3):
-            model.backward(step, store.rank)
-            for parameter in reversed(model.params.values()):
-                trainer.push_grad(parameter, 4)
-            trainer.step(4, wait=not on_store)
-        for parameter in model.params.values():
-            trainer.wait(parameter)
-        return model.weights()
-
-    check(sides_of(2, 3), body, path="staged", hosts="ab")
+    check(sides, trained, kind=kind, path="ipc")
 
 
 @pytest.mark.parametrize("on_store", [None, True, False])

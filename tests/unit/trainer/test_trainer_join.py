@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import frameworks
 import numpy as np
 import pytest
+from store_modes import ONE_HOST, TRAINING, TWO_HOSTS, Mode, each_worker, modes
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.testing.ranks import RankError
 
 torch = frameworks.need("torch")
-from torch_training import MODES, Mode, assert_close, batch, loss, network, reference, run, sgd, weights  # noqa: E402
+from torch_training import assert_close, batch, loss, network, reference, sgd, train, weights  # noqa: E402
 
 LENGTHS = (5, 9, 2)  # steps of worker 0, 1, 2
-CONDITIONS = [*MODES.values()]
 
 
 def size(step: int, worker: int, *, last: int = 3) -> int:
@@ -33,7 +31,7 @@ def uneven(workers: int, last: int = 3) -> list[dict[int, int]]:
 @pytest.mark.grid
 @pytest.mark.parametrize("call", ["examples", "sums", "means"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
-@pytest.mark.parametrize("mode", CONDITIONS, ids=MODES.keys())
+@modes(*TRAINING)
 def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, call: str) -> None:
     last = 4 if call == "means" else 3  # without counting, only equal batches make that mean
 
@@ -41,10 +39,8 @@ def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, 
         net = network(store.rank)
         trainer = sgd(net, store, update_on_kvstore=on_store, overlap=call == "means")
         with trainer.join():
-            for step in range(100):
+            for step in range(LENGTHS[store.rank]):
                 n = size(step, store.rank, last=last)
-                if not n:
-                    break
                 trainer.zero_grad()
                 loss(net, batch(step, store.rank, n), "sum" if call == "sums" else "mean").backward()
                 if call == "examples":
@@ -56,118 +52,93 @@ def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, 
         assert trainer.steps == max(LENGTHS[: mode.workers])
         return weights(net)
 
-    assert_close(run(mode, body), reference(uneven(mode.workers, last)))
+    assert_close(mode.run(body), reference(uneven(mode.workers, last)))
 
 
-@pytest.mark.parametrize("mode", CONDITIONS, ids=MODES.keys())
-def test_two_epochs_with_other_lengths_and_clipping(mode: Mode) -> None:
-    def body(store: KVStore) -> list[np.ndarray]:
+@pytest.mark.parametrize("clip", [None, 0.9], ids=["", "clipped"])
+@modes(*TRAINING)
+def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float | None) -> None:
+    """Those that have left take it over, as the owners of their parts."""
+    longest = max(LENGTHS[: mode.workers])
+
+    def rate(step: int) -> float:
+        return 0.1 / (step % longest + 1)
+
+    def body(store: KVStore) -> tuple[list[np.ndarray], float]:
         net = network(store.rank)
-        trainer = sgd(net, store, clip_global_norm=0.9)
-        longest = max(LENGTHS[: mode.workers])
+        trainer = Trainer(net, "sgd", {"learning_rate": 0.5}, kvstore=store, clip_global_norm=clip)
         for epoch in range(2):
             with trainer.join():
                 for step in range(LENGTHS[store.rank]):
                     trainer.zero_grad()
+                    trainer.set_learning_rate(rate(step))
                     n = size(step, store.rank)
                     loss(net, batch(epoch * longest + step, store.rank, n)).backward()
                     trainer.step(examples=n)
-        return weights(net)
-
-    assert_close(run(mode, body), reference(2 * uneven(mode.workers), clip=0.9))
-
-
-@pytest.mark.parametrize("mode", CONDITIONS, ids=MODES.keys())
-def test_a_learning_rate_set_in_the_loop(mode: Mode) -> None:
-    """Those that have left take it over, as the owners of their parts."""
-
-    def body(store: KVStore) -> tuple[list[np.ndarray], float]:
-        net = network(store.rank)
-        trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=store)
-        with trainer.join():
-            for step in range(LENGTHS[store.rank]):
-                trainer.zero_grad()
-                trainer.set_learning_rate(0.1 / (step + 1))
-                n = size(step, store.rank)
-                loss(net, batch(step, store.rank, n)).backward()
-                trainer.step(examples=n)
         return weights(net), trainer.learning_rate
 
-    found = run(mode, body)
+    found = mode.run(body)
     right = reference(
-        uneven(mode.workers),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        rates=lambda step: 0.1 / (step + 1),
+        2 * uneven(mode.workers), optimizer=lambda params: torch.optim.SGD(params, lr=1.0), rates=rate, clip=clip
     )
     assert_close([one for one, _ in found], right)
-    assert {rate for _, rate in found} == {0.1 / max(LENGTHS[: mode.workers])}
+    assert {last for _, last in found} == {rate(longest - 1)}
 
 
-@pytest.mark.parametrize("mode", CONDITIONS, ids=MODES.keys())
+@modes(*TRAINING)
 def test_examples_are_counted_outside_join_too(mode: Mode) -> None:
+    def n(step: int, worker: int) -> int:
+        return 1 + (step + worker) % 3
+
     def body(store: KVStore) -> list[np.ndarray]:
         net = network(store.rank)
         trainer = sgd(net, store)
         for step in range(5):
             trainer.zero_grad()
-            n = 1 + (step + store.rank) % 3
-            loss(net, batch(step, store.rank, n)).backward()
-            trainer.step(examples=n)
+            loss(net, batch(step, store.rank, n(step, store.rank))).backward()
+            trainer.step(examples=n(step, store.rank))
         return weights(net)
 
-    sizes = [{worker: 1 + (step + worker) % 3 for worker in range(mode.workers)} for step in range(5)]
-    assert_close(run(mode, body), reference(sizes))
+    assert_close(mode.run(body), reference([{one: n(step, one) for one in range(mode.workers)} for step in range(5)]))
 
 
-def test_numpy_parameters_and_a_store_with_an_optimizer_of_its_own() -> None:
+@each_worker(*TRAINING)
+def test_numpy_parameters_and_a_store_with_an_optimizer_of_its_own(store: KVStore) -> None:
     """Worker r has r + 1 steps with gradient 2: the update of each is 2, whoever is there."""
-
-    def body(store: KVStore) -> list[float]:
-        store.init("other", np.zeros(1))
-        store.set_optimizer("test")
-        parameter = Parameter(np.zeros(3), "w")
-        trainer = Trainer([parameter], "test", kvstore=store)
-        with trainer.join():
-            for _ in range(store.rank + 1):
-                parameter.grad[...] = 2
-                trainer.step()
-        return parameter.data.tolist()
-
-    for mode in CONDITIONS:
-        assert run(mode, body) == [[2.0 * mode.workers] * 3] * mode.workers
+    store.init("other", np.zeros(1))
+    store.set_optimizer("test")
+    parameter = Parameter(np.zeros(3), "w")
+    trainer = Trainer([parameter], "test", kvstore=store)
+    with trainer.join():
+        for _ in range(store.rank + 1):
+            parameter.grad[...] = 2
+            trainer.step()
+    assert parameter.data.tolist() == [2.0 * store.num_workers] * 3
 
 
-def test_on_one_host_it_costs_one_call_through_memory() -> None:
-    def body(store: KVStore) -> tuple[int, int]:
-        net = network(0)
-        trainer = sgd(net, store)
-        with trainer.join():
-            before: dict[str, int] = {}
-            for step in range(6):
-                trainer.zero_grad()
-                loss(net, batch(step, 0)).backward()
-                trainer.step()
-                before = before or store.stats()  # after the first one, in which workers agree
-            after = store.stats()
-        calls = sum(after[name] - before[name] for name in ("direct_calls", "declined_calls"))
-        return calls, after["control_messages_sent"] - before["control_messages_sent"]
-
-    assert run(MODES["one host"], body) == [(10, 0)] * 2
+@each_worker(ONE_HOST)
+def test_on_one_host_it_costs_one_call_through_memory(store: KVStore) -> None:
+    net = network(0)
+    trainer = sgd(net, store)
+    with trainer.join():
+        train(net, trainer, steps=[0])  # after the first one, in which workers agree
+        before = store.stats()
+        train(net, trainer, steps=range(1, 6))
+        after = store.stats()
+    assert sum(after[name] - before[name] for name in ("direct_calls", "declined_calls")) == 10
+    assert after["control_messages_sent"] == before["control_messages_sent"]
 
 
 # ---- what is an error
 
 
-def test_workers_that_count_in_different_ways() -> None:
-    def body(store: KVStore) -> None:
-        net = network(0)
-        trainer = sgd(net, store)
-        loss(net, batch(0, store.rank)).backward()
-        with trainer.join(), pytest.raises(ValueError, match=r"step\(batch_size\) on worker 0, step\(\) on worker 1"):
-            trainer.step(4 if store.rank == 0 else None)
-
-    for mode in (MODES["one host"], MODES["two hosts"]):
-        run(mode, body)
+@each_worker(ONE_HOST, TWO_HOSTS)
+def test_workers_that_count_in_different_ways(store: KVStore) -> None:
+    net = network(0)
+    trainer = sgd(net, store)
+    loss(net, batch(0, store.rank)).backward()
+    with trainer.join(), pytest.raises(ValueError, match=r"step\(batch_size\) on worker 0, step\(\) on worker 1"):
+        trainer.step(4 if store.rank == 0 else None)
 
 
 def test_an_exception_leaves_at_once_and_the_others_do_not_wait_for_ever() -> None:
@@ -177,11 +148,10 @@ def test_an_exception_leaves_at_once_and_the_others_do_not_wait_for_ever() -> No
         with trainer.join():
             if store.rank == 1:
                 raise OSError("no such image")
-            loss(net, batch(0, store.rank)).backward()
-            trainer.step()
+            train(net, trainer, steps=[0])
 
     with pytest.raises(RankError) as caught:
-        run(MODES["one host"], body, timeout_s=1.0)
+        ONE_HOST.run(body, timeout_s=1.0)
     assert isinstance(caught.value.errors[1], OSError)
     assert isinstance(caught.value.errors[0], MpikvError)
 
@@ -207,25 +177,20 @@ def test_bad_calls() -> None:
         pass
 
 
-def test_asynchronous_stores_have_no_join() -> None:
-    def body(store: KVStore) -> None:
-        trainer = Trainer([Parameter(np.zeros(2))], "test", kvstore=store)
-        for call in (lambda: trainer.join().__enter__(), lambda: trainer.step(examples=3)):
-            with pytest.raises(UnsupportedError, match="dist_async store do not wait for each other"):
-                call()
-
-    run(Mode(2, name="dist_async"), body)
+@each_worker(Mode("dist_async", 2))
+def test_asynchronous_stores_have_no_join(store: KVStore) -> None:
+    trainer = Trainer([Parameter(np.zeros(2))], "test", kvstore=store)
+    for call in (lambda: trainer.join().__enter__(), lambda: trainer.step(examples=3)):
+        with pytest.raises(UnsupportedError, match="dist_async store do not wait for each other"):
+            call()
 
 
-def test_a_missing_gradient_is_found_before_others_count_on_this_worker() -> None:
-    def body(store: KVStore) -> Any:
-        net = network(0)
-        trainer = sgd(net, store)
-        with trainer.join():
-            with pytest.raises(ValueError, match="grad is None"):
-                trainer.step()
-            loss(net, batch(0, store.rank)).backward()
+@each_worker(TWO_HOSTS)
+def test_a_missing_gradient_is_found_before_others_count_on_this_worker(store: KVStore) -> None:
+    net = network(0)
+    trainer = sgd(net, store)
+    with trainer.join():
+        with pytest.raises(ValueError, match="grad is None"):
             trainer.step()
-        return trainer.steps
-
-    assert run(MODES["two hosts"], body) == [1] * 3
+        train(net, trainer, store.rank, [0])
+    assert trainer.steps == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import frameworks
 import numpy as np
 import pytest
-from store_modes import Mode, mode_id
+from store_modes import Mode, modes
 
 from mpikv import Parameter, RowSparse, ShapeMismatch, Trainer, UnsupportedError, kv, optimizers
 
@@ -28,7 +29,12 @@ def gradient(worker, step):
     return RowSparse(ids, rng.normal(size=(6, 3)), SHAPE)
 
 
-def train(store, *, sparse, optimizer, steps=range(4), wait=True, early=False, path=None, resume=None):
+def given(worker, step, sparse):
+    grad = gradient(worker, step)
+    return grad if sparse else grad.to_dense()
+
+
+def train(store, *, sparse=True, optimizer="adam", steps=range(4), wait=True, early=False, path=None, resume=None):
     rng = np.random.default_rng(store.rank)  # worker 0's weights count
     table = Parameter(rng.normal(size=SHAPE), "table", sparse=sparse)
     bias = Parameter(rng.normal(size=3), "bias")
@@ -36,8 +42,7 @@ def train(store, *, sparse, optimizer, steps=range(4), wait=True, early=False, p
     if resume is not None:
         trainer.resume(resume)
     for step in steps:
-        grad = gradient(store.rank, step)
-        table.grad = grad if sparse else grad.to_dense()
+        table.grad = given(store.rank, step, sparse)
         bias.grad[...] = step
         if early:
             trainer.push_grad(table, 8)
@@ -49,47 +54,60 @@ def train(store, *, sparse, optimizer, steps=range(4), wait=True, early=False, p
     return table.data.tobytes(), bias.data.tobytes()
 
 
-@each("optimizer", ["sgd", "adagrad"])
-@each("mode", MODES, ids=mode_id)
-def test_the_weights_are_those_of_dense_gradients(mode, optimizer):
-    sparse = mode.run(lambda store: train(store, sparse=True, optimizer=optimizer))
-    dense = mode.run(lambda store: train(store, sparse=False, optimizer=optimizer))
-    assert sparse == dense
+def counted(store, *, sparse):
+    """Examples weigh, inside join and outside."""
+    table = Parameter(np.zeros(SHAPE), "table", sparse=sparse)
+    trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    for step in range(2):
+        table.grad = given(store.rank, step, sparse)
+        trainer.step(examples=1 + store.rank)
+    with trainer.join():
+        for step in range(store.rank + 1):
+            table.grad = given(store.rank, step, sparse)
+            trainer.step(examples=2)
+    return table.data.tobytes(), b""
+
+
+def module(store, *, sparse=True, overlap=False, set_to_none=True):
+    """A module of PyTorch with an embedding whose gradients are sparse."""
+    torch = frameworks.need("torch")
+    net = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=sparse), torch.nn.Linear(4, 1))
+    rng = np.random.default_rng(store.rank)  # worker 0's weights count
+    for one in net.parameters():
+        one.data.copy_(torch.from_numpy(rng.normal(size=tuple(one.shape))))
+    trainer = Trainer(net, "adagrad", {"learning_rate": 0.1}, kvstore=store, overlap=overlap)
+    for step in range(3):
+        trainer.zero_grad(set_to_none=set_to_none)
+        words = torch.from_numpy(np.random.default_rng(10 * step + store.rank).integers(0, 30, (2, 5)))
+        net(words).square().mean().backward()
+        trainer.step()
+    return [one.detach().numpy().tobytes() for one in net.parameters()]
+
+
+@each("body", [partial(train, optimizer="sgd"), partial(train, optimizer="adagrad"), module, counted])
+@modes(*MODES)
+def test_the_weights_are_those_of_dense_gradients(mode, body):
+    sparse = mode.run(partial(body, sparse=True))
+    assert sparse == mode.run(partial(body, sparse=False))
     assert sparse == [sparse[0]] * mode.workers
 
 
 @each("how", [{"wait": False}, {"early": True}])
-@each("mode", MODES[2:], ids=mode_id)
+@modes(*MODES[2:])
 def test_gradients_that_leave_early_and_weights_that_come_late(mode, how):
-    found = mode.run(lambda store: train(store, sparse=True, optimizer="adam", **how))
-    assert found == mode.run(lambda store: train(store, sparse=True, optimizer="adam"))
+    assert mode.run(partial(train, **how)) == mode.run(train)
 
 
-@each("mode", MODES, ids=mode_id)
+@each("how", [{"overlap": True}, {"set_to_none": False}])
+def test_other_ways_to_train_a_module(how):
+    assert MODES[-1].run(partial(module, **how)) == MODES[-1].run(module)
+
+
+@modes(*MODES)
 def test_a_run_that_is_resumed_is_the_run_without_a_stop(mode, tmp_path):
     path = str(tmp_path / "checkpoint")
-    mode.run(lambda store: train(store, sparse=True, optimizer="adam", steps=range(2), path=path))
-    again = mode.run(lambda store: train(store, sparse=True, optimizer="adam", steps=range(2, 4), resume=path))
-    assert again == mode.run(lambda store: train(store, sparse=True, optimizer="adam"))
-
-
-@each("mode", MODES[2:], ids=mode_id)
-def test_examples_weigh(mode):
-    def body(store, *, sparse):
-        table = Parameter(np.zeros(SHAPE), "table", sparse=sparse)
-        trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
-        for step in range(2):
-            grad = gradient(store.rank, step)
-            table.grad = grad if sparse else grad.to_dense()
-            trainer.step(examples=1 + store.rank)
-        with trainer.join():
-            for step in range(store.rank + 1):
-                grad = gradient(store.rank, step)
-                table.grad = grad if sparse else grad.to_dense()
-                trainer.step(examples=2)
-        return table.data.tolist()
-
-    assert mode.run(lambda store: body(store, sparse=True)) == mode.run(lambda store: body(store, sparse=False))
+    mode.run(partial(train, steps=range(2), path=path))
+    assert mode.run(partial(train, steps=range(2, 4), resume=path)) == mode.run(train)
 
 
 def test_asynchronous_workers_see_each_other_after_a_barrier():
@@ -127,46 +145,16 @@ def test_a_step_costs_the_rows_that_it_changes():
     assert Mode("dist_sync", 2, memory="off").run(body) == [push + asked + answer for answer in answers]
 
 
-class TestTorch:
-    """A module with an embedding whose gradients are sparse."""
-
-    @staticmethod
-    def train(store, *, sparse, overlap=False, set_to_none=True):
-        torch = frameworks.need("torch")
-        net = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=sparse), torch.nn.Linear(4, 1))
-        rng = np.random.default_rng(store.rank)  # worker 0's weights count
-        for one in net.parameters():
-            one.data.copy_(torch.from_numpy(rng.normal(size=tuple(one.shape))))
-        trainer = Trainer(net, "adagrad", {"learning_rate": 0.1}, kvstore=store, overlap=overlap)
-        for step in range(3):
-            trainer.zero_grad(set_to_none=set_to_none)
-            words = torch.from_numpy(np.random.default_rng(10 * step + store.rank).integers(0, 30, (2, 5)))
-            net(words).square().mean().backward()
+def test_a_step_without_a_gradient():
+    torch = frameworks.need("torch")
+    with kv.create("local") as store:
+        net = torch.nn.Embedding(5, 2, sparse=True)
+        before = net.weight.detach().clone()
+        trainer = Trainer(net, "sgd", kvstore=store)
+        with pytest.raises(ValueError, match="grad is None in 'weight'"):
             trainer.step()
-        return [one.detach().numpy().tobytes() for one in net.parameters()]
-
-    @each("mode", [MODES[0], *MODES[2:]], ids=mode_id)
-    def test_the_weights_are_those_of_dense_gradients(self, mode):
-        sparse = mode.run(lambda store: self.train(store, sparse=True))
-        assert sparse == mode.run(lambda store: self.train(store, sparse=False))
-        assert sparse == [sparse[0]] * mode.workers
-
-    @each("how", [{"overlap": True}, {"set_to_none": False}])
-    def test_other_ways_to_train(self, how):
-        mode = Mode("dist_sync", 2, 1, memory="off")
-        found = mode.run(lambda store: self.train(store, sparse=True, **how))
-        assert found == mode.run(lambda store: self.train(store, sparse=True))
-
-    def test_a_step_without_a_gradient(self):
-        torch = frameworks.need("torch")
-        with kv.create("local") as store:
-            net = torch.nn.Embedding(5, 2, sparse=True)
-            before = net.weight.detach().clone()
-            trainer = Trainer(net, "sgd", kvstore=store)
-            with pytest.raises(ValueError, match="grad is None in 'weight'"):
-                trainer.step()
-            trainer.step(ignore_stale_grad=True)
-            assert torch.equal(net.weight, before)
+        trainer.step(ignore_stale_grad=True)
+        assert torch.equal(net.weight, before)
 
 
 def test_parameters():
