@@ -156,11 +156,6 @@ def given_to(
     return made
 
 
-def each_worker(*several: Mode, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """The test is what each worker does with its `store`, in each of these modes."""
-    return lambda test: modes(*several)(given_to(test, "mode", lambda mode, body: mode.run(body, **changes)))
-
-
 def every_way(*modes: Mode) -> tuple[Mode, ...]:
     """Modes with servers, through memory, by messages, and with long messages."""
     return tuple(mode._replace(memory=memory) for memory in ("auto", "off", "long") for mode in modes)

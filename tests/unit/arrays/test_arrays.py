@@ -9,7 +9,8 @@ import frameworks
 import numpy as np
 import pytest
 from foreign_arrays import ForeignArray, ForeignDevice
-from store_modes import Mode, each_worker
+from on_workers import on
+from store_modes import Mode
 
 from mpikv.arrays.as_numpy import (
     BFLOAT16,
@@ -350,7 +351,7 @@ def test_tensors_that_hold_no_values_of_ours(torch):
     refused("on the device 'meta'", [flat_copy], torch.zeros(2, device="meta"), "x")
 
 
-@each_worker(*(Mode("dist_sync", 2, servers, memory=memory) for servers in (0, 1) for memory in ("auto", "off")))
+@on(*(Mode("dist_sync", 2, servers, memory=memory) for servers in (0, 1) for memory in ("auto", "off")))
 def test_stores_take_tensors_on_a_gpu(store, on_a_gpu):
     """The result lands in the tensor, also in a blocking call, and in one that was made before."""
     values, workers = numbers((2, 3), "float32"), store.num_workers

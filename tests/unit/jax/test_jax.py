@@ -11,7 +11,8 @@ from unittest import mock
 import frameworks
 import numpy as np
 import pytest
-from store_modes import Mode, each_worker
+from on_workers import on
+from store_modes import Mode
 
 jax = frameworks.need("jax")
 
@@ -62,7 +63,7 @@ def refused(error: type[Exception], text: str, call: Any) -> None:
 # ---- values
 
 
-@each_worker(*MODES)
+@on(*MODES)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_every_dtype_and_kind_of_leaf(store: Any, op: str) -> None:
     n, dtypes = store.num_workers, DTYPES if op == "sum" else DTYPES[:3] * 2
@@ -78,14 +79,14 @@ def test_every_dtype_and_kind_of_leaf(store: Any, op: str) -> None:
     assert as_numpy(given[store.rank]) == as_numpy(tree_of(store.rank, dtypes))
 
 
-@each_worker(Mode("dist_sync", 3, 1))
+@on(Mode("dist_sync", 3, 1))
 def test_a_store_that_compresses_all_keys_leaves_sums_alone(store: Any) -> None:
     store.set_gradient_compression({"type": "1bit", "force": True})
     total = mj.allreduce(jnp.full(3, store.rank + 0.25), store, op="sum")
     assert total.tolist() == [sum(range(store.num_workers)) + 0.25 * store.num_workers] * 3
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_results_are_arrays_of_their_own(store: Any) -> None:
     """The memory of the store is used again by the next call; earlier results stay as they are."""
     for reduced in ways(lambda x: mj.allreduce(x, store, "sum")):
@@ -94,7 +95,7 @@ def test_results_are_arrays_of_their_own(store: Any) -> None:
             assert np.asarray(result).tolist() == [2.0 * i] * 100
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_numbers_keep_their_weak_type(store: Any) -> None:
     for reduced in ways(lambda x: mj.allreduce(x, store)):
         found = reduced({"x": 2.0 + 2 * store.rank, "y": jnp.float32(store.rank), "z": np.ones(2, np.float32)})
@@ -102,7 +103,7 @@ def test_numbers_keep_their_weak_type(store: Any) -> None:
         assert all(isinstance(leaf, jax.Array) for leaf in found.values())
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_broadcast_of_any_dtype_from_any_worker(store: Any) -> None:
     n = store.num_workers
     trees = [{**tree_of(rank), "bool": jnp.arange(3) > rank, "u": jnp.uint32(rank)} for rank in range(n)]
@@ -113,14 +114,14 @@ def test_broadcast_of_any_dtype_from_any_worker(store: Any) -> None:
             assert as_numpy(found) == as_numpy(trees[root])
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_a_tree_without_leaves(store: Any) -> None:
     for tree in ({}, None, [None, ()]):
         for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
             assert call(tree) == (tree, tree)
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_constants_and_results_that_nobody_uses_inside_of_jit(store: Any) -> None:
     """What does not depend on the arguments is exchanged at every call, too, not once while JAX traces."""
 
@@ -135,7 +136,7 @@ def test_constants_and_results_that_nobody_uses_inside_of_jit(store: Any) -> Non
     assert store.stats()["direct_calls"] - before >= 3 * 2
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_loops_and_branches(store: Any) -> None:
     def step(x: Any, i: Any) -> tuple[Any, Any]:
         x = jax.lax.cond(i % 2 == 0, lambda x: mj.allreduce(x, store), lambda x: x, x + store.rank)
@@ -162,7 +163,7 @@ def test_more_kinds_of_sums_than_are_kept() -> None:
 # ---- devices
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_arrays_stay_where_they_are(store: Any) -> None:
     last, mesh = jax.devices()[3], Mesh(np.array(jax.devices()[:2]), ("d",))
     parted, x = NamedSharding(mesh, PartitionSpec("d")), jnp.arange(4.0) * 2 * store.rank
@@ -181,7 +182,7 @@ def test_arrays_stay_where_they_are(store: Any) -> None:
 # ---- transformations
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_vmap_pmap_and_shard_map_are_refused(store: Any) -> None:
     x, mesh, parts = jnp.ones((2, 3)), Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
     # In jax itself since 0.6.
@@ -197,7 +198,7 @@ def test_vmap_pmap_and_shard_map_are_refused(store: Any) -> None:
         assert call(x).tolist() == x.tolist()  # nothing was sent
 
 
-@each_worker(THREE)
+@on(THREE)
 def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
     """f_r = sum_i c_r[i] y[i], y = allreduce(x_r^2): the derivative of sum_r f_r by x_r is 2 x_r allreduce(c)."""
     x, c = jnp.arange(3.0) + store.rank, jnp.arange(3.0) * (1 + store.rank)
@@ -226,7 +227,7 @@ def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
 # ---- mistakes
 
 
-@each_worker(THREE)
+@on(THREE)
 @pytest.mark.parametrize(
     ("one", "other", "told"),
     [
@@ -247,7 +248,7 @@ def test_different_trees_are_an_error_on_every_worker(store: Any, one: Any, othe
     assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_different_calls_are_an_error_on_every_worker(store: Any) -> None:
     x = jnp.ones(2)
     calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
@@ -256,7 +257,7 @@ def test_different_calls_are_an_error_on_every_worker(store: Any) -> None:
     refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
 
 
-@each_worker(Mode("local", 1))
+@on(Mode("local", 1))
 def test_wrong_arguments(store: Any) -> None:
     x = jnp.ones(2)
     for call, error, text in (
@@ -279,13 +280,13 @@ def test_wrong_arguments(store: Any) -> None:
         refused(UnsupportedError, "has an optimizer", lambda way=way: way(x))
 
 
-@each_worker(Mode("dist_async", 1))
+@on(Mode("dist_async", 1))
 def test_asynchronous_stores_are_refused(store: Any) -> None:
     with pytest.raises(UnsupportedError, match="applies every push at once"):
         mj.allreduce(jnp.ones(2), store)
 
 
-@each_worker(TWO)
+@on(TWO)
 def test_an_error_inside_of_a_compiled_program_is_the_users(store: Any) -> None:
     program = jax.jit(lambda x: mj.allreduce(x, store))
     program(jnp.ones(2))

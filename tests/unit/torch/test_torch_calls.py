@@ -10,7 +10,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, each_worker  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import Mode  # noqa: E402
 from torch_on_gpu import OnGpus  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
@@ -20,7 +21,7 @@ from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
 MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), OnGpus("dist_sync", 3, device="ipc"))
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_allreduce(store: Any) -> None:
     rank = store.rank
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
@@ -52,7 +53,7 @@ def test_allreduce(store: Any) -> None:
     assert pair[1].tolist() == [3, 3]
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_allgather_broadcast_alltoall(store: Any) -> None:
     rank = store.rank
     gathered = mt.allgather(torch.full((rank, 2), float(rank)), store=store)
@@ -74,7 +75,7 @@ def test_allgather_broadcast_alltoall(store: Any) -> None:
     mt.barrier(store)
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_what_differs_and_bad_arguments(store: Any) -> None:
     with pytest.raises(ShapeMismatch, match=r"\(2,\).*\(3,\)"):
         mt.allreduce(torch.ones(2 + store.rank), store=store)

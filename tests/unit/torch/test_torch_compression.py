@@ -13,7 +13,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, each_worker, modes  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import Mode, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import Trainer, kv, optimizers  # noqa: E402
@@ -138,7 +139,7 @@ def test_two_bits_are_those_of_the_reference(mode: Mode, what: str) -> None:
     mode.run(body)
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_what_was_sent_of_parameters_that_nobody_used_comes_again(store: Any) -> None:
     """Each push of 3 is sent as 1 in each of three rounds. In some of them nobody takes the sum."""
     model = mt.DistributedModel(
@@ -160,7 +161,7 @@ def test_what_was_sent_of_parameters_that_nobody_used_comes_again(store: Any) ->
     assert taken == 6 * store.num_workers
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_numbers_that_are_not_finite_do_not_stay(store: Any) -> None:
     """A block of int8 that has one arrives as NaN, with what nobody has used in it."""
     model = mt.DistributedModel(parts("ab"), store, compression=forced("int8"))
@@ -176,7 +177,7 @@ def test_numbers_that_are_not_finite_do_not_stay(store: Any) -> None:
 # --- what is never compressed
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_flags_and_errors_are_those_without(store: Any) -> None:
     """1 bit for each element sends -1 for a flag of 0: nothing would be left of the flags."""
     one = store.rank == 1
@@ -197,7 +198,7 @@ def test_flags_and_errors_are_those_without(store: Any) -> None:
     assert net.c.grad is not None
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_join_weighs_examples(store: Any) -> None:
     net = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
@@ -212,7 +213,7 @@ def test_join_weighs_examples(store: Any) -> None:
     assert net.weight.item() == pytest.approx(-0.5 * sum(rates), rel=1e-3)
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_a_store_that_compresses_all_keys_leaves_flags_and_calls_alone(store: Any) -> None:
     net = parts("ab")
     mt.broadcast_parameters(net.state_dict(), store=store)  # its keys are not in the way of what follows
@@ -263,7 +264,7 @@ def test_the_bytes_that_leave() -> None:
             assert pushed + came_back <= sent <= pushed + came_back + rest
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 @pytest.mark.parametrize("way", ["model", "optimizer"])
 def test_arguments(store: Any, way: str) -> None:
     net = torch.nn.Linear(2, 1)

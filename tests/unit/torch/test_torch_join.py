@@ -10,7 +10,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, each_worker, modes  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import Mode, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 
@@ -82,7 +83,7 @@ def test_buffers_and_a_worker_without_any_data(mode: Mode) -> None:
     assert int(results[0]["norm.num_batches_tracked"]) == 3 + 2 + 0 + 1
 
 
-@each_worker(Mode("local", 1), Mode("dist_sync", 1), *MODES)
+@on(Mode("local", 1), Mode("dist_sync", 1), *MODES)
 def test_accumulated_batches_count_together(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
     mine, sizes = store.rank + 1, range(1, store.num_workers + 1)
@@ -96,7 +97,7 @@ def test_accumulated_batches_count_together(store: Any) -> None:
             model.zero_grad()
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_join_twice_and_errors_inside(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
     with model.join(), pytest.raises(RuntimeError, match="inside join"), model.join():
@@ -109,7 +110,7 @@ def test_join_twice_and_errors_inside(store: Any) -> None:
         model()
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_inside_a_step_costs_one_small_exchange_more(store: Any) -> None:
     """That optimizers are compared costs none."""
     model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)

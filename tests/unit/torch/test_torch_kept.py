@@ -13,7 +13,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, each_worker, modes  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import Mode, modes  # noqa: E402
 from torch_nets import Parts  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
@@ -29,7 +30,7 @@ KEEP = {
 }
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_a_kept_gradient_beside_some_that_add_up(store: Any) -> None:
     """Nothing of what PyTorch adds up in the bucket is lost when the bucket goes to other memory."""
     model = mt.DistributedModel(Parts(), store)
@@ -66,7 +67,7 @@ def test_on_one_worker_alone(mode: Mode) -> None:
     nets.same_on_all(mode.run(body))
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_without_one_the_memory_stays_the_stores(store: Any) -> None:
     model = mt.DistributedModel(Parts(), store)
     seen = set()
@@ -77,7 +78,7 @@ def test_without_one_the_memory_stays_the_stores(store: Any) -> None:
     assert len(seen) == 1
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_with_a_distributed_optimizer(store: Any) -> None:
     net, optimizer = nets.wrapped("optimizer", Parts(), store)
     kept = []
@@ -194,7 +195,7 @@ def results_of(program: str, net: Any, factor: float, keep: str = "itself") -> l
     return [[tensor.tolist() for tensor in tensors], [value for _, value in held]]
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 @pytest.mark.parametrize(
     ("program", "keep", "dtype"),
     [
@@ -222,7 +223,7 @@ def test_where_workers_come_too_late_for_one_call_of_all(program: str, monkeypat
     nets.HERE.run(body)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_what_hooks_see_of_autograd_stays_as_it_is(store: Any) -> None:
     model = mt.DistributedModel(Parts(), store)
     seen: list[tuple[Any, float]] = []
@@ -237,7 +238,7 @@ def test_what_hooks_see_of_autograd_stays_as_it_is(store: Any) -> None:
     assert [value for _, value in seen] == [step * mine for step in range(1, 5) for _ in range(3)]
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 @pytest.mark.parametrize("way", ["model", "optimizer"])
 def test_a_models_gradient_is_in_its_bucket_at_once(store: Any, way: str) -> None:
     """So the memory that autograd has used for it is free. With a DistributedOptimizer it is so after `step`."""
@@ -265,7 +266,7 @@ def limited(parameter: Any) -> None:
     parameter.grad.clamp_(max=1.0)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 @pytest.mark.parametrize("way", ["model", "optimizer"])
 def test_hooks_that_are_added_after_wrapping_run_before_the_exchange(store: Any, way: str) -> None:
     net, optimizer = nets.wrapped(way, Parts(), store)
@@ -288,7 +289,7 @@ def test_hooks_that_are_added_after_wrapping_run_before_the_exchange(store: Any,
     assert first() == [1.5, 1.5, 1.5]
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_a_hook_that_takes_the_gradient_away(store: Any) -> None:
     model = mt.DistributedModel(Parts(), store)
 
@@ -308,7 +309,7 @@ def test_a_hook_that_takes_the_gradient_away(store: Any) -> None:
 # --- gradients that are differentiated again
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_gradients_with_a_graph_are_refused(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1)), store)
     x = torch.ones(1, 2)
@@ -327,7 +328,7 @@ def test_gradients_with_a_graph_are_refused(store: Any) -> None:
 # --- modules that change
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_parameters_that_come_later_are_refused(store: Any) -> None:
     model = mt.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), store)
     x = torch.ones(1, 2)
@@ -344,7 +345,7 @@ def test_parameters_that_come_later_are_refused(store: Any) -> None:
         model(x)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 @pytest.mark.parametrize(("change", "now"), [("dtype", r"float64 \(2, 3\)"), ("shape", r"float32 \(1, 3\)")])
 def test_parameters_that_have_another_shape_or_dtype_are_refused(store: Any, change: str, now: str) -> None:
     model = mt.DistributedModel(torch.nn.Linear(3, 2, bias=False), store)

@@ -15,7 +15,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, each_worker, modes  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import Mode, modes  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -170,7 +171,7 @@ def compare(store: Any, make: Any, run: Any, steps: int = 4, **options: Any) -> 
         nets.assert_same_grads(model, twins[0])
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 @pytest.mark.parametrize(
     ("make", "run", "options"),
     [
@@ -186,7 +187,7 @@ def test_gradients_are_those_of_replicas(store: Any, make: Any, run: Any, option
     compare(store, make, run, **options)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_freezing_and_unfreezing(store: Any) -> None:
     """No keys for what was seen before."""
     compare(store, nets.Net, freezing, len(CHANGES) + 1, bucket_bytes=300)
@@ -195,7 +196,7 @@ def test_freezing_and_unfreezing(store: Any) -> None:
     assert len(store.session.infos) == 2 * keys
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 @pytest.mark.parametrize("since", [0, 2])
 def test_a_parameter_that_is_used_outside_and_inside_a_checkpoint(store: Any, since: int) -> None:
     """On one host. since: the first pass with a checkpoint; where others came before, it is an error on all workers."""
@@ -220,7 +221,7 @@ def test_gradients_on_a_device_go_through_host_memory(monkeypatch: pytest.Monkey
 # --- which parameters and buffers
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_unused_parameters(store: Any) -> None:
     model = mt.DistributedModel(nets.Parts(dict.fromkeys("abc", 2)), store)
     for fresh, use, expected in (
@@ -238,7 +239,7 @@ def test_unused_parameters(store: Any) -> None:
         assert nets.grads_of(model) == expected
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_freezing_on_one_worker_is_an_error_on_all(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(nets.Net), store)
     nets.loss_of(model(nets.batch(0, 0))).backward()
@@ -289,7 +290,7 @@ def test_buffers(mode: Mode, sync: bool) -> None:
     assert second[3] == alone[3]  # at the start they are worker 0's in any case
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_sparse_gradients_are_refused(store: Any) -> None:
     with pytest.raises(UnsupportedError, match="sparse=False"):
         mt.DistributedModel(nn.Embedding(4, 2, sparse=True), store)
@@ -300,7 +301,7 @@ def test_sparse_gradients_are_refused(store: Any) -> None:
         model(torch.tensor([1, 2])).backward()
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_a_backward_pass_that_ends_early(store: Any, who: tuple[int, ...]) -> None:
     """On the others it is an error, too; afterwards all go on."""
@@ -330,7 +331,7 @@ def test_a_backward_pass_that_ends_early(store: Any, who: tuple[int, ...]) -> No
         model.zero_grad()
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_a_gradient_that_comes_twice_in_one_pass(store: Any) -> None:
     """A shared layer in two reentrant checkpoints: right on one host, an error where its bucket has left."""
 
@@ -357,7 +358,7 @@ def test_a_gradient_that_comes_twice_in_one_pass(store: Any) -> None:
         model(x)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_gradients_of_inputs_exchange_nothing(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(nets.Net), store)
     nets.loss_of(model(nets.batch(0, 0))).backward()
@@ -375,7 +376,7 @@ def test_gradients_of_inputs_exchange_nothing(store: Any) -> None:
     assert x.grad is not None
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_it_is_the_module(store: Any) -> None:
     net = nets.seeded(nets.Net)
     model = mt.DistributedModel(net, store)
@@ -408,7 +409,7 @@ def test_it_is_the_module(store: Any) -> None:
     assert net.conv.weight.dtype == torch.float64
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_what_differs_between_workers_is_an_error_on_all(store: Any) -> None:
     one = store.rank == 1
     for make, text in (
@@ -426,7 +427,7 @@ def test_what_differs_between_workers_is_an_error_on_all(store: Any) -> None:
         mt.DistributedModel(nn.Linear(2, 1), store, average=not one)
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_bad_arguments(store: Any) -> None:
     net = nn.Linear(2, 1)
     for call, error in (
@@ -446,13 +447,13 @@ def test_bad_arguments(store: Any) -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-@each_worker(Mode("dist_async", 2))
+@on(Mode("dist_async", 2))
 def test_asynchronous_stores_are_refused(store: Any) -> None:
     with pytest.raises(UnsupportedError, match="dist_sync"):
         mt.DistributedModel(nn.Linear(2, 1), store)
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_unequally_many_backward_passes_are_an_error(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(lambda: nn.Linear(2, 1)), store)
     for _ in range(2):
@@ -462,7 +463,7 @@ def test_unequally_many_backward_passes_are_an_error(store: Any) -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_on_one_host_a_step_is_one_call_and_no_message(store: Any) -> None:
     model = mt.DistributedModel(nets.seeded(nets.Net), store, bucket_bytes=300)
     nets.loss_of(model(nets.batch(0, store.rank))).backward()
@@ -481,7 +482,7 @@ def test_on_one_host_a_step_is_one_call_and_no_message(store: Any) -> None:
         assert not any(queue.stored.any() for queue in queues)  # no second copy in the keys' own memory
 
 
-@each_worker(nets.LINKS, nets.SERVERS)
+@on(nets.LINKS, nets.SERVERS)
 def test_between_hosts_buckets_leave_during_the_backward_pass(store: Any) -> None:
     layers = [nn.Linear(8, 8) for _ in range(6)]
     model = mt.DistributedModel(nn.Sequential(*layers), store, bucket_bytes=300)

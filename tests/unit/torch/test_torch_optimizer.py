@@ -10,14 +10,15 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import Mode, each_worker, modes  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import Mode, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError  # noqa: E402
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_step_synchronizes_and_schedules(store: Any) -> None:
     net = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
@@ -44,7 +45,7 @@ def test_step_synchronizes_and_schedules(store: Any) -> None:
     assert net.weight.item() == pytest.approx(before - 1.5 * 0.125)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_too_many_passes_and_several_losses(store: Any) -> None:
     net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
@@ -60,7 +61,7 @@ def test_too_many_passes_and_several_losses(store: Any) -> None:
     optimizer.synchronize()
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_arguments(store: Any) -> None:
     net = torch.nn.Linear(2, 1)
 
@@ -120,7 +121,7 @@ def test_broadcast_of_an_optimizer(mode: Mode, kind: str, root: int) -> None:
     nets.same_on_all(mode.run(body))
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_broadcast_of_what_differs(store: Any) -> None:
     one = store.rank == 1
     net = torch.nn.Linear(2, 1 + one)

@@ -6,7 +6,8 @@ import frameworks
 import numpy as np
 import pytest
 from direct_stores import both_ways, numbers
-from store_modes import ONE_HOST, each_worker
+from on_workers import on
+from store_modes import ONE_HOST
 
 from mpikv import optimizers
 from mpikv.calls.prepared import PreparedCalls, may_come_again
@@ -107,7 +108,7 @@ def test_tensors_whose_memory_changes_between_calls(optimizer):
     both_ways(2, body)
 
 
-@each_worker(ONE_HOST)
+@on(ONE_HOST)
 def test_a_tensor_that_became_of_another_shape_is_refused_again(store):
     value = torch.zeros(2, 3)
     store.init("a", value)

@@ -12,7 +12,8 @@ import pytest
 torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
-from store_modes import each_worker, modes  # noqa: E402
+from on_workers import on  # noqa: E402
+from store_modes import modes  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
@@ -36,7 +37,7 @@ def two_rates(rank: int, net: Any) -> Any:
     return torch.optim.Adam(groups, lr=0.25)
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 @pytest.mark.parametrize(
     ("mine", "said"),
     [
@@ -58,7 +59,7 @@ def test_whatever_differs_is_named_on_all_workers(store: Any, mine: Any, said: s
     step(model, mine(0, model))
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_equal_settings_in_any_form_are_equal(store: Any) -> None:
     model, rank = mt.DistributedModel(linear(), store), store.rank
     betas = ((0.9, 0.99), [0.9, 0.99])[rank]
@@ -77,7 +78,7 @@ def test_equal_settings_in_any_form_are_equal(store: Any) -> None:
         step(model, optimizer)
 
 
-@each_worker(nets.HERE)
+@on(nets.HERE)
 def test_two_optimizers_one_of_which_steps_now_and_then(store: Any) -> None:
     model = mt.DistributedModel(linear(), store)
     first = torch.optim.SGD([model.weight], lr=0.1)
@@ -117,7 +118,7 @@ def test_a_scheduler_inside_join(mode: Any) -> None:
     assert [rest for _, *rest in results] == [[pytest.approx(0.1 / 9), 8]] * 2
 
 
-@each_worker(*nets.TWO)
+@on(*nets.TWO)
 def test_a_distributed_optimizer_is_compared_before_its_first_step(store: Any) -> None:
     net = linear()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + store.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,19 @@ def test_workers_that_need_not_keep_step_are_told_nothing(mode: Mode, tmp_path: 
 @modes(*MODES)
 def test_a_worker_in_the_evaluation_is_told_of_at_once(mode: Mode) -> None:
     """Not after the time limit: one waits in a step, the others in a call that needs it."""
+    all_know = threading.Barrier(mode.workers, timeout=60)
 
     def body(store) -> str:
         trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
         for _ in range(4):
             trainer.step(1)
+        calls = [lambda: trainer.step(1), store.barrier]
+        if store.rank:
+            calls.reverse()
         with pytest.raises(StallError) as caught:
-            store.barrier() if store.rank else trainer.step(1)
-        store.session.closed = True
+            calls[0]()
+        all_know.wait()
+        calls[1]()  # which the others' first calls have waited for
         return str(caught.value)
 
     text, *others = mode.run(body, stall_warn_s=0.4)

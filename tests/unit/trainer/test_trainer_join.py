@@ -5,7 +5,8 @@ from __future__ import annotations
 import frameworks
 import numpy as np
 import pytest
-from store_modes import ONE_HOST, TRAINING, TWO_HOSTS, Mode, each_worker, modes
+from on_workers import on
+from store_modes import ONE_HOST, TRAINING, TWO_HOSTS, Mode, modes
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.errors import MpikvError, UnsupportedError
@@ -102,7 +103,7 @@ def test_examples_are_counted_outside_join_too(mode: Mode) -> None:
     assert_close(mode.run(body), reference([{one: n(step, one) for one in range(mode.workers)} for step in range(5)]))
 
 
-@each_worker(*TRAINING)
+@on(*TRAINING)
 def test_numpy_parameters_and_a_store_with_an_optimizer_of_its_own(store: KVStore) -> None:
     """Worker r has r + 1 steps with gradient 2: the update of each is 2, whoever is there."""
     store.init("other", np.zeros(1))
@@ -116,7 +117,7 @@ def test_numpy_parameters_and_a_store_with_an_optimizer_of_its_own(store: KVStor
     assert parameter.data.tolist() == [2.0 * store.num_workers] * 3
 
 
-@each_worker(ONE_HOST)
+@on(ONE_HOST)
 def test_on_one_host_it_costs_one_call_through_memory(store: KVStore) -> None:
     net = network(0)
     trainer = sgd(net, store)
@@ -132,7 +133,7 @@ def test_on_one_host_it_costs_one_call_through_memory(store: KVStore) -> None:
 # ---- what is an error
 
 
-@each_worker(ONE_HOST, TWO_HOSTS)
+@on(ONE_HOST, TWO_HOSTS)
 def test_workers_that_count_in_different_ways(store: KVStore) -> None:
     net = network(0)
     trainer = sgd(net, store)
@@ -177,7 +178,7 @@ def test_bad_calls() -> None:
         pass
 
 
-@each_worker(Mode("dist_async", 2))
+@on(Mode("dist_async", 2))
 def test_asynchronous_stores_have_no_join(store: KVStore) -> None:
     trainer = Trainer([Parameter(np.zeros(2))], "test", kvstore=store)
     for call in (lambda: trainer.join().__enter__(), lambda: trainer.step(examples=3)):
@@ -185,7 +186,7 @@ def test_asynchronous_stores_have_no_join(store: KVStore) -> None:
             call()
 
 
-@each_worker(TWO_HOSTS)
+@on(TWO_HOSTS)
 def test_a_missing_gradient_is_found_before_others_count_on_this_worker(store: KVStore) -> None:
     net = network(0)
     trainer = sgd(net, store)

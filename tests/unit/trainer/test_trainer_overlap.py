@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_modes import ONE_HOST, SERVED, THREE_HOSTS, TRAINING, TWO_HOSTS, Mode, each_worker, modes
+from on_workers import on
+from store_modes import ONE_HOST, SERVED, THREE_HOSTS, TRAINING, TWO_HOSTS, Mode, modes
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.hostmemory.common_calls import CommonCalls
@@ -43,7 +44,7 @@ def check(params: list[Parameter], workers: int, frozen_from: int = STEPS) -> No
         np.testing.assert_array_equal(parameter.data, weight)
 
 
-@each_worker(*MODES)
+@on(*MODES)
 @pytest.mark.parametrize("on_store", [True, False])
 def test_handed_over_or_not_the_weights_are_the_same(store: KVStore, on_store: bool) -> None:
     params = parameters()
@@ -59,7 +60,7 @@ def test_handed_over_or_not_the_weights_are_the_same(store: KVStore, on_store: b
     check(params, store.num_workers)
 
 
-@each_worker(*MODES)
+@on(*MODES)
 def test_a_parameter_frozen_on_the_way_does_not_hold_up_its_bucket(store: KVStore) -> None:
     params = parameters()
     trainer = momentum(params, store)
@@ -113,7 +114,7 @@ def test_states_of_keys_in_buckets_load_anywhere(tmp_path: Any) -> None:
         check(params, 3)
 
 
-@each_worker(TWO_HOSTS)
+@on(TWO_HOSTS)
 def test_what_push_grad_refuses(store: KVStore) -> None:
     params = parameters()
     trainer = Trainer(params, "test", kvstore=store)
@@ -166,7 +167,7 @@ def test_gradients_lie_in_shared_memory_and_need_no_copy_in(monkeypatch: pytest.
     assert ONE_HOST.run(body) == [[0, 8000, 8000]] * 2
 
 
-@each_worker(ONE_HOST)
+@on(ONE_HOST)
 def test_a_gradient_that_somebody_holds_stays_where_it_is(store: KVStore) -> None:
     params = [Parameter(np.zeros(10, np.float32), f"p{i}") for i in range(2)]
     held = params[0].grad

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, each_worker, modes
+from on_workers import on
+from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, modes
 
 from mpikv import ConfigError, Parameter, StatesFileError, Trainer
 from mpikv.errors import MpikvError
@@ -178,7 +179,7 @@ def test_wrong_files_change_nothing(fault, mode, on_store, tmp_path):
     mode.run(body)
 
 
-@each_worker(ALONE)
+@on(ALONE)
 def test_resume_comes_first(store):
     parameters, trainer = begun(store)
     train(trainer, parameters, store.rank, 0, 1)

@@ -9,7 +9,8 @@ from typing import Any
 import frameworks
 import numpy as np
 import pytest
-from store_modes import ONE_HOST, SENDING, SERVED, TRAINING, TWO_HOSTS, Mode, each_worker, modes
+from on_workers import on
+from store_modes import ONE_HOST, SENDING, SERVED, TRAINING, TWO_HOSTS, Mode, modes
 
 from mpikv import KVStore, Trainer
 from mpikv.create import notices
@@ -211,7 +212,7 @@ def test_frozen_layers(mode: Mode) -> None:
     assert_close(mode.run(body), reference(even(mode.workers, 3), optimizer=alone))
 
 
-@each_worker(*TRAINING)
+@on(*TRAINING)
 def test_layers_that_come_later_need_another_trainer(store: KVStore) -> None:
     net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
     trainer = Trainer(net, "sgd", kvstore=store)
@@ -228,7 +229,7 @@ def test_layers_that_come_later_need_another_trainer(store: KVStore) -> None:
         trainer.step(ignore_stale_grad=True)
 
 
-@each_worker(ONE_HOST, Mode("dist_sync", 2, memory="off"))
+@on(ONE_HOST, Mode("dist_sync", 2, memory="off"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(store: KVStore, dtype: Any) -> None:
     net = nn.Linear(3, 1, bias=False, dtype=dtype)
@@ -241,7 +242,7 @@ def test_dtypes(store: KVStore, dtype: Any) -> None:
     assert (net.weight.dtype, net.weight.tolist()) == (dtype, [[7.0] * 3])
 
 
-@each_worker(ONE_HOST, TWO_HOSTS)
+@on(ONE_HOST, TWO_HOSTS)
 def test_weights_in_another_order_of_memory(store: KVStore) -> None:
     net, numbers = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), torch.arange(54.0).reshape(3, 2, 3, 3)
     with torch.no_grad():
@@ -299,7 +300,7 @@ class Counted(nn.Module):
         self.norm.running_mean += rank
 
 
-@each_worker(*TRAINING, Mode("dist_async", 2))
+@on(*TRAINING, Mode("dist_async", 2))
 def test_buffers_are_worker_0s_at_the_start_and_when_asked(store: KVStore) -> None:
     net = Counted(store.rank)
     trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=store)
@@ -334,7 +335,7 @@ def test_buffers_are_in_a_checkpoint(tmp_path: Any) -> None:
 # ---- where gradients lie
 
 
-@each_worker(ONE_HOST)
+@on(ONE_HOST)
 def test_gradients_stay_in_shared_memory_whatever_zero_grad_does(store: KVStore) -> None:
     net = network(store.rank)
     trainer, places = sgd(net, store), set()
@@ -377,7 +378,7 @@ def test_a_trainer_that_is_gone_takes_its_hooks_with_it(store: KVStore) -> list[
     return found
 
 
-@each_worker(ONE_HOST)
+@on(ONE_HOST)
 def test_gradients_that_are_differentiated_stay_what_they_are(store: KVStore) -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
     trainer = Trainer([weight], "test", kvstore=store)
@@ -387,7 +388,7 @@ def test_gradients_that_are_differentiated_stay_what_they_are(store: KVStore) ->
     assert weight.tolist() == [2.0 + 12 + 288]
 
 
-@each_worker(ONE_HOST, TWO_HOSTS)
+@on(ONE_HOST, TWO_HOSTS)
 def test_backward_through_changed_weights_is_pytorchs_error(store: KVStore) -> None:
     for given in (store, None):
         net = network(0)
@@ -461,7 +462,7 @@ def misuse(store: KVStore, mistake: Any) -> None:
     mistake(net, trainer, batch(1, rank))
 
 
-@each_worker(*TRAINING)
+@on(*TRAINING)
 @pytest.mark.parametrize("mistake", [second_pass, clipped, forgotten])
 def test_gradients_that_are_changed_after_they_have_left(store: KVStore, mistake: Any) -> None:
     """In every mode, so that it shows on one machine."""
@@ -469,7 +470,7 @@ def test_gradients_that_are_changed_after_they_have_left(store: KVStore, mistake
         misuse(store, mistake)
 
 
-@each_worker(*SENDING)
+@on(*SENDING)
 @pytest.mark.parametrize("mistake", [other_batch, other_rate])
 def test_an_update_that_is_changed_after_gradients_have_left(store: KVStore, mistake: Any) -> None:
     misuse(store, mistake)
