@@ -138,11 +138,11 @@ class HostKey:
 
     def name(self, word: int, array: Any) -> None:
         """Say where an array of this rank's is, as far as others read there."""
-        self._counters.say(word, self._arrays.word_of(array) or 0)
+        self._counters.write(word, self._arrays.word_of(array) or 0)
 
     def _say_digest(self, digest: int) -> None:
         self._digest = digest
-        self._counters.say(DIGEST + self._round % 2, digest)
+        self._counters.write(DIGEST + self._round % 2, digest)
 
     def is_shared(self, array: HostArray) -> bool:
         """Whether the other ranks of the host can read this array."""
@@ -151,7 +151,7 @@ class HostKey:
     def array_of(self, place: int, word: int, dtype: np.dtype[Any] | None = None) -> Any:
         """The array that a rank named; after it has counted something in this round. dtype: default that of sums."""
         dtype = self._wire_dtype if dtype is None else dtype
-        return self._arrays.array_of(place, self._counters.said(place, word), self._n_elems, dtype)
+        return self._arrays.array_of(place, self._counters.read(place, word), self._n_elems, dtype)
 
     def count(self, word: int, done: int) -> None:
         """Say how much this rank has done in this round, and what it knows of the labels by now."""
@@ -165,7 +165,7 @@ class HostKey:
         """How much another rank has done in this round. What it says of the labels is compared then."""
         done = self._counters.of(place, word) - (self._round << ROUND_BITS)
         if done > 0 and self._comparison is not None:
-            self._comparison.compare(self._counters.said(place, DIGEST + self._round % 2))
+            self._comparison.compare(self._counters.read(place, DIGEST + self._round % 2))
         return min(max(done, 0), MOST)  # the most: it is in a later round
 
     def reached(self, place: int, word: int, done: int) -> bool:

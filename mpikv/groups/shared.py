@@ -76,7 +76,7 @@ class SharedCalls:
         chunks, counters, first = plan() or [Chunk()], self._counters, self._chunks
         word = DIGEST + self._calls % 2  # a rank that still reads the digest of the call before is not overwritten
         self._calls += 1
-        counters.say(word, digest)
+        counters.write(word, digest)
         if (request := counters.awaited(DRAINED, first - SLOTS + 1)) is not None:
             yield request
         copy_all(chunks[0].fills)
@@ -94,7 +94,7 @@ class SharedCalls:
         self._chunks += 1
         self._counters.count(SUMMED, self._chunks)
         self._counters.count(DRAINED, self._chunks)
-        different = [rank for rank in range(self.size) if self._counters.said(rank, word) != digest]
+        different = [rank for rank in range(self.size) if self._counters.read(rank, word) != digest]
         return MismatchError(
             f"rank {', '.join(map(str, different))} of the group made another call than rank {self.rank}, or "
             "brought other shapes, dtypes or options: every rank of a group makes the same calls in the same order"

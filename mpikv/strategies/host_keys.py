@@ -27,7 +27,7 @@ from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
 from mpikv.engine.operation import Done, Operation, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, MemoryRange, aligned, fence
 from mpikv.placement.topology import topology
@@ -95,7 +95,7 @@ class HostKeys:
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
         self._values = MemoryRange(begin, third)  # kept by worker 0 alone
         self._counters = MemoryRange(third, 2 * third)  # likewise
-        self._own_part = Segment(memory, 2 * third)
+        self._own_part = Allocator(memory, 2 * third)
         self._blocks: list[ArrayBlock] = []
         self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
         self._words = memory.words(0, memory.n_bytes // WORD_BYTES)
@@ -229,7 +229,7 @@ class HostKeys:
 
     def _count(self, name: int) -> None:
         entries = self._log.of(self.rank, LENGTH)
-        self._log.say(ENTRIES + entries % LOG_ENTRIES, name)
+        self._log.write(ENTRIES + entries % LOG_ENTRIES, name)
         self._log.count(LENGTH, entries + 1)
 
     def listen(self) -> Steps[None]:
@@ -247,7 +247,7 @@ class HostKeys:
             self._read[rank] = entries
             names: Sequence[int] = ()
             if entries - read < LAG:
-                names = [log.said(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
+                names = [log.read(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
             if not names or log.of(rank, LENGTH) - read > LOG_ENTRIES:  # some may have been written over
                 names = [*self._waiting]
             for name in names:

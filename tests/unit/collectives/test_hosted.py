@@ -12,7 +12,7 @@ from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.engine.operation import wakes
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.placement.algorithms import bounds_of
 from mpikv.placement.keys import even_bounds, whole_bounds
@@ -38,7 +38,7 @@ def memories_of(hosts: str) -> list[HostMemory]:
 def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
     """A key whose counters lie at `begin`, its value behind them."""
     place = Place(begin + counters_bytes(most), begin)
-    room = Segment(memory, memory.n_bytes // 2).take
+    room = Allocator(memory, memory.n_bytes // 2).take
     return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, room=room)
 
 

@@ -43,11 +43,11 @@ def test_each_rank_writes_its_own_row_of_whole_cache_lines():
     ranks = tables(3, 9)
     for one in ranks:
         one.count(8, 10 + one.rank)
-        one.say(0, (1 << 64) - 1 - one.rank)
+        one.write(0, (1 << 64) - 1 - one.rank)
     for one in ranks:
         assert one.others == [rank for rank in range(3) if rank != one.rank]
         assert [one.of(rank, 8) for rank in range(3)] == [10, 11, 12]
-        assert [one.said(rank, 0) for rank in range(3)] == [(1 << 64) - 1 - rank for rank in range(3)]
+        assert [one.read(rank, 0) for rank in range(3)] == [(1 << 64) - 1 - rank for rank in range(3)]
         assert one.reached(2, 8, 12)
         assert not one.reached(1, 8, 12)
 
