@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpikv.collectives.nccl import Nccl, NcclComm
-from mpikv.collectives.nccl_introduction import introduce
+from mpikv.collectives.nccl_setup import make_communicator
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import Told
@@ -50,7 +50,7 @@ def settled(
             assert gpu is not None
             return Nccl(gpu)
 
-        found = introduce(
+        found = make_communicator(
             open_nccl,
             names,
             processes.transport.rank,

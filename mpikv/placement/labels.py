@@ -249,7 +249,7 @@ class Comparison:
         self._first = self.own
         self._sent: dict[int, int] = {}
         self._known: dict[int, int] = {}
-        self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
+        self.pairs_begun: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
         self.differ = False  # once this rank knows it; then nothing may be updated
 
     def begin(self, labels: Labels) -> None:
@@ -257,7 +257,7 @@ class Comparison:
         if labels != self._labels:
             self._labels, self.own = labels, _of_all(labels)
         self.differ = False
-        self.met.clear()
+        self.pairs_begun.clear()
 
     @property
     def now(self) -> int:

@@ -376,8 +376,8 @@ class _Transfer:
             tag = wire.TAG_PAYLOAD + payload_tag
             sender = Sender(client, outgoing, tag, PARTS_UNDER_WAY, lambda: len(route.parts))
             targets = [(server, answer) for answer in answers]
-            may_ask = (lambda: sender.left) if one_array else None
-            self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
+            may_post = (lambda: sender.left) if one_array else None
+            self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_post=may_post)]
             return
         for i in range(len(route.parts)):
             if pieces:

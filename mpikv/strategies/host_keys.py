@@ -78,7 +78,7 @@ class HostKeys:
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
-        self._n_rings = found.carriers
+        self._n_rings = found.n_leaders
         self._most = max(len(ranks) for ranks in found.hosts)
         words_begin = table_bytes(self._most, WORDS)
         self._log = Counters(memory, words_begin, LOG_WORDS)
@@ -140,7 +140,7 @@ class HostKeys:
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            room=partial(self.room, pages=pages),
+            allocate=partial(self.room, pages=pages),
             value=value,
             arrays=arrays,
             on_count=self._count,

@@ -51,7 +51,7 @@ class IpcPath(KeyPath):
     def share(self) -> Steps[None]:
         """The others copy it from where worker 0 says that it is."""
         if self._group.rank == 0:
-            self._key.name(TOTALS, self.value)
+            self._key.publish(TOTALS, self.value)
             yield self._device.begun()
             self._hosts.publish(self._place)
         else:

@@ -7,7 +7,7 @@ it, none of its reductions.
 
 Labels. A note behind the values of a message would have to be written and read on the GPU, and waited for. So where
 labels are compared at all, workers tell each other theirs in short messages of host memory before each round
-(collectives/notes.py).
+(collectives/label_exchange.py).
 
 Cost for p workers: that of the algorithm, an event of the stream for each message, and ceil(log2(p)) short messages one
 after another in each round whose labels are compared. Memory: the value.
@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpikv.collectives import notes
+from mpikv.collectives import label_exchange
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.device_group import DeviceGroup
 from mpikv.collectives.select import ALGORITHMS
@@ -57,7 +57,7 @@ class MpiPath(KeyPath):
         group = self._device_group
         if comparison is not None:
             # Under the tag of the messages that follow: those between two ranks stay in their order.
-            yield from notes.compare(self._group, comparison, self._tag(1))
+            yield from label_exchange.compare(self._group, comparison, self._tag(1))
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
         return None

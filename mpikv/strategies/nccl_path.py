@@ -5,7 +5,7 @@ Home: each worker has the whole value in its device memory. Who adds, in which o
 One communicator serves all keys that go this path, of all stores of the process. NCCL wants its calls in the same order
 on all workers, and a call waits on the GPU until all others have made it; workers push keys in any order, and may wait
 for one before they push the next. So a round of a key begins with short messages in host memory. First every worker
-hears from all others (collectives/notes.py), and then all have pushed the key; the same messages say under which
+hears from all others (collectives/label_exchange.py), and then all have pushed the key; the same messages compare
 labels. Then worker 0 gives the round a number, the next one, and tells it to all. Rounds are put into their streams in
 the order of their numbers, each as a whole, while no other generator runs: reduce-scatter, update and allgather, one
 after another, in arrays whose parts are padded to equal lengths; or an allreduce where nothing updates the key; or a
@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpikv.collectives import notes
+from mpikv.collectives import label_exchange
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
@@ -97,7 +97,7 @@ class NcclPath(KeyPath):
         comm, space = self._comm, self._device
         if comm is None:
             return None
-        yield from notes.compare(self._group, comparison, self._tag(1))  # nobody goes on before all are there
+        yield from label_exchange.compare(self._group, comparison, self._tag(1))  # nobody goes on before all are there
         number = yield from self._number(comm)
         yield Predicate(lambda: comm.failure is not None or comm.begun == number)
         if self._all_have_all:

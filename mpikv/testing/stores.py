@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from mpikv.codecs.compression import Compressions, KeyCompression
 from mpikv.collectives.nccl import Nccl
-from mpikv.collectives.nccl_introduction import introduce
+from mpikv.collectives.nccl_setup import make_communicator
 from mpikv.config import Config
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble
@@ -82,7 +82,7 @@ def spawn_stores(
         if gpu is not None and members.device_path == "nccl":
             names = [f"worker {rank}" for rank in range(num_workers)]
             gather = gathering.of(transport.rank)
-            comm, _ = introduce(lambda: Nccl(gpu), names, transport.rank, gather, config.timeout_s, kept={})
+            comm, _ = make_communicator(lambda: Nccl(gpu), names, transport.rank, gather, config.timeout_s, cache={})
         store = assemble(
             name.lower(),
             spec,

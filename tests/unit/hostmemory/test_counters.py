@@ -126,7 +126,7 @@ def key_on(world: Interleaving, rank: int) -> HostKey:
     memory = world.host_memory(rank)
     memory.array = lambda begin, n, dtype: np.zeros(n, dtype)
     memory.offset_of = lambda array: 0
-    return HostKey(memory, Place(0, 0), 1, (F32, F32), 1, room=lambda n_bytes: np.zeros(n_bytes, np.uint8))
+    return HostKey(memory, Place(0, 0), 1, (F32, F32), 1, allocate=lambda n_bytes: np.zeros(n_bytes, np.uint8))
 
 
 def rounds(world: Interleaving, found: list[list[int]], known: list[list[int]]) -> None:
