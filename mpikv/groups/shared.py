@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, in_chunks
-from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, part_of
+from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, run_chunks
+from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, range_of
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
@@ -86,7 +86,7 @@ class SharedCalls:
         for row in counters.rows:
             if counters.words[row + word] != digest:
                 raise self._mismatch(digest, word)
-        yield from in_chunks(counters, CHUNK_WORDS, chunks, first)
+        yield from run_chunks(counters, CHUNK_WORDS, chunks, first)
         self._chunks += len(chunks)
 
     def _mismatch(self, digest: int, word: int) -> MismatchError:
@@ -122,7 +122,7 @@ class SharedCalls:
             chunk.sums.append(Sum(values, tuple(slots), (), None, adder))
             return chunk
         for rank in range(self.size):
-            begin, end = part_of(rank, self.size, values.size, values.itemsize)
+            begin, end = range_of(rank, self.size, values.size, values.itemsize)
             if begin == end:
                 continue
             if rank == self.rank:
