@@ -190,7 +190,7 @@ class ServerCore:
             info,
             values,
             begin=text["begin"],
-            part_elems=text["part"],
+            partition_elems=text["part"],
             compression=codecs,
             version=text["version"],
             owner=self.owner,

@@ -108,7 +108,7 @@ class ServedShard:
         values: HostArray,
         *,
         begin: int,
-        part_elems: int,
+        partition_elems: int,
         compression: KeyCompression,
         version: int,
         owner: Owner,
@@ -120,7 +120,7 @@ class ServedShard:
         self.info = info
         self.begin = begin
         self._n = values.size
-        self.parts = partitions(0, values.size, part_elems)
+        self.parts = partitions(0, values.size, partition_elems)
         self._owner = owner
         self._pool = pool
         self._lifts = lifts

@@ -60,7 +60,7 @@ class KeyPaths:
         self.dtype: np.dtype[Any] = self.usual.dtype
         self.codec = self.usual.codec
         self.plain: KeyPath | None = None
-        if (plain := placement.as_it_is) is not None:
+        if (plain := placement.unencoded) is not None:
             self.plain = path_of(means, info, plain, place, self.value)
 
     @property
@@ -97,8 +97,8 @@ class KeyPaths:
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts, and labels are compared anew. Not during a round."""
         self.usual.cut(placement)
-        if self.plain is not None and placement.as_it_is is not None:
-            self.plain.cut(placement.as_it_is)
+        if self.plain is not None and placement.unencoded is not None:
+            self.plain.cut(placement.unencoded)
         if self.codec is not None:
             self.codec.cut(self.placement, placement)
         self.placement = placement

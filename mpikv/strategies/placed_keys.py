@@ -24,7 +24,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Comparison, Under
+from mpikv.placement.labels import Comparison, PushLabel
 from mpikv.placement.members import Members
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
@@ -227,7 +227,7 @@ class PlacedKeys:
                 self._session.members,
                 info,
                 whole=whole,
-                room=room,
+                fits=room,
                 wire=wire_of(info),
                 updated=bool(optimizers),
                 encoded=encoded,
@@ -256,7 +256,7 @@ class PlacedKeys:
         """What does its rounds, to be taken by the engine; None: they are being done."""
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
 
-    def under(self, info: KeyInfo) -> Under:
+    def under(self, info: KeyInfo) -> PushLabel:
         """What a push of this key is made under now; the owner of what this worker owns knows it."""
         under, attributes = self._session.under(info)
         if attributes is not None:
@@ -391,4 +391,4 @@ def _is_encoded(placement: Placement) -> bool:
 
 def _goes_hosted(placement: Placement) -> bool:
     """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
-    return placement.plain is not None and "hosted" in (placement.plain[0], placement.host)
+    return placement.unencoded_path is not None and "hosted" in (placement.unencoded_path[0], placement.host)

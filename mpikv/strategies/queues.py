@@ -28,7 +28,7 @@ from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
 from mpikv.strategies.paths import KeyPaths
 
-Unders = Any  # of a round: its `Under` (labels.py), or by its number for each key of a bucket (None: not pushed)
+Unders = Any  # of a round: its `PushLabel` (labels.py), or by its number for each key of a bucket (None: not pushed)
 
 
 class Round(NamedTuple):

@@ -12,7 +12,7 @@ from mpikv.config import Config
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble
 from mpikv.kvstore import KVStore
-from mpikv.placement.device_paths import Told, choose
+from mpikv.placement.device_paths import DeviceReport, choose
 from mpikv.placement.members import Members
 from mpikv.server.roles import assign
 from mpikv.spaces.device import DeviceSpace
@@ -65,7 +65,7 @@ def spawn_stores(
     members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
     memories = memories_of(places) if members.shares_memory else [None] * size
     if gpus is not None:
-        told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in gpus]
+        told = [DeviceReport() if one is None else DeviceReport(one.number, one.uuid, one.name) for one in gpus]
         open_ = config.device_path == "auto" and config.algorithm != "nccl"
         outcomes = NOT_TRIED if open_ else {}
         members = choose([told[rank] for rank in roles.workers], members, outcomes).of(members)

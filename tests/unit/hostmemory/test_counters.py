@@ -17,7 +17,7 @@ from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
 from mpikv.hostmemory.polling import POLLS, SHARED_CORE_POLLS, Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
-from mpikv.placement.labels import PLAIN, Comparison, Label
+from mpikv.placement.labels import NO_ATTRIBUTES, Comparison, Label
 from mpikv.testing.ranks import spawn
 
 F32 = np.dtype(np.float32)
@@ -133,10 +133,10 @@ def rounds(world: Interleaving, found: list[list[int]], known: list[list[int]]) 
     """found: what a rank has or learns, by round and rank. known: whether labels differ, at the end, likewise."""
 
     def body(rank: int) -> None:
-        key, comparison = key_on(world, rank), Comparison((PLAIN,))
+        key, comparison = key_on(world, rank), Comparison((NO_ATTRIBUTES,))
         others = [other for other in range(world.size) if other != rank]
         for number, one in enumerate(found):
-            comparison.begin((Label(f"of {rank}") if one[rank] == OTHER else PLAIN,))
+            comparison.begin((Label(f"of {rank}") if one[rank] == OTHER else NO_ATTRIBUTES,))
             key.begin(np.zeros(1, F32), np.zeros(1, F32), comparison)
             comparison.differ |= one[rank] == MESSAGE
             key.count(FILLED, 1)

@@ -332,7 +332,7 @@ def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypa
 
     monkeypatch.setattr(ranks, "Fabric", Watched)
     monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
-    monkeypatch.setattr(on_servers, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
+    monkeypatch.setattr(on_servers, "SHORT_PARTITION_BYTES", 1)  # else only a value of many MB is cut into so many
     n, workers = 20 * exchange.PARTS_UNDER_WAY, 3
 
     def body(store):
