@@ -36,7 +36,7 @@ from mpikv.placement.labels import Comparison
 # that are in the result. FILLED + ring: segments of its values that the ring's leader may read.
 VALUES, TOTALS, DIGEST, _, REDUCED, UPDATED, GATHERED, FILLED = range(8)
 ROUND_BITS = 32  # of a counter, for what is done in one round; the bits above hold the round's number
-MOST = (1 << ROUND_BITS) - 1
+MAX_COUNT = (1 << ROUND_BITS) - 1
 
 
 def counters_bytes(n_ranks: int) -> int:
@@ -166,7 +166,7 @@ class HostKey:
         done = self._counters.of(local_rank, word) - (self._round << ROUND_BITS)
         if done > 0 and self._comparison is not None:
             self._comparison.compare(self._counters.read(local_rank, DIGEST + self._round % 2))
-        return min(max(done, 0), MOST)  # a counter of a later round gives MOST
+        return min(max(done, 0), MAX_COUNT)  # a counter of a later round gives MAX_COUNT
 
     def reached(self, local_rank: int, word: int, done: int) -> bool:
         """Return whether another rank has done at least so much of this round."""

@@ -71,7 +71,7 @@ class Nccl:
         except self.module.NcclError as error:
             raise MpikvError(
                 f"NCCL has failed: {error}. Each worker needs a GPU of its own; NCCL_DEBUG=WARN in the environment "
-                "makes NCCL say more"
+                "makes NCCL report more"
             ) from error
 
 

@@ -17,9 +17,8 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 
-CHUNK_BYTES = (
-    512 << 10
-)  # measured: ranks wait too often for shorter chunks; longer ones leave the cache before the drain
+# Measured: for shorter chunks ranks wait too often, and longer ones leave the cache before the drain.
+CHUNK_BYTES = 512 << 10
 SLOTS = 3  # a chunk is filled while the one before is summed and the one before that is drained
 TINY_BYTES = 16 << 10  # up to so many bytes every rank adds all elements: that costs less than waiting for sums
 

@@ -42,6 +42,9 @@ class RankGroup:
     calls through memory; None: the ranks share none. stalled: makes the error of a call that has waited too long.
     report: sends the number of a call that this rank does not make, or ALL_LATER, and the reason to the group's other
     ranks, which wait for it.
+
+    calls: how many collective calls this rank has made. failure: why it makes no more. history: the number and text of
+    its last calls.
     """
 
     def __init__(
@@ -148,9 +151,9 @@ class RankGroup:
 
     # --- how a call is made
 
-    def _start(self, made: Collective, options: Options) -> GroupCall:
+    def _start(self, described: Collective, options: Options) -> GroupCall:
         """Make a collective call: through memory where the ranks share one and the call allows it, else by messages."""
-        text = made.text
+        text = described.text
         if self.failure is not None:
             kind = PeerError if isinstance(self.failure, PeerError) else MpikvError  # it may be another rank's
             raise kind(
@@ -158,8 +161,8 @@ class RankGroup:
                 f"({type(self.failure).__name__}: {self.failure})"
             ) from self.failure
         code, through_memory = digest(text), None
-        if self.shared is not None and made.in_memory is not None:
-            through_memory = self.shared.run(code, partial(made.in_memory, self.shared))
+        if self.shared is not None and described.in_memory is not None:
+            through_memory = self.shared.run(code, partial(described.in_memory, self.shared))
         with self._order:  # a callback of a future may make calls in another thread
             self.calls += 1
             call = GroupCall(self, self.calls, text, options)
@@ -167,7 +170,7 @@ class RankGroup:
             if through_memory is None:
                 before = self._window[0] if len(self._window) == self._window.maxlen else None
                 self._window.append(call)
-                steps = made.by_messages(self._messages, self.tags.of_call(call.number, code))
+                steps = described.by_messages(self._messages, self.tags.of_call(call.number, code))
             else:
                 before, self._last = self._last, call
                 steps = through_memory

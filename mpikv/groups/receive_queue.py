@@ -69,9 +69,8 @@ class ReceiveQueue:
                         f"the message of rank {self.group.ranks.index(incoming.source)} of the group has "
                         f"{incoming.n_bytes} bytes, the tensor to receive it has {buf.nbytes}"
                     )
-                    buf = np.empty(
-                        incoming.n_bytes, np.uint8
-                    )  # it is received even so, since its sender waits for that
+                    # It is received even so, since its sender waits for that.
+                    buf = np.empty(incoming.n_bytes, np.uint8)
                 receives.append(incoming.receive(buf))
             return bool(wrong) or not waiting
 

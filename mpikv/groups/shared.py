@@ -35,12 +35,8 @@ from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 
 SLOTS = 4  # one is filled, one summed and one drained; the fourth lets a rank be ahead
-FILLED, SUMMED, DRAINED, DIGEST = (
-    0,
-    8,
-    16,
-    24,
-)  # words: three counters, each in a cache line of its own, and two digests
+# The words of each rank: three counters, each in a cache line of its own, and two digests.
+FILLED, SUMMED, DRAINED, DIGEST = 0, 8, 16, 24
 WORDS = DIGEST + 2
 CHUNK_WORDS = ChunkWords(FILLED, SUMMED, DRAINED, SLOTS)
 

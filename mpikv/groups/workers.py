@@ -47,7 +47,7 @@ class WorkersGroup:
         self._shared: SharedCalls | None = None
         self._failure: BaseException | None = None
 
-    def run(self, made: Collective, call: str) -> None:
+    def run(self, described: Collective, call: str) -> None:
         """Make a call that all workers of an open store make. Collective, blocks.
 
         call: its name in errors. Raises MismatchError on every worker where their texts differ; StallError, PeerError.
@@ -67,10 +67,10 @@ class WorkersGroup:
             session.calls_made += 1
             waiting = Waiting(call, CALLS_NAME, CALLS_ID, session.calls_made)
             try:
-                if shared is None or made.in_memory is None:
-                    running = Running(self._by_messages(made), call)
+                if shared is None or described.in_memory is None:
+                    running = Running(self._by_messages(described), call)
                 else:
-                    running = Running(shared.run(digest(made.text), partial(made.in_memory, shared)), call)
+                    running = Running(shared.run(digest(described.text), partial(described.in_memory, shared)), call)
                     spin(running, engine.clock)
                 if not running.done:
                     engine.take(running)
@@ -96,8 +96,8 @@ class WorkersGroup:
         self._messages = MessageCalls(group, members.config.host_algorithm)
         self._group = group
 
-    def _by_messages(self, made: Collective) -> Steps[None]:
-        code = digest(made.text)
+    def _by_messages(self, described: Collective) -> Steps[None]:
+        code = digest(described.text)
         # The largest digest and the largest complement, which is that of the smallest digest: where the one is not the
         # complement of the other, digests differ.
         largest = np.array([code, code ^ MASK], np.uint64)
@@ -106,4 +106,4 @@ class WorkersGroup:
             raise MismatchError("workers of a store made different calls: every one makes the same, in the same order")
         # All calls can use this one tag: the next call begins with the allreduce above, which ends on no worker before
         # all workers have ended this call.
-        yield from made.by_messages(self._messages, wire.TAG_CALLS + 1)
+        yield from described.by_messages(self._messages, wire.TAG_CALLS + 1)
