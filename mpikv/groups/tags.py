@@ -35,7 +35,8 @@ class GroupTags(NamedTuple):
     def of_call(self, number: int, digest_: int) -> int:
         """Return the tag for the messages of call `number`: its number and some bits of its digest.
 
-        The number keeps calls under way apart; the digest, most probably, calls with one number that differ.
+        Calls under way have different numbers. Different calls that ranks make under one number have, most probably,
+        different digests, so their messages are not mixed up.
         """
         bits = self.low_bits - WINDOW_BITS
         return self.base | (number % (1 << WINDOW_BITS)) << bits | digest_ % (1 << bits)

@@ -53,7 +53,7 @@ class Members:
 
     @property
     def links(self) -> bool:
-        """Whether the ranks are on several hosts, so that values travel over links."""
+        """Whether the ranks are on several hosts, so that values are sent over links."""
         return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
 
     @property

@@ -315,9 +315,7 @@ class ServedShard:
             for push in queue:
                 if push.inline is None:
                     rest = range(push.fetched, len(self.partitions))
-                    events += [
-                        Fetch(None, push, partition, self.partition_bytes(push, partition)) for partition in rest
-                    ]
+                    events += [Fetch(None, push, i, self.partition_bytes(push, i)) for i in rest]
             queue.clear()
         return events
 
