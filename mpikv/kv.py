@@ -24,7 +24,7 @@ from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
 from mpikv.observe.program import Process, this_process
 from mpikv.placement import device_paths
-from mpikv.placement.device_paths import Told
+from mpikv.placement.device_paths import DeviceReport
 from mpikv.placement.members import Members
 from mpikv.placement.topology import labels, topology
 from mpikv.runtime import abort, launcher, library, signals
@@ -172,7 +172,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         if members.path != "servers":
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
-        devices = [Told(**announced[rank]["device"]) for rank in members.workers]
+        devices = [DeviceReport(**announced[rank]["device"]) for rank in members.workers]
         members, nccl = device_trials.settled(members, devices, memory, processes, found.gpu)
     except MpikvError:
         transport.close()
@@ -229,7 +229,7 @@ def _warn_of_devices(text: str) -> None:
         notices.warn(text, text, os.environ)
 
 
-def _introduction(spec: StoreSpec | None, config: Config, device: Told) -> dict[str, Any]:
+def _introduction(spec: StoreSpec | None, config: Config, device: DeviceReport) -> dict[str, Any]:
     """What must fit between ranks. A program that is only a server brings no type."""
     settings = {
         "MPIKV_SERVER_PLACEMENT": config.server_placement,

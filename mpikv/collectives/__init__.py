@@ -1,1 +1,1 @@
-"""Collective algorithms: one file each, chosen by select."""
+"""Collective algorithms, one file each, and what they share."""

@@ -1,6 +1,6 @@
-"""Byte strings of any length from every rank to one, and from one to every rank: for saving and loading states.
+"""Gather and scatter of byte strings of any length: for saving and loading states.
 
-Each byte string is preceded by its length. Cost: two messages per rank, all at the root. Restrictions: none.
+The length of each byte string is sent before it. Cost: two messages per rank, all at the root. Restrictions: none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _receive(group: Group, source: int, tag: int) -> Steps[bytes]:
 
 
 def gather(group: Group, data: bytes, root: int, tag: int) -> Steps[list[bytes]]:
-    """Every rank's bytes, in rank order, at the root; an empty list elsewhere. Collective."""
+    """Return every rank's bytes, in rank order, at the root; an empty list elsewhere. Collective."""
     if group.rank != root:
         yield from _send(group, data, root, tag)
         return []
@@ -41,7 +41,7 @@ def gather(group: Group, data: bytes, root: int, tag: int) -> Steps[list[bytes]]
 
 
 def scatter(group: Group, blobs: Sequence[bytes] | None, root: int, tag: int) -> Steps[bytes]:
-    """Rank r gets `blobs[r]` of the root, which alone brings them. Collective."""
+    """Return `blobs[r]` of the root at rank r. blobs: None at all other ranks. Collective."""
     if group.rank != root:
         return (yield from _receive(group, root, tag))
     assert blobs is not None

@@ -1,7 +1,7 @@
 """Binomial-tree broadcast, for the initial values of keys.
 
-Rank r (counted from the root) receives from r without its lowest set bit and passes on to r plus each lower power of
-two.
+Ranks are counted from the root. Rank r receives from the rank whose number is r without its lowest set bit, and sends
+to r plus each lower power of two.
 
 Cost: log2(p) steps of n elements. Restrictions: none.
 """

@@ -1,18 +1,17 @@
 """A group whose messages are arrays in a GPU's memory, for collectives over CUDA-aware MPI.
 
-MPI takes an address and knows nothing of streams, while what a collective adds is only put into the store's stream. So
-a message waits here until that stream has come as far as it was when the message was asked for: what is sent has been
-computed by then, and what is received into is read and written no more. Nobody waits for that; whoever tests a message
-of the group starts all whose time has come. Events of one stream are done in their order, so messages start in the
-order in which they were asked for, as MPI has to see them. What has been received is in memory before the stream is
-given any work on it.
+MPI takes an address and knows nothing of streams, while a collective's additions are only put into the store's stream.
+So `isend` and `irecv` record an event in that stream, and a message is handed to MPI when its event is done: all work
+on its array that the stream had been given before has ended then. No thread waits for that: a test of any message of
+the group starts all messages whose events are done. Events of one stream are done in their order, so messages start in
+the order in which they were asked for, as MPI requires. Received values are in memory before the stream is given any
+work on them.
 
 Only sends and receives reach MPI; values are combined in the store's stream.
 
-Cost: an event for each message, and the transport's own. While a message waits to be started its generator is asked in
-each step of the engine. Restrictions: the transport takes device memory. It is called in whatever thread steps the
-engine, with this GPU as that thread's current one when a message is started; when it is asked whether messages are
-done, another GPU of the process may be.
+Cost: an event for each message, and the transport's own. While a message waits to be started, each step of the engine
+tests it. Restrictions: the transport takes device memory. It is called in whatever thread steps the engine. This GPU is
+that thread's current one when a message is started, but another GPU of the process may be when messages are tested.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from mpikv.transports.base import Group, Transport
 
 
 class DeviceGroup(Group):
-    """Some ranks of a transport that takes device memory. It moves arrays of one space.
+    """Some ranks of a transport that takes device memory. It sends and receives arrays of one space.
 
-    waiting: the messages that are not started yet, of this group and those that share it.
+    waiting: the queue of messages that are not started yet, which a group shares with its `part`s.
     """
 
     on_device = True
@@ -49,12 +48,12 @@ class DeviceGroup(Group):
         self._waiting: deque[Message] = deque() if waiting is None else waiting
 
     def isend(self, buf: Any, dest: int, tag: int) -> Operation:
-        """As `Group.isend`, behind what the store's stream has been given by now."""
+        """Do what `Group.isend` does, once all work that the store's stream has been given by now is done."""
         rank = self.ranks[dest]
         return self._begin(self.transport.isend, buf, rank, tag)
 
     def irecv(self, buf: Any, source: int, tag: int) -> Operation:
-        """As `Group.irecv`, behind what the store's stream has been given by now."""
+        """Do what `Group.irecv` does, once all work that the store's stream has been given by now is done."""
         return self._begin(self.transport.irecv, buf, self.ranks[source], tag)
 
     def _begin(self, call: Callable[..., Operation], buf: Any, rank: int, tag: int) -> Message:
@@ -68,20 +67,20 @@ class DeviceGroup(Group):
         return message
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """On the GPU."""
+        """Return a new array on the GPU."""
         array: Any = self._space.empty(n_elems, dtype)
         return array  # type: ignore[no-any-return]
 
     def part(self, ranks: Sequence[int]) -> DeviceGroup:
-        """Some of them. Their messages wait with those of this group."""
+        """Return a group of some of these ranks. Its messages wait in the same queue."""
         chosen = [self.ranks[rank] for rank in ranks]
         return DeviceGroup(self.transport, chosen, self._space, self._waiting)
 
 
 class Message(Waking):
-    """A message: a request that is done when the transport's is, which is started when the stream has come so far.
+    """A request for one message. It is done when the transport's is, which `start` begins after the event `due`.
 
-    waiting: those that are not started yet, in their order.
+    waiting: the group's messages that are not started yet, in their order.
     """
 
     __slots__ = ("_done", "_due", "_request", "_start", "_waiting")
@@ -94,16 +93,16 @@ class Message(Waking):
 
     @property
     def due(self) -> bool:
-        """Whether the stream has come so far. Raises MpikvError where the GPU has failed."""
+        """Whether the event is done, so that the message may start. Raises MpikvError where the GPU has failed."""
         return self._due.test()
 
     def start(self) -> None:
-        """Hand it to the transport."""
+        """Hand the message to the transport."""
         assert self._start is not None
         self._request, self._start = self._start(), None
 
     def test(self) -> bool:
-        """Whether it is done. Starts what is due."""
+        """Return whether the message is done. Starts all messages of the group that are due."""
         if not self._done:
             start_due(self._waiting)
             if self._request is not None and self._request.test():
@@ -111,11 +110,11 @@ class Message(Waking):
         return self._done
 
     def wakes(self, waiter: Waiter) -> bool:
-        """As the transport's request does, unless some message is not started yet: that nobody else would notice."""
+        """Promise what the transport's request does; False while a message waits, since only a test starts it."""
         return not self._waiting and wakes(self._request, waiter)
 
 
 def start_due(waiting: deque[Message]) -> None:
-    """Start the messages that need not wait for the stream any more, in their order."""
+    """Start the messages whose events are done, in their order."""
     while waiting and waiting[0].due:
         waiting.popleft().start()

@@ -1,11 +1,12 @@
 """Recursive halving (reduce-scatter) and recursive doubling (allgather).
 
-In each of log2(p) steps a rank exchanges half of what it still has to add with a partner, nearer at every step, and
-goes on with the other half; the allgather runs the same steps backwards. Where p is no power of two, the ranks beyond
-the largest one fold their buffer into a partner's at the start and get the result at the end; they own nothing.
+In each of log2(p) steps a rank sends one half of the elements that it still adds to a partner, and receives the
+partner's values of the other half, which it adds; partners are nearer at every step. The allgather runs the same steps
+backwards. Where p is no power of two, each rank from the largest power of two on is *folded*: it sends its buffer to a
+partner at the start, receives the result at the end, and owns nothing.
 
 Cost per rank: log2(p) steps, n(p-1)/p elements in each half (the folded ranks and their partners: n more); scratch: n/2
-elements (n at a partner). Restrictions: ranks from the largest power of two on own no chunk.
+elements (n at a partner). Restrictions: folded ranks own no chunk.
 Source: Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005).
 """
 
@@ -59,7 +60,7 @@ def reduce_scatter(
             scratch = group.empty(kept.size + room, buf.dtype)
             yield group.irecv(scratch, partner, tag)
             scratch = scratch[: kept.size]
-            # The lower rank's part stands first on both sides of every exchange, for bits that depend on ranks alone.
+            # Both sides of an exchange put the lower rank's values first, so that the bits depend on the ranks alone.
             combine(*((kept, scratch) if me < partner else (scratch, kept)), out=kept)
         if send is not None:
             yield send

@@ -1,11 +1,12 @@
-"""The hierarchical allreduce with its part within a host done in memory that the host's ranks share.
+"""The hierarchical allreduce, with memory that a host's ranks share in place of the messages within the host.
 
-As in `hierarchical`, ring by ring and segment by segment, but no message stays within a host. Each rank makes its
-values readable, a segment for every ring in turn; the carrier of a ring adds what its host has and passes it on around
-the ring, while later segments are still being copied; what comes back goes straight into the result, which the host has
-once, and from there into the arrays of the call. Ranks tell each other through counters (host_key.py) how far they are,
-so none waits for another but in a transfer of this key, in whatever order keys are pushed. Values that are still on
-their way into the memory (parts.py) are needed in the same order, and counted as they come.
+It works ring by ring and segment by segment, as `hierarchical` does. Each rank copies its values into the shared
+memory, a segment for every ring in turn. The leader of a ring adds the values of its host's ranks and passes the sums
+on around the ring, while later segments are still being copied. Finished segments are received into the result, which
+the host holds once, and each rank copies them from there to the arrays of the call. Ranks count what they have done in
+counters that the others read (host_key.py), so a rank waits for another only in a round of this key, in whatever order
+keys are pushed. Where a pipeline loads the values into the memory (pipeline.py), it does so in the same order, and the
+rank counts what is loaded.
 
 Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. (Ranks that are
 all on one host: one_host.py.)
@@ -25,8 +26,8 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
-from mpikv.collectives.parts import HERE, Coming, Landing, Parts
-from mpikv.collectives.ring import Circle
+from mpikv.collectives.pipeline import NO_PIPELINE, CompletionReporter, Loader, Pipeline
+from mpikv.collectives.ring import RingStages
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Span, Stage, cut, drive
 from mpikv.engine.operation import Steps, Waiter
 from mpikv.hostmemory.sums import in_order, newest_first
@@ -37,15 +38,15 @@ from mpikv.transports.base import Group
 Take = Callable[[Span], None]
 
 
-class _AnyTime:
-    """A stage that waits for no other rank."""
+class _NeverWaits:
+    """Base of stages that wait for no other rank."""
 
     def wakes(self, waiter: Waiter) -> bool:
         return True
 
 
-class _OnCount:
-    """A stage that waits until another rank of the host has counted something."""
+class _WaitsForCounters:
+    """Base of stages that wait until another rank of the host has counted something."""
 
     _key: HostKey
 
@@ -53,8 +54,8 @@ class _OnCount:
         return self._key.wakes(waiter)
 
 
-class _Fill(_AnyTime):
-    """A stage that makes this rank's values readable, a segment for each ring in turn."""
+class _CopyIn(_NeverWaits):
+    """A stage that copies this rank's values into shared memory, a segment for each ring in turn, and counts them."""
 
     def __init__(self, key: HostKey, values: HostArray, segments: Sequence[tuple[int, Span]]) -> None:
         self._key, self._values, self._segments = key, values, iter(segments)
@@ -72,21 +73,21 @@ class _Fill(_AnyTime):
         return True
 
 
-class _Arrive(_AnyTime):
-    """A stage that counts for each ring which of its segments are there, of all that come."""
+class _CountLoaded(_NeverWaits):
+    """A stage that counts, for each ring, which of its segments a pipeline has loaded. segments: in loading order."""
 
-    def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]], coming: Coming) -> None:
-        self._key, self._segments, self._coming = key, segments, coming
-        self._told = 0
+    def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]], loader: Loader) -> None:
+        self._key, self._segments, self._loader = key, segments, loader
+        self._counted = 0
         self.counts: Counter[int] = Counter()
         self.done = not segments
 
     def move(self) -> bool:
-        told, count = self._told, self._coming.count
-        if count <= told:
+        counted, count = self._counted, self._loader.count
+        if count <= counted:
             return False
-        self._told = count
-        new = Counter(ring for ring, _ in self._segments[told:count])
+        self._counted = count
+        new = Counter(ring for ring, _ in self._segments[counted:count])
         self.counts += new
         for ring in new:
             self._key.count(FILLED + ring, self.counts[ring])
@@ -94,10 +95,10 @@ class _Arrive(_AnyTime):
         return True
 
 
-class _Collect(_OnCount):
-    """A stage that adds the segments of a carrier's ring over the ranks of its host, from its own place on.
+class _AddRanks(_WaitsForCounters):
+    """A stage that adds the segments of a leader's ring over the ranks of its host, in their order from the leader on.
 
-    arrive: what counts this rank's own values; None: they are there.
+    count_loaded: counts this rank's own values; None: they are all there.
     """
 
     def __init__(
@@ -109,76 +110,80 @@ class _Collect(_OnCount):
         segments: Sequence[Span],
         *,
         combine: np.ufunc,
-        arrive: _Arrive | None,
+        count_loaded: _CountLoaded | None,
     ) -> None:
-        # What comes first, what is there second, as for messages.
+        # The next rank's values first, the sum so far second, as with messages.
         self._combine = newest_first(combine)
         self._key, self._segments = key, segments
-        self._values, self._totals, self._place, self._arrive = values, totals, rings.place, arrive
-        self._others = [(rings.place + i) % rings.n_here for i in range(1, rings.n_here)]
-        self._word = FILLED + rings.place
-        self._ready = 0  # as far as known
+        self._values, self._totals, self._count_loaded = values, totals, count_loaded
+        self._local_rank = rings.local_rank
+        self._others = [(rings.local_rank + i) % rings.n_here for i in range(1, rings.n_here)]
+        self._word = FILLED + rings.local_rank
+        self._ready = 0  # segments that all ranks had counted when this rank last looked
         self.count = 0
         self.done = not segments
 
     def move(self) -> bool:
         if self.count >= self._ready:
-            counts = [self._key.counted(place, self._word) for place in self._others]
-            if self._arrive is not None:
-                counts.append(self._arrive.counts[self._place])
+            counts = [self._key.counted(local_rank, self._word) for local_rank in self._others]
+            if self._count_loaded is not None:
+                counts.append(self._count_loaded.counts[self._local_rank])
             self._ready = min(counts, default=len(self._segments))
             if self.count >= self._ready:
                 return False
         begin, end = self._segments[self.count]
         own = self._values[begin:end]
         total = own if self._values is self._totals else self._totals[begin:end]
-        others = [self._key.array_of(place, VALUES)[begin:end] for place in self._others]
+        others = [self._key.array_of(local_rank, VALUES)[begin:end] for local_rank in self._others]
         in_order(total, [own, *others], self._combine)
         self.count += 1
         self.done = self.count == len(self._segments)
         return True
 
 
-class _Tell(_AnyTime):
-    """A stage that counts for the other ranks which segments another stage has done. take: called with each of them."""
+class _PublishCount(_NeverWaits):
+    """A stage that counts, for the other ranks to read, the segments that another stage has done.
+
+    count: returns how many these are. take: called with each of them.
+    """
 
     def __init__(
         self, key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take | None = None
     ) -> None:
         self._key, self._word, self._segments, self._count, self._take = key, word, segments, count, take
-        self._told = 0
+        self._counted = 0
         self.done = not segments
 
     def move(self) -> bool:
-        told, count = self._told, self._count()
-        if count <= told:
+        counted, count = self._counted, self._count()
+        if count <= counted:
             return False
-        self._told = count
+        self._counted = count
         self._key.count(self._word, count)
         if self._take is not None:
-            for span in self._segments[told:count]:
+            for span in self._segments[counted:count]:
                 self._take(span)
         self.done = count >= len(self._segments)
         return True
 
 
-class _Follow(_OnCount):
-    """A stage that ends when other ranks have counted all of their segments. take: called with each, as it is counted.
+class _AwaitCounts(_WaitsForCounters):
+    """A stage that ends when other ranks have counted all of their segments. take: called with each that is counted.
 
-    segments: by place, in the order in which that rank counts them.
+    segments: by local rank, in the order in which that rank counts them.
     """
 
     def __init__(
         self, key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take: Take | None = None
     ) -> None:
         self._key, self._word, self._take = key, word, take
-        self._left = {place: (spans, 0) for place, spans in segments.items() if spans}
+        self._left = {local_rank: (spans, 0) for local_rank, spans in segments.items() if spans}
         self.done = not self._left
 
     def move(self) -> bool:
         moved = False
-        for place, (spans, taken) in tuple(self._left.items()):
-            counted = min(self._key.counted(place, self._word), len(spans))
+        for local_rank, (spans, taken) in tuple(self._left.items()):
+            counted = min(self._key.counted(local_rank, self._word), len(spans))
             if counted == taken:
                 continue
             moved = True
@@ -186,41 +191,41 @@ class _Follow(_OnCount):
                 for span in spans[taken:counted]:
                     self._take(span)
             if counted == len(spans):
-                del self._left[place]
+                del self._left[local_rank]
             else:
-                self._left[place] = (spans, counted)
+                self._left[local_rank] = (spans, counted)
         self.done = not self._left
         return moved
 
 
-class _Further(_OnCount):
-    """A stage that counts which of the further ranks' segments, in the order of the ring, have been updated by them."""
+class _AwaitExtraUpdates(_WaitsForCounters):
+    """A stage that ends when the extra ranks have updated their chunks. count: their updated segments, in order."""
 
     def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]]) -> None:
-        self._key, self._places = key, [place for place, _ in segments]
+        self._key, self._local_ranks = key, [local_rank for local_rank, _ in segments]
         self.count = 0
         self.done = not segments
 
     def move(self) -> bool:
         moved = False
-        # A further rank counts once, when it has updated its whole chunk.
-        while self.count < len(self._places) and self._key.counted(self._places[self.count], UPDATED):
+        # An extra rank counts once, when it has updated its whole chunk.
+        while self.count < len(self._local_ranks) and self._key.counted(self._local_ranks[self.count], UPDATED):
             self.count += 1
             moved = True
-        self.done = self.count == len(self._places)
+        self.done = self.count == len(self._local_ranks)
         return moved
 
 
 def share(group: Group, key: HostKey, tag: int) -> Steps[None]:
-    """Give every host the key's value that rank 0 has written to its own. Collective; before the first round.
+    """Copy the key's value from rank 0's host to every host. Collective; before the first round.
 
-    One rank of each host receives it, and says so to the others. Yields each request it must wait for.
+    One rank of each host receives it, and counts that for the others. Yields each request it must wait for.
     """
     if key.value.size == 0:
         return
     found = topology(group.hosts)
     if found.local_rank[group.rank]:
-        yield from drive(_Follow(key, GATHERED, {0: [(0, key.value.size)]}))
+        yield from drive(_AwaitCounts(key, GATHERED, {0: [(0, key.value.size)]}))
         return
     yield from broadcast(group.part([ranks[0] for ranks in found.hosts]), key.value, 0, tag)
     key.count(GATHERED, 1)
@@ -236,123 +241,135 @@ def reduce_scatter(
     changeable: bool,
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
-    parts: Parts = HERE,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> Steps[HostArray]:
     """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own chunk.
 
-    values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
-    ended, but by us where it is `changeable`. comparison: that of `group`, where labels are compared. parts: how the
-    values, in shared memory unless all are there, come, and what becomes of the result. Collective. Yields each request
+    values: (n,), contiguous, in the dtype of the sums; the caller must not change it until the `allgather` of the same
+    round has ended. changeable: sums may be written to it. comparison: that of `group`, where labels are compared.
+    pipeline: loads the values, which are in shared memory then, and takes the result. Collective. Yields each request
     it must wait for.
     """
     rings = HostRings(group, values, chunks, tag)
     shared = key.is_shared(values)
-    totals = values if changeable and (shared or not rings.hosted()) else key.own
+    totals = values if changeable and (shared or not rings.extra_segments()) else key.own
     key.begin(values if shared else key.own, totals, comparison)
     rings.buf = totals
     outgoing = rings.by_ring(reducing=True)
     stages: list[Stage] = []
-    landed, arrive = parts.landed, None
+    on_complete, count_loaded = pipeline.on_complete, None
     begin, end = chunks[group.rank : group.rank + 2]
-    if landed is not None:
+    if on_complete is not None:
         assert shared
         order = rings.by_ring(reducing=True, own=True)
-        coming = parts.coming(span for _, span in order)
-        arrive = _Arrive(key, order, coming)
-        stages += [coming, arrive]
+        loader = pipeline.load(span for _, span in order)
+        count_loaded = _CountLoaded(key, order, loader)
+        stages += [loader, count_loaded]
     elif shared:
         for ring in range(rings.n_rings):
             key.count(FILLED + ring, sum(one == ring for one, _ in outgoing))
     else:
-        stages.append(_Fill(key, values, outgoing))
-    if not rings.carries:
-        carrier = rings.place % rings.n_rings
-        owned = bool(rings.further[rings.place])
-        through = [span for place, span in rings.further_of(carrier) if owned and place <= rings.place]
+        stages.append(_CopyIn(key, values, outgoing))
+    if not rings.is_leader:
+        leader = rings.local_rank % rings.n_rings
+        owned = bool(rings.extra_chunks[rings.local_rank])
+        through = [
+            span for local_rank, span in rings.extra_segments_of(leader) if owned and local_rank <= rings.local_rank
+        ]
 
         def take(span: Span) -> None:
-            if landed is not None and begin <= span[0] < end:
-                landed(key.array_of(carrier, TOTALS), span)
+            if on_complete is not None and begin <= span[0] < end:
+                on_complete(key.array_of(leader, TOTALS), span)
 
-        stages.append(_Follow(key, REDUCED, {carrier: through}, None if landed is None else take))
+        stages.append(_AwaitCounts(key, REDUCED, {leader: through}, None if on_complete is None else take))
         yield from drive(*stages)
-        return key.array_of(carrier, TOTALS) if owned else values
-    steps = rings.steps(rings.place, reducing=True)
+        return key.array_of(leader, TOTALS) if owned else values
+    steps = rings.steps(rings.local_rank, reducing=True)
     segments = [span for step in steps for span in step]
-    collect = _Collect(key, rings, values, totals, segments, combine=combine, arrive=arrive)
-    stages.append(collect)
-    hosted = [span for _, span in rings.hosted()]
+    add_ranks = _AddRanks(key, rings, values, totals, segments, combine=combine, count_loaded=count_loaded)
+    stages.append(add_ranks)
+    extra = [span for _, span in rings.extra_segments()]
     if rings.short:
         yield from drive(*stages)
         packed, ends = rings.packed()
         yield from rings.direct().reduce_scatter(rings.across, packed, ends, tag, combine)
         rings.unpack(packed, [rings.host])
-        key.count(REDUCED, len(hosted))
-        if landed is not None and begin < end:
-            landed(totals, (begin, end))
+        key.count(REDUCED, len(extra))
+        if on_complete is not None and begin < end:
+            on_complete(totals, (begin, end))
         return totals
-    circle = Circle(
-        rings.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count, combine=combine
+    ring_stages = RingStages(
+        rings.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: add_ranks.count, combine=combine
     )
-    unhosted = len(segments) - len(hosted)
+    n_leaders_own = len(segments) - len(extra)
     before = len(segments) - len(steps[-1])
-    owned_here = steps[-1][: len(steps[-1]) - len(hosted)]
+    owned_here = steps[-1][: len(steps[-1]) - len(extra)]
     stages += [
-        circle.receiver,
-        circle.sender,
-        _Tell(key, REDUCED, hosted, lambda: circle.count() - unhosted),
-        Landing(parts, totals, owned_here, lambda: circle.count() - before),
+        ring_stages.receiver,
+        ring_stages.sender,
+        _PublishCount(key, REDUCED, extra, lambda: ring_stages.count() - n_leaders_own),
+        CompletionReporter(pipeline, totals, owned_here, lambda: ring_stages.count() - before),
     ]
     yield from drive(*stages)
     return totals
 
 
 def allgather(
-    group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = (), *, parts: Parts = HERE
+    group: Group,
+    chunks: Sequence[int],
+    tag: int,
+    key: HostKey,
+    outs: Sequence[HostArray] = (),
+    *,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> Steps[None]:
     """Complete the host's result: chunk i of it is rank i's at the start, on all hosts at the end; copy it to `outs`.
 
-    outs: (n,), contiguous, any dtype. parts: how this rank's chunk comes, and what becomes of the others. Collective.
-    Yields each request it must wait for.
+    outs: (n,), contiguous, any dtype. pipeline: loads this rank's chunk, and takes the others. Collective. Yields each
+    request it must wait for.
     """
     rings = HostRings(group, key.value, chunks, tag)
-    landed, begin, end = parts.landed, chunks[group.rank], chunks[group.rank + 1]
+    on_complete, begin, end = pipeline.on_complete, chunks[group.rank], chunks[group.rank + 1]
 
     def drain(span: Span) -> None:
         for out in outs:
             out[span[0] : span[1]] = rings.view(span)
-        if landed is not None and not begin <= span[0] < end:
-            landed(key.value, span)
+        if on_complete is not None and not begin <= span[0] < end:
+            on_complete(key.value, span)
 
     segments = {
         ring: [span for step in rings.steps(ring, reducing=False) for span in step] for ring in range(rings.n_rings)
     }
-    own = segments.pop(rings.place, [])
-    others = _Follow(key, GATHERED, segments, drain)
-    coming = parts.coming(cut((begin, end), key.value.itemsize, LINK_SEGMENT_BYTES))
-    if not rings.carries:
-        yield from drive(coming)
+    own = segments.pop(rings.local_rank, [])
+    others = _AwaitCounts(key, GATHERED, segments, drain)
+    loader = pipeline.load(cut((begin, end), key.value.itemsize, LINK_SEGMENT_BYTES))
+    if not rings.is_leader:
+        yield from drive(loader)
         key.count(UPDATED, 1)
         yield from drive(others)
         return
-    further = _Further(key, rings.hosted())
+    extra_updates = _AwaitExtraUpdates(key, rings.extra_segments())
     if rings.short:
-        yield from drive(coming, further)
+        yield from drive(loader, extra_updates)
         packed, ends = rings.packed()
         yield from rings.direct().allgather(rings.across, packed, ends, tag)
         rings.unpack(packed, range(rings.n_hosts))
-        yield from drive(_Tell(key, GATHERED, own, lambda: len(own), drain), others)
+        yield from drive(_PublishCount(key, GATHERED, own, lambda: len(own), drain), others)
         return
-    n_unhosted = len(rings.steps(rings.place, reducing=False)[0]) - len(rings.hosted())
+    steps = rings.steps(rings.local_rank, reducing=False)
+    n_own = len(steps[0]) - len(rings.extra_segments())
 
     def ready() -> int:
-        if not coming.done:
-            return coming.count
-        return len(own) if further.done else n_unhosted + further.count
+        if not loader.done:
+            return loader.count
+        return len(own) if extra_updates.done else n_own + extra_updates.count
 
-    circle = Circle(
-        rings.across, key.value, rings.steps(rings.place, reducing=False), tag, LINK_WINDOW, reducing=False, ready=ready
-    )
+    ring_stages = RingStages(rings.across, key.value, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
     yield from drive(
-        coming, further, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others
+        loader,
+        extra_updates,
+        ring_stages.receiver,
+        ring_stages.sender,
+        _PublishCount(key, GATHERED, own, ring_stages.count, drain),
+        others,
     )

@@ -1,10 +1,10 @@
-"""The direct algorithm, reference of all others.
+"""The direct algorithm, the reference for all others.
 
 Reduce-scatter: every rank sends each chunk straight to its owner, who adds the contributions in rank order, so that the
 sum is `((x0 + x1) + x2) + ...` for every element. Allgather: every owner sends its chunk to every other rank.
 
 Cost per rank: p-1 messages of n/p elements in each half, all at once; scratch: p-1 chunks at the owner. Restrictions:
-none. As few steps as possible, but p-1 messages meet at each rank, which large p does not bear.
+none. As few steps as possible, but each rank receives p-1 messages at the same time, which is slow for large p.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def reduce_scatter(
         for source in range(group.size):
             if source != me:
                 yield receives[source]
-            part = own if source == me else incoming.pop(source)[: own.size]
+            values = own if source == me else incoming.pop(source)[: own.size]
             if source == 0:
-                total = part
+                total = values
             else:
-                combine(total, part, out=total)
+                combine(total, values, out=total)
         if total is not own:
             own[...] = total
     yield from sends
@@ -73,5 +73,5 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
 
 
 def _others_from(me: int, size: int) -> list[int]:
-    """All other ranks, starting after this one, so that not all ranks send to rank 0 first."""
+    """Return all other ranks, starting after this one, so that not all ranks send to rank 0 first."""
     return [(me + step) % size for step in range(1, size)]

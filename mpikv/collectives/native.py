@@ -1,9 +1,9 @@
 """MPI's own collectives: Ireduce_scatter and Iallgatherv.
 
 MPI matches its collectives by their order on a communicator, and ranks may push keys in any order. So each key has a
-duplicated communicator of its own, made when the key is initialised; that is what this algorithm costs beyond MPI's
-own price, and MPICH has about 2000 of them. Before each round an MPI_Iallgather of 8 bytes compares the workers'
-labels. The order of addition is MPI's.
+duplicated communicator of its own, made when the key is initialised. That is the cost of this algorithm beyond MPI's
+own; MPICH allows about 2000 communicators. Before each round an MPI_Iallgather of 8 bytes compares the workers' labels.
+The order of addition is MPI's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.labelled import NOTE
+from mpikv.collectives.labelled import TRAILER
 from mpikv.engine.operation import Steps
 from mpikv.errors import UnsupportedError
 from mpikv.placement.labels import Comparison
@@ -47,8 +47,8 @@ def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
 
 
 def compare(comm: MPI.Intracomm, comparison: Comparison) -> Steps[None]:
-    """Compare the labels of all ranks. MPI's reductions can tell nobody, so this is an MPI_Iallgather. Collective."""
-    own, digests = np.array([comparison.own], NOTE), np.empty(comm.Get_size(), NOTE)
+    """Compare the labels of all ranks, in an MPI_Iallgather: MPI's reductions cannot carry digests. Collective."""
+    own, digests = np.array([comparison.own], TRAILER), np.empty(comm.Get_size(), TRAILER)
     yield MpiRequest(comm.Iallgather([own, MPI.BYTE], [digests, MPI.BYTE]), (own, digests))
     for digest in digests.tolist():
         comparison.compare(digest)

@@ -1,11 +1,12 @@
-"""NCCL's collectives on a GPU's memory, by CuPy's binding.
+"""NCCL's collectives on arrays in a GPU's memory, through CuPy's binding.
 
 A communicator has one rank on each GPU. Its calls are put into a stream; they must come in the same order on all ranks,
-and each of them waits on the GPU for those of the others. Parts have equal lengths: whoever calls pads the last ones.
+and each of them waits on the GPU for those of the others. The chunks of all ranks have equal lengths: the caller pads
+the last ones.
 
-NCCL asks that the calls of two communicators on a GPU never wait for each other in a circle. So a process has one
-communicator for a set of GPUs, whichever of its stores asks (nccl_introduction.py), and all put their calls in one
-order (strategies/nccl_path.py).
+NCCL requires that the calls of two communicators on one GPU never wait for each other in a circle. So a process has one
+communicator for a set of GPUs, which all its stores use (nccl_setup.py), and all stores put their calls in one order
+(strategies/nccl_path.py).
 
 Cost per rank of n bytes over p ranks: about n(p-1)/p for a reduce-scatter or an allgather, twice that for an allreduce.
 The order of addition is NCCL's, so bits differ from those of other algorithms, and may differ with NCCL's version, the
@@ -49,35 +50,35 @@ class Nccl:
             )
 
     def version(self) -> str:
-        """Which NCCL it is: a number, 21805 for 2.18.5. Ranks of a communicator have the same."""
+        """Return NCCL's version: a number, 21805 for 2.18.5. All ranks of a communicator need the same."""
         return str(self.call(self.module.get_version))
 
     def unique_id(self) -> bytes:
-        """What makes the ranks of a new communicator find each other: bytes, from one of them to all."""
+        """Return the bytes by which the ranks of a new communicator find each other: one rank sends them to all."""
         return bytes(self.call(self.module.get_unique_id))
 
     def init(self, size: int, unique_id: bytes, rank: int) -> NcclComm:
         """Make a communicator. Collective; blocks until all ranks have called it, each with a GPU of its own.
 
-        In a thread that has made the GPU its own.
+        The GPU must be the current one of the calling thread.
         """
         return NcclComm(self, self.call(self.module.NcclCommunicator, size, unique_id, rank), size, rank)
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Call NCCL. MpikvError where it fails."""
+        """Call a function of NCCL. Raises MpikvError where it fails."""
         try:
             return function(*arguments)
         except self.module.NcclError as error:
             raise MpikvError(
                 f"NCCL has failed: {error}. Each worker needs a GPU of its own; NCCL_DEBUG=WARN in the environment "
-                "makes NCCL say more"
+                "makes NCCL report more"
             ) from error
 
 
 class NcclComm:
     """One rank of a communicator. Calls put work into a stream and return; they raise MpikvError where NCCL fails.
 
-    array: (size * m,), contiguous; part i, of m elements, belongs to rank i.
+    array: (size * m,), contiguous; chunk i, of m elements, belongs to rank i.
     """
 
     def __init__(self, nccl: Nccl, comm: Any, size: int, rank: int) -> None:
@@ -85,7 +86,7 @@ class NcclComm:
         self.size, self.rank = size, rank
         self.failure: MpikvError | None = None
         self.users = 0  # stores of this process
-        # The order of rounds, of all stores: how many worker 0 has given a number, and how many are in their streams.
+        # The order of rounds over all stores: worker 0 numbers them, and `begun` counts those put into their streams.
         self.numbers, self.begun = itertools.count(), 0
 
     def all_reduce(self, array: SpaceArray, how: np.ufunc, stream: Any) -> None:
@@ -94,13 +95,13 @@ class NcclComm:
         self._call(self._comm.allReduce, array.data.ptr, array.data.ptr, array.size, kind, op, stream.ptr)
 
     def reduce_scatter(self, array: SpaceArray, how: np.ufunc, stream: Any) -> None:
-        """Combine all ranks' arrays; each rank's own part holds the result, the others anything."""
+        """Combine all ranks' arrays; each rank's own chunk holds the result, its other chunks may hold anything."""
         kind, op, length = self._kind(array), self._constant(OPS[how]), array.size // self.size
         own = array.data.ptr + self.rank * length * array.itemsize
         self._call(self._comm.reduceScatter, array.data.ptr, own, length, kind, op, stream.ptr)
 
     def all_gather(self, array: SpaceArray, stream: Any) -> None:
-        """Give every rank every part, of which each rank has its own. As bytes, whatever their dtype."""
+        """Copy every rank's own chunk to every rank. As bytes, whatever the dtype."""
         n_bytes = array.nbytes // self.size
         own = array.data.ptr + self.rank * n_bytes
         self._call(self._comm.allGather, own, array.data.ptr, n_bytes, self._constant("INT8"), stream.ptr)
@@ -116,24 +117,24 @@ class NcclComm:
         self._call(self._comm.broadcast, array.data.ptr, array.data.ptr, array.nbytes, kind, root, stream.ptr)
 
     def check(self) -> None:
-        """Raise MpikvError where NCCL has noticed that a call under way has failed."""
+        """Raise MpikvError where NCCL reports that a call under way has failed."""
         self._call(self._comm.check_async_error)
 
     def give_up(self) -> None:
-        """Nobody uses it, now or later."""
+        """Abort a communicator that no store will use."""
         self.fail(MpikvError("this communicator of NCCL was given up"))
 
     def fail(self, error: MpikvError) -> MpikvError:
-        """End all that is under way, since it will not end by itself. All calls from now on raise this error."""
+        """Abort all calls under way, which would not end by themselves. All calls from now on raise this error."""
         if self.failure is None:
             self.failure = error
             self._comm.abort()
         return self.failure
 
     def close(self, *, alone: bool = False) -> None:
-        """One store needs it no more; with the last one it is given back. Nothing may be under way.
+        """End one store's use; the last one destroys the communicator. No call may be under way.
 
-        Collective; alone: not, since some of the others may be gone.
+        Collective; alone: local, for when other ranks may be gone.
         """
         self.users -= 1
         if self.users == 0 and self.failure is None:
@@ -153,6 +154,6 @@ class NcclComm:
 
 
 def padded(n_elems: int, size: int, dtype: np.dtype[Any]) -> int:
-    """How many elements an array has whose parts for `size` ranks are equal, and begin at whole cache lines."""
+    """Return `n_elems` padded so that the chunks of `size` ranks are equal and each begins at a cache line."""
     step = size * max(1, CACHE_LINE_BYTES // dtype.itemsize)
     return -(-n_elems // step) * step

@@ -1,12 +1,13 @@
 """The two halves of an allreduce between ranks that are all on one host, through the memory that they share.
 
-Each rank makes its values readable, row by row: a row is a segment of every owner's part. An owner adds its part, row
-by row, once all ranks have filled the row, in the order of the ranks: the same bits as `naive` and as calls that all
-ranks make together (shared.py). When the owners have updated their parts, everybody copies the result out. No message;
-ranks tell each other through the key's counters (host_key.py), so none waits for another but in a round of this key.
+Each rank copies its values into the shared memory, row by row: a *row* is one segment of every owner's shard. An owner
+adds its shard, row by row, once all ranks have filled the row, in the order of the ranks: the same bits as `naive` and
+as calls that all ranks make in common (shared.py). When the owners have updated their shards, every rank copies the
+result out. No message: ranks count what they have done in the key's counters (host_key.py), so a rank waits for another
+only in a round of this key.
 
-Values that are still on their way into the memory (parts.py) are counted as they come: a row once all of it is there,
-and of an owner's part of the result each segment. This rank's own part of a row comes behind what the others own of it.
+Where a pipeline loads the values into the memory (pipeline.py), a rank counts each row that is loaded, and in the
+allgather each segment of its shard. It loads its own shard's segment of a row last, since the others need the rest.
 
 Cost per rank, n elements, p ranks: (p-1)n/p elements copied in, unless the values lie in shared memory; (p-1)n/p added;
 n copied out. Scratch: n elements where values are copied in, n/p else. Restrictions: one host. (Why not `hosted` with
@@ -23,7 +24,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
-from mpikv.collectives.parts import HERE, Coming, Parts
+from mpikv.collectives.pipeline import NO_PIPELINE, Loader, Pipeline
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, Span, cut, drive
 from mpikv.engine.operation import Done, Steps, Waiter, Waking
 from mpikv.hostmemory.sums import in_order
@@ -31,24 +32,24 @@ from mpikv.placement.labels import Comparison
 
 
 def _rows(bounds: Sequence[int], itemsize: int, rank: int) -> Iterator[list[Span]]:
-    """Row after row: a segment of each owner's part that has so many, at last of the part that this rank owns."""
+    """Yield the rows: a segment of each owner's shard that is long enough, the segment of this rank's shard last."""
     step = HOST_SEGMENT_BYTES // itemsize
     owned = [*pairwise(bounds[rank + 1 :]), *pairwise(bounds[: rank + 2])]
     for at in range(0, max(end - begin for begin, end in owned), step):
         yield [(begin + at, min(begin + at + step, end)) for begin, end in owned if begin + at < end]
 
 
-class _Telling:
-    """A stage that counts what of this rank's values is there. ends: how many of what comes make up each count."""
+class _LoadAndCount:
+    """A stage that loads this rank's values and counts them. ends: for each count, how many segments must be loaded."""
 
-    def __init__(self, key: HostKey, word: int, coming: Coming, ends: Sequence[int]) -> None:
-        self._key, self._word, self._coming, self._ends = key, word, coming, ends
+    def __init__(self, key: HostKey, word: int, loader: Loader, ends: Sequence[int]) -> None:
+        self._key, self._word, self._loader, self._ends = key, word, loader, ends
         self.count = 0
         self.done = not ends
 
     def move(self) -> bool:
-        moved = not self._coming.done and self._coming.move()
-        count = bisect.bisect_right(self._ends, self._coming.count)
+        moved = not self._loader.done and self._loader.move()
+        count = bisect.bisect_right(self._ends, self._loader.count)
         if count > self.count:
             self.count = count
             self._key.count(self._word, count)
@@ -56,24 +57,24 @@ class _Telling:
         return moved
 
     def wakes(self, waiter: Waiter) -> bool:
-        return self._coming.wakes(waiter)
+        return self._loader.wakes(waiter)
 
-    def beside(self, request: Waking, count: int) -> _Beside:
-        """A request that is done when another one is, and so much has been counted. It goes on counting."""
-        return _Beside(self, request, count)
+    def and_counted(self, request: Waking, count: int) -> _AndCounted:
+        """Return a request that is done when another one is and this stage has counted so far. It moves this stage."""
+        return _AndCounted(self, request, count)
 
 
-class _Beside(Waking):
-    def __init__(self, telling: _Telling, request: Waking, count: int) -> None:
-        self._telling, self._request, self._count = telling, request, count
+class _AndCounted(Waking):
+    def __init__(self, loading: _LoadAndCount, request: Waking, count: int) -> None:
+        self._loading, self._request, self._count = loading, request, count
 
     def test(self) -> bool:
-        if not self._telling.done:
-            self._telling.move()
-        return self._telling.count >= self._count and self._request.test()
+        if not self._loading.done:
+            self._loading.move()
+        return self._loading.count >= self._count and self._request.test()
 
     def wakes(self, waiter: Waiter) -> bool:
-        return (self._telling.done or self._telling.wakes(waiter)) and self._request.wakes(waiter)
+        return (self._loading.done or self._loading.wakes(waiter)) and self._request.wakes(waiter)
 
 
 def reduce_scatter(
@@ -84,25 +85,25 @@ def reduce_scatter(
     *,
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
-    parts: Parts = HERE,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> Steps[HostArray]:
-    """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own part.
+    """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own shard.
 
     values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
-    ended. bounds: rank i owns `[bounds[i], bounds[i+1])`. parts: how the values, in shared memory unless all are there,
-    come, and what becomes of the result. Collective. Yields each request it must wait for.
+    ended. bounds: rank i owns `[bounds[i], bounds[i+1])`. pipeline: loads the values, which are in shared memory then,
+    and takes the result. Collective. Yields each request it must wait for.
     """
     size, own = len(bounds) - 1, key.own
-    others = [place for place in range(size) if place != rank]
+    others = [other for other in range(size) if other != rank]
     begin, end = bounds[rank], bounds[rank + 1]
     step = HOST_SEGMENT_BYTES // values.itemsize
-    telling, landed = None, parts.landed
-    if landed is not None:
+    loading, on_complete = None, pipeline.on_complete
+    if on_complete is not None:
         assert key.is_shared(values)
         key.begin(values, own, comparison)
         rows = list(_rows(bounds, values.itemsize, rank))
-        coming = parts.coming(span for row in rows for span in row)
-        telling = _Telling(key, FILLED, coming, list(accumulate(map(len, rows))))
+        loader = pipeline.load(span for row in rows for span in row)
+        loading = _LoadAndCount(key, FILLED, loader, list(accumulate(map(len, rows))))
     elif key.is_shared(values):
         key.begin(values, own, comparison)
         key.count(FILLED, -(-max(b - a for a, b in pairwise(bounds)) // step))
@@ -114,53 +115,53 @@ def reduce_scatter(
                     own[first:last] = values[first:last]
             key.count(FILLED, done)
             if values.nbytes > HOST_SEGMENT_BYTES:
-                yield Done()  # let other keys move on, too
+                yield Done()  # so that the engine can move other keys on
     sources: list[HostArray] = []
     for done, at in enumerate(range(begin, end, step), 1):
         filled: Waking = key.awaited(others, FILLED, done)
-        if telling is not None:
-            filled = telling.beside(filled, done)
+        if loading is not None:
+            filled = loading.and_counted(filled, done)
         if not filled.test():
             yield filled
         if not sources:
-            sources = [values if place == rank else key.array_of(place, VALUES) for place in range(size)]
-        part = slice(at, min(at + step, end))
-        in_order(own[part], [theirs[part] for theirs in sources], combine)
-        if landed is not None:
-            landed(own, (part.start, part.stop))
-    if telling is not None:
-        yield from drive(telling)
+            sources = [values if source == rank else key.array_of(source, VALUES) for source in range(size)]
+        segment = slice(at, min(at + step, end))
+        in_order(own[segment], [source[segment] for source in sources], combine)
+        if on_complete is not None:
+            on_complete(own, (segment.start, segment.stop))
+    if loading is not None:
+        yield from drive(loading)
     return own
 
 
 def allgather(
-    rank: int, bounds: Sequence[int], key: HostKey, outs: Sequence[HostArray] = (), *, parts: Parts = HERE
+    rank: int, bounds: Sequence[int], key: HostKey, outs: Sequence[HostArray] = (), *, pipeline: Pipeline = NO_PIPELINE
 ) -> Steps[None]:
-    """Complete the value: part i of it is rank i's at the start, on all ranks at the end; copy it to `outs`.
+    """Complete the value: shard i of it is rank i's at the start, on all ranks at the end; copy it to `outs`.
 
-    outs: (n,), contiguous, any dtype; none where parts are on their way. parts: how this rank's part comes, and what
-    becomes of the others. Collective. Yields each request it must wait for.
+    outs: (n,), contiguous, any dtype; none where there is a pipeline. pipeline: loads this rank's shard, and takes the
+    others. Collective. Yields each request it must wait for.
     """
     size = len(bounds) - 1
-    telling, landed = None, parts.landed
-    # Each owner's part as a whole, unless it comes in segments: then all ranks count these.
-    segments = [[part] if part[0] < part[1] else [] for part in pairwise(bounds)]
-    if landed is not None:
-        segments = [list(cut(part, key.value.itemsize, HOST_SEGMENT_BYTES)) for part in pairwise(bounds)]
-        telling = _Telling(key, GATHERED, parts.coming(segments[rank]), range(1, len(segments[rank]) + 1))
+    loading, on_complete = None, pipeline.on_complete
+    # Each owner counts its shard as a whole; where there are pipelines, which all ranks have then, segment by segment.
+    segments = [[shard] if shard[0] < shard[1] else [] for shard in pairwise(bounds)]
+    if on_complete is not None:
+        segments = [list(cut(shard, key.value.itemsize, HOST_SEGMENT_BYTES)) for shard in pairwise(bounds)]
+        loading = _LoadAndCount(key, GATHERED, pipeline.load(segments[rank]), range(1, len(segments[rank]) + 1))
     elif segments[rank]:
         key.count(GATHERED, 1)
-    for place in (*range(rank, size), *range(rank)):
-        for done, (begin, end) in enumerate(segments[place], 1):
-            if place != rank:
-                complete: Waking = key.awaited([place], GATHERED, done)
-                if telling is not None:
-                    complete = telling.beside(complete, 0)
+    for owner in (*range(rank, size), *range(rank)):
+        for done, (begin, end) in enumerate(segments[owner], 1):
+            if owner != rank:
+                complete: Waking = key.awaited([owner], GATHERED, done)
+                if loading is not None:
+                    complete = loading.and_counted(complete, 0)
                 if not complete.test():
                     yield complete
-                if landed is not None:
-                    landed(key.value, (begin, end))
+                if on_complete is not None:
+                    on_complete(key.value, (begin, end))
             for out in outs:
                 out[begin:end] = key.value[begin:end]
-    if telling is not None:
-        yield from drive(telling)
+    if loading is not None:
+        yield from drive(loading)

@@ -1,10 +1,11 @@
-"""Ring reduce-scatter and allgather: together, ring allreduce.
+"""Ring reduce-scatter and ring allgather, the two halves of a ring allreduce.
 
-The buffer is cut into one chunk per rank. In each of p-1 steps every rank sends one chunk to the next rank and adds the
-one that comes from the rank before it to its own; then each rank holds one finished chunk, which travels round once
-more. Chunks travel in segments, each sent on as soon as it has come and been added, whatever its chunk's other segments
-do; so neither direction of a link ever waits for the end of a step. Works for any p and any n, n < p included (empty
-chunks are skipped). Chunk c is added in the order c+1, c+2, ..., c of the ranks.
+The buffer is cut into one chunk per rank. In each of p-1 steps every rank sends one chunk to the next rank, and adds
+the chunk that it receives from the rank before it to its own. After these steps each rank holds one fully reduced
+chunk, and p-1 more steps pass every chunk on to all ranks. Chunks are sent in segments: a segment is sent on as soon as
+it has been received and added, without waiting for the other segments of its chunk, so neither direction of a link is
+idle at the end of a step. Works for any p and any n, n < p included (empty chunks are skipped). The ranks' values of
+chunk c are added in the order c+1, c+2, ..., c.
 
 Cost per rank: p-1 steps of n/p elements in each half, bandwidth-optimal for any p; scratch: one window of segments
 (`stages.py`). Restrictions: none.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.parts import HERE, Landing, Parts
+from mpikv.collectives.pipeline import NO_PIPELINE, CompletionReporter, Pipeline
 from mpikv.collectives.stages import (
     DEVICE_SEGMENT_BYTES,
     DEVICE_WINDOW,
@@ -39,10 +40,10 @@ from mpikv.transports.base import Group
 SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment
 
 
-def passing(
+def segments_by_step(
     chunks: Sequence[Sequence[Span]], me: int, itemsize_bytes: int, segment_bytes: int, *, reducing: bool
 ) -> list[list[Span]]:
-    """Return the segments that pass rank `me`, step by step: those it has from the start, then those that come.
+    """Return the segments that pass rank `me`, one list per step: first those of its own values, then those received.
 
     chunks: the spans of each rank's chunk.
     """
@@ -52,11 +53,11 @@ def passing(
     return [[segment for span in spans for segment in cut(span, itemsize_bytes, segment_bytes)] for spans in steps]
 
 
-class Circle:
-    """One rank's stages, which pass segments on around the ring.
+class RingStages:
+    """One rank's two stages of a ring: the receiver from the rank before it, and the sender to the rank after it.
 
-    steps: what `passing` says. reducing: combine what comes with `buf`; else it replaces what is there. ready: how many
-    segments, from the first on, hold this rank's contribution by now (None: all).
+    steps: what `segments_by_step` returns. reducing: combine received segments with `buf`, else write them to it.
+    ready: returns how many segments of `steps`, from the first on, hold this rank's own values by now (None: all).
     """
 
     def __init__(
@@ -92,46 +93,54 @@ class Circle:
         self.sender = Sender(group, [(after, view) for view in outgoing], tag, window, self.count)
 
     def count(self) -> int:
-        """Return how many segments, from the first on, are finished at this rank."""
+        """Return how many segments of `steps`, from the first on, this rank may send on by now."""
         ready = self._ready()
         return ready if ready < self._n_first else self._n_first + self.receiver.count
 
 
 def _steps(group: Group, buf: HostArray, chunks: Sequence[int], *, reducing: bool) -> tuple[list[list[Span]], int]:
-    """What passes this rank, and how many segments may be under way."""
+    """Return the segments that pass this rank, step by step, and how many may be under way."""
     across = len(set(group.hosts)) > 1
     segment_bytes, window = (LINK_SEGMENT_BYTES, LINK_WINDOW) if across else (HOST_SEGMENT_BYTES, HOST_WINDOW)
     if group.on_device:
         segment_bytes, window = DEVICE_SEGMENT_BYTES, DEVICE_WINDOW
     spans = [[(chunks[i], chunks[i + 1])] for i in range(group.size)]
-    return passing(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing), window
+    return segments_by_step(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing), window
 
 
 def reduce_scatter(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add, *, parts: Parts = HERE
+    group: Group,
+    buf: HostArray,
+    chunks: Sequence[int],
+    tag: int,
+    combine: np.ufunc = np.add,
+    *,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> Steps[None]:
     """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
-    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. parts: how its
-    values come, and what becomes of the result. Collective. Yields each request it must wait for.
+    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. pipeline:
+    loads the values into `buf`, and takes the result. Collective. Yields each request it must wait for.
     """
     steps, window = _steps(group, buf, chunks, reducing=True)
-    coming = parts.coming(span for step in steps for span in step)
-    circle = Circle(group, buf, steps, tag, window, reducing=True, ready=lambda: coming.count, combine=combine)
+    loader = pipeline.load(span for step in steps for span in step)
+    ring_stages = RingStages(group, buf, steps, tag, window, reducing=True, ready=lambda: loader.count, combine=combine)
     before = sum(map(len, steps[:-1]))
-    landing = Landing(parts, buf, steps[-1], lambda: circle.count() - before)
-    yield from drive(coming, circle.receiver, circle.sender, landing)
+    reporter = CompletionReporter(pipeline, buf, steps[-1], lambda: ring_stages.count() - before)
+    yield from drive(loader, ring_stages.receiver, ring_stages.sender, reporter)
 
 
-def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, parts: Parts = HERE) -> Steps[None]:
+def allgather(
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, pipeline: Pipeline = NO_PIPELINE
+) -> Steps[None]:
     """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
 
-    buf: (n,), contiguous, same n and dtype on every rank. parts: how this rank's chunk comes, and what becomes of the
-    others. Collective. Yields each request it must wait for.
+    buf: (n,), contiguous, same n and dtype on every rank. pipeline: loads this rank's chunk, and takes the others.
+    Collective. Yields each request it must wait for.
     """
     steps, window = _steps(group, buf, chunks, reducing=False)
-    coming = parts.coming(steps[0])
-    circle = Circle(group, buf, steps, tag, window, reducing=False, ready=lambda: coming.count)
-    others = [span for step in steps[1:] for span in step] if parts.landed is not None else []
-    landing = Landing(parts, buf, others, lambda: circle.receiver.count)
-    yield from drive(coming, circle.receiver, circle.sender, landing)
+    loader = pipeline.load(steps[0])
+    ring_stages = RingStages(group, buf, steps, tag, window, reducing=False, ready=lambda: loader.count)
+    others = [span for step in steps[1:] for span in step] if pipeline.on_complete is not None else []
+    reporter = CompletionReporter(pipeline, buf, others, lambda: ring_stages.receiver.count)
+    yield from drive(loader, ring_stages.receiver, ring_stages.sender, reporter)

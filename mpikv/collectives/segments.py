@@ -1,18 +1,20 @@
-"""Copies of one key between a GPU and page-locked host memory, a segment at a time, while a collective runs there.
+"""A pipeline of copies between a GPU and page-locked host memory, while a collective runs in that memory.
 
-What the collective reads is copied down in the order in which it needs that (collectives/parts.py), several segments
-ahead, each with an event behind it; what is complete comes up. A segment is what follows one another in memory, up to
-`SEGMENT_BYTES`: what the collective needs later goes along with what it needs first, and what is complete waits for its
-neighbours. So a value of one segment goes in one copy, each way, as does what a collective reads all at once.
+Values are copied *down* to the host in the order in which the collective reads them (pipeline.py), up to `AHEAD` copies
+ahead, with an event behind each; complete spans of the result are copied *up*. One copy takes up to `SEGMENT_BYTES` of
+consecutive memory: a copy down includes spans next to the first one that the collective reads later, and a complete
+span waits until its neighbours are complete. So a value of up to `SEGMENT_BYTES` takes one copy in each direction, as
+does a span that a collective reads all at once.
 
 Order. Copies down are in the store's stream, behind all that was done with the values. Copies up of a value of several
 segments are in a second stream, so that both directions are in use at the same time. They wait for nothing on the
-device. A part of the sums comes up to where this worker's own values of that part were, once the host has seen those
-go down. A part of the new value comes up after the host has seen all copies down of the round's first half done, which
-are behind whatever the store did with the last value. At the end of each half the store's stream waits for what has
-been begun in the second one, also where the round was given up.
+device. That is safe for the sums, which overwrite this worker's own values on the device, because the host has seen the
+copies of those values end. It is safe for the new value because the host has seen all copies down of the round's first
+half end, and these are behind whatever the store did with the last value. At the end of each half the store's stream
+waits for what has been begun in the second one, also where the round was given up.
 
-Cost: for a segment down a copy and an event, up a copy; an event and a wait for it for each half of a round.
+Cost: a copy and an event for each segment down, a copy for each segment up; an event and a wait for it for each half of
+a round.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ from mpikv.engine.operation import Operation, Waiter
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 
-SEGMENT_BYTES = 1 << 20  # some 50 us of a bus, several times what it takes to begin a copy and to see its event done
-AHEAD = 16  # segments under way: more than goes down while a thread that moves transfers on naps
+SEGMENT_BYTES = 1 << 20  # some 50 us of a bus, several times what it takes to begin a copy and to test its event
+AHEAD = 16  # copies down under way: more than end while the thread that moves transfers on sleeps
 
 
 class _Half(NamedTuple):
-    """Of a round: copies go down from `values` to `on_host`, and up to `up`; lock: readies what they come up from."""
+    """The copies of one half of a round: down from `values` to `on_host`, and up to `up`.
+
+    lock: page-locks the memory that copies up read.
+    """
 
     values: SpaceArray
     on_host: HostArray
@@ -41,80 +46,80 @@ class _Half(NamedTuple):
     lock: Callable[[HostArray], object]
 
 
-class Segments:
-    """Of one key. See `Parts`."""
+class CopyPipeline:
+    """The pipeline of one key; see `Pipeline`. n_bytes: of the key's sum."""
 
     def __init__(self, space: DeviceSpace, n_bytes: int) -> None:
         self._space, self._several = space, n_bytes > SEGMENT_BYTES
         self._half: _Half | None = None
         self._source: HostArray | None = None
-        self._open: dict[int, int] = {}  # where parts begin that are complete and still on the host, by where they end
+        # Spans that are complete and not copied up yet: where each begins, by where it ends.
+        self._held_back: dict[int, int] = {}
 
     @contextmanager
-    def between(
+    def copying(
         self, values: SpaceArray, on_host: HostArray, up: SpaceArray, lock: Callable[[HostArray], object]
     ) -> Iterator[HostArray]:
-        """Copy `values` down to `on_host`, and to `up` what is complete: arrays of (n,). For one half of a round.
+        """Copy `values` down to `on_host`, and complete spans up to `up`, while the block runs one half of a round.
 
-        Gives `on_host`.
-        lock: called with what the result is in before any of it comes up.
+        All are (n,). The block gets `on_host`. lock: called with the array that holds the result before it is read.
         """
         self._half = _Half(values, on_host, up, lock)
         try:
             yield on_host
-            self._bring_all()
+            self._copy_up_held_back()
         finally:
             self._half = self._source = None
-            self._open.clear()
+            self._held_back.clear()
             if self._several:
                 self._space.join()
 
-    def coming(self, spans: Iterable[Span]) -> Copying:
-        """Begin to copy these parts down."""
+    def load(self, spans: Iterable[Span]) -> DownCopies:
+        """Begin to copy these spans down."""
         assert self._half is not None
-        return Copying(self._space, self._half.values, self._half.on_host, list(spans))
+        return DownCopies(self._space, self._half.values, self._half.on_host, list(spans))
 
-    def landed(self, array: HostArray, span: Span) -> None:
-        """Copy a part up, now or with its neighbours."""
+    def on_complete(self, array: HostArray, span: Span) -> None:
+        """Copy a span up: now, or once its neighbours make it long enough."""
         assert self._half is not None
         if self._source is None:
             self._half.lock(array)
             self._source = array
-        begin, end = self._open.pop(span[0], span[0]), span[1]
+        begin, end = self._held_back.pop(span[0], span[0]), span[1]
         if (end - begin) * array.itemsize < SEGMENT_BYTES:
-            self._open[end] = begin
+            self._held_back[end] = begin
         else:
-            self._bring(begin, end)
+            self._copy_up(begin, end)
 
-    def _bring_all(self) -> None:
+    def _copy_up_held_back(self) -> None:
         runs: list[list[int]] = []
-        for end, begin in sorted(self._open.items()):
+        for end, begin in sorted(self._held_back.items()):
             if runs and runs[-1][1] == begin:
                 runs[-1][1] = end
             else:
                 runs.append([begin, end])
         for begin, end in runs:
-            self._bring(begin, end)
+            self._copy_up(begin, end)
 
-    def _bring(self, begin: int, end: int) -> None:
+    def _copy_up(self, begin: int, end: int) -> None:
         assert self._half is not None
         assert self._source is not None
         self._space.bring(self._half.up[begin:end], self._source[begin:end], beside=self._several)
 
 
-class Copying:
-    """A stage that copies parts of an array to the host. count: how many of the spans, from the first on, are there."""
+class DownCopies:
+    """A loader that copies spans of an array to the host."""
 
     def __init__(self, space: DeviceSpace, values: SpaceArray, on_host: HostArray, spans: Sequence[Span]) -> None:
         self._space, self._values, self._on_host = space, values, on_host
-        self._copies, self._copy_of = gathered(spans, SEGMENT_BYTES // values.itemsize)
+        self._copies, self._copy_of = merged(spans, SEGMENT_BYTES // values.itemsize)
         self._under_way: deque[Operation] = deque()
         self._begun = self._ended = 0
         self.count = 0
         self.done = not spans
 
     def move(self) -> bool:
-        """Begin the next copies, and count what those that have ended brought."""
+        """Begin the next copies, and count the spans whose copies have ended."""
         while self._begun < len(self._copies) and len(self._under_way) < AHEAD:
             begin, end = self._copies[self._begun]
             self._space.fetch(self._on_host[begin:end], self._values[begin:end])
@@ -130,15 +135,15 @@ class Copying:
         return self._ended > before
 
     def wakes(self, waiter: Waiter) -> bool:
-        """A GPU wakes nobody."""
+        """Return False while copies are under way: a GPU wakes nobody."""
         return self.done
 
 
-def gathered(spans: Sequence[Span], most: int) -> tuple[list[Span], list[int]]:
-    """Which copies of up to `most` elements bring these spans, in their order, and for each span which of the copies.
+def merged(spans: Sequence[Span], most: int) -> tuple[list[Span], list[int]]:
+    """Merge spans into copies of up to `most` elements. Returns the copies, and for each span the number of its copy.
 
-    A copy begins with the first span that none before it brings, and takes along what follows that in memory; then what
-    is in front of it.
+    A copy is made for the first span that no earlier copy includes. Spans that follow it in memory are added to the
+    copy, or else spans in front of it.
     """
     at_begin = {begin: i for i, (begin, _) in enumerate(spans)}
     at_end = {end: i for i, (_, end) in enumerate(spans)}

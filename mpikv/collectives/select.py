@@ -14,4 +14,5 @@ ALGORITHMS: dict[str, ModuleType] = {
     "hierarchical": hierarchical,
 }
 
-IN_PARTS = frozenset({"ring"})  # those that take `parts`: the others are for short values, or for hosts without memory
+# Those that take a `pipeline`: the others are for short values, or for hosts whose ranks share no memory.
+PIPELINED = frozenset({"ring"})

@@ -1,18 +1,19 @@
 """Sums through memory that the ranks of a host share.
 
-All ranks are in the same call (hostmemory/common_calls). A call is a *plan*: a list of chunks, each small enough for
-the cache. Three things happen to a chunk, one after another, and to three chunks at a time, so that ranks seldom wait:
+All ranks are in the same call (hostmemory/common_calls). A rank follows a *plan* for the call: a list of chunks, each
+small enough for the cache. (These chunks are not those of the ring: every rank works on each of them.) A chunk goes
+through three steps, and three chunks are in different steps at the same time, so that ranks seldom wait:
 
-- fill: each rank copies its values into its slot of shared memory, where the others do not see them anyway;
-- sum: each rank adds its own part over all ranks, in the order of the ranks, so that the bits are those of `naive`;
+- fill: each rank copies its values into its slot of shared memory, unless the others can read them where they are;
+- sum: each rank adds its own range of elements over all ranks, in the order of the ranks: the same bits as `naive`;
 - drain: each rank copies the result out to its arrays.
 
-Arrays that lie in shared memory need neither fill nor drain: each rank adds its part in place, into the array of the
-first rank, and copies it to the others.
+Arrays that lie in shared memory need neither fill nor drain: each rank adds its range in place, into the array of the
+first rank, and copies the sum to the others.
 
 Cost per rank, n elements, p ranks: n(p-1)/p copied in, n(p-1)/p added, n copied out; in place n(p-1)/p added and
-n(p-1)/p copied. Two waits per chunk, one for values of up to 16 KiB, which every rank adds by itself. No message.
-Scratch: three chunks per rank. Restrictions: one host. Plans are made in shared_plans.py.
+n(p-1)/p copied. Two waits per chunk; one for values of up to 16 KiB, which every rank adds as a whole by itself. No
+message. Scratch: three chunks per rank. Restrictions: one host. Plans are made in shared_plans.py.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from mpikv.hostmemory.sums import Adder, adder_of
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
 
-MANY = 8  # copies from which on a loop in C pays
+MANY = 8  # from so many copies on a loop in C is faster
 
 Copy = tuple[Any, Any]  # destination and source: two arrays or two memoryviews
 WHOLE = slice(None)
 Wait = Callable[[Reached], None]
 
-WORDS = FREE + 2  # of the decision on calls, and of their steps
+WORDS = FREE + 2  # of each rank: those of common_calls.py, then two that count filled and summed chunks
 
 
 class Sum(NamedTuple):
-    """`out` becomes what `adder` makes of `sources`; then it is copied to `copies`, then `after` is called."""
+    """Let `adder` combine `sources` into `out`, then copy `out` to `copies`, then call `after`."""
 
     out: HostArray
     sources: tuple[HostArray, ...]
@@ -60,7 +61,7 @@ def summed(
     after: Callable[[], None] | None = None,
     op: Reduction = SUM,
 ) -> Sum:
-    """A `Sum`, or what another reduction makes of one array of each rank."""
+    """Return a `Sum` that combines one array of each rank by the reduction `op`."""
     adder = adder_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
     return Sum(out, tuple(sources), tuple(copies), after, adder)
 
@@ -75,19 +76,19 @@ class Copies:
         self.sources: list[Any] = []
 
     def add(self, copies: Iterable[Copy]) -> None:
-        """Some more."""
+        """Add some copies, as `copy_of` returns them."""
         for destination, source in copies:
             self.destinations.append(destination)
             self.sources.append(source)
 
     def append(self, destination: HostArray, source: HostArray) -> None:
-        """One more, that is made once: what `copy_of` does would cost more than it saves."""
+        """Add a copy of arrays that is made only once: for one use `copy_of` would cost more than it saves."""
         self.destinations.append(destination)
         self.sources.append(source)
 
     @property
     def n_bytes(self) -> int:
-        """What they copy."""
+        """How many bytes they copy."""
         return sum(destination.nbytes for destination in self.destinations)
 
 
@@ -102,23 +103,23 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """What one rank does in one call, and what it costs."""
+    """What one rank does in one call, and how many bytes it copies and adds."""
 
     chunks: list[Chunk]
-    alone: bool = False  # every rank adds for itself: nobody waits for sums
+    alone: bool = False  # every rank adds all elements by itself, so no rank waits for another's sums
     copied_bytes: int = 0
     added_bytes: int = 0
 
 
 def copy_of(destination: HostArray, source: HostArray) -> Copy:
-    """A copy to be made with `copy_all`, of flat arrays of one dtype."""
+    """Return a copy for `Copies.add`, between flat arrays of one dtype."""
     if destination.nbytes > SMALL_BYTES:
         return destination, source
     return destination.view(np.uint8).data, source.view(np.uint8).data
 
 
 def copy_all(copies: Copies) -> None:
-    """Do copies one after another."""
+    """Make copies one after another."""
     sources, destinations = copies.sources, copies.destinations
     if len(sources) < MANY:
         for destination, source in zip(destinations, sources, strict=True):
@@ -128,7 +129,7 @@ def copy_all(copies: Copies) -> None:
 
 
 def add_all(sums: Sequence[Sum]) -> None:
-    """Do sums one after another."""
+    """Make sums one after another."""
     for out, sources, copies, after, adder in sums:
         adder(out, sources)
         for copy in copies:
@@ -140,9 +141,9 @@ def add_all(sums: Sequence[Sum]) -> None:
 class ChunkWords(NamedTuple):
     """The words of a table in which ranks count the chunks that they have filled, summed and drained.
 
-    drained: None where each rank waits for the sums of every chunk, so that it cannot come back to a slot that another
-    rank still reads. Else a rank waits only for what it needs, may be ahead of others also into the next call, and
-    looks here before it fills one of `slots` slots again.
+    drained: None where each rank waits for the sums of every chunk: so it never fills a slot that another rank still
+    reads. Else a rank waits only for the chunks that it needs, and may be ahead of others, even in the next call; so
+    before it fills one of `slots` slots again, it waits until all ranks have drained that slot.
     """
 
     filled: int
@@ -154,10 +155,10 @@ class ChunkWords(NamedTuple):
 CHUNK_WORDS = ChunkWords(FREE, FREE + 1)
 
 
-def in_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], first: int) -> Iterator[Reached]:
-    """Do the rest of a call of which all ranks have filled the first chunk. Yields each request it must wait for.
+def run_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], first: int) -> Iterator[Reached]:
+    """Run a call whose first chunk all ranks have filled. Yields each request it must wait for.
 
-    first: how many chunks all calls before had.
+    first: how many chunks all earlier calls had.
     """
     filled, summed, drained, slots = words
     awaited, count, n = counters.awaited, counters.count, len(chunks)
@@ -185,27 +186,27 @@ def in_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], fi
 
 
 class Executor:
-    """Does plans, one after another; all ranks the same ones.
+    """Runs plans one after another, the same ones on all ranks.
 
-    counters: a table of `WORDS`. wait: waits for a counter of another rank's that takes long, with a limit.
+    counters: a table of `WORDS`. wait: blocks until a request for other ranks' counters is done, with a limit.
     """
 
     def __init__(self, counters: Counters, wait: Wait) -> None:
         self._counters = counters
         self._wait = wait
-        self._step = 0  # chunks done so far
+        self._n_chunks = 0  # of all plans so far
 
     def begin(self, plan: Plan) -> None:
-        """Fill the first chunk: what can be done before all ranks are there."""
+        """Fill the first chunk, which can be done before all ranks have made the call."""
         copy_all(plan.chunks[0].fills)
 
     def finish(self, plan: Plan) -> None:
-        """Do the rest, once all ranks are there. Blocks."""
+        """Run the rest of the plan, once all ranks have made the call. Blocks."""
         chunks = plan.chunks
         if plan.alone:
             add_all(chunks[0].sums)
             copy_all(chunks[0].drains)
             return
-        for request in in_chunks(self._counters, CHUNK_WORDS, chunks, self._step):
+        for request in run_chunks(self._counters, CHUNK_WORDS, chunks, self._n_chunks):
             self._wait(request)
-        self._step += len(chunks)
+        self._n_chunks += len(chunks)

@@ -1,7 +1,7 @@
-"""Plans of sums through memory that the ranks of a host share: what `shared` does, and how it is cut into chunks.
+"""Makes the plans that `shared` runs: which copies and sums a rank makes in a call, and in which chunks.
 
 Arrays of any kind go through *slots*, scratch memory of each rank, chunk by chunk. Arrays that lie in shared memory are
-added where they are. Where an optimizer owns the keys, sums go through its update into the stored value.
+added where they are. Where the keys have an optimizer, it applies the sums to the stored value.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 
-CHUNK_BYTES = 512 << 10  # measured: less waits too often, more leaves the cache before it is copied out
-SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out
-TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
+# Measured: for shorter chunks ranks wait too often, and longer ones leave the cache before the drain.
+CHUNK_BYTES = 512 << 10
+SLOTS = 3  # a chunk is filled while the one before is summed and the one before that is drained
+TINY_BYTES = 16 << 10  # up to so many bytes every rank adds all elements: that costs less than waiting for sums
 
 
 class Slots:
@@ -33,11 +34,11 @@ class Slots:
         self.end = begin_bytes + memory.size * self.per_rank_bytes
 
     def view(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Some elements of a rank's slot for chunks."""
+        """Return some elements of a rank's slot for chunks."""
         return self.memory.array(self._offset(rank) + slot * CHUNK_BYTES + offset_bytes, n_elems, dtype)
 
     def tiny(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """The same of its two slots for tiny calls."""
+        """Return some elements of one of a rank's two slots for tiny calls."""
         begin = self._offset(rank) + SLOTS * CHUNK_BYTES + slot * TINY_BYTES
         return self.memory.array(begin + offset_bytes, n_elems, dtype)
 
@@ -45,8 +46,8 @@ class Slots:
         return self._begin + rank * self.per_rank_bytes
 
 
-class Piece(NamedTuple):
-    """Consecutive elements of one rank's values: `value` (None: a gap between two keys), written to `outs` at last."""
+class Interval(NamedTuple):
+    """Consecutive elements of a region. value: this rank's values; None: a gap between keys. outs: get the result."""
 
     n_elems: int
     value: HostArray | None
@@ -54,50 +55,54 @@ class Piece(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Elements that lie one behind the other in `result`, which is shared; together the pieces are as long."""
+    """Consecutive elements of shared memory, which get the `result`, divided into intervals."""
 
     result: HostArray
-    pieces: Sequence[Piece]
+    intervals: Sequence[Interval]
 
 
 def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
-    """Regions cut and put together again into groups of at most `limit_bytes`, each region at a cache line."""
+    """Cut regions, and divide them into groups of at most `limit_bytes`, where each region begins at a cache line."""
     groups: list[list[Region]] = [[]]
-    room = limit_bytes
+    left_bytes = limit_bytes
     for region in regions:
         itemsize = region.result.itemsize
-        pieces, begin, left = deque(region.pieces), 0, region.result.size
+        intervals, begin, left = deque(region.intervals), 0, region.result.size
         while left:
-            take = min(left, room // itemsize)
+            take = min(left, left_bytes // itemsize)
             if take == 0 or (take < left and take * itemsize < limit_bytes and left * itemsize <= limit_bytes):
                 groups.append([])
-                room = limit_bytes
+                left_bytes = limit_bytes
                 continue
-            head: list[Piece] = []
+            head: list[Interval] = []
             missing = take
             while missing:
-                piece = pieces.popleft()
-                if piece.n_elems > missing:
-                    rest = piece.n_elems - missing
-                    value = piece.value
-                    pieces.appendleft(
-                        Piece(
-                            rest, None if value is None else value[missing:], tuple(out[missing:] for out in piece.outs)
+                interval = intervals.popleft()
+                if interval.n_elems > missing:
+                    rest = interval.n_elems - missing
+                    value = interval.value
+                    intervals.appendleft(
+                        Interval(
+                            rest,
+                            None if value is None else value[missing:],
+                            tuple(out[missing:] for out in interval.outs),
                         ),
                     )
-                    piece = Piece(
-                        missing, None if value is None else value[:missing], tuple(out[:missing] for out in piece.outs)
+                    interval = Interval(
+                        missing,
+                        None if value is None else value[:missing],
+                        tuple(out[:missing] for out in interval.outs),
                     )
-                head.append(piece)
-                missing -= piece.n_elems
+                head.append(interval)
+                missing -= interval.n_elems
             groups[-1].append(Region(region.result[begin : begin + take], head))
             begin, left = begin + take, left - take
-            room -= aligned(take * itemsize)
+            left_bytes -= aligned(take * itemsize)
     return [group for group in groups if group]
 
 
-def part_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int]:
-    """The elements that `rank` adds: even parts in whole cache lines."""
+def range_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int]:
+    """Return the range of elements that `rank` adds: equal ranges in whole cache lines."""
     line = max(1, ALIGN_BYTES // itemsize)
     lines = -(-n_elems // line)
     base, extra = divmod(lines, size)
@@ -105,25 +110,25 @@ def part_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int
     return min(n_elems, begin * line), min(n_elems, (begin + base + (rank < extra)) * line)
 
 
-def always(plan: Plan) -> Callable[[int], Plan]:
-    """The same plan for either tiny slot."""
+def same_plan(plan: Plan) -> Callable[[int], Plan]:
+    """Return the same plan for either tiny slot."""
     return lambda turn: plan
 
 
 def staged_plan(slots: Slots, regions: Sequence[Region], op: Reduction = SUM) -> Callable[[int], Plan]:
-    """Arrays of any kind: values go through the slots, sums into each region's result, and out from there.
+    """Plan sums of arrays of any kind: values are copied to the slots, sums to each result, and out from there.
 
     Returns a function of the tiny slot to use, 0 or 1; all plans of one call are the same otherwise.
     """
     groups = cut(regions, CHUNK_BYTES)
     if not groups:
-        return always(Plan([Chunk()], alone=True))
+        return same_plan(Plan([Chunk()], alone=True))
     sizes = [sum(aligned(region.result.nbytes) for region in group) for group in groups]
     if len(groups) == 1 and sizes[0] <= TINY_BYTES:
         plans = [_tiny(slots, groups[0], turn, op) for turn in range(2)]
         return lambda turn: plans[turn]
     chunks = [_staged(slots, group, i % SLOTS, op) for i, group in enumerate(groups)]
-    return always(_priced(Plan(chunks)))
+    return same_plan(_with_costs(Plan(chunks)))
 
 
 def _tiny(slots: Slots, group: Sequence[Region], turn: int, op: Reduction) -> Plan:
@@ -132,17 +137,17 @@ def _tiny(slots: Slots, group: Sequence[Region], turn: int, op: Reduction) -> Pl
     for region in group:
         n, dtype = region.result.size, region.result.dtype
         views = [slots.tiny(rank, turn, offset, n, dtype) for rank in ranks]
-        chunk.fills.add(_fills(views[me], region.pieces))
-        # All ranks write the same bits into the result, which must not hold anything in between.
-        if len(region.pieces) == 1 and region.pieces[0].outs:
-            first, *others = region.pieces[0].outs
+        chunk.fills.add(_fills(views[me], region.intervals))
+        # All ranks write the result, at the same time, so each may write nothing but the final bits there.
+        if len(region.intervals) == 1 and region.intervals[0].outs:
+            first, *others = region.intervals[0].outs
             chunk.sums.append(summed(first, views, [region.result, *others], op=op))
         else:
             total = np.empty(n, dtype)
             chunk.sums.append(summed(total, views, [region.result], op=op))
-            chunk.drains.add(_drains(Region(total, region.pieces)))
+            chunk.drains.add(_drains(Region(total, region.intervals)))
         offset += aligned(region.result.nbytes)
-    return _priced(Plan([chunk], alone=True))
+    return _with_costs(Plan([chunk], alone=True))
 
 
 def _staged(slots: Slots, group: Sequence[Region], slot: int, op: Reduction) -> Chunk:
@@ -150,16 +155,16 @@ def _staged(slots: Slots, group: Sequence[Region], slot: int, op: Reduction) -> 
     size, me = slots.memory.size, slots.memory.rank
     for region in group:
         n, dtype = region.result.size, region.result.dtype
-        begin, end = part_of(me, size, n, dtype.itemsize)
+        begin, end = range_of(me, size, n, dtype.itemsize)
         views = [slots.view(rank, slot, offset, n, dtype) for rank in range(size)]
-        value = region.pieces[0].value
-        if len(region.pieces) == 1 and value is not None:
-            # One array: this rank's own part need not go through the slot.
+        value = region.intervals[0].value
+        if len(region.intervals) == 1 and value is not None:
+            # One array: this rank's own range need not be copied to the slot.
             own = value[begin:end]
             chunk.fills.add(copy_of(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b)
         else:
             own = views[me][begin:end]
-            chunk.fills.add(_fills(views[me], region.pieces))
+            chunk.fills.add(_fills(views[me], region.intervals))
         if begin < end:
             sources = tuple(own if rank == me else views[rank][begin:end] for rank in range(size))
             chunk.sums.append(summed(region.result[begin:end], sources, op=op))
@@ -168,43 +173,43 @@ def _staged(slots: Slots, group: Sequence[Region], slot: int, op: Reduction) -> 
     return chunk
 
 
-def _fills(view: HostArray, pieces: Sequence[Piece]) -> list[Copy]:
+def _fills(view: HostArray, intervals: Sequence[Interval]) -> list[Copy]:
     zeros = np.zeros(ALIGN_BYTES, np.uint8).view(view.dtype)
     copies, begin = [], 0
-    for piece in pieces:
-        # A gap is filled too: what lies there from earlier calls could overflow when it is added.
-        value = zeros[: piece.n_elems] if piece.value is None else piece.value
-        copies.append(copy_of(view[begin : begin + piece.n_elems], value))
-        begin += piece.n_elems
+    for interval in intervals:
+        # A gap is filled, too: values of earlier calls there could overflow when they are added.
+        value = zeros[: interval.n_elems] if interval.value is None else interval.value
+        copies.append(copy_of(view[begin : begin + interval.n_elems], value))
+        begin += interval.n_elems
     return copies
 
 
 def _drains(region: Region) -> list[Copy]:
     copies, begin = [], 0
-    for piece in region.pieces:
-        copies += [copy_of(out, region.result[begin : begin + piece.n_elems]) for out in piece.outs]
-        begin += piece.n_elems
+    for interval in region.intervals:
+        copies += [copy_of(out, region.result[begin : begin + interval.n_elems]) for out in interval.outs]
+        begin += interval.n_elems
     return copies
 
 
 def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]], op: Reduction = SUM) -> Plan:
-    """Arrays in shared memory: for each value those of all ranks, in rank order. Each becomes the sum."""
+    """Plan sums of arrays in shared memory: for each value those of all ranks, in rank order. Each becomes the sum."""
     chunk = Chunk()
     for replicas in arrays:
         first = replicas[0]
-        begin, end = part_of(rank, len(replicas), first.size, first.itemsize)
+        begin, end = range_of(rank, len(replicas), first.size, first.itemsize)
         step = CHUNK_BYTES // first.itemsize
         for a in range(begin, end, step):
-            parts = tuple(replica[a : min(a + step, end)] for replica in replicas)
-            chunk.sums.append(summed(parts[0], parts, parts[1:], op=op))
-    return _priced(Plan([chunk]))
+            ranges = tuple(replica[a : min(a + step, end)] for replica in replicas)
+            chunk.sums.append(summed(ranges[0], ranges, ranges[1:], op=op))
+    return _with_costs(Plan([chunk]))
 
 
 class Update(NamedTuple):
     """A key with an optimizer.
 
-    values: of every rank, all in shared memory; or this rank's own, and None for all others. bounds: who owns what.
-    update(total): apply the sum of the own part.
+    values: of every rank, all in shared memory; or this rank's own, and None for all others. bounds: rank i owns
+    `[bounds[i], bounds[i+1])`. update(total): applies the sum of this rank's shard.
     """
 
     values: Sequence[HostArray | None]
@@ -215,13 +220,13 @@ class Update(NamedTuple):
 
 
 def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np.dtype[Any]], HostArray]) -> Plan:
-    """Each owner adds its part into scratch memory and applies it to its part of the result.
+    """Plan updates of keys: each owner adds its shard into scratch memory and applies it to its shard of the result.
 
-    scratch(n_elems, dtype): memory that one key uses after another.
+    scratch(n_elems, dtype): returns memory that one key uses after another.
     """
     size, me = slots.memory.size, slots.memory.rank
     chunks = [Chunk()]
-    room = CHUNK_BYTES
+    left_bytes = CHUNK_BYTES
     for key in keys:
         dtype = key.result.dtype
         own_elems = key.bounds[me + 1] - key.bounds[me]
@@ -231,18 +236,18 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
         done = 0
         while done < longest:
             if staged:
-                # A chunk holds a piece of the same length of every owner's part, so that all have work.
-                fitting = (room // size - ALIGN_BYTES) // dtype.itemsize
-                whole = longest * size * dtype.itemsize <= CHUNK_BYTES // 2  # better in the next chunk than cut
-                if fitting <= 0 or (whole and fitting < longest and room < CHUNK_BYTES):
+                # A chunk holds equally many elements of every owner's shard, so that all owners have work.
+                fitting = (left_bytes // size - ALIGN_BYTES) // dtype.itemsize
+                whole = longest * size * dtype.itemsize <= CHUNK_BYTES // 2  # put it into the next chunk, not in two
+                if fitting <= 0 or (whole and fitting < longest and left_bytes < CHUNK_BYTES):
                     chunks.append(Chunk())
-                    room = CHUNK_BYTES
+                    left_bytes = CHUNK_BYTES
                     continue
                 take = min(longest - done, fitting)
             else:
                 take = min(longest - done, CHUNK_BYTES // dtype.itemsize)
             chunk = chunks[-1]
-            offset = CHUNK_BYTES - room
+            offset = CHUNK_BYTES - left_bytes
             slot = (len(chunks) - 1) % SLOTS
             for owner in range(size):
                 begin, end = key.bounds[owner] + done, min(key.bounds[owner] + done + take, key.bounds[owner + 1])
@@ -255,7 +260,7 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
                 if owner == me:
                     after = None
                     if end == key.bounds[me + 1]:
-                        after = _bound(key.update, total)
+                        after = _call(key.update, total)
                     chunk.sums.append(summed(total[done : done + end - begin], tuple(views), (), after))
                 elif staged:
                     mine = key.values[me]
@@ -264,17 +269,17 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
                 if staged:
                     offset += aligned((end - begin) * dtype.itemsize)
             if staged:
-                room = CHUNK_BYTES - offset
+                left_bytes = CHUNK_BYTES - offset
             done += take
         chunks[-1].drains.add(copy_of(out, key.result) for out in key.outs)
-    return _priced(Plan(chunks))
+    return _with_costs(Plan(chunks))
 
 
-def _bound(update: Callable[[HostArray], None], total: HostArray) -> Callable[[], None]:
+def _call(update: Callable[[HostArray], None], total: HostArray) -> Callable[[], None]:
     return lambda: update(total)
 
 
-def _priced(plan: Plan) -> Plan:
+def _with_costs(plan: Plan) -> Plan:
     for chunk in plan.chunks:
         plan.copied_bytes += chunk.fills.n_bytes + chunk.drains.n_bytes
         for one in chunk.sums:

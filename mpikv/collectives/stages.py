@@ -1,8 +1,9 @@
-"""Parts of a collective that run side by side, each as far as its messages allow.
+"""Stages: parts of a collective that run concurrently, each as far as its messages allow.
 
-A stage moves itself on when asked and says whether anything moved; `drive` makes one generator of several. Stages tell
-each other how far they are through counts of the segments they have finished, always in the same order on both sides,
-so that one rank can receive the tenth segment, add the ninth and send the eighth at the same time.
+`Stage.move` does what the stage can do without waiting, and returns whether that was anything; `drive` makes one
+generator of several stages. Each stage counts the segments that it has finished, and other stages read the count. The
+segments are in the same order in all of them, so that one rank can receive the tenth segment, add the ninth and send
+the eighth at the same time.
 
 Cost: one `move` of each stage for each test.
 """
@@ -23,13 +24,13 @@ from mpikv.transports.base import Group
 # is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
 # the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
 LINK_SEGMENT_BYTES = 60 << 10
-# Segments of one key under way in each direction: 1 MB, 40 ms at 200 Mbit/s, more than a nap or a switch of threads.
-# How many bytes of all keys are on a link at a time, transports/ordered.py decides where keys have priorities.
+# Segments of one key under way in each direction: 1 MB, 40 ms at 200 Mbit/s, longer than a thread's sleep or switch.
+# Where keys have priorities, transports/ordered.py limits how many bytes of all keys are on a link at a time.
 LINK_WINDOW = 16
 # Between processes of one host longer segments cost fewer calls; four of them still stay in a core's own cache.
 HOST_SEGMENT_BYTES = 1 << 18
 HOST_WINDOW = 2
-# Of device memory each message waits for an event of the GPU, and for MPI's own setting up of the way there.
+# A message in device memory waits for an event of the GPU and for what MPI sets up for it: few and long ones cost less.
 DEVICE_SEGMENT_BYTES = 4 << 20
 DEVICE_WINDOW = 2
 
@@ -37,7 +38,7 @@ Span = tuple[int, int]  # elements [begin, end) of a buffer
 
 
 class Outgoing(Protocol):
-    """What is sent to whom: a list, or an object that makes what it is asked for, each once and in order."""
+    """(rank, array) of each message: a list, or an object that makes each entry when asked, once and in order."""
 
     def __len__(self) -> int: ...
 
@@ -45,7 +46,7 @@ class Outgoing(Protocol):
 
 
 class Ends(Protocol):
-    """Where messages go to and come from: a group, or an object that has its own numbers for the ranks it talks to."""
+    """What sends and receives messages: a group, or an object that numbers the ranks in its own way."""
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         """Do what `Transport.isend` does."""
@@ -57,12 +58,12 @@ class Ends(Protocol):
 
 
 class Stage(Protocol):
-    """A part of a collective. `done`: nothing is left to move."""
+    """A part of a collective. `done`: it has nothing left to do."""
 
     done: bool
 
     def move(self) -> bool:
-        """Do what can be done without waiting, and return whether that was anything. Raises what went wrong."""
+        """Do what can be done without waiting, and return whether that was anything. Raises the error of a request."""
         ...
 
     def wakes(self, waiter: Waiter) -> bool:
@@ -84,7 +85,7 @@ class _Moves(Waking):
         return moved or all(stage.done for stage in self._stages)
 
     def wakes(self, waiter: Waiter) -> bool:
-        promised = [stage.wakes(waiter) for stage in self._stages if not stage.done]  # by each: any of them may move
+        promised = [stage.wakes(waiter) for stage in self._stages if not stage.done]  # ask all: any of them may move
         return all(promised)
 
 
@@ -104,7 +105,7 @@ def cut(span: Span, itemsize_bytes: int, segment_bytes: int) -> Iterator[Span]:
 
 
 def scratch(group: Group, views: Sequence[HostArray], window: int) -> list[HostArray]:
-    """Make arrays for receiving values that are to be combined with `views`, `window` of them at a time."""
+    """Make arrays to receive values that are combined with `views`: one for each view, `window` different ones."""
     longest = max((view.size for view in views), default=0)
     dtype = views[0].dtype if views else np.dtype(np.uint8)
     room = group.room(dtype)
@@ -113,9 +114,9 @@ def scratch(group: Group, views: Sequence[HostArray], window: int) -> list[HostA
 
 
 class Sender:
-    """A stage that sends segments to given ranks, in order, a limited number at a time.
+    """A stage that sends segments to given ranks, in order, at most `window` at a time.
 
-    segments: (rank of the group, array). ready: how many of them, from the first on, may be sent by now.
+    segments: (rank of the group, array). ready: returns how many of them, from the first on, may be sent by now.
     """
 
     def __init__(self, group: Ends, segments: Outgoing, tag: int, window: int, ready: Callable[[], int]) -> None:
@@ -126,11 +127,11 @@ class Sender:
 
     @property
     def left(self) -> int:
-        """Return how many segments, from the first on, have left their arrays."""
+        """Return how many segments, from the first on, are sent: their arrays may be changed."""
         return self._sent - len(self._under_way)
 
     def move(self) -> bool:
-        """Forget what has been sent, and start what is ready."""
+        """Drop the requests that are done, and start to send the segments that are ready."""
         moved = False
         while self._under_way and self._under_way[0].test():
             self._under_way.popleft()
@@ -145,16 +146,16 @@ class Sender:
         return moved
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Wake the waiter when the oldest segment under way has left."""
+        """Wake the waiter when the oldest segment under way is sent."""
         return not self._under_way or wakes(self._under_way[0], waiter)
 
 
 class Receiver:
-    """A stage that receives segments from given ranks, in order, a limited number at a time.
+    """A stage that receives segments from given ranks, in order, at most `window` at a time.
 
-    targets: (rank of the group, array that segment is received into), where a target is free again, for another
-    segment, once `take(i)` has been called for segment i. count: how many have been received and taken.
-    may_take: how many, from the first on, may be taken by now. may_ask: how many may be received into their targets.
+    targets: for each segment, (rank of the group, array to receive into). take(i): called when segment i is received;
+    afterwards its array may receive another segment. count: how many segments have been received and taken.
+    may_take: returns how many, from the first on, may be taken by now. may_post: how many may be received by now.
     """
 
     def __init__(
@@ -166,20 +167,20 @@ class Receiver:
         *,
         take: Callable[[int], None] | None = None,
         may_take: Callable[[], int] | None = None,
-        may_ask: Callable[[], int] | None = None,
+        may_post: Callable[[], int] | None = None,
     ) -> None:
         self._group, self._targets, self._tag, self._window = group, targets, tag, window
-        self._take, self._may_take, self._may_ask = take, may_take, may_ask
+        self._take, self._may_take, self._may_post = take, may_take, may_post
         self._under_way: deque[Operation] = deque()
         self._posted = 0
         self.count = 0
         self.done = not targets
 
     def move(self) -> bool:
-        """Take what has come, and ask for more."""
+        """Take the segments that have been received, and post receives for more."""
         moved = False
         limit = len(self._targets) if self._may_take is None else self._may_take()
-        wanted = len(self._targets) if self._may_ask is None else self._may_ask()
+        wanted = len(self._targets) if self._may_post is None else self._may_post()
         while True:
             while self._posted < wanted and len(self._under_way) < self._window:
                 source, target = self._targets[self._posted]
@@ -196,7 +197,7 @@ class Receiver:
         return moved
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Wake the waiter when the oldest segment under way has come, if it may be taken then."""
+        """Wake the waiter when the oldest segment under way is received, if it may be taken then."""
         if not self._under_way or (self._may_take is not None and self.count >= self._may_take()):
-            return True  # another stage has to move
+            return True  # only another stage's move can give this one something to do
         return wakes(self._under_way[0], waiter)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mpikv._version import __version__
 from mpikv.arrays import compiled
 from mpikv.arrays.devices import CUPY_PACKAGES
-from mpikv.collectives import nccl_introduction
+from mpikv.collectives import nccl_setup
 from mpikv.collectives.nccl import Nccl
 from mpikv.commands import placement_map
 from mpikv.commands.placement_map import ranges
@@ -181,7 +181,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Fact]:
     by_nccl = "some rank uses no GPU"
     if all(one.number is not None for one in told):
         number, names = found.told.number or 0, [f"rank {i} on {host}" for i, host in enumerate(hosts)]
-        by_nccl = nccl_introduction.why_not(lambda: Nccl(Gpu(number)), names, rank, comm.allgather)
+        by_nccl = nccl_setup.why_not(lambda: Nccl(Gpu(number)), names, rank, comm.allgather)
     if rank:
         return []
     device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)

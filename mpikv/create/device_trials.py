@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpikv.collectives.nccl import Nccl, NcclComm
-from mpikv.collectives.nccl_introduction import introduce
+from mpikv.collectives.nccl_setup import make_communicator
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement import device_paths
-from mpikv.placement.device_paths import Told
+from mpikv.placement.device_paths import DeviceReport
 from mpikv.placement.members import Members
 from mpikv.placement.topology import topology
 from mpikv.runtime import cuda_aware
@@ -28,14 +28,18 @@ if TYPE_CHECKING:
 
 
 def settled(
-    members: Members, announced: Sequence[Told], memory: HostMemory | None, processes: Processes, gpu: Gpu | None
+    members: Members,
+    announced: Sequence[DeviceReport],
+    memory: HostMemory | None,
+    processes: Processes,
+    gpu: Gpu | None,
 ) -> tuple[Members, NcclComm | None]:
     """With the paths of keys in device memory, and this worker's rank of a communicator where some go by NCCL.
 
     announced: by each worker of its GPU. gpu: this rank's. Collective where a worker asks for a GPU. Raises
     ConfigError on all ranks where what the settings ask for cannot be done.
     """
-    if all(one == Told() for one in announced):
+    if all(one == DeviceReport() for one in announced):
         return members, None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
@@ -50,7 +54,7 @@ def settled(
             assert gpu is not None
             return Nccl(gpu)
 
-        found = introduce(
+        found = make_communicator(
             open_nccl,
             names,
             processes.transport.rank,

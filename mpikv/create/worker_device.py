@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mpikv.config import Config
 from mpikv.create.spec import StoreSpec
 from mpikv.errors import ConfigError, MpikvError, UnsupportedError
-from mpikv.placement.device_paths import Told
+from mpikv.placement.device_paths import DeviceReport
 from mpikv.runtime import cuda_driver, device_choice
 from mpikv.spaces.callers import gpu_of
 from mpikv.spaces.device import DeviceSpace
@@ -31,7 +31,7 @@ class WorkerGpu(NamedTuple):
     """gpu: None where none is used. told: what the other ranks learn of it. warning: for the user."""
 
     gpu: Gpu | None = None
-    told: Told = Told()
+    told: DeviceReport = DeviceReport()
     warning: str = ""
 
     @property
@@ -84,23 +84,27 @@ def find(
     asker = asks(spec, config, modules)
     if not asker:
         return WorkerGpu(
-            told=Told(why_none="MPIKV_DEVICE_PATH=host" if config.device_path == "host" else Told().why_none)
+            told=DeviceReport(
+                why_none="MPIKV_DEVICE_PATH=host" if config.device_path == "host" else DeviceReport().why_none
+            )
         )
     gpus = ask()
     try:
         number = device_choice.choose(config.local_device, local_rank, len(gpus.names))
         if number is None:
-            return WorkerGpu(told=Told(why_none=gpus.problem))
+            return WorkerGpu(told=DeviceReport(why_none=gpus.problem))
         if open_gpu is None and not cuda_driver.has_cupy():
             why = f"CuPy is not installed (pip install {CUPY})"
             text = f"mpikv: {asker} asks for a GPU, and {why}: keys are in host memory"
-            return WorkerGpu(told=Told(why_none=why), warning=text if asker.startswith(("the type", "MPIKV")) else "")
+            return WorkerGpu(
+                told=DeviceReport(why_none=why), warning=text if asker.startswith(("the type", "MPIKV")) else ""
+            )
         gpu = (open_gpu or Gpu)(number)
     except ConfigError as error:
-        return WorkerGpu(told=Told(error=str(error)))
+        return WorkerGpu(told=DeviceReport(error=str(error)))
     except MpikvError as error:
-        return WorkerGpu(told=Told(why_none=str(error)))
-    return WorkerGpu(gpu, Told(gpu.number, gpu.uuid, gpu.name, why_none=""))
+        return WorkerGpu(told=DeviceReport(why_none=str(error)))
+    return WorkerGpu(gpu, DeviceReport(gpu.number, gpu.uuid, gpu.name, why_none=""))
 
 
 def spaces_for(arrays: Iterable[Any]) -> Spaces:

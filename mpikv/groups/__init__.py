@@ -1,1 +1,1 @@
-"""Collectives without keys over some ranks: what a process group of PyTorch is made of. NumPy only."""
+"""Collective calls without keys between some ranks, of which a process group of PyTorch is made. NumPy only."""

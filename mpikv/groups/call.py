@@ -12,13 +12,13 @@ from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
 from mpikv.transports.base import Group
 
-SPIN_S = 5e-3  # how long a call through memory is moved on by its caller alone while others are awaited
+SPIN_S = 5e-3  # how long the caller alone moves a call through memory on, while it waits for other ranks
 
 
 class Options(NamedTuple):
-    """What any call may be given. timeout_s: the limit to its waiting, None: the group's.
+    """Options of any call. timeout_s: the limit to its waiting, None: the group's.
 
-    finish: what to do at its end.
+    finish: called at its end, where it has succeeded.
     """
 
     timeout_s: float | None = None
@@ -29,7 +29,7 @@ DEFAULT = Options()
 
 
 class CallingGroup(Protocol):
-    """The group whose call it is. stalled: makes the error of a call that has waited too long."""
+    """The group that a call belongs to. stalled: makes the error of a call that has waited too long."""
 
     group: Group
     number: int
@@ -38,12 +38,16 @@ class CallingGroup(Protocol):
     stalled: Callable[[GroupCall, float], BaseException]
 
     def fail(self, call: GroupCall, error: BaseException) -> None:
-        """End a call that cannot be done."""
+        """End a call that cannot be completed."""
         ...
 
 
 class GroupCall:
-    """One call. number: which one of its group, the same on all ranks; -1 for a message between two of them."""
+    """One call. number: counts the group's calls, the same on all ranks; -1 for a message between two ranks.
+
+    text: describes the call; the same on all ranks. waited_s, asked: for watch.py: how long it has waited, and whether
+    the other ranks have been asked about it.
+    """
 
     def __init__(self, group: CallingGroup, number: int, text: str, options: Options) -> None:
         self.group, self.number, self.text = group, number, text
@@ -51,7 +55,7 @@ class GroupCall:
         self.finish = options.finish
         self.running: Running[Any] = Running(_nothing(), text)
         self.started_s = group.engine.clock.now_s()
-        self.waited_s = 0.0  # as watch.py counts it
+        self.waited_s = 0.0
         self.asked = False
         self._callbacks: list[Callable[[], None]] = []
 
@@ -78,7 +82,7 @@ class GroupCall:
         return self.running.result
 
     def when_done(self, callback: Callable[[], None]) -> bool:
-        """Let `callback` be called once it has ended, by whoever moves it on; returns False if it has ended already."""
+        """Let `callback` be called when the call ends, by whoever moves it on; False if it has ended already."""
         with self.group.engine.lock:
             if self.running.done:
                 return False
@@ -86,7 +90,7 @@ class GroupCall:
             return True
 
     def ended(self) -> None:
-        """Call the callbacks."""
+        """Call the callbacks of `when_done`."""
         for callback in self._callbacks:
             callback()
 
@@ -96,7 +100,7 @@ def _nothing() -> Steps[None]:
 
 
 def spin(running: Running[Any], clock: Clock) -> None:
-    """Move a call through memory on while the others come soon; no other transfer is moved on meanwhile."""
+    """Move a call through memory on until it has not moved for SPIN_S; no other transfer is moved on meanwhile."""
     backoff, deadline_s = Backoff(clock=clock), None
     while not running.done:
         if running.advance():

@@ -1,4 +1,4 @@
-"""Collective calls before they are made: what each is called, and what a rank does for it on either path.
+"""Descriptions of collective calls: the text that identifies a call, and what a rank does for it on either path.
 
 All ranks of a group make the same calls in the same order. Arrays are flat, contiguous, and not to be touched until the
 call is done.
@@ -21,9 +21,10 @@ from mpikv.groups.shared import SharedCalls
 
 
 class Collective(NamedTuple):
-    """A call. text: what it is called, with its shapes and options; calls whose texts differ are different calls.
+    """A call. text: its name, shapes and options; calls whose texts differ are different calls.
 
-    by_messages: the steps of it under a tag. in_memory: the chunks of it; None: it always goes by messages.
+    by_messages: returns its steps, which send under a given tag. in_memory: returns its chunks; None: the call is
+    always made by messages.
     """
 
     text: str
@@ -32,7 +33,7 @@ class Collective(NamedTuple):
 
 
 def allreduce(arrays: Sequence[HostArray], operator: Operator) -> Collective:
-    """Combine each of `arrays` over all ranks, in place. Raises UnsupportedError where that means nothing."""
+    """Combine each of `arrays` over all ranks, in place. Raises UnsupportedError where the operator is undefined."""
     for array in arrays:
         operator.check(array.dtype)
     return Collective(
@@ -71,11 +72,11 @@ def allgather(pairs: Sequence[tuple[HostArray, Sequence[HostArray]]]) -> Collect
 
 
 def reduce_scatter(pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator) -> Collective:
-    """Combine part number `rank` of every rank into `out`. pairs: one array for each rank, and `out`."""
+    """Combine every rank's array number `rank` into `out`. pairs: one array for each rank, and `out`."""
     for _, out in pairs:
         operator.check(out.dtype)
     return Collective(
-        f"reduce_scatter ({operator.name}) of {'; '.join(_shapes(parts) for parts, _ in pairs)}",
+        f"reduce_scatter ({operator.name}) of {'; '.join(_shapes(arrays) for arrays, _ in pairs)}",
         lambda calls, tag: calls.reduce_scatter(pairs, operator, tag),
         lambda calls: calls.reduce_scatter(pairs, operator),
     )
@@ -84,9 +85,9 @@ def reduce_scatter(pairs: Sequence[tuple[Sequence[HostArray], HostArray]], opera
 def exchange(
     name: str, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], same: object
 ) -> Collective:
-    """Send `outgoing[rank]` to the ranks in it, and receive `incoming[rank]` from those in it.
+    """Send `outgoing[rank]` to each rank in it, and receive `incoming[rank]` from each rank in it.
 
-    It makes gather, scatter and all-to-all. same: what all ranks bring alike, to tell different calls apart.
+    Gather, scatter and all-to-all are made of it. same: a part of the text that is equal on all ranks.
     """
     return Collective(f"{name} {same}", lambda calls, tag: calls.exchange(outgoing, incoming, tag))
 
@@ -98,16 +99,16 @@ def barrier() -> Collective:
 
 @lru_cache(maxsize=64)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the dtype's name, which takes NumPy 10 us."""
+    """Return the dtype's name. Cached, since NumPy takes 10 us for it."""
     return str(dtype)
 
 
 def _shapes(arrays: Sequence[HostArray]) -> str:
-    """Write dtypes and lengths, each dtype once in a row: 'float32 10, 20, int64 1'."""
-    parts: list[str] = []
+    """Write dtypes and lengths, a dtype only where it differs from the last one: 'float32 10, 20, int64 1'."""
+    texts: list[str] = []
     last = ""
     for array in arrays:
         dtype = name_of(array.dtype)
-        parts.append(str(array.size) if dtype == last else f"{dtype} {array.size}")
+        texts.append(str(array.size) if dtype == last else f"{dtype} {array.size}")
         last = dtype
-    return ", ".join(parts)
+    return ", ".join(texts)

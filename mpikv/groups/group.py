@@ -1,10 +1,11 @@
-"""A group of ranks and its collective calls: their order, their paths and their limits.
+"""A group of ranks and its collective calls: their order, their paths and their time limits.
 
-Each call has a number, the same on every rank, since all make the same calls in the same order. Ranks of one host call
-each other through memory (shared.py), others by messages (messages.py). A call through memory is made on the spot if
-the others come soon; what is left of it, and everything by messages, is moved on by the progress engine.
+Each call has a number, the same on every rank, since all make the same calls in the same order. A call goes through
+memory where all ranks are on one host (shared.py), else by messages (messages.py). The caller moves a call through
+memory on itself while the other ranks keep up; the rest of it, and every call by messages, is moved on by the progress
+engine.
 
-A rank that waits for long asks the others (watch.py).
+A rank that waits for long asks the others how far they are (watch.py).
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ from mpikv.groups.shared import MismatchError, SharedCalls
 from mpikv.groups.tags import WINDOW_BITS, GroupTags
 from mpikv.transports.base import Group
 
-ALL_LATER = -1  # for the number of a call: none is made from now on
-REMEMBERED = 64  # calls, for the question which one it was
+ALL_LATER = -1  # in place of a call's number: this rank makes no more calls
+REMEMBERED = 64  # calls whose texts are kept, to answer ranks that ask for the text of a call
 
 
 class RankGroup:
     """One rank's side of a group.
 
-    ranks: the transport's, in the group's order. number: which group of the job it is, the same on all its ranks.
-    shared: the ranks' memory, where they all share one. stalled: makes the error of a call that has waited too long.
-    report: sends the other ranks of the group the number of a call that this one does not make: they wait for it.
+    group: the ranks, in the group's order. number: of the group in the job, the same on all its ranks. shared: makes
+    calls through memory; None: the ranks share none. stalled: makes the error of a call that has waited too long.
+    report: sends the number of a call that this rank does not make, or ALL_LATER, and the reason to the group's other
+    ranks, which wait for it.
+
+    calls: how many collective calls this rank has made. failure: why it makes no more. history: the number and text of
+    its last calls.
     """
 
     def __init__(
@@ -63,14 +68,14 @@ class RankGroup:
         self.calls = 0
         self.failure: BaseException | None = None
         self.under_way: list[GroupCall] = []
-        self._failed_elsewhere: dict[int, BaseException] = {}  # calls, by their numbers
+        self._failed_elsewhere: dict[int, BaseException] = {}  # why other ranks do not make a call, by its number
         self.history: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._messages = MessageCalls(group, algorithm)
         self._order = threading.Lock()
         self._window: deque[GroupCall] = deque(maxlen=1 << WINDOW_BITS)  # the last calls by messages
         self._last: GroupCall | None = None  # the last call through memory
 
-    # --- collectives, as collective.py describes them
+    # --- collectives, which collective.py describes
 
     def allreduce(self, arrays: Sequence[HostArray], operator: Operator, options: Options = DEFAULT) -> GroupCall:
         """See `collective.allreduce`."""
@@ -91,16 +96,16 @@ class RankGroup:
     ) -> GroupCall:
         """See `collective.allgather`. Raises ShapeMismatch for arrays that do not fit each other."""
         for values, outs in pairs:
-            self._check_parts("all_gather", values, outs)
+            self._check_arrays("all_gather", values, outs)
         return self._start(collective.allgather(pairs), options)
 
     def reduce_scatter(
         self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, options: Options = DEFAULT
     ) -> GroupCall:
         """See `collective.reduce_scatter`. Raises ShapeMismatch for arrays that do not fit each other."""
-        for parts, out in pairs:
+        for arrays, out in pairs:
             operator.check(out.dtype)
-            self._check_parts("reduce_scatter", out, parts)
+            self._check_arrays("reduce_scatter", out, arrays)
         return self._start(collective.reduce_scatter(pairs, operator), options)
 
     def exchange(
@@ -118,14 +123,14 @@ class RankGroup:
         """See `collective.barrier`."""
         return self._start(collective.barrier(), options)
 
-    def _check_parts(self, name: str, one: HostArray, parts: Sequence[HostArray]) -> None:
-        if len(parts) != self.size:
-            raise ShapeMismatch(f"{name}: {len(parts)} tensors for {self.size} ranks")
-        own = parts[self.rank]
-        if one.size != own.size or any(part.dtype != one.dtype for part in parts):
+    def _check_arrays(self, name: str, one: HostArray, arrays: Sequence[HostArray]) -> None:
+        if len(arrays) != self.size:
+            raise ShapeMismatch(f"{name}: {len(arrays)} tensors for {self.size} ranks")
+        own = arrays[self.rank]
+        if one.size != own.size or any(array.dtype != one.dtype for array in arrays):
             raise ShapeMismatch(f"{name}: {one.dtype} {one.size} does not fit {own.dtype} {own.size}")
 
-    # --- point to point: done in any order
+    # --- point to point: calls that may end in any order
 
     def send(self, array: HostArray, dest: int, tag: int, options: Options = DEFAULT) -> GroupCall:
         """Send a flat contiguous array to a rank of the group."""
@@ -141,14 +146,14 @@ class RankGroup:
         found = self.tags.of_user(tag)
         sender = "any rank" if source is None else str(source)
         with self.engine.lock:
-            steps = self._messages.mailbox(found).receive(array, source)
+            steps = self._messages.receive_queue(found).receive(array, source)
         return self._begin(self._prepare(GroupCall(self, -1, f"recv from {sender} with tag {tag}", options), steps))
 
     # --- how a call is made
 
-    def _start(self, made: Collective, options: Options) -> GroupCall:
-        """Make a collective call: through memory where the ranks and the call can; else by messages."""
-        text = made.text
+    def _start(self, described: Collective, options: Options) -> GroupCall:
+        """Make a collective call: through memory where the ranks share one and the call allows it, else by messages."""
+        text = described.text
         if self.failure is not None:
             kind = PeerError if isinstance(self.failure, PeerError) else MpikvError  # it may be another rank's
             raise kind(
@@ -156,20 +161,20 @@ class RankGroup:
                 f"({type(self.failure).__name__}: {self.failure})"
             ) from self.failure
         code, through_memory = digest(text), None
-        if self.shared is not None and made.in_memory is not None:
-            through_memory = self.shared.run(code, partial(made.in_memory, self.shared))
-        with self._order:  # what is chained to a future may make calls in a thread of its own
+        if self.shared is not None and described.in_memory is not None:
+            through_memory = self.shared.run(code, partial(described.in_memory, self.shared))
+        with self._order:  # a callback of a future may make calls in another thread
             self.calls += 1
             call = GroupCall(self, self.calls, text, options)
             self.history.append((self.calls, text))
             if through_memory is None:
                 before = self._window[0] if len(self._window) == self._window.maxlen else None
                 self._window.append(call)
-                steps = made.by_messages(self._messages, self.tags.of_call(call.number, code))
+                steps = described.by_messages(self._messages, self.tags.of_call(call.number, code))
             else:
                 before, self._last = self._last, call
                 steps = through_memory
-            self._prepare(call, _after(before, steps))  # before another thread's call can come after it
+            self._prepare(call, _after(before, steps))  # within the lock: the next call waits for `call.running`
         return self._begin(call, on_the_spot=through_memory is not None)
 
     def _prepare(self, call: GroupCall, steps: Steps[Any]) -> GroupCall:
@@ -195,32 +200,34 @@ class RankGroup:
             if call.finish is not None:
                 call.finish()
             return result
-        except GeneratorExit:  # `fail` has noted why
+        except GeneratorExit:  # `fail` has recorded the error
             raise
-        except BaseException as error:  # Ctrl-C too: the others count on this rank's part of it
+        except BaseException as error:  # Ctrl-C, too: the other ranks wait for this one's share of the call
             if call.number >= 0:
                 self._failed(error)
             raise
         finally:
             if call in self.under_way:
                 self.under_way.remove(call)
-            call.finish = None  # it holds tensors
+            call.finish = None  # it keeps tensors alive
             call.ended()
 
-    # --- what fails, here and on other ranks
+    # --- failures, on this rank and on others
 
     def fail(self, call: GroupCall, error: BaseException) -> None:
-        """End a call that cannot be done. The caller holds the engine's lock."""
+        """End a call that cannot be completed. The caller holds the engine's lock."""
         if call.number >= 0 and self.failure is None:
             self.failure = error
-            if isinstance(error, MismatchError):  # found by asking: who asks later may find nobody here any more
+            # Found by asking. A rank that asks later may get no answer, since this one may have left by then.
+            if isinstance(error, MismatchError):
                 self._report(self, ALL_LATER, error)
         call.running.fail(error)
 
     def refuse(self, error: BaseException) -> None:
-        """Count a collective call that could not be made here, since its arguments are wrong, and report it.
+        """Count a collective call that this rank cannot make, since its arguments are wrong, and report it.
 
-        Ranks that have made it wait for this one; where all of them have refused it, the group goes on. Local.
+        Ranks that have made the call wait for this one, and raise then; where all ranks refuse it, the group can still
+        be used. Local.
         """
         with self._order, self.engine.lock:
             self.calls += 1
@@ -229,9 +236,9 @@ class RankGroup:
             self._report(self, self.calls, error)
 
     def _failed(self, error: BaseException) -> None:
-        """Make no more collective calls. It is reported to the others, but for what each rank finds by itself.
+        """Make no more collective calls, and report the error to the other ranks.
 
-        That is that calls through memory differ, or that somebody does not come.
+        Not reported are errors that every rank finds by itself: that calls differ, or that a rank does not make one.
         """
         if self.failure is None:
             self.failure = error
@@ -240,7 +247,10 @@ class RankGroup:
                     self._report(self, ALL_LATER, error)
 
     def failed_elsewhere(self, number: int, error: BaseException) -> None:
-        """Another rank does not make call `number`, or, ALL_LATER, any more. The caller holds the engine's lock."""
+        """Record that another rank does not make call `number`, or, for ALL_LATER, no more calls.
+
+        The caller holds the engine's lock.
+        """
         if number == ALL_LATER:
             self.failure = self.failure or error
         else:
@@ -254,7 +264,7 @@ class RankGroup:
                 self.fail(call, error)
 
     def close(self) -> None:
-        """Give back the group's memory."""
+        """End all calls under way with an error, and give the group's memory back."""
         with self.engine.lock:
             self.failure = self.failure or MpikvError("the process group was destroyed")
             for call in tuple(self.under_way):
@@ -264,7 +274,7 @@ class RankGroup:
 
 
 def _after(before: GroupCall | None, steps: Steps[None]) -> Steps[None]:
-    """Yield from the steps, once an earlier call is done."""
+    """Run the steps of a call once the call before it is done."""
     if before is not None and not before.done:
         yield Ended(before.running)
         if before.error is not None:

@@ -1,11 +1,11 @@
-"""The collectives of a group by messages, as generators: what runs where the ranks share no memory.
+"""The collectives of a group by messages, as generators: they run where the ranks share no memory.
 
-`allreduce` and `reduce_scatter` run the algorithms of `mpikv.collectives`, chosen by the same table as a store's;
-everything that only moves data is one `exchange`, in which each rank sends what the others are to have. All arrays are
-flat and contiguous. A generator uses one tag; ranks that run different calls under one tag would mix their messages up,
-so a call's tag is its own (tags.py), or ranks compare their calls first (workers.py).
+`allreduce` and `reduce_scatter` run the algorithms of `mpikv.collectives`, chosen by the same table as a store's. Calls
+that only move data are one `exchange`, in which each rank sends an array to each rank that is to have it. All arrays
+are flat and contiguous. A generator uses one tag. Ranks that run different calls under one tag would receive each
+other's messages, so each call has a tag of its own (tags.py), or ranks compare their calls first (workers.py).
 
-Cost per rank: `exchange` one message to and from each rank that has something to tell; the others as their algorithm.
+Cost per rank: `exchange` one message to and from each rank in its arguments; the others as their algorithm.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.operation import Steps
 from mpikv.errors import ShapeMismatch
-from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
+from mpikv.groups.receive_queue import ReceiveQueue
 from mpikv.placement.algorithms import bounds_of, choose
 from mpikv.transports.base import Group
 
-DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each part straight to its owner
+DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each chunk straight to its owner
 TOKEN = np.zeros(1, np.uint8)
 
 
 class MessageCalls:
-    """One rank's side. algorithm: as MPIKV_ALGORITHM has it."""
+    """One rank's side. algorithm: a value of MPIKV_ALGORITHM."""
 
     def __init__(self, group: Group, algorithm: str = "auto") -> None:
         self.group = group
         self._algorithm = "auto" if algorithm == "native" else algorithm
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._receive_queues: dict[int, ReceiveQueue] = {}
 
-    def mailbox(self, tag: int) -> Mailbox:
-        """What this rank receives under a tag by `exchange` and `receive`."""
-        return self._mailboxes.setdefault(tag, Mailbox(self.group, tag))
+    def receive_queue(self, tag: int) -> ReceiveQueue:
+        """Return the queue of this rank's receives under a tag, for `exchange` and `RankGroup.receive`."""
+        return self._receive_queues.setdefault(tag, ReceiveQueue(self.group, tag))
 
     def allreduce(self, arrays: Sequence[HostArray], operator: Operator, tag: int) -> Steps[None]:
         """Combine each of `arrays` over all ranks, in place."""
@@ -90,11 +90,11 @@ class MessageCalls:
     def reduce_scatter(
         self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, tag: int
     ) -> Steps[None]:
-        """Combine part number `rank` of every rank into `out`. pairs: an array for each rank, unchanged, and `out`."""
+        """Combine every rank's array number `rank` into `out`. pairs: an array for each rank, unchanged, and `out`."""
         group = self.group
-        for parts, out in pairs:
-            chunks = (0, *(int(end) for end in np.cumsum([part.size for part in parts])))
-            buf = np.concatenate(parts).astype(sum_dtype(out.dtype), copy=False)
+        for arrays, out in pairs:
+            chunks = (0, *(int(end) for end in np.cumsum([array.size for array in arrays])))
+            buf = np.concatenate(arrays).astype(sum_dtype(out.dtype), copy=False)
             direct = group.size <= DIRECT_RANKS or buf.nbytes <= DIRECT_BYTES
             yield from (naive if direct else ring).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
             own = buf[chunks[group.rank] : chunks[group.rank + 1]]
@@ -104,8 +104,8 @@ class MessageCalls:
     def exchange(self, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int) -> Steps[None]:
         """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`.
 
-        Empty arrays are sent, too: lengths that do not fit are found where the message comes, and it always comes.
-        Raises ShapeMismatch.
+        Empty arrays are sent, too, so that a receiver always gets a message, whose length it checks. Raises
+        ShapeMismatch.
         """
         group, me = self.group, self.group.rank
         others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
@@ -116,11 +116,11 @@ class MessageCalls:
                     f"this rank sends itself {outgoing[me].size} elements, and expects {incoming[me].size}"
                 )
             incoming[me][...] = outgoing[me]
-        yield from self.mailbox(tag).receive_all({rank: incoming[rank] for rank in others if rank in incoming})
+        yield from self.receive_queue(tag).receive_all({rank: incoming[rank] for rank in others if rank in incoming})
         yield from sends
 
     def barrier(self, tag: int) -> Steps[None]:
-        """Wait until every rank has come: in step k each rank hears from the one 2^k before it."""
+        """Wait until every rank has begun the call: in step k each rank receives from the rank 2^k before it."""
         group, distance = self.group, 1
         while distance < group.size:
             send = group.isend(TOKEN, (group.rank + distance) % group.size, tag)

@@ -1,6 +1,6 @@
-"""What a reduction does: the operators that a process group knows, each a NumPy function of two arrays.
+"""The reductions that a process group knows, each a NumPy function of two arrays.
 
-float16 and bfloat16 are combined in float32 and rounded once. Where an operator means nothing for a dtype (the mean of
+float16 and bfloat16 are combined in float32 and rounded once. Where an operator is undefined for a dtype (the mean of
 whole numbers, the smaller of two complex ones), that is an error before anything is sent.
 """
 
@@ -16,7 +16,7 @@ from mpikv.hostmemory.sums import Adder, adder_of
 
 
 class Operator(NamedTuple):
-    """An operator. combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
+    """A reduction. combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
 
     name: str
     combine: np.ufunc
@@ -24,17 +24,17 @@ class Operator(NamedTuple):
     mean: bool = False
 
     def check(self, dtype: np.dtype[Any]) -> None:
-        """Raise UnsupportedError where it means nothing for this dtype."""
+        """Raise UnsupportedError where the operator is undefined for this dtype."""
         kind = "f" if dtype == BFLOAT16 else dtype.kind
         if kind not in self.kinds:
             raise UnsupportedError(f"{self.name} of {dtype}: it is defined for NumPy's kinds {', '.join(self.kinds)}")
 
     def adder(self, dtype: np.dtype[Any]) -> Adder:
-        """Return how all ranks' arrays of this dtype are combined."""
+        """Return a function that combines all ranks' arrays of this dtype."""
         return adder_of(dtype, self.combine, self.finish if self.mean else None)
 
     def finish(self, total: HostArray, size: int) -> None:
-        """Make the result of what everything has been combined to."""
+        """Turn the combination of all ranks' arrays into the result: a mean divides it by `size`."""
         if self.mean:
             np.divide(total, total.dtype.type(size), out=total)
 

@@ -1,9 +1,10 @@
 """Requests that any rank may send to any other at any time, answered by the other's progress engine.
 
-Two kinds: to the rank that holds the board (board.py), and `status`, by which a rank that waits for long asks the
-others how far they are. A request is one message: a line of JSON, which says whom to answer under which tag, then the
-values; an answer likewise. Answers that nobody waits for any more are recognised by their number and dropped. Two
-messages have no answer: that a rank leaves, and that a call of a group has failed on it.
+There are two kinds: requests to the rank that keeps the rendezvous store (rendezvous.py), and `status`, by which a rank
+that waits for long asks the others how far they are. A request is one message: a line of JSON with the request's
+number, from which the tag of the answer follows, then the values. An answer has the same form. Answers that no call
+waits for any more are recognised by their number and dropped. Two messages have no answer: that a rank leaves, and that
+a call of a group has failed on it.
 
 Cost: two messages per request; one probe per step of the engine.
 """
@@ -18,12 +19,12 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Operation, Predicate, Steps
-from mpikv.groups.board import Board
+from mpikv.groups.rendezvous import RendezvousStore
 from mpikv.transports.base import Arrival, Transport
 
 SERVICE_TAG = 0
 REPLY_TAGS = range(1, 1024)
-HOLDER = 0  # the rank that holds the board
+STORE_RANK = 0  # the rank that keeps the rendezvous store
 LEAVE, FAILED = "leave", "failed"
 
 Status = Callable[[dict[str, Any]], dict[str, Any]]
@@ -44,17 +45,17 @@ def _unpacked(message: HostArray) -> tuple[dict[str, Any], list[bytes]]:
 
 
 class Service:
-    """One rank's side. status: answers `status` requests.
+    """One rank's side. status: called to answer `status` requests.
 
-    failed: called when a call has failed on another rank, with rank, group, call and text.
+    failed: called when another rank reports that a call has failed there, with rank, group, call and text.
     """
 
     def __init__(self, transport: Transport, status: Status, failed: Callable[[int, int, int, str], None]) -> None:
         self._transport, self._status, self._failed = transport, status, failed
-        self.board = Board()
+        self.store = RendezvousStore()
         self._number = 0
         self._sends: list[Operation] = []
-        # The holder's: ranks that ask the board nothing more, with how many calls of each group they have made.
+        # At STORE_RANK: the ranks that have left, each with how many calls of each group it has made.
         self.left: dict[int, dict[int, int]] = {}
 
     # --- answering
@@ -82,8 +83,8 @@ class Service:
             self._failed(source, header["group"], header["call"], header["text"])
         else:
             try:
-                self.board.handle(verb, header["keys"], values, reply)
-            except ValueError as error:  # its mistake, and not this rank's
+                self.store.handle(verb, header["keys"], values, reply)
+            except ValueError as error:  # a mistake of the rank that asks, which raises it there
                 reply([], error=str(error))
 
     def _send(self, header: dict[str, Any], values: Sequence[bytes], rank: int, tag: int) -> None:
@@ -91,7 +92,7 @@ class Service:
         self._sends.append(self._transport.isend(_packed(header, values), rank, tag))
 
     def report_failure(self, ranks: Sequence[int], group: int, call: int, text: str) -> None:
-        """Tell these ranks that a call of a group has failed here. Local; the caller holds the engine's lock."""
+        """Report to these ranks that a call of a group has failed here. Local; the caller holds the engine's lock."""
         for rank in ranks:
             header = {"verb": FAILED, "number": 0, "group": group, "call": call, "text": text}
             self._send(header, (), rank, SERVICE_TAG)
@@ -99,27 +100,27 @@ class Service:
     # --- asking
 
     def ask(self, verb: str, keys: Sequence[str] = (), values: Sequence[bytes] = ()) -> Steps[list[bytes]]:
-        """Ask the board, and return its answer."""
-        if self._transport.rank != HOLDER:
-            return (yield from self._request(HOLDER, {"verb": verb, "keys": list(keys)}, values))
+        """Send a request to the rendezvous store, and return its answer."""
+        if self._transport.rank != STORE_RANK:
+            return (yield from self._request(STORE_RANK, {"verb": verb, "keys": list(keys)}, values))
         answers: list[list[bytes]] = []
-        self.board.handle(verb, keys, values, answers.append)
+        self.store.handle(verb, keys, values, answers.append)
         if not answers:
             yield Predicate(lambda: bool(answers))
         return answers[0]
 
     def ask_status(self, rank: int, about: dict[str, Any], limit_s: float) -> Steps[dict[str, Any] | None]:
-        """Return what `rank` says of itself; None if it has not answered within `limit_s`."""
+        """Return the status of `rank` (`CallWatch.status`); None if it has not answered within `limit_s`."""
         answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
         return json.loads(answer[0]) if answer else None
 
     def leave(self, calls: dict[int, int]) -> Steps[None]:
-        """Tell the holder of the board that this rank leaves. calls: how many of each group it has made."""
-        if self._transport.rank == HOLDER:
-            self.left[HOLDER] = calls
+        """Report to STORE_RANK that this rank leaves. calls: how many calls of each group it has made."""
+        if self._transport.rank == STORE_RANK:
+            self.left[STORE_RANK] = calls
         else:
             header = {"verb": LEAVE, "number": 0, "calls": list(calls.items())}
-            yield self._transport.isend(_packed(header, ()), HOLDER, SERVICE_TAG)
+            yield self._transport.isend(_packed(header, ()), STORE_RANK, SERVICE_TAG)
 
     def _request(
         self, rank: int, header: dict[str, Any], values: Sequence[bytes], limit_s: float | None = None

@@ -1,18 +1,19 @@
 """The collectives of a group whose ranks share a host's memory, without a message.
 
-A call is a list of chunks, of which each rank fills, sums and drains its own part (collectives/shared.py). Each rank
-has slots in the memory, one for a chunk:
+A call is a list of chunks, each of which goes through three steps on every rank (collectives/shared.py). Each rank has
+slots in the memory, one for a chunk:
 
-- fill: each rank copies into its slot what the others need of it;
-- sum: each rank reads the others' slots, and writes what it makes of them to its own array and into its slot;
-- drain: each rank copies out of the others' slots what they have made.
+- fill: each rank copies into its slot the values that the others need;
+- sum: each rank combines its own range of all ranks' slots, and writes the result to its own array and into its slot;
+- drain: each rank copies the results of the others out of their slots.
 
-Chunks are numbered through all calls of the group, and each rank counts in words that all see how many it has filled,
-summed and drained. So a rank may be ahead of the others by as many chunks as there are slots, also into the next call.
-With its first chunk a rank shows a digest of its call: where they differ, all ranks raise, and can go on.
+Chunks are numbered through all calls of the group, and each rank counts how many it has filled, summed and drained, in
+words that all ranks read. So a rank may be ahead of the others by as many chunks as there are slots, even in the next
+call. With its first chunk a rank writes a digest of its call: where digests differ, all ranks raise, and the next call
+can be made.
 
-Cost per rank of an allreduce, n elements, p ranks: n(p-1)/p copied in, n combined over all ranks in parts of n/p, n
-copied out; up to TINY_BYTES each rank combines everything by itself, and waits once. Memory: SLOTS chunks per rank.
+Cost per rank of an allreduce, n elements, p ranks: n(p-1)/p copied in, n/p combined over all ranks, n copied out; up to
+TINY_BYTES each rank combines all elements by itself, and waits once. Memory: SLOTS chunks per rank.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, in_chunks
-from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, part_of
+from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, run_chunks
+from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, range_of
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
@@ -34,18 +35,19 @@ from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 
 SLOTS = 4  # one is filled, one summed and one drained; the fourth lets a rank be ahead
-FILLED, SUMMED, DRAINED, DIGEST = 0, 8, 16, 24  # each counter in a cache line of its own; two digests
+# The words of each rank: three counters, each in a cache line of its own, and two digests.
+FILLED, SUMMED, DRAINED, DIGEST = 0, 8, 16, 24
 WORDS = DIGEST + 2
 CHUNK_WORDS = ChunkWords(FILLED, SUMMED, DRAINED, SLOTS)
 
 
 def region_bytes(size: int) -> int:
-    """What a group of so many ranks takes of the host's memory."""
+    """Return how many bytes of the host's memory a group of `size` ranks takes."""
     return aligned(table_bytes(size, WORDS) + size * SLOTS * CHUNK_BYTES)
 
 
 class MismatchError(MpikvError):
-    """Ranks of a group made different calls at the same place in their order."""
+    """Ranks of a group made different calls under the same number."""
 
 
 class SharedCalls:
@@ -61,22 +63,22 @@ class SharedCalls:
         self._chunks = 0  # of all calls before the one under way
 
     def _slot(self, rank: int, chunk: int, dtype: np.dtype[Any], n_elems: int, offset_bytes: int = 0) -> HostArray:
-        """Some elements of a rank's slot for chunk number `chunk` of the next call, from an offset on."""
+        """Return some elements of a rank's slot for chunk number `chunk` of the next call, from an offset on."""
         slot = (self._chunks + chunk) % SLOTS
         begin = self._slots_begin + (rank * SLOTS + slot) * CHUNK_BYTES + offset_bytes
         return self._memory.array(begin, n_elems, dtype)
 
-    # --- the order of things
+    # --- running a call
 
     def run(self, digest: int, plan: Callable[[], Sequence[Chunk]]) -> Steps[None]:
-        """Make one call. plan: makes the chunks, as many on every rank. The call before must have ended.
+        """Run one call. plan: returns its chunks, equally many on every rank. The call before must have ended.
 
-        Raises MismatchError, on all ranks, where their digests differ; nothing was done then.
+        Raises MismatchError on all ranks where their digests differ; then no array is changed.
         """
         chunks, counters, first = plan() or [Chunk()], self._counters, self._chunks
-        word = DIGEST + self._calls % 2  # a rank that still reads the digest of the call before is not overwritten
+        word = DIGEST + self._calls % 2  # in turn, since another rank may still read the digest of the call before
         self._calls += 1
-        counters.say(word, digest)
+        counters.write(word, digest)
         if (request := counters.awaited(DRAINED, first - SLOTS + 1)) is not None:
             yield request
         copy_all(chunks[0].fills)
@@ -86,22 +88,22 @@ class SharedCalls:
         for row in counters.rows:
             if counters.words[row + word] != digest:
                 raise self._mismatch(digest, word)
-        yield from in_chunks(counters, CHUNK_WORDS, chunks, first)
+        yield from run_chunks(counters, CHUNK_WORDS, chunks, first)
         self._chunks += len(chunks)
 
     def _mismatch(self, digest: int, word: int) -> MismatchError:
-        """End a call that is not the same everywhere, as if it had one chunk, and return its error."""
+        """Count a call that ranks do not make alike as if it had one chunk, and return its error."""
         self._chunks += 1
         self._counters.count(SUMMED, self._chunks)
         self._counters.count(DRAINED, self._chunks)
-        different = [rank for rank in range(self.size) if self._counters.said(rank, word) != digest]
+        different = [rank for rank in range(self.size) if self._counters.read(rank, word) != digest]
         return MismatchError(
             f"rank {', '.join(map(str, different))} of the group made another call than rank {self.rank}, or "
             "brought other shapes, dtypes or options: every rank of a group makes the same calls in the same order"
         )
 
     def discard(self) -> None:
-        """Let go of this rank's slots, unless another rank may still read them."""
+        """Give the memory of this rank's slots back, unless another rank may still read them."""
         mine = self._counters.of(self.rank, FILLED)
         if not all(self._counters.reached(rank, DRAINED, mine) for rank in range(self.size)):
             return
@@ -122,12 +124,12 @@ class SharedCalls:
             chunk.sums.append(Sum(values, tuple(slots), (), None, adder))
             return chunk
         for rank in range(self.size):
-            begin, end = part_of(rank, self.size, values.size, values.itemsize)
+            begin, end = range_of(rank, self.size, values.size, values.itemsize)
             if begin == end:
                 continue
             if rank == self.rank:
                 sources = [values[begin:end] if one == rank else slots[one][begin:end] for one in range(self.size)]
-                # A temporary result in the cache, and not in `values`, which is a source.
+                # The result is built up in the slot, not in `values`, which is one of the sources.
                 chunk.sums.append(_sum(slots[rank][begin:end], sources, values[begin:end], operator))
             else:
                 chunk.fills.append(slots[self.rank][begin:end], values[begin:end])
@@ -137,14 +139,14 @@ class SharedCalls:
     def reduce(self, values: HostArray, out: HostArray, operator: Operator, root: int) -> list[Chunk]:
         """Combine `values` over all ranks into the root's `out`."""
         chunks = []
-        for i, part in enumerate(_parts(values)):
-            chunk, mine = Chunk(), values[part]
+        for i, span in enumerate(_slices(values)):
+            chunk, mine = Chunk(), values[span]
             slots = [self._slot(rank, i, values.dtype, mine.size) for rank in range(self.size)]
             if self.rank != root:
                 chunk.fills.append(slots[self.rank], mine)
             else:
                 sources = [mine if rank == root else slots[rank] for rank in range(self.size)]
-                chunk.sums.append(_sum(slots[root], sources, out[part], operator))
+                chunk.sums.append(_sum(slots[root], sources, out[span], operator))
             chunks.append(chunk)
         return chunks
 
@@ -166,46 +168,48 @@ class SharedCalls:
         for values, outs in pairs:
             before = len(chunks)
             for rank, out in enumerate(outs):
-                for i, part in enumerate(_parts(out), before):
+                for i, span in enumerate(_slices(out), before):
                     if i == len(chunks):
                         chunks.append(Chunk())
-                    slot = self._slot(rank, i, out.dtype, part.stop - part.start)
+                    slot = self._slot(rank, i, out.dtype, span.stop - span.start)
                     if rank == self.rank:
-                        chunks[i].fills.append(slot, values[part])
-                        chunks[i].fills.append(out[part], values[part])
+                        chunks[i].fills.append(slot, values[span])
+                        chunks[i].fills.append(out[span], values[span])
                     else:
-                        chunks[i].drains.append(out[part], slot)
+                        chunks[i].drains.append(out[span], slot)
         return chunks
 
     def reduce_scatter(self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator) -> list[Chunk]:
-        """Combine part number `rank` of every rank into `out`. pairs: one array for each rank, and `out`."""
-        room = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES
+        """Combine every rank's array number `rank` into `out`. pairs: one array for each rank, and `out`."""
+        share_bytes = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES
         chunks: list[Chunk] = []
-        for parts, out in pairs:
+        for arrays, out in pairs:
             before = len(chunks)
-            for dest, values in enumerate(parts):
-                for i, part in enumerate(_parts(values, room), before):
+            for dest, values in enumerate(arrays):
+                for i, span in enumerate(_slices(values, share_bytes), before):
                     if i == len(chunks):
                         chunks.append(Chunk())
-                    mine = values[part]
-                    slots = [self._slot(rank, i, mine.dtype, mine.size, dest * room) for rank in range(self.size)]
+                    mine = values[span]
+                    slots = [
+                        self._slot(rank, i, mine.dtype, mine.size, dest * share_bytes) for rank in range(self.size)
+                    ]
                     if dest != self.rank:
                         chunks[i].fills.append(slots[self.rank], mine)
                         continue
                     sources = [mine if rank == dest else slots[rank] for rank in range(self.size)]
-                    chunks[i].sums.append(_sum(slots[dest], sources, out[part], operator))
+                    chunks[i].sums.append(_sum(slots[dest], sources, out[span], operator))
         return chunks
 
     def _chunked(self, arrays: Sequence[HostArray], plan: Callable[[int, HostArray], Chunk]) -> list[Chunk]:
-        pieces = [array[part] for array in arrays for part in _parts(array)]
-        return [plan(i, piece) for i, piece in enumerate(pieces)]
+        views = [array[span] for array in arrays for span in _slices(array)]
+        return [plan(i, view) for i, view in enumerate(views)]
 
 
 def _sum(temporary: HostArray, sources: Sequence[HostArray], out: HostArray, operator: Operator) -> Sum:
     return Sum(temporary, tuple(sources), (out,), None, operator.adder(out.dtype))
 
 
-def _parts(array: HostArray, room_bytes: int = CHUNK_BYTES) -> list[slice]:
-    """Slices of at most so many bytes."""
-    step = room_bytes // array.itemsize
+def _slices(array: HostArray, slice_bytes: int = CHUNK_BYTES) -> list[slice]:
+    """Return slices of at most `slice_bytes` that make up an array."""
+    step = slice_bytes // array.itemsize
     return [slice(begin, min(begin + step, array.size)) for begin in range(0, array.size, step)]

@@ -1,4 +1,4 @@
-"""The tags of the messages of process groups: each group, and each call of one, has its own."""
+"""The tags of the messages of process groups: each group has its own, and so has each call of a group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23
 
 
 class GroupTags(NamedTuple):
-    """How a tag is divided: one bit for point-to-point, half of the others for the group, `low_bits` for the rest.
+    """The layout of a tag: one bit for point-to-point, half of the others for the group, `low_bits` for the rest.
 
-    base: the group's number in its place. user: the bit for point-to-point.
+    base: the bits of the group's number. user: the bit for point-to-point.
     """
 
     low_bits: int
@@ -35,13 +35,14 @@ class GroupTags(NamedTuple):
     def of_call(self, number: int, digest_: int) -> int:
         """Return the tag for the messages of call `number`: its number and some bits of its digest.
 
-        So messages of different calls are never taken for each other.
+        Calls under way have different numbers. Different calls that ranks make under one number have, most probably,
+        different digests, so their messages are not mixed up.
         """
         bits = self.low_bits - WINDOW_BITS
         return self.base | (number % (1 << WINDOW_BITS)) << bits | digest_ % (1 << bits)
 
     def of_user(self, tag: int) -> int:
-        """Return the tag for the messages between two ranks under a tag of the user's."""
+        """Return the tag of messages between two ranks that the user gives `tag`."""
         limit = (1 << self.low_bits) - 1
         if not 0 <= tag <= limit:
             raise ValueError(f"tag {tag} of a message: tags are 0 to {limit}")

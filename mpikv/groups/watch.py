@@ -1,11 +1,11 @@
 """Watches for calls of a group that wait too long, and asks the other ranks how far they are.
 
-After a while a rank that waits learns whether another rank has made another call at this place, or has left the job
-before this call, which are errors at once; at the end of its time it learns who has not made the call. The time of a
-machine that was stopped does not count.
+When a call has waited ASK_AFTER_S, its rank asks all others. The call fails at once where another rank has made a
+different call under the same number, or has left the job before this call. At its time limit the call fails with the
+names of the ranks that have not made it. Time during which the machine was stopped does not count.
 
-Cost: nothing but a look at the clock, until a call has waited ASK_AFTER_S; then two messages per other rank, and again
-after 2, 4, 8 times as long.
+Cost: reading the clock, until a call has waited ASK_AFTER_S; then two messages per other rank, and again after 2, 4, 8
+times as long.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
 
 TICK_S = 0.25
-ASK_AFTER_S = 3.0  # ranks that are late by more are rare, and asking costs little
-ANSWER_S = 2.0  # an answer comes at once from a rank that lives
+ASK_AFTER_S = 3.0  # few ranks are late by more, and asking costs little
+ANSWER_S = 2.0  # a rank that is alive answers at once
 
 
 class CallWatch:
-    """Watches the calls of all groups of one rank. labels: of the transport's ranks, for messages."""
+    """Watches the calls of all groups of one rank. labels: the names of the transport's ranks in error messages."""
 
     def __init__(
         self, engine: Engine, service: Service, groups: Mapping[int, RankGroup], rank: int, labels: list[str]
@@ -36,7 +36,11 @@ class CallWatch:
         self._rank, self._labels = rank, labels
 
     def status(self, about: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank says of itself to one that waits in a call."""
+        """Return this rank's answer to a rank that waits in a call. about: the numbers of that group and call.
+
+        calls: how many this rank has made in the group; -1: it has left the group. text: of its call of that number.
+        now: what it does. left: the ranks that have left the job, with how many calls of the group each had made.
+        """
         group = self._groups.get(about["group"])
         left = [(rank, calls.get(about["group"], 0)) for rank, calls in self._service.left.items()]
         if group is None:
@@ -61,7 +65,7 @@ class CallWatch:
                         self._engine.start(self._inquire(call), "status")
 
     def _inquire(self, call: GroupCall) -> Steps[None]:
-        """Ask all other ranks of the group, each time when it has waited twice as long, and when the time is over."""
+        """Ask all other ranks of the group, again whenever the call has waited twice as long, and at its time limit."""
         group = call.group
         while True:
             over = call.waited_s >= call.timeout_s

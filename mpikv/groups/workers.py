@@ -1,10 +1,10 @@
 """The workers of a store as a group: collective calls without keys, one after another, each of which blocks.
 
-What the workers bring is compared first, by a digest of the call's text: through memory with the call's first chunk
-(shared.py), by messages in an allreduce of 16 bytes. Where it differs every worker raises MismatchError, nothing has
-been done, and the next call is made as if this one had never been.
+The workers' calls are compared first, by a digest of the call's text: through memory with the call's first chunk
+(shared.py), by messages in an allreduce of 16 bytes. Where digests differ, every worker raises MismatchError, no array
+is changed, and further calls can be made.
 
-Waits are those of the store, with its limits and its reports: a call counts as a push of a key, `CALLS_ID`.
+Waits have the store's limits and reports: a call counts as a push of a key, `CALLS_ID`.
 
 Cost: that of the call, and by messages that of the small allreduce.
 """
@@ -42,13 +42,13 @@ class WorkersGroup:
     def __init__(self, session: Workers, reserve: Reserve) -> None:
         self._session, self._reserve = session, reserve
         self._lock = threading.Lock()
-        self._group: Group | None = None  # of whom the other two are; workers may go on without others
+        self._group: Group | None = None  # that the next two are made for; it changes when workers go on without others
         self._messages: MessageCalls
         self._shared: SharedCalls | None = None
         self._failure: BaseException | None = None
 
-    def run(self, made: Collective, call: str) -> None:
-        """Make a call of all workers of an open store. Collective, blocks.
+    def run(self, described: Collective, call: str) -> None:
+        """Make a call that all workers of an open store make. Collective, blocks.
 
         call: its name in errors. Raises MismatchError on every worker where their texts differ; StallError, PeerError.
         """
@@ -67,10 +67,10 @@ class WorkersGroup:
             session.calls_made += 1
             waiting = Waiting(call, CALLS_NAME, CALLS_ID, session.calls_made)
             try:
-                if shared is None or made.in_memory is None:
-                    running = Running(self._by_messages(made), call)
+                if shared is None or described.in_memory is None:
+                    running = Running(self._by_messages(described), call)
                 else:
-                    running = Running(shared.run(digest(made.text), partial(made.in_memory, shared)), call)
+                    running = Running(shared.run(digest(described.text), partial(described.in_memory, shared)), call)
                     spin(running, engine.clock)
                 if not running.done:
                     engine.take(running)
@@ -84,7 +84,10 @@ class WorkersGroup:
                 raise
 
     def _open(self, group: Group, call: str) -> None:
-        """Find out how these workers reach each other. Collective."""
+        """Set up calls of these workers: through memory that they reserve where they share one, else by messages.
+
+        Collective.
+        """
         members = self._session.members
         found = None
         if members.path == "direct":
@@ -93,12 +96,14 @@ class WorkersGroup:
         self._messages = MessageCalls(group, members.config.host_algorithm)
         self._group = group
 
-    def _by_messages(self, made: Collective) -> Steps[None]:
-        code = digest(made.text)
-        # The largest digest, and what the smallest one lacks to 64 ones: every worker sees whether they are the same.
-        seen = np.array([code, code ^ MASK], np.uint64)
-        yield from self._messages.allreduce([seen], OPERATORS["max"], wire.TAG_CALLS)
-        if int(seen[0]) ^ MASK != int(seen[1]):
+    def _by_messages(self, described: Collective) -> Steps[None]:
+        code = digest(described.text)
+        # The largest digest and the largest complement, which is that of the smallest digest: where the one is not the
+        # complement of the other, digests differ.
+        largest = np.array([code, code ^ MASK], np.uint64)
+        yield from self._messages.allreduce([largest], OPERATORS["max"], wire.TAG_CALLS)
+        if int(largest[0]) ^ MASK != int(largest[1]):
             raise MismatchError("workers of a store made different calls: every one makes the same, in the same order")
-        # No worker sends under this tag for its next call before all have ended this one, and so take its messages.
-        yield from made.by_messages(self._messages, wire.TAG_CALLS + 1)
+        # All calls can use this one tag: the next call begins with the allreduce above, which ends on no worker before
+        # all workers have ended this call.
+        yield from described.by_messages(self._messages, wire.TAG_CALLS + 1)

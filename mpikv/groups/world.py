@@ -1,6 +1,6 @@
-"""The ranks of a job, brought together once for all their process groups.
+"""What the ranks of a job set up once for all their process groups.
 
-`opened` returns the world of this process, made by the first call, in which all ranks of the job take part: a
+`opened` returns the world of this process. The first call makes it, and all ranks of the job take part in that call: a
 duplicated communicator, the memory that the ranks of each host share, a progress engine, and a service by which ranks
 agree on further groups. It lives until the interpreter's end. `World` itself knows no MPI: thread ranks make theirs.
 """
@@ -19,7 +19,7 @@ from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Predicate
 from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.groups.group import RankGroup
-from mpikv.groups.service import HOLDER, Service
+from mpikv.groups.service import STORE_RANK, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import CallWatch
 from mpikv.hostmemory.segment import HostMemory, aligned
@@ -27,17 +27,17 @@ from mpikv.placement.members import Members
 from mpikv.runtime import abort, library
 from mpikv.transports.base import Group, Transport
 
-# What the ranks of one job must have alike.
+# Settings that must be equal on all ranks of a job.
 SETTINGS = ("algorithm", "fake_hosts", "shared_memory")
 
-# A process is one rank of COMM_WORLD, and MPI is initialised once in it. PyTorch gives a backend nothing by which a
-# second init_process_group could find what the first one made, so it is found here.
+# The world of this process, or none. A process is one rank of COMM_WORLD, and MPI is initialised once in it. PyTorch
+# passes nothing to a backend by which a second init_process_group could find the world that the first one has made.
 _opened: list[World] = []
 _lock = threading.Lock()
 
 
 class World:
-    """One rank of a job. memory: of this rank's host."""
+    """One rank's side of a job. memory: what the ranks of its host share. on_fatal: called when the engine fails."""
 
     def __init__(
         self,
@@ -52,18 +52,19 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.labels = [f"rank {rank} of {self.size} on {host}" for rank, host in enumerate(transport.hosts)]
         self.groups: dict[int, RankGroup] = {}
-        self._calls: dict[int, int] = {}  # that were made of groups which are closed
-        self._early: dict[int, list[tuple[int, PeerError]]] = {}  # failures elsewhere, before the group was here
+        self._calls: dict[int, int] = {}  # how many calls were made in each closed group
+        # Failures on other ranks, by group, that were reported before this rank has made the group.
+        self._early: dict[int, list[tuple[int, PeerError]]] = {}
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
         self.service = Service(transport, self._status, self._failed)
         self._watch = CallWatch(self.engine, self.service, self.groups, self.rank, self.labels)
         self.engine.serve(self.service.serve(), "service")
         self.engine.serve(self._watch.serve(), "watch")
-        self.sessions: list[object] = []  # of init_process_group: what each holds. Keys of one are not the next one's
+        self.sessions: list[object] = []  # what each init_process_group has made; their number keeps their keys apart
 
     def group(self, ranks: Sequence[int], number: int, timeout_s: float) -> RankGroup:
-        """Make a new group of these ranks, of which this is one. Local: the others may not be there yet.
+        """Make a new group of these ranks, of which this is one. Local: the others may make theirs later.
 
         number: from 1 on, the same on all of them, never used before.
         """
@@ -108,7 +109,8 @@ class World:
         memory = self._memory
         if memory is None or group.size == 1 or len(set(group.hosts)) > 1:
             return None
-        # The same place on all ranks without asking: each number has one, as large as the host's largest group needs.
+        # Each group number has its own region of the memory, large enough for all ranks of the host, so that all ranks
+        # know where it is without asking.
         stride = region_bytes(memory.size)
         begin = aligned(number * stride)
         if begin + stride > memory.n_bytes:
@@ -118,8 +120,10 @@ class World:
     def ask(
         self, verb: str, keys: Sequence[str], values: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> list[bytes]:
-        """Ask the board (board.py). Blocks; raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S, and
-        ValueError for a request that the board cannot answer.
+        """Send a request to the rendezvous store (rendezvous.py), and return its answer. Blocks.
+
+        Raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S, and ValueError for a request that the store cannot
+        answer.
         """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         running = self.engine.start(self.service.ask(verb, keys, values), f"{verb} of {', '.join(keys)}")
@@ -132,13 +136,13 @@ class World:
         return running.result
 
     def _unanswered(self, verb: str, keys: Sequence[str], limit_s: float) -> StallError:
-        what = "another rank to set" if verb == "get" else f"{self.labels[HOLDER]} to answer for"
+        what = "another rank to set" if verb == "get" else f"{self.labels[STORE_RANK]} to answer for"
         return StallError(f"{self.labels[self.rank]} waited {limit_s:g} s for {what} the keys {', '.join(keys)}")
 
     def close(self) -> None:
         """Leave the job's groups.
 
-        The rank that holds the board waits until the others have left, at most MPIKV_TIMEOUT_S.
+        The rank that keeps the rendezvous store waits until the others have left, at most MPIKV_TIMEOUT_S.
         """
         service, engine = self.service, self.engine
         for group in tuple(self.groups.values()):
@@ -147,7 +151,7 @@ class World:
         late = StallError("the others have not left")
         with contextlib.suppress(MpikvError):
             engine.wait(engine.start(service.leave(self._calls), "leave"), limit_s, lambda: late)
-            if self.rank == HOLDER:
+            if self.rank == STORE_RANK:
                 engine.wait(Predicate(lambda: len(service.left) == self.size), limit_s, lambda: late)
         engine.stop()
 
@@ -155,9 +159,9 @@ class World:
 def opened() -> World:
     """Return the world of this process.
 
-    The first call initialises MPI where nobody has, is collective over COMM_WORLD and blocks until all its ranks have
-    called it. Raises ConfigError where there is no MPI or ranks have different settings, StallError where ranks do not
-    come.
+    The first call initialises MPI if that has not been done, is collective over COMM_WORLD and blocks until all its
+    ranks have called it. Raises ConfigError where there is no MPI or ranks have different settings, StallError where
+    ranks do not call it.
     """
     with _lock:
         guard = abort.guard()

@@ -1,7 +1,8 @@
-"""Each rank's own part of the memory that a host's ranks share, from which it takes memory without asking anybody.
+"""An allocator for each rank's own range of the memory that a host's ranks share.
 
-The part lies behind what all ranks use in common, and all parts are of the same length. Only pages that were written to
-take memory of the machine. What is given back takes none, and is given out again where the same size is needed.
+The ranges lie behind what all ranks use in common, and all have the same length, so a rank allocates without asking the
+others. Only pages that were written to take memory of the machine. Memory that is given back takes none, and is used
+again when the same size is needed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from mpikv.hostmemory.segment import HostMemory, MemoryRange
 PAGE_BYTES = 4096
 
 
-class Segment:
-    """This rank's part. taken_bytes: what has been taken from it and not given back."""
+class Allocator:
+    """Allocates from this rank's range. taken_bytes: what has been taken from it and not given back."""
 
     def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
         begin_bytes = -(-begin_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -27,12 +28,12 @@ class Segment:
         self.taken_bytes = 0
 
     def take(self, n_bytes: int, *, pages: bool = False) -> HostArray | None:
-        """(n_bytes,) of uint8, zeros; None when there is not so much left. pages: see `MemoryRange.reserve`."""
+        """Return (n_bytes,) of uint8, zeros; None when less than that is left. pages: see `MemoryRange.reserve`."""
         free = self._free.get(n_bytes)
         if free and not pages:  # whole pages are never given back
             self.taken_bytes += n_bytes
             array = free.pop()
-            array.fill(0)  # the ends share pages with others, and were not given back
+            array.fill(0)  # `discard` keeps the pages at both ends, which other arrays may share
             return array
         begin = self._region.reserve(n_bytes, pages=pages)
         if begin is None:
@@ -42,7 +43,7 @@ class Segment:
         return array
 
     def give(self, array: HostArray) -> None:
-        """Give back what `take` returned, (n_bytes,) of uint8. Other arrays: nothing happens."""
+        """Give back what `take` returned, (n_bytes,) of uint8. Arrays that are not in this memory are ignored."""
         if self._memory.offset_of(array) is None:
             return
         self.taken_bytes -= array.size

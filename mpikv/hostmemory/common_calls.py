@@ -1,16 +1,18 @@
-"""Whether all ranks of a host are in the same blocking call, so that they can make it in common.
+"""Decides whether all ranks of a host are in the same blocking call, so that they can make it in common.
 
 Ranks that make the same blocking call can make it in common, in memory that they all see. But a rank may be in another
-call that pushes the same keys, with other keys beside them or without waiting, and then nobody may wait for it here. So
-each call of a rank has a *mark*: a hash of the keys that it has pushed so far, of how often it has pushed each (in any
-order), and of how it pushes which keys now. Equal marks mean the same history and the same call.
+call that pushes the same keys, with other keys beside them or without blocking, and then nobody may wait for it here.
+So each call of a rank has a *mark*: a hash of the keys that it has pushed so far, of how often it has pushed each (in
+any order), and of how it pushes which keys now. Equal marks mean the same history and the same call.
 
-The first rank decides. It waits until every other rank has written the same mark, and then writes it as its decision.
-Or it sees that another rank has counted more pushes, or has another mark, or does not come for a while; then it makes
-the call by itself, and its own count of pushes shows that. So does a rank that has itself pushed in another thread
-since it began to wait. A rank that waits for the first one sees either of the two. A rank that withdraws its mark
-looks, after a memory barrier, whether the first one is just deciding, and the first one looks once more, after a
-barrier, whether all marks are still there: so all decide alike (Dekker's algorithm).
+The first rank decides. It waits until every other rank has written the same mark, and then writes that mark as its
+decision. If another rank has counted more pushes, or has another mark, or writes none within `WAIT_S`, the first rank
+makes the call by itself, and its own count of pushes shows that to the others. A rank that has itself pushed in another
+thread since it began to wait does the same. Each other rank waits until it sees the decision or that count.
+
+A rank that gives up withdraws its mark. Then it checks, after a memory barrier, whether the first rank is about to
+decide, while the first rank checks once more, after a barrier, that all marks are still there. So all ranks come to the
+same decision (Dekker's algorithm).
 
 Cost of a decision: two cache lines that move between cores; no message.
 """
@@ -25,21 +27,24 @@ from mpikv.engine.backoff import Backoff
 from mpikv.hostmemory.counters import Counters
 from mpikv.hostmemory.segment import ORDERED, fence
 
-# Of each rank's words; COUNT is a counter. Those from FREE on, in a cache line of their own, are for the calls' steps.
+# The words of each rank. WANT: its mark. COUNT: how many pushes it has made, a counter. The first rank's INTENT: the
+# mark that it is about to decide on, and GO: the mark that it has decided on. Words from FREE on, in a cache line of
+# their own, are for the steps of the calls.
 WANT, COUNT, INTENT, GO, FREE = 0, 1, 2, 3, 8
 FIRST = 0  # the rank that decides
 
-# How long a rank waits for the others before it makes the call by itself, which needs none of them here. Only a rank
-# that does not come at all makes it last so long, and then the call ends in an error. One that comes late, since it has
-# written a checkpoint or has to share its core, is worth the wait: a call by itself copies every value, into memory
-# that is then kept.
+# How long a rank waits for the others before it makes the call by itself, which needs none of them here. The wait lasts
+# so long only for a rank that does not make the call at all, and then the call ends in an error. For a rank that is
+# late, because it has written a checkpoint or shares its core, waiting is cheaper: a call by itself copies every value,
+# into memory that is then kept.
 WAIT_S = 2.0
 
 
 class CommonCalls:
     """One rank's side. counters: a table of at least FREE words.
 
-    step: what to do between looks once it takes long (the progress engine's step). clock: what that is measured by.
+    step: called between the tests of a longer wait: it moves other transfers on, and returns whether any moved. clock:
+    measures that wait. wait_s: its limit.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class CommonCalls:
     # --- what this rank has pushed
 
     def pushed(self, hash_: int, n_keys: int) -> None:
-        """Note pushes that were not made in common. hash_: the sum of the keys' digests."""
+        """Count pushes that were not made in common. hash_: the sum of the keys' digests."""
         self._history = (self._history + hash_) & MASK
         self._count += n_keys
         if not ORDERED:
@@ -74,9 +79,9 @@ class CommonCalls:
     # --- the decision
 
     def begin(self, call: int) -> bool:
-        """Whether all ranks make this call in common now. If so, `end` ends it; if not, push in another way.
+        """Return whether all ranks make this call in common now. If so, `end` must be called after it; else `pushed`.
 
-        call: a digest of the call: its keys in order and how it is made. Blocks until that is decided.
+        call: a digest of the call: its keys in order and how it is made. Blocks until the ranks have decided.
         """
         self._begun_at = self._count
         mark = (self._history + call) & MASK or 1
@@ -91,7 +96,7 @@ class CommonCalls:
         return in_common
 
     def end(self, hash_: int, n_keys: int) -> None:
-        """The call is over: note its pushes."""
+        """Count the pushes of a call that was made in common and is over."""
         self._words[self._me + WANT] = 0
         self.pushed(hash_, n_keys)
 
@@ -117,8 +122,8 @@ class CommonCalls:
             words[me + INTENT] = 0
 
     def _leading(self, peer: int, mark: int) -> bool | None:
-        """Whether another rank has the same mark; None: it has not come yet."""
-        # Its count first: it takes its mark back before it counts.
+        """Return whether another rank has the same mark; None: it has not written one yet."""
+        # Its count is read first, because it withdraws its mark before it counts.
         passed = self._words[peer + COUNT]
         want = self._words[peer + WANT]
         if want == mark:
@@ -136,23 +141,27 @@ class CommonCalls:
         words[self._me + WANT] = 0
         fence()
         while words[intent] == mark and words[go] != mark:
-            self._polling.yield_()  # the first rank is between its two looks: some instructions
+            self._polling.yield_()  # the first rank is between its two checks: some instructions
         return words[go] == mark
 
     def _following(self, mark: int) -> bool | None:
-        """What the first rank has decided. It writes its decision first, and counts the pushes afterwards."""
+        """Return what the first rank has decided; None: nothing yet. It counts its pushes after its decision."""
         passed = self._words[self._first + COUNT]
         if self._words[self._first + GO] == mark:
             return True
         return False if passed > self._count else None
 
     def _await(self, decided: Callable[[], bool | None]) -> bool:
-        """Wait for a decision that takes longer: yield, then move other transfers on and sleep. False: none came."""
+        """Wait for a decision that takes longer: yield, then move other transfers on and sleep.
+
+        Returns False where no decision was made in time.
+        """
         found: bool | None = None
 
         def known() -> bool:
             nonlocal found
-            found = decided() if self._count == self._begun_at else False  # nobody can want this mark any more
+            # Where another thread has pushed meanwhile, no other rank can write this mark any more.
+            found = decided() if self._count == self._begun_at else False
             return found is not None
 
         if not self._polling.yielded(known):

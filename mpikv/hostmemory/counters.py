@@ -1,14 +1,15 @@
 """Counters of a host's ranks in shared memory, and how a rank waits for those of the others.
 
 A table of words, with a row of whole cache lines for each rank, which that rank alone writes. Most words are counters:
-they only increase, so that a rank that looks late misses nothing. Other words hold something about what is counted: a
-rank writes them before it counts, and the others read them after they have seen the count.
+they only increase, so that a rank that reads one late misses nothing. Other words describe what is counted: a rank
+writes them before it counts, and the others read them after they have seen the count.
 
-A rank that waits for a counter polls and gives its core away (polling.py); a longer wait becomes a request.
+A rank that waits for a counter polls it, then yields its core between the polls (polling.py); a longer wait becomes a
+request.
 
-Cost: a cache line that moves to another core for each count that a rank there waits for; no message. A look takes 40 ns
-and a call of a Python function 60, so loops that poll are written out where they are needed; `words` is for those of
-common_calls.py.
+Cost: a cache line that moves to another core for each count that a rank there waits for; no message. Reading a word
+takes 40 ns and calling a Python function 60, so loops that poll are written out where they are needed; `words` is for
+those of common_calls.py.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from mpikv.hostmemory.segment import ORDERED, WORD_BYTES, HostMemory, aligned, f
 
 
 class Counted(Protocol):
-    """A place where ranks count: `Counters`, or the counters of one key."""
+    """What ranks count in: `Counters`, or the counters of one key."""
 
     def reached(self, rank: int, word: int, value: int) -> bool:
-        """Whether a rank has come so far."""
+        """Return whether a rank has counted to `value` or beyond."""
         ...
 
     def wakes(self, waiter: Waiter) -> bool:
-        """As `Waking.wakes`: when another rank has counted something."""
+        """Promise what `Waking.wakes` does: to wake `waiter` when another rank has counted something."""
         ...
 
 
 class Reached(Waking):
-    """A request that is done when all of these ranks have come so far."""
+    """A request that is done when all of these ranks have counted to `value` or beyond."""
 
     __slots__ = ("_counted", "_left", "_value", "_word")
 
@@ -42,33 +43,33 @@ class Reached(Waking):
         self._counted, self._left, self._word, self._value = counted, list(ranks), word, value
 
     def test(self) -> bool:
-        """Whether they have."""
+        """Return whether they have."""
         left, counted = self._left, self._counted
         while left and counted.reached(left[-1], self._word, self._value):
             left.pop()
         return not left
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When another rank has counted something."""
+        """Wake `waiter` when another rank has counted something."""
         return self._counted.wakes(waiter)
 
 
 def row_words(n_words: int) -> int:
-    """How long a row of so many words is."""
+    """Return the length of a row that holds `n_words`, in words: whole cache lines."""
     return aligned(n_words * WORD_BYTES) // WORD_BYTES
 
 
 def table_bytes(n_ranks: int, n_words: int) -> int:
-    """What a table takes."""
+    """Return how many bytes a table takes."""
     return n_ranks * row_words(n_words) * WORD_BYTES
 
 
 class Counters:
-    """One rank's side of a table that begins at `begin_bytes`, a cache line; zeros at the start.
+    """One rank's side of a table that begins at `begin_bytes`, a cache line; all words are 0 at the start.
 
-    rank, size: of those that count here, default those of the memory. polling: how a rank waits here.
+    rank, size: among the ranks that count here; default: those of the memory. polling: how long a rank polls here.
 
-    words: of all rows. rows: where each rank's begins. others: the ranks but this one.
+    words: of all rows. rows: where each rank's row begins. others: all ranks except this one.
     """
 
     def __init__(
@@ -94,37 +95,37 @@ class Counters:
     # --- this rank
 
     def count(self, word: int, value: int) -> None:
-        """Write how far this rank has come. A rank that sees it also sees all that was written before."""
+        """Set a counter of this rank. A rank that sees the new value also sees all that was written before."""
         if not ORDERED:
             fence()
         self.words[self._me + word] = value
 
-    def say(self, word: int, value: int) -> None:
+    def write(self, word: int, value: int) -> None:
         """Write a word that is no counter, any 64 bits. The others may read it once this rank has counted."""
         self.words[self._me + word] = value
 
     # --- the others
 
     def of(self, rank: int, word: int) -> int:
-        """Return how far a rank has come; what it has written before can be read then."""
+        """Return a counter of a rank; what that rank has written before it counted can be read afterwards."""
         value: int = self.words[self.rows[rank] + word]
         if not ORDERED:
             fence()
         return value
 
-    def said(self, rank: int, word: int) -> int:
+    def read(self, rank: int, word: int) -> int:
         """Return what a rank has written to a word that is no counter."""
         value: int = self.words[self.rows[rank] + word]
         return value
 
     def reached(self, rank: int, word: int, value: int) -> bool:
-        """Whether a rank has come so far."""
+        """Return whether a rank has counted to `value` or beyond."""
         return self.of(rank, word) >= value
 
     def awaited(self, word: int, value: int, *, soon: bool = True) -> Reached | None:
-        """Wait until every rank has come so far, and return None; where that takes long, return a request for it.
+        """Poll until every rank has counted to `value`, then return None; where that takes long, return a request.
 
-        soon: wait as long as `polling` says; else the request is returned at once.
+        soon: poll as long as `polling` says; False: return the request at once.
         """
         words = self.words
         for row in self._other_rows:
@@ -144,5 +145,5 @@ class Counters:
         return None
 
     def wakes(self, waiter: Waiter) -> bool:
-        """As `Waking.wakes`: False, since nobody is woken by a count in memory."""
+        """Return False: a count in memory wakes nobody, so `waiter` has to poll."""
         return False

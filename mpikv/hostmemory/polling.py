@@ -1,8 +1,8 @@
-"""How long a rank polls for what another rank of its host is about to do, before it lets anything else go on.
+"""How long a rank polls for what another rank of its host is about to do, before it moves anything else on.
 
-First it only looks, again and again: a rank on a core of its own answers within some microseconds. Then it gives its
-core away between the looks, which costs less than a sleep. A wait that takes longer becomes a request (counters.py), or
-has a limit of its own (common_calls.py).
+First it only polls, again and again: a rank on a core of its own answers within some microseconds. Then it yields its
+core between the polls, which costs less than a sleep. A wait that takes longer becomes a request (counters.py), or has
+a limit of its own (common_calls.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mpikv.hostmemory.segment import HostMemory
 POLLS = 1500  # of 40 ns
 YIELDS = 60  # the other rank is late then, and may need this core
 SHARED_CORE_POLLS = 3  # more ranks than cores: the rank that is waited for needs this core
-SHARED_CORE_YIELDS = 1500  # a millisecond: a rank that sleeps while others add 4 MiB comes late to the next step
+SHARED_CORE_YIELDS = 1500  # a millisecond: a rank that sleeps while others add 4 MiB begins the next step late
 
 
 class Polling(NamedTuple):
-    """So many looks, then so many calls of `yield_`, which gives up the core, with a look after each."""
+    """How often to poll at first, then how often to yield the core with `yield_` and poll once more after each."""
 
     polls: range = range(0)
     yields: range = range(0)
@@ -38,7 +38,7 @@ class Polling(NamedTuple):
         return cls(range(POLLS), range(YIELDS), yield_)
 
     def yielded(self, test: Callable[[], bool]) -> bool:
-        """Give the core away until `test()` is True; returns False where it is not within `yields` times."""
+        """Yield the core until `test()` is True; returns False where that takes more than `yields` times."""
         yield_ = self.yield_
         for _ in self.yields:
             yield_()
@@ -47,4 +47,4 @@ class Polling(NamedTuple):
         return False
 
 
-NO_POLLING = Polling()  # the engine waits, which has other transfers to move on meanwhile
+NO_POLLING = Polling()  # every wait becomes a request, and the engine moves other transfers on meanwhile

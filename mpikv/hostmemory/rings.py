@@ -2,10 +2,10 @@
 
 One rank writes, one reads. The writer puts a record behind the last one and then moves `HEAD`, which only it writes;
 the reader takes all records up to there and then moves `TAIL`, which only it writes. Both count bytes since the start.
-A record is four numbers and some bytes, never cut: where it does not fit before the ring's end it begins anew, and the
-gap says so.
+A record is four numbers and a payload, and is never cut: where it does not fit before the ring's end, a record of kind
+`_GAP` fills the rest, and the record goes to the ring's beginning.
 
-Cost: two or three microseconds of Python for each record, of which the reader sees one cache line more than the record.
+Cost: two or three microseconds of Python for each record; besides the record the reader reads one cache line, `HEAD`'s.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RingWriter(_Ring):
         self._head = self._tail = 0
 
     def put(self, kind: int, a: int, b: int, c: int, payload: memoryview | bytes | None) -> bool:
-        """Write one record; False: it does not fit now. kind: not 0. payload: at most LONGEST_BYTES bytes."""
+        """Write one record; returns False where it does not fit now. kind: not 0. payload: at most LONGEST_BYTES."""
         n_bytes = 0 if payload is None else len(payload)
         size = RECORD_BYTES + (n_bytes + RECORD_BYTES - 1 & -RECORD_BYTES)
         at = self._head % RING_BYTES
@@ -76,11 +76,11 @@ class RingReader(_Ring):
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a record."""
+        """Return whether there is a record to read."""
         return self._words[HEAD] != self._tail
 
     def take(self, handle: Handle) -> bool:
-        """Call `handle` with every record that is there; whether there was one."""
+        """Call `handle` with every record that is there; returns whether there was one."""
         head = self._words[HEAD]
         if head == self._tail:
             return False
@@ -105,10 +105,10 @@ class RingReader(_Ring):
 
 
 def rings_bytes(size: int) -> int:
-    """What the rings between all pairs of `size` ranks take; those that nobody uses take no memory."""
+    """Return how many bytes the rings between all pairs of `size` ranks take; unused ones take no memory."""
     return size * size * STRIDE_BYTES
 
 
 def ring_begin(begin_bytes: int, size: int, source: int, dest: int) -> int:
-    """Where the ring from `source` to `dest` lies, the first one lying at `begin_bytes`."""
+    """Return where the ring from `source` to `dest` begins; the first ring begins at `begin_bytes`."""
     return begin_bytes + (source * size + dest) * STRIDE_BYTES

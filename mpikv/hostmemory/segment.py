@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share.
 
-One file without a name (memfd), made by the first rank and opened by the others through `/proc/PID/fd`, so that nothing
-can be left behind in any directory, whoever is killed when (docs/adr/0007-unnamed-shared-memory.md). It is longer than
-the machine's memory, but takes only what has been written to.
+It is one file without a name (memfd), made by the first rank and opened by the others through `/proc/PID/fd`. So no
+file is left behind in any directory, whichever rank is killed (docs/adr/0007-unnamed-shared-memory.md). The file is
+longer than the machine's memory, but only pages that were written to take any.
 
 Words are 8 bytes, aligned, each written by one rank. On x86-64 stores become visible in program order, so a rank
 that has seen a counter also sees the data written before it; elsewhere `fence` orders them.
@@ -41,17 +41,17 @@ def fence() -> None:
     _lock.release()
 
 
-ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in program order, and loads made in it
+ORDERED = platform.machine() in ("x86_64", "AMD64")  # the others see stores, and loads are made, in program order
 
 
 class MemoryRange:
-    """Bytes of a memory that are given out from the beginning to the end and never taken back."""
+    """A range of a memory that is reserved from its beginning to its end; nothing is given back."""
 
     def __init__(self, begin_bytes: int, end_bytes: int) -> None:
         self._next, self._end = begin_bytes, end_bytes
 
     def reserve(self, n_bytes: int, *, pages: bool = False) -> int | None:
-        """Return where the next `n_bytes` begin; None where fewer are left. pages: in whole pages of their own."""
+        """Return where the next `n_bytes` begin; None where fewer are left. pages: reserve whole pages for them."""
         step = mmap.PAGESIZE if pages else ALIGN_BYTES
         begin = aligned(self._next, step)
         if begin + n_bytes > self._end:
@@ -61,7 +61,7 @@ class MemoryRange:
 
 
 class HostMemory:
-    """The same bytes, seen by every rank of a host. `rank` of `size` counts the ranks of this host."""
+    """The memory that every rank of a host can read and write. `rank` of `size` counts the ranks of this host."""
 
     def __init__(self, rank: int, size: int, data: HostArray, *, threads: bool = False) -> None:
         self.rank = rank
@@ -72,7 +72,7 @@ class HostMemory:
         self.address = data.__array_interface__["data"][0]
 
     def words(self, offset_bytes: int, count: int) -> memoryview:
-        """Return `count` words, as integers."""
+        """Return `count` words, each a Python integer from 0 to 2^64 - 1."""
         return self._data[offset_bytes : offset_bytes + count * WORD_BYTES].data.cast("Q")
 
     def array(self, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
@@ -98,7 +98,7 @@ class HostMemory:
 
 
 def aligned(n_bytes: int, step_bytes: int = ALIGN_BYTES) -> int:
-    """The next multiple of a cache line, or of another step."""
+    """Return `n_bytes` rounded up to whole cache lines, or to another step."""
     return -(-n_bytes // step_bytes) * step_bytes
 
 
@@ -110,12 +110,12 @@ def _map(fd: int, n_bytes: int) -> HostArray:
 
 
 def memory_size_bytes() -> int:
-    """How long the shared file is: three parts, each of which may grow to all of the machine's memory."""
+    """Return the length of the shared file: three thirds, each of which may grow to all of the machine's memory."""
     return 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def private_memory(size: int) -> list[HostMemory]:
-    """The same memory for `size` ranks that are threads of this process."""
+    """Return memory that `size` ranks share which are threads of this process: one `HostMemory` for each."""
     fd = os.memfd_create("mpikv")
     try:
         os.ftruncate(fd, memory_size_bytes())
@@ -126,7 +126,7 @@ def private_memory(size: int) -> list[HostMemory]:
 
 
 def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[bytes]]) -> tuple[HostMemory | None, str]:
-    """Memory shared by ranks that are all on this host, and why there is none. Collective over them.
+    """Return memory that the ranks of this host share; None, and the reason, where they cannot. Collective over them.
 
     allgather: brings every rank's bytes to every rank.
     """
@@ -150,17 +150,17 @@ def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[byt
     problems = [text.decode() for text in allgather(problem.encode()) if text]
     if fd >= 0:
         os.close(fd)
-    # The token was in the place of the counters, and every rank has read it.
+    # Every rank has read the token; where it was the counters begin, which are 0 at the start.
     if rank == 0 and data is not None:
         data[:TOKEN_BYTES] = 0
-    allgather(b"")  # in any case: other hosts may take part in it
+    allgather(b"")  # also after a failure, because ranks of other hosts may take part in the same calls
     if problems or data is None:
         return None, "; ".join(problems)
     return HostMemory(rank, size, data), ""
 
 
 def on_all_hosts(memory: HostMemory | None, allgather: Callable[[bytes], list[bytes]]) -> HostMemory | None:
-    """The memory of this host, as long as the smallest one; None on every host where one host has none. Collective.
+    """Return this host's memory, as long as the smallest of all hosts; None where any host has none. Collective.
 
     allgather: brings every rank's bytes to every rank, of all hosts.
     """
@@ -168,7 +168,7 @@ def on_all_hosts(memory: HostMemory | None, allgather: Callable[[bytes], list[by
     smallest = min(map(int, sizes))
     if memory is None or smallest == 0:
         return None
-    memory.n_bytes = smallest  # a place beyond the end of one host's memory is of no use to the others
+    memory.n_bytes = smallest  # a key lies at the same place on all hosts, so within every host's memory
     return memory
 
 
@@ -176,10 +176,10 @@ def _open(pid: int, fd: int, n_bytes: int, token: str) -> HostArray:
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(own).st_size != n_bytes:
-            raise ValueError("another file has its number")
+            raise ValueError("the file descriptor is that of another file")
         data = _map(own, n_bytes)
     finally:
         os.close(own)
     if data[:TOKEN_BYTES].tobytes() != bytes.fromhex(token):
-        raise ValueError("it is another process's")
+        raise ValueError("the memory is that of another process")
     return data

@@ -1,7 +1,7 @@
-"""The sum of the arrays that a host's ranks bring, or what another function of two arrays makes of them.
+"""Adds the arrays of a host's ranks, or combines them with another function of two arrays.
 
-One array after another is added to those before it, so their order alone says what the bits are. float16 and bfloat16
-are added in float32 and rounded once.
+One array after another is added to the sum of those before it, so the result's bits depend on their order alone.
+float16 and bfloat16 are added in float32 and rounded once.
 
 Cost: one pass over the result for each array but the first; for float16 and bfloat16 scratch memory as long as the
 result in float32, unless that is what the result is.
@@ -18,12 +18,12 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.compiled import add_half, cast_into
 
-Combine = Callable[..., object]  # of two arrays, with the result in `out`: one of NumPy's functions, or like it
-Adder = Callable[[HostArray, Sequence[HostArray]], None]  # `out` becomes what the arrays make
+Combine = Callable[..., object]  # combines two arrays into `out`: one of NumPy's functions, or one with such arguments
+Adder = Callable[[HostArray, Sequence[HostArray]], None]  # writes the combination of the arrays to its first argument
 
 
 def in_order(out: HostArray, sources: Sequence[HostArray], combine: Combine = np.add) -> None:
-    """`out` becomes all `sources` combined, of one length and dtype. `out` may be the first of them, and no other."""
+    """Combine all `sources`, of one length and dtype, into `out`, which may be the first of them but no other."""
     total = sources[0]
     for source in sources[1:]:
         combine(total, source, out=out)
@@ -43,17 +43,17 @@ def newest_first(combine: Combine) -> Combine:
 def adder_of(
     dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
 ) -> Adder:
-    """Return how arrays of this dtype are combined, as a function to be called again and again.
+    """Return a function that combines arrays of this dtype.
 
-    finish: called with the result, before it is rounded, and the number of arrays.
+    finish: called with the result, before it is rounded, and the number of arrays; a mean divides there.
     """
     wide = sum_dtype(dtype)
     if wide != dtype or finish is not None:
-        return partial(_finished, wide, combine, finish)
+        return partial(_add_and_finish, wide, combine, finish)
     return in_order if combine is np.add else partial(in_order, combine=combine)
 
 
-def _finished(
+def _add_and_finish(
     wide: np.dtype[Any],
     combine: np.ufunc,
     finish: Callable[[HostArray, int], None] | None,

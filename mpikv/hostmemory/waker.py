@@ -1,13 +1,13 @@
 """Waking a rank of the same host that sleeps.
 
-A rank that waits for long sleeps between its looks, and would see what comes meanwhile only afterwards. So a rank that
-shares memory with others sleeps on a pipe, and sets a word that they see. A rank that has put something into the memory
-for it looks at this word, and writes a byte to the pipe where the word is set. The others open the pipe through
-`/proc/PID/fd`, as they do the memory (segment.py), so it has no name either. Every sleep ends after its time, too,
-since messages of MPI wake nobody.
+A rank that waits for long sleeps between its polls, and would see what others write meanwhile only afterwards. So a
+rank that shares memory with others sleeps on a pipe, and sets a word in that memory while it sleeps. Whoever has
+written something for this rank into the memory reads the word, and writes a byte to the pipe where the word is set. The
+others open the pipe through `/proc/PID/fd`, as they do the memory (segment.py), so it has no name either. Every sleep
+also has a time limit, since messages of MPI wake nobody.
 
-Cost: a look at a word for what is put, a system call only where somebody sleeps. Waking takes some tens of
-microseconds.
+Cost: reading a word for each write to another rank, and a system call only where that rank sleeps. Waking takes some
+tens of microseconds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Callable
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, fence
 
 SELECT_LIMIT = 1024  # select(2) takes no larger file descriptors, and poll(2) no times below a millisecond
-WAKER_WORDS = ALIGN_BYTES // WORD_BYTES  # per rank: a cache line, whose first word says that it sleeps
+WAKER_WORDS = ALIGN_BYTES // WORD_BYTES  # per rank: a cache line, whose first word is 1 while that rank sleeps
 
 
 def waker_bytes(size: int) -> int:
-    """What the words of `size` ranks take, at the beginning of the memory."""
+    """Return how many bytes the words of `size` ranks take, at the beginning of the memory."""
     return size * ALIGN_BYTES
 
 
 class Waker:
-    """One rank's pipe, and the pipes of the others. waiting: whether there is something to be handled."""
+    """One rank's pipe, and the pipes of the others. waiting: returns whether this rank has something to handle."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._words = memory.words(0, memory.size * WAKER_WORDS)
@@ -43,7 +43,7 @@ class Waker:
     def connect(self, allgather: Callable[[bytes], list[bytes]]) -> None:
         """Open the pipes of all. Collective over the ranks of the host.
 
-        A rank whose pipe cannot be opened is not woken.
+        A rank whose pipe cannot be opened is not woken; its sleeps end at their time limit.
         """
         mine = -1
         with contextlib.suppress(OSError):
@@ -67,8 +67,8 @@ class Waker:
         allgather(b"")  # nobody closes a pipe before all have opened it
 
     def wake_sleeper(self, rank: int) -> None:
-        """Wake a rank if it sleeps. To be called after what it is to find has been put there."""
-        # It sets its word, then looks for work; we have put work there, then look at it: one of us sees the other.
+        """Wake a rank if it sleeps. To be called after what it waits for has been written to the memory."""
+        # It sets its word and then looks for work, we write work and then read its word: one of us sees the other's.
         fence()
         if self._words[rank * WAKER_WORDS]:
             self.wake(rank)
@@ -77,7 +77,7 @@ class Waker:
         """Wake a rank that may sleep."""
         pipe = self._others.get(rank)
         if pipe is not None:
-            with contextlib.suppress(OSError):  # full: it has been woken; closed: the other rank ends
+            with contextlib.suppress(OSError):  # a full pipe: that rank has been woken; a closed one: it is ending
                 os.write(pipe, b"\0")
 
     def wake_self(self) -> None:
@@ -86,7 +86,7 @@ class Waker:
             self.wake(self._rank)
 
     def sleep(self, timeout_s: float) -> None:
-        """Sleep for at most so long; shorter where another rank wakes this one, not at all where something is there."""
+        """Sleep until another rank wakes this one, at most `timeout_s`; not at all where `waiting()` is True."""
         if self._own < 0:
             time.sleep(timeout_s)
             return

@@ -24,7 +24,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import in_space
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.labels import PLAIN, Label, label_of
+from mpikv.placement.labels import NO_ATTRIBUTES, Label, label_of
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 
@@ -128,7 +128,7 @@ class Owner:
         """
         slot = self._slots.get(key_id, DEFAULT_SLOT)
         if slot not in self._optimizers:
-            return PLAIN
+            return NO_ATTRIBUTES
         known = not attributes[1] or attributes[1] in self._attributes.get((slot, attributes[0]), {})
         return self._kept(slot, attributes if known else AS_SET).label
 

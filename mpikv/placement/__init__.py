@@ -1,1 +1,1 @@
-"""Where each key lives and which path its gradients take: pure values, the same on every rank."""
+"""Which ranks own each key and which path its gradients take: pure values, the same on every rank."""

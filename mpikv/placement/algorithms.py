@@ -1,6 +1,6 @@
-"""Which algorithm adds a key's values over the workers, and what each of them owns then.
+"""Which algorithm adds a key's values over the workers, and which shard each worker owns with it.
 
-A table that was measured decides, unless the user names an algorithm. Source: docs/adr/0003-allreduce-table.md.
+A table of measured results decides, unless the user names an algorithm. Source: docs/adr/0003-allreduce-table.md.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from mpikv.placement.topology import topology
 
 
 class AlgorithmRow(NamedTuple):
-    """Up to `max_ranks` ranks and up to `max_bytes` bytes on the wire: `algorithm`. None: no limit."""
+    """Use `algorithm` for up to `max_ranks` ranks and up to `max_bytes` bytes on the wire. None: no limit."""
 
     max_ranks: int | None
     max_bytes: int | None
     algorithm: str
 
 
-# The first row that fits. Few ranks: the direct algorithm has the fewest steps, is as fast as the others up to some
-# megabytes, and adds in the order of the ranks, so that the bits are those of a server; beyond, its scratch memory of a
-# whole buffer counts. Many ranks: short messages cost their steps, long ones their bytes. Measured with
-# `mpikv bench allreduce --algorithms all`; see docs/adr/0003-allreduce-table.md.
+# The first row that matches is used. For few ranks the direct algorithm has the fewest steps, is as fast as the others
+# up to some megabytes, and adds in the order of the ranks, so that the bits are those of a server; for more bytes it
+# would need too much scratch memory, a whole buffer. For many ranks the number of steps decides the time of short
+# messages, and the number of bytes that of long ones. Measured with `mpikv bench allreduce --algorithms all`; see
+# docs/adr/0003-allreduce-table.md.
 TABLE = (
     AlgorithmRow(4, 4 << 20, "naive"),
     AlgorithmRow(None, 64 << 10, "halving_doubling"),
     AlgorithmRow(None, None, "ring"),
 )
 
-# One rank on each of several hosts. The ring keeps both directions of a link busy all the time; the others have long
-# messages, which Open MPI sends over TCP only once the receiver's consent has come back through a full socket. Measured
-# with scripts/bench_links.py.
+# The same for one rank on each of several hosts. The ring keeps both directions of a link busy all the time. The others
+# send long messages, for which Open MPI over TCP first waits until the receiver has agreed, and that answer waits in a
+# full socket. Measured with scripts/bench_links.py.
 ACROSS = (
     AlgorithmRow(4, 32 << 10, "naive"),
     AlgorithmRow(None, 32 << 10, "halving_doubling"),
@@ -42,7 +43,7 @@ ACROSS = (
 
 
 def choose(n_bytes: int, size: int, forced: str = "auto", hosts: Sequence[str] = ()) -> str:
-    """The name of the algorithm for `n_bytes` bytes over `size` ranks. hosts: of each rank, where it is known."""
+    """Return the name of the algorithm for `n_bytes` over `size` ranks. hosts: of each rank; empty: not known."""
     if forced != "auto":
         return forced
     n_hosts = len(set(hosts))
@@ -55,27 +56,27 @@ def choose(n_bytes: int, size: int, forced: str = "auto", hosts: Sequence[str] =
 
 
 def most_owners(algorithm: str, size: int) -> int:
-    """How many ranks, from 0 on, may own a part.
+    """Return how many ranks, from 0 on, may own a shard.
 
-    Halving and doubling runs between as many ranks as the largest power of two has; the others own nothing.
+    With halving and doubling ranks from the largest power of two on own nothing.
     """
     return 1 << (size.bit_length() - 1) if algorithm == "halving_doubling" else size
 
 
 def bounds_of(algorithm: str, n_elems: int, hosts: Sequence[str]) -> tuple[int, ...]:
-    """What each rank owns: rank i owns `[bounds[i], bounds[i+1])`. hosts: of each rank.
+    """Return the bounds of the ranks' shards: rank i owns `[bounds[i], bounds[i+1])`. hosts: of each rank.
 
-    The hierarchical algorithm gives every host the same share and cuts it evenly over the host's ranks, so that all
-    links carry the same; the others give every rank the same.
+    The hierarchical algorithm cuts a key evenly over the hosts, and then over the ranks of each host, so that all links
+    carry equally many bytes; the others cut it evenly over the ranks.
     """
     size = len(hosts)
     if algorithm != "hierarchical":
         core = even_bounds(n_elems, most_owners(algorithm, size))
         return core + (n_elems,) * (size + 1 - len(core))
     members, lengths = topology(hosts).hosts, [0] * size
-    shares = even_bounds(n_elems, len(members))
+    of_hosts = even_bounds(n_elems, len(members))
     for i, ranks in enumerate(members):
-        cuts = even_bounds(shares[i + 1] - shares[i], len(ranks))
-        for place, rank in enumerate(ranks):
-            lengths[rank] = cuts[place + 1] - cuts[place]
+        cuts = even_bounds(of_hosts[i + 1] - of_hosts[i], len(ranks))
+        for local_rank, rank in enumerate(ranks):
+            lengths[rank] = cuts[local_rank + 1] - cuts[local_rank]
     return tuple(accumulate(lengths, initial=0))

@@ -1,10 +1,10 @@
-"""Many small arrays in one buffer: which keys travel together.
+"""Buckets: which small arrays are sent in one buffer.
 
-Pure values. Keys that are pushed one after another are put into one bucket until it is full; the first bucket is small,
-so that the first message leaves while most of a backward pass still lies ahead. An array as large as a bucket goes
-alone. Arrays of different kinds, as are different dtypes, never share a bucket.
+Pure values. Keys that are pushed one after another are put into one bucket until it is full. The first bucket is small,
+so that the first message is sent while most of a backward pass is still to come. An array as large as a bucket has a
+bucket of its own. Arrays of different kinds, for instance of different dtypes, never share a bucket.
 
-The sizes trade the cost of a message against the time until it can leave: on a link of 1 Gbit/s 4 MiB take 34 ms.
+A larger bucket means fewer messages, but each is sent later: on a link of 1 Gbit/s 4 MiB take 34 ms.
 The idea is that of Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 

@@ -1,19 +1,20 @@
-"""Which path keys in GPUs' memory take between the workers of a store: one value, which all settle on when it is made.
+"""The choice of the path for keys in GPUs' memory: one value for a store, which all workers agree on when it is made.
 
-Every worker tells whether it uses a GPU, and which. The first of these paths that can be gone is taken, or the one that
-MPIKV_DEVICE_PATH names:
+Every worker reports whether it uses a GPU, and which. The path is the first of these that works for all workers, or the
+one that MPIKV_DEVICE_PATH names:
 
-- `ipc`: all workers are on one host, share memory there, and read of each other's device memory what was written;
+- `ipc`: all workers are on one host, share memory there, and can read each other's device memory;
 - `nccl`: each worker has a GPU of its own, and all could make a communicator of NCCL. The order of its sums, and so
   their last bits, is NCCL's own;
 - `mpi`: the MPI library takes device memory on every host;
-- `staged`: always;
+- `staged`: works always: values are copied through host memory;
 - `host`: keys are in host memory, since some worker has no GPU.
 
-Where servers own the keys, `mpi` and `staged` say how values get to them from a worker's GPU, and back.
+Where servers own the keys, `mpi` and `staged` are the paths of values from a worker's GPU to the servers, and back.
 
-Whether `ipc`, `nccl` and `mpi` work is tried, by all together, once nothing better is left and nothing else speaks
-against them: so `choose` takes the outcomes of what has been tried, and is asked again after each trial. Pure.
+Whether `ipc`, `nccl` and `mpi` work is found out by a trial, in which all workers take part. A path is tried only when
+no better one works and nothing else rules it out: so `choose` takes the outcomes of the trials made so far, and
+`settle` calls it again after each trial. Pure.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from mpikv.placement.members import DevicePath, Members
 PATHS: tuple[DevicePath, ...] = get_args(DevicePath)  # the best first
 
 
-class Told(NamedTuple):
-    """What one rank says of its GPU, in values that JSON has.
+class DeviceReport(NamedTuple):
+    """What one rank reports of its GPU, in values that JSON has.
 
-    number: of the GPU that it uses, None where it uses none, and `why_none` then. error: why it cannot do what its
+    number: of the GPU that it uses; None: it uses none, for the reason `why_none`. error: why it cannot do what its
     settings ask for.
     """
 
@@ -44,56 +45,56 @@ class Told(NamedTuple):
 
 
 class SettledPath(NamedTuple):
-    """The path, and why it is none of the better ones."""
+    """The path, and for each better path the reason why it is not used."""
 
     path: DevicePath
     reasons: tuple[tuple[str, str], ...]
 
     def of(self, members: Members) -> Members:
-        """The members with this choice."""
+        """Return the members with this choice."""
         return replace(members, device_path=self.path, device_reasons=self.reasons)
 
 
-def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) -> SettledPath:
-    """The path of keys in device memory.
+def choose(reports: Sequence[DeviceReport], members: Members, outcomes: Mapping[str, str]) -> SettledPath:
+    """Choose the path of keys in device memory.
 
-    told: by each worker. members: with what is known of the memory that ranks share. outcomes: why a path that was
-    tried cannot be gone, "" where it can; one that was not tried counts as good. Raises ConfigError where
-    MPIKV_DEVICE_PATH, MPIKV_ALGORITHM or MPIKV_LOCAL_DEVICE asks for what cannot be done.
+    reports: of each worker. members: it is known whether their ranks share memory. outcomes: for each path that was
+    tried why it does not work, "" where it does; a path that was not tried counts as one that works. Raises ConfigError
+    where MPIKV_DEVICE_PATH, MPIKV_ALGORITHM or MPIKV_LOCAL_DEVICE asks for what cannot be done.
     """
-    called = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
-    for one, name in zip(told, called, strict=True):
-        if one.error:
-            raise ConfigError(f"kv.create: {name}: {one.error}")
+    names = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+    for report, name in zip(reports, names, strict=True):
+        if report.error:
+            raise ConfigError(f"kv.create: {name}: {report.error}")
     wanted, setting = _wanted(members.config)
-    against = _against(told, members, called, outcomes)
+    obstacles = _obstacles(reports, members, names, outcomes)
     path: DevicePath
     if wanted is None:
-        path = next(one for one in PATHS if not against[one])
-    elif against[wanted]:
-        raise ConfigError(f"kv.create: {setting}: {against[wanted]}")
+        path = next(one for one in PATHS if not obstacles[one])
+    elif obstacles[wanted]:
+        raise ConfigError(f"kv.create: {setting}: {obstacles[wanted]}")
     else:
         path = wanted
-        against = {one: why or f"{setting} asks for another" for one, why in against.items()}
-    reasons = {one: against[one] for one in PATHS[: PATHS.index(path)] if against[one]}
+        obstacles = {one: why or f"{setting} asks for another" for one, why in obstacles.items()}
+    reasons = {one: obstacles[one] for one in PATHS[: PATHS.index(path)] if obstacles[one]}
     return SettledPath(path, tuple(reasons.items()))
 
 
-def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable[[], str]]) -> SettledPath:
-    """`choose`, with the trials that it takes. Collective where trials are.
+def settle(reports: Sequence[DeviceReport], members: Members, trials: Mapping[str, Callable[[], str]]) -> SettledPath:
+    """Call `choose`, and make the trials that it needs. Collective where trials are.
 
-    trials: by path: says on every rank why the path cannot be gone, "" where it can.
+    trials: by path: returns on every rank why the path does not work, "" where it does.
     """
     outcomes: dict[str, str] = {}
     while True:
-        choice = choose(told, members, outcomes)
+        choice = choose(reports, members, outcomes)
         if choice.path not in trials or choice.path in outcomes:
             return choice
         outcomes[choice.path] = trials[choice.path]()
 
 
 def _wanted(config: Config) -> tuple[DevicePath | None, str]:
-    """The path that the settings ask for, None where they leave it open, and the setting that does."""
+    """Return the path that the settings ask for, None where they ask for none, and that setting."""
     path, setting = config.device_path, f"MPIKV_DEVICE_PATH={config.device_path}"
     if config.algorithm == "nccl":
         if path not in ("auto", "nccl"):
@@ -102,40 +103,44 @@ def _wanted(config: Config) -> tuple[DevicePath | None, str]:
     return None if path == "auto" else cast(DevicePath, path), setting
 
 
-def _against(
-    told: Sequence[Told], members: Members, called: Sequence[str], outcomes: Mapping[str, str]
+def _obstacles(
+    reports: Sequence[DeviceReport], members: Members, names: Sequence[str], outcomes: Mapping[str, str]
 ) -> dict[str, str]:
-    """Why paths cannot be gone, "" of those that can."""
+    """Return for each path why it cannot be used, "" where it can."""
     without = [
-        f"{name} uses no GPU: {one.why_none}" for one, name in zip(told, called, strict=True) if one.number is None
+        f"{name} uses no GPU: {report.why_none}"
+        for report, name in zip(reports, names, strict=True)
+        if report.number is None
     ]
     if without:
         return {path: without[0] if path != "host" else "" for path in PATHS}
-    against: dict[str, str] = {path: outcomes.get(path, "") for path in PATHS}
+    obstacles: dict[str, str] = {path: outcomes.get(path, "") for path in PATHS}
     if members.path == "servers":
-        against |= dict.fromkeys(("ipc", "nccl"), "servers own the keys")
+        obstacles |= dict.fromkeys(("ipc", "nccl"), "servers own the keys")
         if members.shares_memory and len(_hosts(members)) == 1:
-            against["mpi"] = "servers are reached through the memory of their host"
-        return against
+            obstacles["mpi"] = "servers are reached through the memory of their host"
+        return obstacles
     n_hosts = len(set(members.worker_hosts))
     if n_hosts > 1:
-        against["ipc"] = f"the workers are on {n_hosts} hosts"
-    elif len(told) > 1 and not members.shares_memory:
-        against["ipc"] = "the workers share no memory of their host (MPIKV_SHARED_MEMORY, MPIKV_ALGORITHM, mpikv info)"
+        obstacles["ipc"] = f"the workers are on {n_hosts} hosts"
+    elif len(reports) > 1 and not members.shares_memory:
+        obstacles["ipc"] = (
+            "the workers share no memory of their host (MPIKV_SHARED_MEMORY, MPIKV_ALGORITHM, mpikv info)"
+        )
     other = members.config.algorithm not in ("auto", "nccl")
     asked = f"MPIKV_ALGORITHM={members.config.algorithm} asks for another algorithm" if other else ""
-    against["nccl"] = asked or _shared_gpu(told, members.worker_hosts, called) or against["nccl"]
-    return against
+    obstacles["nccl"] = asked or _shared_gpu(reports, members.worker_hosts, names) or obstacles["nccl"]
+    return obstacles
 
 
 def _hosts(members: Members) -> set[str]:
     return {members.hosts[rank] for rank in (*members.workers, *members.servers)}
 
 
-def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str]) -> str:
-    """Say which workers share a GPU, which NCCL does not take; "" where none do."""
+def _shared_gpu(reports: Sequence[DeviceReport], hosts: Sequence[str], names: Sequence[str]) -> str:
+    """Return which workers share a GPU, which NCCL does not allow; "" where none do."""
     seen: dict[tuple[str, str], str] = {}
-    for one, host, name in zip(told, hosts, called, strict=True):
+    for one, host, name in zip(reports, hosts, names, strict=True):
         first = seen.setdefault((host.partition("/")[0], one.uuid), name)
         if first is not name:
             return f"NCCL needs a GPU for each worker, and {first} and {name} share one"
@@ -143,7 +148,7 @@ def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str
 
 
 def describe(choice: SettledPath) -> str:
-    """One line for a reader: the path, and why not the better ones."""
+    """Return a line for the user: the path, and why it is none of the better ones."""
     by_reason: dict[str, list[str]] = {}
     for path, why in choice.reasons:
         by_reason.setdefault(why, []).append(path)
@@ -152,12 +157,12 @@ def describe(choice: SettledPath) -> str:
 
 
 def stats(members: Members) -> dict[str, Any]:
-    """What `store.stats()` says of the path."""
+    """Return the entries of `store.stats()` about the path."""
     return {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
 
 
 def advice(members: Members) -> str:
-    """What to tell the user of values that pass through the host on their way to another one; "" elsewhere."""
+    """Return a warning where values are copied through host memory on their way to other hosts; else ""."""
     asked_for = members.config.device_path == "staged"
     if members.device_path != "staged" or len(_hosts(members)) == 1 or asked_for:
         return ""

@@ -1,4 +1,4 @@
-"""How many bytes a key's values are where they travel encoded, and how many as they are."""
+"""How many bytes of a key's values are sent where a codec encodes them, and how many where none does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpikv.placement.members import Members
 
 
 class Wire(NamedTuple):
-    """How a key's values travel where they travel encoded.
+    """How a key's values are sent where they are sent encoded.
 
     push_bytes, pull_bytes: of all elements, as a worker sends them, and as owners send them back. codec: whether the
-    first are encoded by a codec. back: whether the second are. force: the user wants it at all costs. on_device:
-    whether a GPU can encode and decode both. step: parts of owners, and what travels in one piece, begin at multiples
-    of so many elements, where there are that many.
+    first are encoded by a codec. back: whether the second are. force: the user asks for it, whatever it costs.
+    on_device: whether a GPU can encode and decode both. step: shards and partitions begin at multiples of so many
+    elements, where the key has that many.
     """
 
     push_bytes: int
@@ -28,29 +28,30 @@ class Wire(NamedTuple):
     step: int = 1
 
     def gathers(self, n_bytes: int, size: int) -> bool:
-        """Whether `size` workers send fewer bytes, or as many in half the messages, where each sends all to all others.
+        """Return whether `size` workers should each send all of their values to all others, instead of to owners.
 
-        n_bytes: of the value as owners would send it back. For what leaves a worker both ways differ by one factor,
-        the share that its host's workers have in all, so that this holds for each link, too.
+        That is where they then send fewer bytes, or as many in half the messages. n_bytes: of the value as owners would
+        send it back. The bytes that leave a host are in both cases the same fraction of those that leave its workers,
+        so the answer holds for each link, too.
         """
         return not self.back and size * self.push_bytes <= self.push_bytes + n_bytes
 
 
 def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool) -> float:
-    """What the busiest host sends to other hosts in a round whose values go encoded, cut evenly over the workers."""
+    """Return the most bytes that a host sends to other hosts in a round of encoded values, cut evenly over workers."""
     size, n_bytes = len(members.workers), info.n_bytes
     gathers = not updated and wire.gathers(n_bytes, size)
     each = wire.push_bytes if gathers else (wire.push_bytes + wire.pull_bytes) / size
     return max(n * (size - n) * each for n in Counter(members.worker_hosts).values())
 
 
-def plain_bytes(members: Members, info: KeyInfo) -> float:
-    """What each host sends to other hosts in a round whose values go as they are: sums that way, the result back."""
+def unencoded_bytes(members: Members, info: KeyInfo) -> float:
+    """Return the bytes that each host sends to other hosts in a round without a codec: values out, the result back."""
     n_hosts = len(set(members.worker_hosts))
     return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)
 
 
-def bounds_in_steps(info: KeyInfo, parts: int, wire: Wire | None) -> tuple[int, ...]:
-    """`even_bounds`, at multiples of the step in which values travel."""
+def bounds_in_steps(info: KeyInfo, n_shards: int, wire: Wire | None) -> tuple[int, ...]:
+    """Return `even_bounds`, at multiples of `Wire.step` elements."""
     step = 1 if wire is None else wire.step
-    return tuple(min(step * bound, info.n_elems) for bound in even_bounds(-(-info.n_elems // step), parts))
+    return tuple(min(step * bound, info.n_elems) for bound in even_bounds(-(-info.n_elems // step), n_shards))

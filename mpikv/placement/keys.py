@@ -1,7 +1,8 @@
-"""Keys, shards and who owns them: pure values, the same on every rank.
+"""Keys, their shards and the shards' owners: pure values, the same on every rank.
 
-A key's value is seen as flat, n elements. It is cut into shards `[begin, end)`, each with one owner: the rank that sums
-the gradients for it and applies the optimizer to it. A plan is the tuple of a key's shards, in order and without gaps.
+A key's value counts as flat, with n elements. It is cut into shards `[begin, end)`, each with one owner: the rank that
+sums the gradients for it and applies the optimizer to it. A plan is the tuple of a key's shards, in order and without
+gaps.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ ShardPlan = tuple[Shard, ...]
 class KeyInfo(NamedTuple):
     """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
 
-    codec: the name of what its pushes travel as. space: "host" or "device": the memory that its arrays are in on every
-    worker. sparse: whether it is row-sparse: its pushes are some of its rows.
+    codec: the name of the codec that encodes its pushes. space: "host" or "device": the memory that its arrays are in
+    on every worker. sparse: whether it is row-sparse: its pushes are some of its rows.
     """
 
     key: Key
@@ -58,9 +59,9 @@ class KeyInfo(NamedTuple):
 
 
 def check_key(key: object) -> Key:
-    """`key` as a plain int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
+    """Return `key` as a Python int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
     if isinstance(key, str):
-        return str.__str__(key)  # not an enumeration's own
+        return str.__str__(key)  # not the `__str__` of an enumeration
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         number = operator.index(key)
         if not -INT_KEY_LIMIT <= number < INT_KEY_LIMIT:
@@ -69,22 +70,22 @@ def check_key(key: object) -> Key:
     raise wrong("a key", "a str or an int", key)
 
 
-def even_bounds(n_elems: int, parts: int) -> tuple[int, ...]:
-    """`parts + 1` offsets that cut n elements into parts whose lengths differ by at most one, longer ones first."""
-    base, extra = divmod(n_elems, parts)
-    return tuple(i * base + min(i, extra) for i in range(parts + 1))
+def even_bounds(n_elems: int, n_shards: int) -> tuple[int, ...]:
+    """Return `n_shards + 1` bounds of shards whose lengths differ by at most one, longer ones first."""
+    base, extra = divmod(n_elems, n_shards)
+    return tuple(i * base + min(i, extra) for i in range(n_shards + 1))
 
 
-def whole_bounds(n_elems: int, parts: int, owner: int) -> tuple[int, ...]:
-    """Offsets that give all n elements to the part `owner` and nothing to the others."""
-    return (0,) * (owner + 1) + (n_elems,) * (parts - owner)
+def whole_bounds(n_elems: int, n_shards: int, owner: int) -> tuple[int, ...]:
+    """Return bounds that give all n elements to the shard of `owner` and none to the others."""
+    return (0,) * (owner + 1) + (n_elems,) * (n_shards - owner)
 
 
 def plan_of_bounds(bounds: Sequence[int]) -> ShardPlan:
-    """The plan in which part i belongs to owner i; empty parts own nothing."""
+    """Return the plan in which owner i has the shard `[bounds[i], bounds[i+1])`; empty shards are left out."""
     return tuple(Shard(i, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1])
 
 
-def partitions(begin: int, end: int, part_elems: int) -> tuple[tuple[int, int], ...]:
-    """The pieces of at most `part_elems` elements that the elements `[begin, end)` travel in; empty ones have none."""
-    return tuple((at, min(at + part_elems, end)) for at in range(begin, end, part_elems))
+def partitions(begin: int, end: int, partition_elems: int) -> tuple[tuple[int, int], ...]:
+    """Cut a shard `[begin, end)` into partitions of at most `partition_elems`, each sent in one message."""
+    return tuple((at, min(at + partition_elems, end)) for at in range(begin, end, partition_elems))

@@ -1,23 +1,23 @@
-"""Labels: what a worker says of a push, and what becomes of a round whose workers say different things.
+"""Labels: with which settings a worker pushes, and how a round is refused whose workers' settings differ.
 
-A push is made under a *label*: the attributes of the key's optimizer as the owner is to apply them, and how the
-workers' values are put together (`op`). In a synchronous round the labels of all workers must be equal. Where they are
-not, nobody updates anything, and all workers raise an error that says who brought what (session/rules.py).
+Each push has a *label*: the attributes of the key's optimizer that the owner is to apply, and how the workers' values
+are combined (`op`). In a synchronous round the labels of all workers must be equal. Where they differ, no owner updates
+anything, and all workers raise an error with each worker's settings (session/rules.py).
 
 One attribute may differ, the *factor*: `rescale_grad`, which `Trainer.step(batch_size)` sets, and which differs in the
 last, short batch of an epoch. Owners always apply the factor that all workers have agreed on: the one that the
-optimizer was set with, for a trainer that of its first step. A worker that has another factor multiplies its own
-values by the ratio of the two, as it copies them, and asks nobody. Who has the agreed factor multiplies nothing.
-What cannot be scaled like this (integers; the pushes of asynchronous stores, or of one worker, which are not added; a
-factor of 0 that was agreed on) has the worker's own factor in its label instead, like any other attribute.
+optimizer was set with, for a trainer that of its first step. A worker with another factor multiplies its own values by
+the ratio of the two when it copies them, without a message. A worker with the agreed factor multiplies nothing. Values
+that cannot be scaled like this (integers; the pushes of asynchronous stores, or of one worker, which are not added; any
+values where the agreed factor is 0) have the worker's own factor in their label instead, like any other attribute.
 
-Workers compare digests of 64 bits, which travel with what travels anyway: behind messages of a reduce-scatter
-(collectives/labelled.py), beside the counters in a host's memory (collectives/host_key.py), in the mark by which
-workers find that they make the same call (strategies/direct.py). Servers know all attributes, by their numbers, and
+Workers compare digests of 64 bits, for which no message is sent: they are behind messages of a reduce-scatter
+(collectives/labelled.py), beside the counters in a host's memory (collectives/host_key.py), and in the mark by which
+workers find out that they make the same call (strategies/direct.py). Servers know all attributes, by their numbers, and
 compare the labels themselves (server/policy.py).
 
-Cost: per push a look at the optimizer's attributes. In a round whose worker has another factor: one pass over its
-values. No message.
+Cost: each push compares the optimizer's attributes with those of the last push. In a round whose worker has another
+factor: one pass over its values. No message.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.common.digests import digest
 
 FACTOR = "rescale_grad"  # the one attribute that workers may have different values of
-DIFFERENT = 1  # sent in place of a digest, once a rank knows that those of a round differ; no digest is 0 or 1
+DIFFERENT = 1  # sent in place of a digest, once a rank knows that the digests of a round differ; no digest is 0 or 1
 
 
 class Label(NamedTuple):
-    """text: the attributes that the owner applies, as JSON. op: how workers' values are put together."""
+    """text: the attributes that the owner applies, as JSON. op: how workers' values are combined."""
 
     text: str
     op: str = "sum"
 
 
 Labels = tuple[Label | None, ...]  # of a round, one for each of its keys; None: not pushed in this round, by no worker
-PLAIN = Label("{}")
+NO_ATTRIBUTES = Label("{}")
 
 
-class Under(NamedTuple):
-    """What a push is made under.
+class PushLabel(NamedTuple):
+    """The label of a push, with two numbers.
 
-    number: of the optimizer's attributes, at the owner. ratio: what this worker's values are multiplied by.
+    number: by which the owner knows these attributes. ratio: what this worker's values are multiplied by.
     """
 
     number: int
@@ -59,22 +59,22 @@ class Under(NamedTuple):
     ratio: float = 1.0
 
 
-NOTHING = Under(0, PLAIN)  # of a key that no optimizer serves
+NO_OPTIMIZER = PushLabel(0, NO_ATTRIBUTES)  # of a key that no optimizer serves
 
 
 def label_of(attributes: Mapping[str, Any]) -> Label:
-    """The label of a push whose owner is to apply these."""
+    """Return the label of a push whose owner is to apply these attributes."""
     return Label(json.dumps(attributes, sort_keys=True))
 
 
 @lru_cache(maxsize=64)  # a store of many keys has few labels
 def digest_of(label: Label) -> int:
-    """64 bits that differ for different labels."""
+    """Return 64 bits that differ for different labels."""
     return max(digest(label), DIFFERENT + 1)
 
 
 def scaled(space: Any, values: Any, ratio: float, dtype: np.dtype[Any] | None = None) -> Any:
-    """A worker's values as they are added: times `ratio`, in a copy, unless that is 1.
+    """Return a worker's values times `ratio`, in a copy; the values themselves where that is 1.
 
     space: the `Space` that they are in. dtype: of the copy, by default that of the values; it is calculated in the
     dtype of their sum, and rounded once.
@@ -87,11 +87,11 @@ def scaled(space: Any, values: Any, ratio: float, dtype: np.dtype[Any] | None = 
     return space.cast(result, values.dtype if dtype is None else dtype)
 
 
-# --- what a push of this worker is made under
+# --- the labels of this worker's pushes
 
 
 class Attributed(Protocol):
-    """What an optimizer shows here."""
+    """An optimizer, as far as labels need it."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -99,72 +99,77 @@ class Attributed(Protocol):
         ...
 
     def attributes(self) -> dict[str, Any]:
-        """Their values, which JSON can write."""
+        """Return their values, which JSON can write."""
         ...
 
 
-class _Known:
-    """The last push of a slot. plain: the attributes then, where they are easy to compare; text: of its label."""
+class _LastPush:
+    """The last push of a slot. comparable: what `_comparable` returned for its optimizer then."""
 
     def __init__(self, label: Label) -> None:
-        self.plain: list[Any] | None = None
-        self.under = Under(0, label)
+        self.comparable: list[Any] | None = None
+        self.push_label = PushLabel(0, label)
 
 
 class _Slot:
-    """An optimizer, and what is known of it."""
+    """An optimizer, and the last pushes of its keys.
+
+    agreed: the factor that owners apply. as_set: the label with the attributes that the optimizer was set with. update:
+    the attributes of the last update that this worker made itself. sent: whether a push since then has sent them.
+    last: the last push of keys whose values can (False) and cannot (True) be scaled.
+    """
 
     def __init__(self, optimizer: Attributed, *, exact: bool, scales: bool) -> None:
         attributes = optimizer.attributes()
         self.optimizer, self.exact, self.scales = optimizer, exact, scales
         self.agreed = float(attributes[FACTOR])
         self.as_set = label_of(attributes)
-        self.update: dict[str, Any] = {}  # what the last `update` was made with
-        self.sent = True  # whether a push since then has said so
-        self.known = {exact: _Known(self.as_set) for exact in (False, True)}
+        self.update: dict[str, Any] = {}
+        self.sent = True
+        self.last = {exact: _LastPush(self.as_set) for exact in (False, True)}
 
     def is_exact(self, exact: bool) -> bool:
-        """Whether values that are (not) `exact` by themselves cannot be scaled."""
+        """Return whether values cannot be scaled. exact: because of the key itself."""
         return exact or self.exact or not self.agreed
 
-    def of(self, under: Under) -> Under:
-        """What a push is made under, as far as it is scaled."""
-        return under if self.scales or under.ratio == 1.0 else under._replace(ratio=1.0)
+    def of(self, found: PushLabel) -> PushLabel:
+        """Return a push's label, with the ratio 1 where pushes of this slot are not scaled."""
+        return found if self.scales or found.ratio == 1.0 else found._replace(ratio=1.0)
 
     def forget(self) -> None:
-        """The next push looks at the attributes anew."""
-        for known in self.known.values():
-            known.plain = None
+        """Let the next push read the attributes anew."""
+        for last in self.last.values():
+            last.comparable = None
 
 
 class AttributeLog:
-    """A worker's side: what each push is made under. Notices that an optimizer's attributes have changed.
+    """One worker's side: returns the label of each push, and notices when an optimizer's attributes have changed.
 
-    Optimizers are in slots. Attributes are numbered as they change; number 0 means: as the optimizer was when it was
-    set. Keys are `exact` whose values cannot be scaled.
+    Optimizers are in slots. Each change of attributes gets a new number; number 0 stands for the attributes that the
+    optimizer was set with. Keys are `exact` if their values cannot be scaled.
     """
 
     def __init__(self) -> None:
-        self.slots: dict[int, _Slot] = {}  # none: nothing can differ, and nobody need ask
+        self.slots: dict[int, _Slot] = {}  # empty: labels cannot differ, so they are not compared
         self._count = 0
 
     def watch(self, slot: int, optimizer: Attributed, *, exact: bool = False, scales: bool = True) -> None:
-        """From now on compare `optimizer` with what it is now.
+        """From now on compare an optimizer's attributes with those that it has now.
 
-        exact: all keys of the slot count as such. scales: whether pushes are scaled, else only those in `scaling`.
+        exact: all keys of the slot are exact. scales: whether all pushes are scaled, or only those within `scaling`.
         """
         self.slots[slot] = _Slot(optimizer, exact=exact, scales=scales)
 
-    def under(self, slot: int, *, exact: bool) -> tuple[Under, dict[str, Any] | None]:
-        """What a push of now is made under, and its attributes where they are new under that number."""
+    def push_label(self, slot: int, *, exact: bool) -> tuple[PushLabel, dict[str, Any] | None]:
+        """Return the label of a push that is made now, and the attributes where their number is new."""
         one = self.slots.get(slot)
         if one is None:
-            return NOTHING, None
+            return NO_OPTIMIZER, None
         exact = one.scales and one.is_exact(exact)
-        known = one.known[exact]
-        plain = _plain(one.optimizer)
-        if plain is not None and plain == known.plain:
-            return one.of(known.under), None
+        last = one.last[exact]
+        comparable = _comparable(one.optimizer)
+        if comparable is not None and comparable == last.comparable:
+            return one.of(last.push_label), None
         attributes = one.optimizer.attributes()
         ratio = 1.0
         if not exact:
@@ -172,37 +177,37 @@ class AttributeLog:
             attributes[FACTOR] = one.agreed
         attributes |= one.update
         label, one.sent = label_of(attributes), True
-        known.plain = plain  # only now: a value that cannot be sent must not pass for what was sent
-        if label == known.under.label:
-            known.under = known.under._replace(ratio=ratio)
-            return one.of(known.under), None
+        last.comparable = comparable  # only now: `label_of` raises for values that cannot be sent, each time
+        if label == last.push_label.label:
+            last.push_label = last.push_label._replace(ratio=ratio)
+            return one.of(last.push_label), None
         self._count += 1
-        known.under = Under(self._count, label, ratio)
-        return one.of(known.under), attributes
+        last.push_label = PushLabel(self._count, label, ratio)
+        return one.of(last.push_label), attributes
 
     def as_set(self, slot: int) -> Label:
-        """The label of a slot whose attributes nobody has changed, which is the same on all workers."""
+        """Return the label of a slot whose attributes have not been changed; it is the same on all workers."""
         one = self.slots.get(slot)
-        return PLAIN if one is None else one.as_set
+        return NO_ATTRIBUTES if one is None else one.as_set
 
     # --- the factor of a trainer's slot
 
     def own_factor(self, slot: int) -> float:
-        """This worker's."""
+        """Return this worker's factor."""
         return float(self.slots[slot].optimizer.attributes()[FACTOR])
 
     def agree(self, slot: int, factor: float) -> None:
-        """All workers have agreed that owners apply this factor."""
+        """Let owners apply this factor from now on, on which all workers have agreed."""
         self.slots[slot].agreed = factor
         self.slots[slot].forget()
 
     def factor(self, slot: int) -> float:
-        """What the sum of a round is to be multiplied by: the agreed factor, or the one that is equal everywhere."""
+        """Return what a round's sum is multiplied by: the agreed factor, or this worker's where all must be equal."""
         return self.own_factor(slot) if self.slots[slot].is_exact(False) else self.slots[slot].agreed
 
     @contextmanager
     def scaling(self, slot: int) -> Iterator[None]:
-        """A block in which pushes are scaled: of gradients that an update is made with here, with the agreed factor."""
+        """Scale the pushes of the block: gradients of which this worker makes an update, by the agreed factor."""
         self.slots[slot].scales = True
         try:
             yield
@@ -210,22 +215,25 @@ class AttributeLog:
             self.slots[slot].scales = False
 
     def updated(self, slot: int) -> None:
-        """This worker has made such an update. The next push tells the others what with."""
+        """Record that this worker has made such an update. The label of the next push has its attributes."""
         one = self.slots[slot]
         one.update = {f"the last update's {name}": value for name, value in one.optimizer.attributes().items()}
         one.sent = False
         one.forget()
 
     def updates(self) -> list[Any]:
-        """What updates were made with that no push has brought, for a comparison at the end."""
+        """Return the attributes of updates that no push has sent, for a comparison at the end."""
         return [[slot, one.update] for slot, one in sorted(self.slots.items()) if not one.sent]
 
 
 _PLAIN_TYPES = (type(None), bool, int, float, str)
 
 
-def _plain(optimizer: Attributed) -> list[Any] | None:
-    """Its attributes as they are now, where they are such that equal ones do the same: no functions, no objects."""
+def _comparable(optimizer: Attributed) -> list[Any] | None:
+    """Return an optimizer's attributes for a quick comparison; None where equality may not mean the same behaviour.
+
+    That is where some are functions or other objects.
+    """
     values = [getattr(optimizer, name) for name in optimizer.fields]
     for i, value in enumerate(values):
         if type(value) is dict:
@@ -239,33 +247,33 @@ def _plain(optimizer: Attributed) -> list[Any] | None:
 
 
 class Comparison:
-    """One rank's side of the rounds of a queue: what it has sent to whom, and whether digests differ in this round.
+    """One rank's comparison of digests in the rounds of a queue. differ: whether it has found different ones.
 
-    labels: of each key of the queue, as all workers have them before the first round.
+    labels: of each key of the queue, equal on all workers before the first round. own: this rank's digest.
     """
 
     def __init__(self, labels: Labels) -> None:
         self._labels, self.own = labels, _of_all(labels)
         self._first = self.own
-        self._sent: dict[int, int] = {}
-        self._known: dict[int, int] = {}
-        self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
-        self.differ = False  # once this rank knows it; then nothing may be updated
+        self._sent: dict[int, int] = {}  # the last digest sent to each rank
+        self._received: dict[int, int] = {}  # the last digest received from each rank
+        self.pairs_begun: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
+        self.differ = False  # once it is True, no owner may update
 
     def begin(self, labels: Labels) -> None:
-        """The next round, which this worker has pushed under these labels."""
+        """Begin the next round, which this worker has pushed with these labels."""
         if labels != self._labels:
             self._labels, self.own = labels, _of_all(labels)
         self.differ = False
-        self.met.clear()
+        self.pairs_begun.clear()
 
     @property
     def now(self) -> int:
-        """What this rank says: its digest, or that there are different ones."""
+        """What this rank sends to others: its digest, or DIFFERENT."""
         return DIFFERENT if self.differ else self.own
 
     def changed(self, rank: int) -> int | None:
-        """What a message to this rank has to say; None: what the last one said."""
+        """Return what a message to this rank must carry; None: nothing, since it is what the last one carried."""
         now = self.now
         if self._sent.get(rank, self._first) == now:
             return None
@@ -273,15 +281,15 @@ class Comparison:
         return now
 
     def take(self, rank: int, digest_: int | None) -> None:
-        """Compare what a message from this rank says. None: what its last one said."""
+        """Compare what a message from this rank carries. None: nothing, so it is what the last one carried."""
         if digest_ is None:
-            digest_ = self._known.get(rank, self._first)
+            digest_ = self._received.get(rank, self._first)
         else:
-            self._known[rank] = digest_
+            self._received[rank] = digest_
         self.compare(digest_)
 
     def compare(self, digest_: int) -> None:
-        """Compare what another rank says of this round."""
+        """Compare this rank's digest with another rank's."""
         if digest_ != self.own:
             self.differ = True
 

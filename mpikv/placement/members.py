@@ -1,4 +1,4 @@
-"""The ranks of a store and its settings: what all keys of the store have in common when they are placed."""
+"""The ranks of a store and its settings: what the placement of every key of the store depends on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key i
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a store and its settings, alike on every rank.
+    """The ranks of a store and its settings, the same on every rank.
 
-    hosts: of each rank of the transport. workers, servers: ranks of it, not always all. memory: whether the ranks of
-    each host can share memory, as far as known. device_path: of keys in device memory. device_reasons: why it is
-    none of the better ones: pairs of a path and a sentence.
+    hosts: of each rank of the transport. workers, servers: ranks of the transport, not always all of them. memory:
+    whether the ranks of each host can share memory, as far as known. device_path: of keys in device memory.
+    device_reasons: why it is none of the better paths: pairs of a path and a sentence.
     """
 
     hosts: tuple[str, ...]
@@ -43,9 +43,9 @@ class Members:
         return tuple(self.hosts[rank] for rank in self.workers)
 
     def only(self, workers: Sequence[int]) -> Members:
-        """The store with some of these workers alone, in this order; without servers.
+        """Return the members of a store with only these workers, in this order, and without servers.
 
-        workers: ranks of the transport. ValueError where they are none of this store's workers, or some come twice.
+        workers: ranks of the transport. ValueError where some are no workers of this store, or are given twice.
         """
         if self.servers or not workers or len(set(workers)) < len(workers) or not set(workers) <= set(self.workers):
             raise ValueError(f"workers {list(workers)} of a store whose workers are {list(self.workers)}")
@@ -53,7 +53,7 @@ class Members:
 
     @property
     def links(self) -> bool:
-        """Whether the ranks are on several hosts, so that values travel over links."""
+        """Whether the ranks are on several hosts, so that values are sent over links."""
         return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
 
     @property
@@ -77,5 +77,5 @@ class Members:
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
     def device_path_of(self, info: KeyInfo) -> DevicePath:
-        """The path of a key in device memory; `host` for any other."""
+        """Return the path of a key in device memory; `host` for any other."""
         return self.device_path if info.space == "device" else "host"

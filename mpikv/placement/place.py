@@ -1,32 +1,32 @@
-"""Where a key lives and which path its gradients take: one pure value, the same on every rank.
+"""Which ranks own a key and which path its gradients take: one pure value, the same on every rank.
 
-`Members` is what all keys of a store have in common: its ranks, their hosts, the settings. `place` makes of it and of
-one key the key's `Placement`: the path, the algorithm, the owners, and the bounds of what each of them owns. All of it
-follows from what all ranks agreed on at `init`, so that each computes it by itself and nobody asks. Only where servers
-own the keys worker 0 chooses, by the bytes that each server holds already, and announces its choice (`announced`).
+`Members` is what all keys of a store have in common: its ranks, their hosts, the settings. From it and from one key
+`place` computes the key's `Placement`: the path, the algorithm, the owners, and the bounds of their shards. All of that
+depends only on what the ranks agreed on at `init`, so each rank computes it by itself without a message. Only where
+servers own the keys worker 0 chooses, by the bytes that each server holds already, and announces its choice.
 
 The paths:
 
 - `direct`: all workers are on one host, and add in memory that they share: in one call where all make the same one,
   else key by key.
-- `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages go
-  between hosts alone.
+- `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages are sent
+  only between hosts.
 - `messages`: the workers own the keys and send messages, also within a host.
-- `native`: the workers own the keys, and MPI's own collectives move them.
-- `encoded`: the workers own the keys, and each sends its piece of a value straight to the piece's owner, as the key's
-  codec encodes it. The owner decodes the pieces, adds them in the order of the workers and sends the new piece to all
-  (algorithm `owners`). Or each worker sends all of its values to all others, who all decode and add them (`gather`).
-  Keys with compression go it where that is fewer bytes over the links between hosts (`Wire`), or where it is forced;
-  keys of half precision, whose "codec" is to send them as they are, in place of `messages`.
+- `native`: the workers own the keys, and MPI's own collectives add and distribute them.
+- `encoded`: the workers own the keys, and each sends its values of a shard, encoded by the key's codec, straight to the
+  shard's owner. The owner decodes them, adds them in the order of the workers and sends the new shard to all (algorithm
+  `owners`). Or each worker sends all of its values to all others, which all decode and add them (`gather`). Keys with
+  compression take this path where it sends fewer bytes over the links between hosts (`Wire`), or where it is forced.
+  Keys of half precision take it in place of `messages`, with a "codec" that leaves the values as they are.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
-Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), whose owners
-have parts of whole cache lines:
+Keys whose arrays are in GPUs' memory take the path that the workers settled on for them (device_paths.py), where shards
+are whole cache lines:
 
 - `ipc`: workers of one host add in each other's device memory.
-- `nccl`: by NCCL's collectives, which add in an order of their own.
-- `mpi`: as `messages`, of device memory.
-- `staged`: as one of the paths above, `Placement.host`, which values are copied to and from.
+- `nccl`: NCCL's collectives add, in an order of their own.
+- `mpi`: as `messages`, with messages from and to device memory.
+- `staged`: values are copied to the host, take one of the paths above (`Placement.host`) there, and are copied back.
 
 Cost: one pass over the ranks. Input and output: none.
 """
@@ -37,7 +37,7 @@ from collections.abc import Sequence
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.placement.algorithms import bounds_of, choose, most_owners
-from mpikv.placement.encoding import Wire, bounds_in_steps, encoded_bytes, plain_bytes
+from mpikv.placement.encoding import Wire, bounds_in_steps, encoded_bytes, unencoded_bytes
 from mpikv.placement.keys import KeyInfo, even_bounds, whole_bounds
 from mpikv.placement.members import Members, Path
 from mpikv.placement.on_servers import on_servers
@@ -51,48 +51,48 @@ def place(
     info: KeyInfo,
     *,
     whole: bool = False,
-    room: bool = True,
+    fits: bool = True,
     load_bytes: Sequence[int] = (),
     wire: Wire | None = None,
     updated: bool = False,
     encoded: bool | None = None,
 ) -> Placement:
-    """Where a key lives and which path its gradients take.
+    """Return which ranks own a key and which path its gradients take.
 
-    whole: one owner has all of it, since its optimizer's formula needs the whole value. room: whether the memory that a
-    host's workers share has room for it. load_bytes: for servers: what each of them holds already. wire: how its values
-    travel encoded; None: they do not. updated: an optimizer serves it, so that it has owners. encoded: whether its
-    values go encoded, where that is settled; None: it is settled now.
+    whole: one owner has all of it, since its optimizer's formula needs the whole value. fits: whether the memory that a
+    host's workers share has space for it. load_bytes: for servers: what each of them holds already. wire: how its
+    values are sent encoded; None: never. updated: whether owners update it with an optimizer. encoded: whether its
+    values are sent encoded, where that is decided already; None: it is decided here.
     """
     if members.path == "servers":
         return on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire)
     size = len(members.workers)
     device_path = members.device_path_of(info)
-    on_host: Path = members.path if room or not members.shares_memory else "messages"
+    on_host: Path = members.path if fits or not members.shares_memory else "messages"
     if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):
         here = device_path == "host" or wire.on_device  # where the key is
-        # Else it has its owners: one worker's copy of the sum comes up to the device, not all.
+        # Else it has owners, so that of the sum each worker copies only its own shard to its device, not all shards.
         gathers = here and not updated and wire.gathers(info.n_bytes, size)
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else bounds_in_steps(info, size, wire)
         algorithm = "gather" if gathers else "owners"
         if here:
-            plain = None if wire.force else _plain_path(members, info, on_host, bounds)
-            host = on_host if plain is not None and plain[0] == "staged" else None
-            return Placement("encoded", algorithm, tuple(range(size)), bounds, host=host, plain=plain)
+            unencoded = None if wire.force else _unencoded_path(members, info, on_host, bounds)
+            host = on_host if unencoded is not None and unencoded[0] == "staged" else None
+            return Placement("encoded", algorithm, tuple(range(size)), bounds, host=host, unencoded_path=unencoded)
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if device_path == "nccl":
         algorithm = "nccl" if updated else "nccl_allreduce"
     elif members.path == "direct" or device_path == "ipc":
-        # A call that does not go the direct path must add in the same order: which path it goes is a matter of time.
+        # A call that does not take the direct path must add in the same order: the path depends on the ranks' timing.
         algorithm = "naive"
     else:
         forced = members.config.host_algorithm
-        if device_path == "mpi" and forced == "native":  # whose collectives take no device memory
+        if device_path == "mpi" and forced == "native":  # the algorithm's calls take no device memory
             forced = "auto"
         n_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
         algorithm = choose(n_bytes, size, forced, members.worker_hosts)
         if device_path == "mpi" and forced == "auto" and algorithm == "hierarchical":
-            algorithm = "ring"  # in long messages: a GPU is slow to begin each, and MPI copies within a host by itself
+            algorithm = "ring"  # its messages are long: a GPU is slow to begin each; within a host MPI itself copies
     if whole:
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
     elif device_path in {"ipc", "nccl", "mpi"} and algorithm != "hierarchical":
@@ -101,14 +101,15 @@ def place(
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
     path: Path = on_host if device_path == "host" else device_path
     if device_path == "ipc" and size == 1:
-        path = "messages"  # of which there are none
+        path = "messages"  # a single worker sends none
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if device_path == "staged" else None)
 
 
 def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
-    """Parts that begin at whole cache lines of a GPU, so that it loads and stores by its widest words.
+    """Return bounds of shards that begin at whole cache lines of a GPU, so that it loads and stores its widest words.
 
-    All have one length but the last ones, which may be empty: NCCL wants one length, and pads these.
+    All have the same length except the last ones, which may be shorter or empty: NCCL needs equal lengths, so there
+    these are padded.
     """
     step = max(1, CACHE_LINE_BYTES // info.dtype.itemsize)
     length = -(-info.n_elems // (owners * step)) * step
@@ -116,34 +117,35 @@ def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
     return core + (info.n_elems,) * (size + 1 - len(core))
 
 
-def _plain_path(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
-    """The path and the algorithm of an encoded key's rounds as they are; None: the path of encoded ones.
+def _unencoded_path(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
+    """Return the path and the algorithm of an encoded key's rounds without a codec; None: the path of encoded rounds.
 
-    They are those of a key without compression, but with these bounds. on_host: its path, or what it would be there.
+    They are those of a key without compression, but with these bounds. on_host: the path that the key has, or would
+    have, on the host.
     """
     device_path = members.device_path_of(info)
     if on_host == "native" or device_path == "nccl" or sum_dtype(info.dtype) != info.dtype:
-        return None  # it may have no communicator; halves go encoded
+        return None  # there may be no communicator for `native`; half precision is always sent on the encoded path
     size = len(members.workers)
     algorithm = choose(info.n_bytes, size, members.config.host_algorithm, members.worker_hosts)
     if bounds[most_owners(algorithm, size)] != info.n_elems:
-        algorithm = "ring"  # whose ranks may all be owners
+        algorithm = "ring"  # all of its ranks may be owners
     return on_host if device_path == "host" else device_path, algorithm
 
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:
-    """Whether a key's values go encoded. on_host: the path that they would go on the host else."""
-    fewer = encoded_bytes(members, info, wire, updated=updated) < plain_bytes(members, info)
+    """Return whether a key's values are sent encoded. on_host: the path that they would take on the host otherwise."""
+    fewer = encoded_bytes(members, info, wire, updated=updated) < unencoded_bytes(members, info)
     if not wire.codec and not wire.back:
         halves = sum_dtype(info.dtype) != info.dtype and len(members.workers) > 1
         staged = info.space != "device" or members.device_path == "staged"
         by_messages = on_host == "messages" and members.config.algorithm == "auto"
         return halves and staged and by_messages and (fewer or len(set(members.worker_hosts)) == 1)
     if info.space == "device" and wire.back and not wire.on_device:
-        return False  # the owner's exact values would be on the host, and it updates those on the device
+        return False  # the owner would have exact values on the host, but it updates those on the device
     return wire.force or fewer
 
 
 def place_rows(members: Members, info: KeyInfo) -> tuple[int, ...]:
-    """What each owner has of a row-sparse key: owner i the rows `[bounds[i], bounds[i+1])`, as many as any other."""
+    """Return the bounds of each owner's rows of a row-sparse key: owner i owns the rows `[bounds[i], bounds[i+1])`."""
     return even_bounds(info.shape[0], len(members.owners))

@@ -1,9 +1,9 @@
 """Which ranks share a host.
 
-That follows from the name of each rank's host alone, which a transport knows (`Transport.hosts`), so every rank sees
-the same. Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; the ranks
-of a host need not be neighbours. `pretended` gives names as if the ranks ran on several hosts, to test on one machine
-what is done across hosts. Pure functions; cost: one pass over the ranks.
+It is computed from the name of each rank's host alone, which a transport knows (`Transport.hosts`), so every rank gets
+the same result. Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; the
+ranks of a host need not be consecutive. `pretended` returns names as if the ranks ran on several hosts, so that what is
+done across hosts can be tested on one machine. Pure functions; cost: one pass over the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpikv.errors import ConfigError
 class Topology(NamedTuple):
     """Which ranks are on which host.
 
-    hosts: the ranks of each host. host_of, local_rank: for each rank its host's number and its place there.
+    hosts: the ranks of each host. host_of: the number of each rank's host. local_rank: its index among that host's.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -26,8 +26,8 @@ class Topology(NamedTuple):
     local_rank: tuple[int, ...]
 
     @property
-    def carriers(self) -> int:
-        """How many ranks of every host can have a partner on every other host: as many as the smallest host has."""
+    def n_leaders(self) -> int:
+        """Return how many ranks of every host can have a partner on every other one: the size of the smallest host."""
         return min(len(ranks) for ranks in self.hosts)
 
 
@@ -36,7 +36,7 @@ def topology(hosts: Sequence[str]) -> Topology:
     return _topology(tuple(hosts))
 
 
-@lru_cache(maxsize=64)  # every key asks for that of the same few groups
+@lru_cache(maxsize=64)  # every key asks for the topology of the same few groups
 def _topology(hosts: tuple[str, ...]) -> Topology:
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

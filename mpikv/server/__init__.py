@@ -1,1 +1,1 @@
-"""A parameter server: a core that knows no input or output, the shards it holds, and the loop that feeds it."""
+"""A parameter server: a core without input or output, the shards that it owns, and the loop that runs the core."""

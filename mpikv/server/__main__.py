@@ -1,4 +1,4 @@
-"""`python -m mpikv.server`: a server by program.
+"""`python -m mpikv.server`: a program that makes its ranks servers.
 
 `mpirun -n 4 python train.py : -n 2 python -m mpikv.server` gives 4 workers and 2 servers.
 """

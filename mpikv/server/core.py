@@ -1,10 +1,10 @@
 """The server as a pure state machine: requests and partitions in, replies and fetches out. No MPI, no clock.
 
-It holds shards of values (shard.py), applies what the policy releases, and answers pulls when the version they need
-exists. A request for a key that has not arrived yet waits for it, since worker 0 sends a key's first value while others
-may already push. What changes the optimizer waits until nothing is on its way from a worker.
+It holds shards of values (shard.py), applies the updates that the policy returns, and answers pulls when the version
+that they need exists. Worker 0 sends a key's first value while others may already push the key, so requests for a key
+that does not exist yet wait for it. A change of the optimizer waits until no partition is on its way from a worker.
 
-Cost: no copy of a value for a pull, unless an update comes before the last reply has left.
+Cost: no copy of a value for a pull, unless an update comes before the last reply has been sent.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpikv.errors import MpikvError
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import KeyInfo
+from mpikv.server.device_copies import DeviceCopies
 from mpikv.server.events import Batch, Event, Fetch, PendingPull, ServerReply
-from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
@@ -37,16 +37,17 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.transports import wire
 
 Waiting = tuple[int, wire.Header, HostArray]
-_Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is
+_Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: the index of its answer in the batch
 _DATA = (wire.PUSH, wire.PULL, wire.PUSHPULL)
 
 
 class ServerCore:
-    """All that one server owns.
+    """All keys of one server, and the requests that wait.
 
-    labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process. space: how all that is worked on. device: of the worker that an asynchronous
-    server is in: keys of this space are held and updated there. codecs: makes those of a key of their text.
+    labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: allocates the memory
+    of values; default: memory of this process. space: that of these arrays. device: the space of the worker that an
+    asynchronous server runs in: keys in that space are kept and updated there. codecs: makes a key's codecs from their
+    text.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ServerCore:
     ) -> None:
         self.space = HostSpace() if space is None else space
         self.owner = Owner(Spaces(self.space, device))
-        self._lifts = None if device is None else Lifts(device)
+        self._copies = None if device is None else DeviceCopies(device)
         self.pool = Pool(memory, self.space)
         self._labels = labels
         self._policy = policy
@@ -69,21 +70,21 @@ class ServerCore:
         self.rows = RowCore(labels, policy, self.owner)
         self._shards: dict[int, ServedShard] = {}
         self._early: dict[int, list[_Data]] = {}
-        self._expected = [0] * len(labels)  # partitions asked for and not here yet, per worker
+        self._expected = [0] * len(labels)  # for each worker: partitions that are fetched and have not arrived
         self._flushes: list[Waiting] = []
         self._changes: list[Waiting] = []
-        self._gone: set[int] = set()
+        self._closed: set[int] = set()  # workers that have closed the store
         self._drained = False
 
     @property
     def finished(self) -> bool:
-        """Whether every worker has said goodbye and nothing is on its way here."""
+        """Whether every worker has closed the store and no partition is on its way here."""
         return self._drained and not any(self._expected)
 
     # --- events
 
     def handle(self, worker: int, requests: Sequence[tuple[wire.Header, HostArray]]) -> list[Event]:
-        """One message of one worker. Payloads: uint8, not kept. Raises what the optimizer raises."""
+        """Handle one message of one worker. Payloads: uint8, not kept. Raises what the optimizer raises."""
         batch = self._batch(worker, requests) if len(requests) > 1 else None
         events: list[Event] = []
         index = 0
@@ -104,25 +105,25 @@ class ServerCore:
                 self._changes.append((worker, header, payload))
             else:
                 events += self._control(worker, header, payload)
-        return self._counted(events)
+        return self._after(events)
 
     def arrived(self, fetch: Fetch, data: HostArray) -> list[Event]:
-        """A partition that was asked for is here, in the array that `target` gave, or that the pool refers to."""
+        """Handle a partition that was fetched. data: what `target` returned, or an array for `Pool.refer`."""
         self._expected[fetch.push.worker] -= 1
         if fetch.shard is None:
             return []
-        return self._counted(fetch.shard.arrived(fetch.push, fetch.part, data))
+        return self._after(fetch.shard.arrived(fetch.push, fetch.partition, data))
 
     @staticmethod
     def target(fetch: Fetch) -> HostArray:
-        """Memory for a partition that is now going to be received, as it travels."""
+        """Return memory to receive a partition into, as it is sent."""
         if fetch.shard is None:
             return np.empty(fetch.n_bytes, np.uint8)
-        return fetch.shard.target(fetch.push, fetch.part)
+        return fetch.shard.target(fetch.push, fetch.partition)
 
-    def _counted(self, events: list[Event]) -> list[Event]:
-        """Note what was asked for; then do what waited for nothing being on its way."""
-        self._asked(events)
+    def _after(self, events: list[Event]) -> list[Event]:
+        """Count the partitions to be fetched; where none is on its way, handle the requests that waited for that."""
+        self._count_fetches(events)
         if self._flushes:
             ready = [waiting for waiting in self._flushes if not self._expected[waiting[0]]]
             self._flushes = [waiting for waiting in self._flushes if self._expected[waiting[0]]]
@@ -131,12 +132,12 @@ class ServerCore:
             worker, header, payload = self._changes.pop(0)
             change = {wire.OPTIMIZER: self._set_optimizer, wire.SAVE: self._save, wire.LOAD: self._load}[header.kind]
             events.append(change(worker, header, payload))
-        if len(self._gone) == len(self._labels) and not self._drained and not any(self._expected):
+        if len(self._closed) == len(self._labels) and not self._drained and not any(self._expected):
             self._drained = True
-            events += self._asked([event for shard in self._shards.values() for event in shard.drain()])
+            events += self._count_fetches([event for shard in self._shards.values() for event in shard.drain()])
         return events
 
-    def _asked(self, events: list[Event]) -> list[Event]:
+    def _count_fetches(self, events: list[Event]) -> list[Event]:
         for event in events:
             if isinstance(event, Fetch):
                 self._expected[event.push.worker] += 1
@@ -145,7 +146,7 @@ class ServerCore:
     # --- data
 
     def _batch(self, worker: int, requests: Sequence[tuple[wire.Header, HostArray]]) -> Batch | None:
-        """What the pulls of one message are answered with: they have one reply tag."""
+        """Return the common reply to the pulls of one message, which have one reply tag; None for fewer than two."""
         pulls = [header for header, _ in requests if header.kind in (wire.PULL, wire.PUSHPULL)]
         return Batch(worker, pulls[0].reply_tag, pulls[0].priority, len(pulls)) if len(pulls) > 1 else None
 
@@ -156,9 +157,9 @@ class ServerCore:
         if header.kind != wire.PULL:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
-            plain, handed = bool(header.plain & wire.PLAIN_ANSWER), bool(header.plain & wire.HANDED_ANSWER)
-            pull = PendingPull(worker, header.reply_tag, header.round, header.priority, batch, index, plain, handed)
-            events += shard.pull(pull)
+            unencoded, by_loopback = bool(header.plain & wire.PLAIN_ANSWER), bool(header.plain & wire.HANDED_ANSWER)
+            tag, version, priority = header.reply_tag, header.round, header.priority
+            events += shard.pull(PendingPull(worker, tag, version, priority, batch, index, unencoded, by_loopback))
         return events
 
     # --- keys
@@ -174,7 +175,7 @@ class ServerCore:
             shard = self._shards.pop(header.key_id, None)
             return [] if shard is None else shard.drain()
         if header.kind == wire.BYE:
-            self._gone.add(worker)
+            self._closed.add(worker)
             return []
         raise MpikvError(f"a request of unknown kind {header.kind} from {self._labels[worker]}")
 
@@ -182,20 +183,20 @@ class ServerCore:
         text, data = wire.split_text(payload)
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), text["codec"])
         codecs = self._codecs(info.codec)
-        on_device = self._lifts is not None and text["space"] == DEVICE and codecs.pull == IDENTITY
+        on_device = self._copies is not None and text["space"] == DEVICE and codecs.pull == IDENTITY
         info = info._replace(space=DEVICE if on_device else HOST)
         values = np.frombuffer(data.tobytes(), info.dtype)
-        # A key that moves here from other servers goes on with the rounds it has seen there.
+        # A key that is moved here from other servers keeps the count of its rounds.
         shard = ServedShard(
             info,
             values,
             begin=text["begin"],
-            part_elems=text["part"],
+            partition_elems=text["part"],
             compression=codecs,
             version=text["version"],
             owner=self.owner,
             pool=self.pool,
-            lifts=self._lifts if on_device else None,
+            copies=self._copies if on_device else None,
             policy=lambda: self._policy(len(self._labels)),
             labels=self._labels,
         )
@@ -210,7 +211,7 @@ class ServerCore:
     def _set_optimizer(self, worker: int, header: wire.Header, payload: HostArray) -> ServerReply:
         try:
             slot, optimizer, key_ids = cloudpickle.loads(payload.tobytes())
-        except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's; worker 0 tells him
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code; worker 0 raises the error
             return self._acknowledge(worker, header, f"a server cannot unpickle the optimizer: {error!r}")
         self.owner.set_optimizer(slot, optimizer, key_ids)
         for shard in self._shards.values():

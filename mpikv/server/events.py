@@ -1,4 +1,4 @@
-"""What a server's core asks its loop to do: send replies and refusals, fetch partitions that wait at workers."""
+"""Events: what a server's core returns for its loop to do: send replies and refusals, fetch partitions from workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ServerReply(NamedTuple):
     """Send `data` to `worker` with `tag`. The array does not change before `block.release()` is called.
 
-    ready: when its values are there; None: now. Replies with one are ready in their order.
+    ready: a request that is done when the values are in `data`; None: they are there. Such requests are done in order.
     """
 
     worker: int
@@ -32,17 +32,17 @@ class ServerReply(NamedTuple):
 class Fetch(NamedTuple):
     """Receive the next partition of a push, in the order of these events for one (worker, tag).
 
-    shard: None: it is received to be thrown away, `n_bytes` of it.
+    shard: None: the partition, of `n_bytes`, is received but not used.
     """
 
     shard: ServedShard | None
     push: Push
-    part: int
+    partition: int
     n_bytes: int = 0
 
 
 class Refusal(NamedTuple):
-    """Tell all workers that nothing was updated in a round of a key, and why."""
+    """Send all workers the reason why a key was not updated in a round."""
 
     key_id: int
     text: str
@@ -52,29 +52,29 @@ Event = ServerReply | Fetch | Refusal
 
 
 class Batch:
-    """The answers to several pulls of one message: one reply, sent when all of them are there."""
+    """The answers to several pulls of one message: one reply, sent when all of them are complete."""
 
     def __init__(self, worker: int, tag: int, priority: int, count: int) -> None:
         self._worker = worker
         self._tag = tag
         self._priority = priority
         self._answers: list[list[HostArray]] = [[] for _ in range(count)]
-        self._blocks: list[ReadableMemory] = []  # that answers still come into
-        self._ready: Operation | None = None  # when the last of them has
+        self._blocks: list[ReadableMemory] = []  # memory that answers are still being copied to
+        self._ready: Operation | None = None  # done when the last of these copies is
         self._missing = count
 
     def add(self, index: int, values: HostArray) -> None:
-        """Keep a copy of the next partition of an answer."""
+        """Add a copy of the next partition of an answer."""
         self._answers[index].append(values.copy().view(np.uint8))
 
     def expect(self, index: int, block: ReadableMemory, ready: Operation) -> None:
-        """The next partition of an answer will be in a block, ready after all others."""
+        """Add the next partition of an answer, which will be in `block` once `ready` is done, after all others."""
         self._answers[index].append(block.array.view(np.uint8))
         self._blocks.append(block)
         self._ready = ready
 
     def done(self) -> ServerReply | None:
-        """One answer is complete; the reply when it was the last one."""
+        """Count a complete answer; returns the reply when it was the last one."""
         self._missing -= 1
         if self._missing:
             return None
@@ -85,7 +85,7 @@ class Batch:
         def joined() -> bool:
             if ready is not None and not ready.test():
                 return False
-            if arrays:  # only once: what was read here may be used for something else afterwards
+            if arrays:  # only once: afterwards the memory that was read here may hold something else
                 np.concatenate(arrays, out=data)
                 arrays.clear()
             for block in self._blocks:
@@ -100,10 +100,10 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class PendingPull:
-    """A pull of one shard. version: what it waits for. part: the next partition to be answered.
+    """A pull of one shard. version: the version that it waits for. partition: the next partition to be answered.
 
-    batch, index: it is that answer of the batch. plain: the answer travels uncompressed, whatever the key's codec.
-    handed: it is handed over in device memory, within the process.
+    batch, index: the reply that its answer is a part of, and which one it is there. unencoded: the answer is sent
+    without the key's codec. by_loopback: it is passed on in device memory, within the process.
     """
 
     worker: int
@@ -112,6 +112,6 @@ class PendingPull:
     priority: int
     batch: Batch | None
     index: int
-    plain: bool
-    handed: bool
-    part: int = 0
+    unencoded: bool
+    by_loopback: bool
+    partition: int = 0

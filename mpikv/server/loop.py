@@ -1,12 +1,13 @@
 """The server's input and output: receives requests and partitions, hands them to the core, sends its replies.
 
-`serve` is a generator, so that the same loop runs alone in a server rank and beside everything else in a worker's
-progress engine. Of each worker's partitions `WINDOW` are on their way at a time, and as many of the replies to it.
-All others wait here, larger priorities first. So a partition is received into memory that has just been used. Those of
-workers that share memory with the server are not received at all where they can be added from where they are.
+`serve` is a generator, so that the same loop runs by itself in a server rank, and beside other transfers in a worker's
+progress engine. For each worker `WINDOW` partitions are on their way here at a time, and as many replies to it. All
+others wait in queues, larger priorities first. So a partition is received into memory that has just been used, and is
+still in the cache. Partitions of workers that share memory with the server are not received at all where they can be
+added in the workers' memory.
 
-A server rank that has received nothing for the time limit asks the workers whether they are there. They may compute for
-longer than that; their progress threads answer meanwhile.
+A server rank that has received nothing for the time limit sends the workers a ping. They may compute for longer than
+that, but their progress threads answer.
 """
 
 from __future__ import annotations
@@ -32,40 +33,40 @@ from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import HELD, LocalTransport
 from mpikv.transports.memory_requests import Arrived, Receiving
 
-# How long the server yields before its first nap. A worker that pushes small values pushes again at once, and must not
-# find the server asleep.
+# How long the server yields before it sleeps for the first time: a worker that pushes small values pushes again at
+# once, and would wait for a server that sleeps.
 YIELD_S = 1e-3
-# A yield that returns within ALONE_S found no other process that waits for this core. Where there are more ranks than
-# cores, two workers then share another core. So after ALONE such yields in a row the server sleeps, and the system
-# moves one of these workers to the free core.
-ALONE = 3
-ALONE_S = 3e-6
-COPIED_BYTES = 2048  # shorter replies are copied: that costs less than asking when they have left
-FEW = 16  # how many copied replies may have left before they are forgotten
-WINDOW = 3  # partitions under way for a worker: one is received, one is added, one is announced. More leave the cache
+# A yield that returns within QUICK_YIELD_S means that no other process waits for this core. If there are more ranks
+# than cores, two workers share another core then. So after QUICK_YIELDS such yields in a row the server sleeps, and the
+# system moves one of these workers to the free core.
+QUICK_YIELDS = 3
+QUICK_YIELD_S = 3e-6
+COPIED_BYTES = 2048  # shorter replies are copied: that costs less than testing whether they have been sent
+KEPT_COPIES = 16  # copied replies whose requests are kept before they are tested
+WINDOW = 3  # partitions under way for a worker: one is received, one added, one announced; more would leave the cache
 
 
 class _WorkerLink:
-    """What is on its way between the server and one worker, and what waits for that."""
+    """The partitions and replies between the server and one worker: those under way, and those that wait."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.fetches: list[tuple[int, int, Fetch]] = []  # heaps of (-priority, order, what)
+        self.fetches: list[tuple[int, int, Fetch]] = []  # heaps of (-priority, order, event)
         self.replies: list[tuple[int, int, ServerReply]] = []
-        self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
-        self.held = 0  # partitions in the worker's memory
+        self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it stays in the worker's memory
+        self.held = 0  # partitions that are used in the worker's memory
         self.sending: deque[tuple[Operation, ServerReply]] = deque()
         self.copying: deque[ServerReply] = deque()  # replies whose values are still being copied from a GPU
 
 
 class _Traffic:
-    """All messages of one server. As a request it is done when there is something to handle."""
+    """All messages of one server. It is a request, which is done when there is something to handle."""
 
     def __init__(
-        self, transport: Transport, workers: Sequence[int], core: ServerCore, handed: Loopback | None = None
+        self, transport: Transport, workers: Sequence[int], core: ServerCore, loopback: Loopback | None = None
     ) -> None:
         self._transport = transport
-        self._handed = Loopback() if handed is None else handed
+        self._loopback = Loopback() if loopback is None else loopback
         self._local: LocalTransport | None = transport.local
         self._core = core
         self._peers = [_WorkerLink(rank) for rank in workers]
@@ -77,19 +78,19 @@ class _Traffic:
         self._copied: deque[Operation] = deque()
 
     def test(self) -> bool:
-        """Whether a message or a partition has come, or a reply has left that others waited for."""
-        self._look()
+        """Return whether a message or a partition has arrived, or a reply has been sent that others waited for."""
+        self._receive_next()
         found = self._complete
         for peer in self._peers:
             found |= bool(peer.receiving) and peer.receiving[0][0].test()
             if self._copying:
                 found |= bool(peer.copying) and self._is_there(peer.copying[0])
         if self._sending:
-            found |= self._reap()
+            found |= self._release_sent()
         return found
 
-    def _look(self) -> None:
-        """Take the next message, where there is none."""
+    def _receive_next(self) -> None:
+        """Begin to receive the next message where none is being received, and test whether it has arrived."""
         if self._message is None:
             incoming = self._transport.probe(wire.TAG_REQUEST)
             if incoming is not None:
@@ -105,8 +106,8 @@ class _Traffic:
         data = np.empty(incoming.n_bytes, np.uint8)
         return incoming.receive(data), worker, data
 
-    def _reap(self) -> bool:
-        """Forget replies that have left; whether that lets others go, or was the last one."""
+    def _release_sent(self) -> bool:
+        """Release the memory of sent replies. Returns whether others can be sent now, or none is left."""
         freed = False
         for peer in self._peers:
             while peer.sending and peer.sending[0][0].test():
@@ -119,29 +120,29 @@ class _Traffic:
 
     @property
     def idle(self) -> bool:
-        """Whether every reply has left."""
-        self._forget(0)
+        """Whether every reply has been sent."""
+        self._drop_sent_copies(0)
         return not self._sending and not self._copying and not self._copied and self._flushed()
 
     def _flushed(self) -> bool:
-        """Whether the last records have left."""
+        """Return whether the last records for ranks of this host have been written."""
         return self._local is None or self._local.flushed
 
     def last(self) -> Operation:
-        """What is to be waited for when no more requests come."""
+        """Return the request to wait for when only replies are left."""
         if self._sending or self._copying:
             return self
         return self._copied[0] if self._copied else Predicate(self._flushed)
 
     def handle(self) -> None:
-        """Handle what has come, and start what follows from it."""
-        for _ in self._peers:  # what all of them have sent, but not more while partitions wait
+        """Handle the messages and partitions that have arrived, and start the transfers that the core asks for."""
+        for _ in self._peers:  # up to one message of each, so that partitions do not wait for long
             if self._message is None or not self._complete:
                 break
             _, worker, data = self._message
             self._message, self._complete = None, False
             self._take(self._core.handle(worker, wire.parse_requests(data)))
-            self._look()
+            self._receive_next()
         for peer in self._peers:
             if peer.receiving and peer.receiving[0][0].test():
                 request, fetch, array = peer.receiving.popleft()
@@ -186,10 +187,10 @@ class _Traffic:
         self._copied += [control.isend(message, peer.rank, wire.TAG_CONTROL) for peer in self._peers]
 
     def _borrowed(self, peer: _WorkerLink, request: Receiving, fetch: Fetch) -> HostArray:
-        """A partition that is here, where its worker has it; copied where many of that worker's are held already."""
+        """Return a partition in its worker's memory; a copy where many are held there, or it cannot stay there."""
         assert fetch.shard is not None
         assert request.view is not None
-        data = request.view.view(fetch.push.travels.dtype)
+        data = request.view.view(fetch.push.format.dtype)
         if peer.held >= HELD or not fetch.shard.borrows(fetch.push):
             array = self._core.target(fetch)
             self._core.space.copy(array, data)
@@ -208,13 +209,17 @@ class _Traffic:
         while peer.fetches and len(peer.receiving) < WINDOW:
             fetch = heappop(peer.fetches)[2]
             tag = wire.TAG_PAYLOAD + fetch.push.tag
-            if fetch.push.handed:
+            if fetch.push.by_loopback:
                 array = None if fetch.shard is None else self._core.target(fetch)
-                peer.receiving.append((self._handed.receive(array, tag), fetch, array))
+                peer.receiving.append((self._loopback.receive(array, tag), fetch, array))
                 continue
             if self._local is not None and fetch.shard is not None and self._local.reaches(peer.rank):
                 peer.receiving.append(
-                    (self._local.borrow(fetch.shard.part_bytes(fetch.push, fetch.part), peer.rank, tag), fetch, None)
+                    (
+                        self._local.borrow(fetch.shard.partition_bytes(fetch.push, fetch.partition), peer.rank, tag),
+                        fetch,
+                        None,
+                    )
                 )
                 continue
             array = self._core.target(fetch)
@@ -222,27 +227,27 @@ class _Traffic:
         while peer.replies and len(peer.sending) < WINDOW:
             self._send(peer, heappop(peer.replies)[2])
 
-    def _forget(self, left: int) -> None:
-        """Forget copied replies that have left, where there are more than `left`."""
+    def _drop_sent_copies(self, left: int) -> None:
+        """Drop the requests of copied replies that have been sent, where there are more than `left`."""
         while len(self._copied) > left and self._copied[0].test():
             self._copied.popleft()
 
     def _send(self, peer: _WorkerLink, reply: ServerReply) -> None:
         if not isinstance(reply.data, np.ndarray):
-            self._under_way(peer, reply, self._handed.send(reply.data, reply.tag))
+            self._under_way(peer, reply, self._loopback.send(reply.data, reply.tag))
             return
         if reply.data.nbytes <= COPIED_BYTES and (self._local is None or not self._local.reaches(peer.rank)):
             data = reply.data.copy() if reply.block is not None else reply.data
             self._copied.append(self._transport.isend(data, peer.rank, reply.tag))
             if reply.block is not None:
                 reply.block.release()
-            if len(self._copied) > FEW:
-                self._forget(FEW // 2)
+            if len(self._copied) > KEPT_COPIES:
+                self._drop_sent_copies(KEPT_COPIES // 2)
             return
         self._under_way(peer, reply, self._transport.isend(reply.data, peer.rank, reply.tag))
 
     def _under_way(self, peer: _WorkerLink, reply: ServerReply, request: Operation) -> None:
-        """Keep its memory until it has left."""
+        """Keep a reply's memory until the reply has been sent."""
         if not request.test():
             peer.sending.append((request, reply))
             self._sending += 1
@@ -251,13 +256,13 @@ class _Traffic:
 
 
 def serve(
-    transport: Transport, workers: Sequence[int], core: ServerCore, handed: Loopback | None = None
+    transport: Transport, workers: Sequence[int], core: ServerCore, loopback: Loopback | None = None
 ) -> Steps[None]:
-    """Answer requests until every worker has said goodbye. workers: their ranks, in order.
+    """Answer requests until every worker has closed the store. workers: their ranks, in order.
 
-    handed: what the worker of this process hands over, where there is one.
+    loopback: the transfers of the worker in this process, where there is one.
     """
-    traffic = _Traffic(transport, workers, core, handed)
+    traffic = _Traffic(transport, workers, core, loopback)
     while not core.finished:
         yield traffic
         traffic.handle()
@@ -275,21 +280,22 @@ def run_server(
 ) -> None:
     """Serve in this thread until the end. Raises what the core raises, and StallError when all workers are silent.
 
-    asked_to_stop: who or what asked this rank to end the program after its step, or None; worker 0 gets it once.
+    asked_to_stop: returns who or what has asked this rank to end the program after its step, or None; it is sent to
+    worker 0 once.
     """
     running = Running(serve(transport, workers, core), "server")
     clock, local = transport.clock, transport.local
     backoff = Backoff(sleep=None if local is None else local.waker.sleep, clock=clock)
     idle_since_s: float | None = None
-    reported = False  # whether worker 0 knows that this rank was asked to stop
+    reported = False  # whether worker 0 has been told that this rank was asked to stop
     crowded = local is not None and local.crowded
-    alone = 0
-    control: Transport = transport if local is None else local.inner  # what workers listen to
+    quick_yields = 0
+    control: Transport = transport if local is None else local.inner  # workers receive control messages there
     pings: list[Operation] = []  # MPI reads their arrays until they are sent
     received_s = asked_s = clock.now_s()
     while not running.test():
         moved = running.advance()
-        # What comes here besides requests are answers to our own pings, for which there is time when all is quiet.
+        # Besides requests only answers to our own pings arrive; they are received when there is nothing else to do.
         incoming = None if moved else control.probe(wire.TAG_CONTROL)
         if incoming is not None:
             incoming.receive(np.empty(incoming.n_bytes, np.uint8))
@@ -305,11 +311,11 @@ def run_server(
         now_s = clock.now_s()
         if idle_since_s is None:
             idle_since_s = now_s
-        if now_s - idle_since_s < YIELD_S and alone < ALONE:
+        if now_s - idle_since_s < YIELD_S and quick_yields < QUICK_YIELDS:
             os.sched_yield()
-            alone = alone + 1 if crowded and clock.now_s() - now_s < ALONE_S else 0
+            quick_yields = quick_yields + 1 if crowded and clock.now_s() - now_s < QUICK_YIELD_S else 0
             continue
-        alone = 0
+        quick_yields = 0
         if now_s - asked_s > timeout_s:
             if asked_s > received_s:
                 hosts = ", ".join(f"worker {i} on {transport.hosts[rank]}" for i, rank in enumerate(workers))

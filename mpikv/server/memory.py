@@ -1,15 +1,16 @@
-"""The server's memory: arrays that are used again, and values that messages still read.
+"""The server's memory: a pool of arrays that are used again, and values that messages still read.
 
-A gradient of 64 MiB that comes in new memory each round costs as much in page faults as in the adding. So partitions
-come into arrays that were used before, the last one first, which the cache may still hold.
+If a gradient of 64 MiB were received into new memory in each round, page faults would take as long as adding it. So
+partitions are received into arrays that were used before, the last one first, which the cache may still hold.
 
-A reply is sent straight from the value's own memory. Until it has left, the value must not change: `ReadableMemory`
-counts its readers, and an update that comes too early goes into a copy.
+A reply is sent straight from the value's own memory. Until it has been sent, the value must not change:
+`ReadableMemory` counts the messages that read it, and an update that comes earlier is written to a copy.
 
-On a host whose workers share memory with the server all of it lies there, so that they read values where they are. What
-they push is taken by reference: it stays in their memory until it has been added; nothing is ever written into it.
+On a host whose workers share memory with the server all arrays are in that memory, so that workers read values where
+they are. Their pushes are used by reference: a push stays in its worker's memory until it has been added, and nothing
+is ever written there.
 
-Cost: what is free stays held, `Pool.held_bytes` in all; it never grows beyond what was in use at one time.
+Cost: free arrays are kept, `Pool.held_bytes` in all; that never grows beyond what was in use at one time.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from mpikv.spaces.base import Space
 
 
 class Source(Protocol):
-    """Where memory comes from that others can see."""
+    """An allocator of memory that other ranks can read."""
 
     def take(self, n_bytes: int) -> HostArray | None:
-        """(n_bytes,) of uint8; None when there is no more."""
+        """Return (n_bytes,) of uint8; None when there is not enough left."""
         ...
 
     def give(self, array: HostArray) -> None:
-        """Take it back."""
+        """Give back what `take` returned."""
         ...
 
 
 class Pool:
-    """Arrays by their size. held_bytes: all that this pool ever made and still has, in use or free.
+    """A pool of arrays by their size. held_bytes: of all arrays that it has made and not freed, in use or not.
 
-    space: how they are made and worked on. source: where their memory comes from, where others are to see it.
+    space: that of the arrays. source: allocates their memory, where other ranks are to read it.
     """
 
     def __init__(self, source: Source | None, space: Space) -> None:
@@ -49,7 +50,7 @@ class Pool:
         self._referred: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """An array (n_elems,) of any content."""
+        """Return an array (n_elems,) of any content."""
         n_bytes = n_elems * dtype.itemsize
         free = self._free.get(n_bytes)
         if free:
@@ -59,13 +60,13 @@ class Pool:
         return self._space.empty(n_elems, dtype) if array is None else array.view(dtype)
 
     def copy(self, values: HostArray) -> HostArray:
-        """A copy, in memory of this pool."""
+        """Return a copy, in memory of this pool."""
         array = self.take(values.size, values.dtype)
         self._space.copy(array, values)
         return array
 
     def give(self, array: HostArray) -> None:
-        """Give back an array that nobody uses any more: one that `take` returned, an equal of it, or another's."""
+        """Give back an array that is not used any more: one of `take`, another one like it, or one of `refer`."""
         referred = self._referred.pop(id(array), None) if self._referred else None
         if referred is not None:
             referred[1]()
@@ -73,11 +74,11 @@ class Pool:
             self._free.setdefault(array.nbytes, []).append(array.view(np.uint8))
 
     def refer(self, array: HostArray, give_back: Callable[[], None]) -> None:
-        """Note that `array`, this very object, is in somebody else's memory, who gets it back by `give`."""
+        """Register an array object in another rank's memory. `give` of this object then calls `give_back`."""
         self._referred[id(array)] = (array, give_back)
 
     def own(self, array: HostArray) -> HostArray:
-        """`array`, or a copy of it where it is another's."""
+        """Return `array`, or a copy of it where it is in another rank's memory."""
         if id(array) not in self._referred:
             return array
         copy = self.copy(array)
@@ -85,7 +86,7 @@ class Pool:
         return copy
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
-        """`how(total, other)`, in the memory of `total` unless that is another's; both are given up."""
+        """Return `how(total, other)`, in the memory of `total` unless that is another rank's; both are given back."""
         out = total if id(total) not in self._referred else self.take(total.size, total.dtype)
         how(total, other, out=out)
         if out is not total:
@@ -94,7 +95,7 @@ class Pool:
         return out
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """One array of all of them, one after another, in new memory."""
+        """Return the arrays as one, one after another, in memory of this pool."""
         joined = self.take(sum(array.size for array in arrays), arrays[0].dtype)
         at = 0
         for array in arrays:
@@ -103,7 +104,7 @@ class Pool:
         return joined
 
     def trim(self) -> None:
-        """Let go of everything that is free."""
+        """Free all arrays that are not in use."""
         for n_bytes, free in self._free.items():
             self.held_bytes -= n_bytes * len(free)
             for array in free:
@@ -115,22 +116,22 @@ class Pool:
 class ReadableMemory:
     """Values in memory that messages may read. give: takes the memory back."""
 
-    __slots__ = ("_give", "_left", "array", "readers")
+    __slots__ = ("_give", "_retired", "array", "readers")
 
     def __init__(self, array: HostArray, give: Callable[[HostArray], None]) -> None:
         self.array = array
         self.readers = 0
         self._give = give
-        self._left = False
+        self._retired = False
 
-    def leave(self) -> None:
-        """The value lives elsewhere from now on; the memory is free once the last reader is done."""
-        self._left = True
+    def retire(self) -> None:
+        """Give the memory back once the last reader is done: the value is in other memory from now on."""
+        self._retired = True
         if not self.readers:
             self._give(self.array)
 
     def release(self) -> None:
-        """One reader is done."""
+        """Count one reader less."""
         self.readers -= 1
-        if self._left and not self.readers:
+        if self._retired and not self.readers:
             self._give(self.array)

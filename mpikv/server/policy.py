@@ -1,7 +1,7 @@
-"""When a server applies what was pushed: the difference between synchronous and asynchronous.
+"""Policies: when a server applies pushed gradients. They are the difference between synchronous and asynchronous.
 
-A policy belongs to one unit, a piece of a key that is updated at one time. `push` takes one worker's gradient and says
-what is now to be applied. `counts` says whether pulls and pushes belong to rounds.
+A policy belongs to one unit: the elements of a key that are updated at one time (shard.py). `push` takes one worker's
+gradient and returns what is to be applied now, if anything. `counts`: whether pulls and pushes belong to rounds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
 class RoundUpdate(NamedTuple):
-    """What to apply: one array, or two whose sum it is, and the number of the attributes to apply it with.
+    """A gradient to apply: one array, or the sum of two, and the number of the attributes to apply it with.
 
-    terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
-    adds block by block, and uses the sum while it is in the cache. op: what they become in place of the sum. pushed:
-    what each worker has pushed them under, attributes and reduction, where that must be alike.
+    terms: these arrays, in the dtype of sums. The last addition is left to the code that applies the sum: an optimizer
+    adds block by block, and uses each block while it is in the cache. op: the reduction in place of the sum. pushed:
+    each worker's attributes and reduction, where these must be equal.
     """
 
     terms: Sequence[HostArray]
@@ -33,10 +33,7 @@ class RoundUpdate(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """One worker's gradient (1-D, in the dtype of the sum), and the attributes it is pushed under.
-
-    op: what the gradients of a round become.
-    """
+    """One worker's gradient (1-D, in the dtype of the sum), with its attributes and its reduction."""
 
     gradient: HostArray
     attributes: AttributesId
@@ -44,26 +41,27 @@ class Contribution(NamedTuple):
 
 
 class Memory(Protocol):
-    """Whose memory gradients are in (memory.Pool)."""
+    """The pool of the gradients' memory (memory.Pool)."""
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
-        """Combine two arrays as `how` does, and return the result; both arrays are given up."""
+        """Return `how(total, other)`; both arrays are given back."""
         ...
 
 
 class Policy(Protocol):
-    """Decides, for one unit, what is applied when."""
+    """Decides for one unit when gradients are applied."""
 
     counts: bool
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> RoundUpdate | None:
-        """Take one worker's contribution, which becomes the policy's own."""
+    def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
+        """Take one worker's contribution, which the policy owns from now on; returns what is to be applied now."""
         ...
 
     def regrouped(self, others: Sequence[Any], cut: Cut, count: int) -> Sequence[Policy]:
-        """What this policy and `others`, of all units of a key in order, are for `count` units of another cut.
+        """Return the policies of `count` new units, for a key whose units are cut anew.
 
-        All of them have seen the same pushes. cut: joins arrays of the old units and cuts them into the new ones.
+        This policy and `others` are those of the old units, in order; all have taken the same pushes. cut: joins arrays
+        of the old units and cuts them for the new ones.
         """
         ...
 
@@ -71,8 +69,8 @@ class Policy(Protocol):
 class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
 
-    Only gradients of the round under way come here, one per worker. They are added as soon as all workers before have
-    come: at most W-1 wait, usually few.
+    It gets only gradients of the round under way, one per worker. A gradient is added once those of all workers before
+    have been: at most W-1 wait, usually few.
     """
 
     counts = True
@@ -82,14 +80,14 @@ class Synchronous:
         self._next_worker = 0
         self._total: HostArray | None = None
         self._early: dict[int, Contribution] = {}
-        self._pushed: list[tuple[AttributesId, Reduction]] = []  # what those that are added were pushed under
+        self._pushed: list[tuple[AttributesId, Reduction]] = []  # of the gradients that have been added
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> RoundUpdate | None:
-        """Add to the round; the last worker's gradient completes it."""
+    def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
+        """Add a gradient to the round; the last worker's completes it."""
         if worker != self._next_worker:
-            self._early[worker] = part
+            self._early[worker] = contribution
             return None
-        found: Contribution | None = part
+        found: Contribution | None = contribution
         while found is not None:
             gradient = found.gradient
             self._pushed.append((found.attributes, found.op))
@@ -105,16 +103,16 @@ class Synchronous:
         return None
 
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
-        """The same sums, cut anew."""
+        """Return policies with the same sums, cut anew."""
         everyone = (self, *others)
         totals = [unit._total for unit in everyone if unit._total is not None]  # noqa: SLF001 - of the same class
         new_totals = cut(totals) if totals else [None] * count
         early = {
             worker: [
-                part._replace(gradient=gradient)
+                contribution._replace(gradient=gradient)
                 for gradient in cut([u._early[worker].gradient for u in everyone])  # noqa: SLF001 - of the same class
             ]
-            for worker, part in self._early.items()
+            for worker, contribution in self._early.items()
         }
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
@@ -132,10 +130,10 @@ class Asynchronous:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
 
-    def push(self, worker: int, part: Contribution, memory: Memory) -> RoundUpdate | None:
-        """The gradient itself, with its own attributes."""
-        return RoundUpdate((part.gradient,), part.attributes)
+    def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
+        """Return the gradient itself, with its own attributes."""
+        return RoundUpdate((contribution.gradient,), contribution.attributes)
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
-        """Nothing waits here."""
+        """Return new policies: no gradient waits here."""
         return [Asynchronous(self._num_workers) for _ in range(count)]

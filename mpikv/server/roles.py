@@ -1,9 +1,10 @@
-"""Who is a server: a pure function of the ranks' hosts and of what was asked for.
+"""Which ranks are servers: a pure function of the ranks' hosts and of the settings.
 
-Three placements. `spread`: every host gives its share, so that every host's link carries the same. `hosts`: hosts of
-their own, whole ones, where processors and links serve nobody else. `last`: the last ranks, wherever they run. Rank 0
-stays a worker as long as there is another rank to take. Every rank computes the same from the same list of hosts; how
-the launcher numbers the ranks (in blocks, cyclically, hosts of different sizes) does not matter to the first two.
+There are three placements. `spread`: the servers are spread evenly over all hosts, and so are the bytes on the hosts'
+links. `hosts`: all ranks of some hosts, so that processors and links of these serve no worker. `last`: the last
+ranks, wherever they run. Rank 0 stays a worker as long as there is another rank to take. Every rank computes the same
+from the same list of hosts; how the launcher numbers the ranks (in blocks, cyclically, hosts of different sizes) does
+not matter to the first two.
 
 Cost: one pass over the ranks, and for `hosts` over the hosts that could be chosen.
 """
@@ -17,7 +18,7 @@ from mpikv.config import PLACEMENTS
 from mpikv.errors import ConfigError
 from mpikv.placement.topology import topology
 
-MANY = 8  # of more numbers an error names the first ones and the last
+MANY = 8  # of more numbers than this an error names only the first ones and the last
 
 
 class Roles(NamedTuple):
@@ -30,9 +31,10 @@ class Roles(NamedTuple):
 def assign(hosts: Sequence[str], num_servers: int, placement: str = "spread") -> Roles:
     """Choose `num_servers` of the ranks as servers. hosts: the host of each rank; placement: one of `PLACEMENTS`.
 
-    `spread`: each host in turn gives its last rank that is still a worker. `hosts`: all ranks of some hosts, the last
-    ones where there is a choice, never those of rank 0's host. `last`: the last ranks. Raises ConfigError when no
-    worker would be left, or when no set of whole hosts has just so many ranks; the text says which numbers work.
+    `spread`: on each host in turn the last rank that is still a worker becomes a server. `hosts`: all ranks of some
+    hosts, the last ones where there is a choice, never those of rank 0's host. `last`: the last ranks. Raises
+    ConfigError when no worker would be left, or when no set of whole hosts has exactly so many ranks; the text says
+    which numbers work.
     """
     size = len(hosts)
     if placement not in PLACEMENTS:
@@ -57,7 +59,7 @@ def assign(hosts: Sequence[str], num_servers: int, placement: str = "spread") ->
 
 def _spread(hosts: Sequence[str], num_servers: int) -> set[int]:
     servers: set[int] = set()
-    # Hosts with more ranks give first, the last host before the first, so that rank 0's host is taxed last.
+    # Hosts with more ranks come first, and the last host before the first, so that rank 0's host comes last.
     left = [list(ranks) for ranks in topology(hosts).hosts]
     while len(servers) < num_servers:
         for ranks in sorted(left, key=lambda ranks: (-len(ranks), -ranks[-1])):
@@ -68,9 +70,9 @@ def _spread(hosts: Sequence[str], num_servers: int) -> set[int]:
 
 
 def _whole_hosts(hosts: Sequence[str], num_servers: int) -> set[int]:
-    """All ranks of some hosts but the first one, the last hosts where several choices fit."""
+    """Return all ranks of some hosts except the first one; the last hosts where there are several choices."""
     members = topology(hosts).hosts
-    # possible[i]: the numbers of ranks that some of the hosts 1..i have together
+    # possible[i]: the numbers of ranks of all sets of the hosts 1..i
     possible = [{0}]
     for ranks in members[1:]:
         possible.append(possible[-1] | {number + len(ranks) for number in possible[-1]})

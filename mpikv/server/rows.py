@@ -1,10 +1,10 @@
-"""Row-sparse keys at an owner of ranges of their rows: what is pushed to them, merged, updated and pulled.
+"""Row-sparse keys at an owner of ranges of their rows: takes pushes, adds and updates rows, and answers pulls.
 
-A pure state machine, like the core that hands it requests. Every worker's push of a round comes to every owner, with
-the rows that this one has; often there are none. The policy that serves dense keys serves these, too: rows are added
-in the order of the workers, so that the bits are the same every time, and an update is made when all have come
-(synchronous) or at each push. A push that is a round ahead waits here. A pull is answered when the round that it needs
-is done.
+A pure state machine, like the core from which it gets requests. Every worker's push of a round is sent to every owner,
+with the rows that the owner has; often there are none. The policies of dense keys are used for these, too: rows are
+added in the order of the workers, so that the bits are the same every time, and an update is made when all workers have
+pushed (synchronous) or at each push. A push that is a round ahead waits here. A pull is answered when the round that it
+needs is done.
 
 Cost: memory for the rows that exist (optimizers/row_table.py), and for the pushes of rounds that are not complete.
 """
@@ -35,27 +35,27 @@ from mpikv.transports.wire import Header
 
 
 class PushedRows(NamedTuple):
-    """Rows of one worker or of several, in the dtype of the sum. For a policy it stands in an array's place."""
+    """Rows of one worker or of several, in the dtype of the sum. Policies handle it as they handle an array."""
 
     ids: Ids
     rows: HostArray
 
 
-class _Adding:
-    """What a policy does with rows: see `policy.Memory`."""
+class _RowSums:
+    """Adds rows for a policy: see `policy.Memory`."""
 
     @staticmethod
     def combine(total: PushedRows, other: PushedRows, how: np.ufunc) -> PushedRows:
-        """Rows are always added."""
+        """Add rows, whatever `how` is."""
         del how
         return PushedRows(*row_ids.add(*total, *other))
 
 
-_ADDING: Any = _Adding()
+_ROW_SUMS: Any = _RowSums()
 
 
 class RowShard:
-    """The rows [begin, end) of a key that live here."""
+    """The rows [begin, end) of a key that this owner has."""
 
     def __init__(
         self, info: KeyInfo, begin: int, end: int, *, owner: Owner, policy: Policy, labels: Sequence[str]
@@ -70,12 +70,12 @@ class RowShard:
         self._pulls: list[tuple[int, Header, Ids | None]] = []
 
     def begin(self, written: HostArray) -> None:
-        """Take the first rows."""
+        """Take the key's first values. written: ids and rows, as in a message."""
         pushed = self._rows_in(written, self.info.dtype)
         self.table.replace(*pushed)
 
     def _rows_in(self, written: HostArray, dtype: np.dtype[Any]) -> PushedRows:
-        """The ids and rows of a message, in new memory and in this dtype."""
+        """Return the ids and rows of a message, in new memory and in this dtype."""
         ids, data = row_ids.decode(written, self._n_rows)
         columns, item_bytes = self.table.columns, self.info.dtype.itemsize
         if data.size != ids.size * columns * item_bytes:
@@ -89,28 +89,28 @@ class RowShard:
     # --- pushes
 
     def push(self, worker: int, header: Header, written: HostArray) -> list[Event]:
-        """A worker's next push: taken now if it is of the round under way, else when it is its turn."""
+        """Handle a worker's next push: take it now, or, where it is of a later round, when that round begins."""
         self._pushed[worker] += 1
         attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
         self._waiting[worker].append((attributes, self._rows_in(written, sum_dtype(self.info.dtype))))
         return self._advance(worker)
 
     def _advance(self, worker: int) -> list[Event]:
-        """Contribute what this worker has to the round under way."""
+        """Take those pushes of this worker that belong to the round under way."""
         queue, events = self._waiting[worker], []
         while queue:
-            taken = self._pushed[worker] - len(queue)  # pushes before the first one that waits
+            taken = self._pushed[worker] - len(queue)  # how many of its pushes have been taken
             if self._policy.counts and taken != self._version:
                 break
             events += self._contribute(worker, *queue.popleft())
         return events
 
     def _contribute(self, worker: int, attributes: AttributesId, pushed: Any) -> list[Event]:
-        update = self._policy.push(worker, Contribution(pushed, attributes), _ADDING)
+        update = self._policy.push(worker, Contribution(pushed, attributes), _ROW_SUMS)
         if update is None:
             return []
         if labels := self._owner.different(self.info.id, update.pushed):
-            # The version stays, so that no pull is answered and nothing more is taken.
+            # The version does not change, so no pull is answered and no further push is taken.
             return [Refusal(self.info.id, refusal(self.info.key, self._version + 1, labels, self._labels))]
         terms: Any = update.terms
         total: PushedRows = functools.reduce(lambda one, other: PushedRows(*row_ids.add(*one, *other)), terms)
@@ -119,14 +119,14 @@ class RowShard:
         events = self._answer()
         if self._policy.counts:
             for other in range(len(self._labels)):
-                if other != worker:  # whose own turn comes in `_advance`
+                if other != worker:  # `_advance` of this worker is under way
                     events += self._advance(other)
         return events
 
     # --- pulls
 
     def pull(self, worker: int, header: Header, written: HostArray) -> list[Event]:
-        """Answer now, or when the round that it needs is done. With the ids that are written, or with what changed."""
+        """Answer a pull now, or when the round that it needs is done: with given rows, or those that have changed."""
         changed = header.kind == wire.ROWS_CHANGED
         self._pulls.append(
             (worker, header, None if changed else row_ids.decode(written, self._n_rows)[0] + self._begin)
@@ -134,7 +134,7 @@ class RowShard:
         return self._answer()
 
     def _answer(self) -> list[Event]:
-        """Answer the pulls whose round is done; where rounds do not count, all of them."""
+        """Answer the pulls whose round is done; in an asynchronous store all of them."""
         counts, events, later = self._policy.counts, list[Event](), []
         for worker, header, ids in self._pulls:
             if counts and self._version < header.round:
@@ -161,7 +161,7 @@ class RowCore:
         self._early: dict[int, list[tuple[int, Header, HostArray]]] = {}
 
     def handle(self, worker: int, header: Header, payload: HostArray) -> list[Event]:
-        """A request for a key's rows; one for a key whose first rows have not come waits for them."""
+        """Handle a request for a key's rows. Until the key's first values have arrived, other requests wait."""
         if header.kind == wire.ROWS_INIT:
             return self._init(header, payload)
         shard = self._shards.get(header.key_id)
@@ -183,12 +183,12 @@ class RowCore:
         return events
 
     def states(self) -> list[Part]:
-        """The states of all rows that have some."""
+        """Return the states of all rows that have some."""
         parts = [shard.table.states(self.owner) for shard in self._shards.values()]
         return [part for part in parts if part is not None]
 
     def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
-        """Go on with these states. replaced: the numbers of the keys that have these or none."""
+        """Replace states by these. replaced: the ids of keys whose states are dropped where `parts` has none."""
         mine: dict[Key, Part] = {part.key: part for part in parts}
         for shard in self._shards.values():
             part = mine.get(shard.info.key)

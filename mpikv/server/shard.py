@@ -1,13 +1,13 @@
-"""One key's elements on one server: what is pushed to them, added, updated and pulled from them.
+"""One key's shard on one server: takes pushes, adds and updates, and answers pulls.
 
-Partitions are how the elements travel, units are what is added and updated at one time: one partition each, or, for an
-optimizer whose formula needs the whole value, all of them. Every worker's pushes of a key are taken in their order, a
-partition at a time, and only those of the round under way: a push that is a round ahead waits in its worker's memory.
-So a shard needs memory for its values, their states and one gradient per worker, usually much less, since what has
-been added is free again.
+A *partition* is the elements that are sent in one message, a *unit* those that are added and updated at one time: one
+partition, or, for an optimizer whose formula needs the whole value, all of them. The pushes of a worker are taken in
+their order, a partition at a time, and only those of the round under way: a push that is a round ahead waits in its
+worker's memory. So a shard needs memory for its values, their states and at most one gradient per worker, usually much
+less, since the memory of an added gradient is used again.
 
-A partition that travels in another dtype than the sum's, or as bytes of a codec, is decoded into memory of its own when
-it is here; any other is added where it lies, or copied to the GPU, where the key is held there (`lifts`).
+A partition that arrives in another dtype than the sum's, or as bytes of a codec, is decoded into other memory; any
+other is added in the memory that it is in, or copied to the GPU if the key is kept there (`copies`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_of, slice_state
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo, partitions
+from mpikv.server.device_copies import DeviceCopies
 from mpikv.server.events import Event, Fetch, PendingPull, Refusal, ServerReply
-from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Pool, ReadableMemory
 from mpikv.server.policy import Contribution, Policy, RoundUpdate
 from mpikv.session.rules import refusal
@@ -43,31 +43,34 @@ from mpikv.transports.wire import HANDED_PUSH, PLAIN_PUSH, Header
 _BYTES = np.dtype(np.uint8)
 
 
-class Travels(NamedTuple):
-    """How partitions travel. dtype: of a partition then. decodes: they are decoded before they are added."""
+class PartitionFormat(NamedTuple):
+    """How partitions are sent. dtype: of a partition then. decodes: whether they are decoded before they are added."""
 
     codec: Codec
     dtype: np.dtype[Any]
     decodes: bool
 
 
-def _travels(codec: Codec, dtype: np.dtype[Any]) -> Travels:
+def _format_of(codec: Codec, dtype: np.dtype[Any]) -> PartitionFormat:
     wire_dtype = codec.wire_dtype(dtype)
     if wire_dtype is None:
-        return Travels(codec, _BYTES, decodes=True)
-    return Travels(codec, wire_dtype, wire_dtype != sum_dtype(dtype))
+        return PartitionFormat(codec, _BYTES, decodes=True)
+    return PartitionFormat(codec, wire_dtype, wire_dtype != sum_dtype(dtype))
 
 
 class Push:
-    """One worker's push of a shard that is not applied in full yet.
+    """One worker's push of a shard that has not arrived in full or waits for its round.
 
-    inline: what travels of it, if that came with its header; else the partitions are fetched under `tag`. fetched,
-    arrived: how many of them were asked for, and are here. whole: where they come together for a unit of several
-    partitions. travels: how. handed: whether partitions are handed over in device memory, within the process.
+    inline: the whole payload, if that came with the header; else the partitions are fetched under `tag`. fetched,
+    arrived: how many partitions have been requested, and have arrived. joined: the array for all partitions, if the
+    unit consists of several. format: how partitions are sent. by_loopback: whether they are passed on in device memory,
+    within the process.
     """
 
-    def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None, travels: Travels) -> None:
-        self.travels = travels
+    def __init__(
+        self, worker: int, round_: int, header: Header, inline: HostArray | None, format_: PartitionFormat
+    ) -> None:
+        self.format = format_
         self.worker = worker
         self.round = round_
         self.attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
@@ -75,17 +78,17 @@ class Push:
         self.priority = header.priority
         self.op = BY_CODE[header.op]
         self.inline = inline
-        self.handed = bool(header.plain & HANDED_PUSH)
+        self.by_loopback = bool(header.plain & HANDED_PUSH)
         self.fetched = self.arrived = 0
-        self.whole: HostArray | None = None
+        self.joined: HostArray | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
     """Elements `[begin, end)` of the shard that are updated at one time.
 
-    seen: of each worker, how many pushes are applied or wait for those of others. encoded: what is sent of partitions
-    of this version, by their first elements. pull_states: of the codec, by the same.
+    seen: for each worker, how many of its pushes the policy has taken. encoded: partitions of this version, encoded for
+    pulls, by their first elements. pull_states: the states of their codec, by the same.
     """
 
     begin: int
@@ -100,7 +103,7 @@ class Unit:
 
 
 class ServedShard:
-    """A key's elements from `begin` on that live on this server."""
+    """A key's shard on this server. begin: its first element in the key."""
 
     def __init__(
         self,
@@ -108,27 +111,27 @@ class ServedShard:
         values: HostArray,
         *,
         begin: int,
-        part_elems: int,
+        partition_elems: int,
         compression: KeyCompression,
         version: int,
         owner: Owner,
         pool: Pool,
-        lifts: Lifts | None,
+        copies: DeviceCopies | None,
         policy: Callable[[], Policy],
         labels: Sequence[str],
     ) -> None:
         self.info = info
         self.begin = begin
         self._n = values.size
-        self.parts = partitions(0, values.size, part_elems)
+        self.partitions = partitions(0, values.size, partition_elems)
         self._owner = owner
         self._pool = pool
-        self._lifts = lifts
-        self._incoming = pool if lifts is None else lifts  # where gradients come in
-        self._values = pool if lifts is None else lifts.values  # where they are added, and the values are
+        self._copies = copies
+        self._incoming = pool if copies is None else copies  # memory that gradients are received into
+        self._values = pool if copies is None else copies.values  # memory for sums and values
         self._labels = labels
         self._sum_dtype = sum_dtype(info.dtype)
-        self._encoded, self._plain = _travels(compression.push, info.dtype), _travels(IDENTITY, info.dtype)
+        self._encoded, self._unencoded = _format_of(compression.push, info.dtype), _format_of(IDENTITY, info.dtype)
         self._pull_codec = compression.pull
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
@@ -141,7 +144,7 @@ class ServedShard:
 
     def _bounds(self) -> tuple[tuple[int, int], ...]:
         optimizer = self._owner.optimizer_of(self.info.id)
-        return self.parts if optimizer is None or optimizer.elementwise else ((0, self._n),)
+        return self.partitions if optimizer is None or optimizer.elementwise else ((0, self._n),)
 
     def _cut(
         self,
@@ -151,21 +154,21 @@ class ServedShard:
         version: int,
         seen: list[int],
     ) -> list[Unit]:
-        """Units with copies of the values."""
+        """Return units with copies of the values."""
         return [
             Unit(begin, end, self._readable(values[begin:end]), policy, version, list(seen))
             for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
 
     def _readable(self, values: HostArray) -> ReadableMemory:
-        """A copy of values that replies are sent from."""
+        """Return a copy of values, from which replies are sent."""
         return ReadableMemory(self._values.copy(values), self._values.give)
 
-    def _unit(self, part: int) -> Unit:
-        return self.units[part if len(self.units) > 1 else 0]
+    def _unit(self, partition: int) -> Unit:
+        return self.units[partition if len(self.units) > 1 else 0]
 
     def regroup(self) -> None:
-        """Cut the units as the optimizer that is now in force wants them. Nothing may be on its way here."""
+        """Cut the units as the key's present optimizer needs them. No partition may be on its way here."""
         bounds, old = self._bounds(), self.units
         if len(bounds) == len(old):
             return
@@ -181,17 +184,17 @@ class ServedShard:
         values = self._values.join([unit.block.array for unit in old])
         states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
         for unit in old:
-            unit.block.leave()
+            unit.block.retire()
         self.units = self._cut(bounds, values, policies, old[0].version, old[0].seen)
         self._values.give(values)
         if states:
             self.set_states(states)
-        self._pool.trim()  # memory of the old cut, most of which nobody will ask for again
+        self._pool.trim()  # memory of the old units, most of which will not be used again
 
     # --- states
 
     def states(self) -> list[Part]:
-        """The states of its units; those never updated have none."""
+        """Return the states of its units; those never updated have none."""
         return [
             part_of(self.info, self.begin + unit.begin, self.begin + unit.end, on_host(unit.state))
             for unit in self.units
@@ -199,7 +202,7 @@ class ServedShard:
         ]
 
     def set_states(self, pieces: Sequence[tuple[int, int, State]]) -> None:
-        """Replace the states by those of pieces, given by elements of the shard; no piece: no state."""
+        """Replace the states. pieces: (begin, end, state) of elements of the shard; other elements get no state."""
         for unit in self.units:
             mine = [piece for piece in pieces if unit.begin <= piece[0] and piece[1] <= unit.end]
             around = [piece for piece in pieces if piece[0] <= unit.begin and unit.end <= piece[1]]
@@ -209,30 +212,30 @@ class ServedShard:
             else:
                 moved = [(begin - unit.begin, end - unit.begin, state) for begin, end, state in mine]
                 unit.state = join_states(moved, unit.end - unit.begin) if moved else None
-            if self._lifts is not None and unit.state is not None:
-                unit.state = in_space(unit.state, self._lifts.space)
+            if self._copies is not None and unit.state is not None:
+                unit.state = in_space(unit.state, self._copies.space)
 
     def forget_states(self) -> None:
-        """Its optimizer starts anew."""
+        """Drop the states, since the optimizer starts anew."""
         for unit in self.units:
             unit.state = None
 
     # --- pushes
 
     def push(self, worker: int, header: Header, inline: HostArray | None) -> list[Event]:
-        """A worker's next push: taken at once if it is here and of the round under way, else when it is its turn."""
-        travels = self._plain if header.plain & PLAIN_PUSH else self._encoded
-        if inline is not None and inline.size != (n_bytes := travels.codec.wire_bytes(self._n, self.info.dtype)):
+        """Handle a worker's next push: take it now, or, where it is of a later round, when that round begins."""
+        format_ = self._unencoded if header.plain & PLAIN_PUSH else self._encoded
+        if inline is not None and inline.size != (n_bytes := format_.codec.wire_bytes(self._n, self.info.dtype)):
             raise MpikvError(
                 f"{self._labels[worker]} pushed {inline.size} bytes of key {shown(self.info.key)}, "
                 f"of which {n_bytes} live here"
             )
         self._pushed[worker] += 1
-        self._waiting[worker].append(Push(worker, self._pushed[worker], header, inline, travels))
+        self._waiting[worker].append(Push(worker, self._pushed[worker], header, inline, format_))
         return self._advance(worker)
 
     def _advance(self, worker: int) -> list[Event]:
-        """Take or ask for what this worker has and this shard can use now."""
+        """Take, or fetch, those pushes of this worker that belong to the round under way."""
         events: list[Event] = []
         queue = self._waiting[worker]
         while queue:
@@ -241,12 +244,12 @@ class ServedShard:
                 if self._counts and self.units[0].version != push.round - 1:
                     break
                 queue.popleft()
-                data = push.inline.view(push.travels.dtype)  # of the one partition that there is
+                data = push.inline.view(push.format.dtype)  # a shard whose pushes are inline has one partition
                 gradient = self._incoming.take(self._n, self._sum_dtype)
-                push.travels.codec.decode(data, gradient)
+                push.format.codec.decode(data, gradient)
                 events += self._contribute(self.units[0], push, gradient)
                 continue
-            while push.fetched < len(self.parts):
+            while push.fetched < len(self.partitions):
                 if self._counts and self._unit(push.fetched).version != push.round - 1:
                     break
                 events.append(Fetch(self, push, push.fetched))
@@ -255,76 +258,76 @@ class ServedShard:
         return events
 
     def borrows(self, push: Push) -> bool:
-        """Whether partitions can stay where their workers have them: not where they come together as they are."""
-        return push.travels.decodes or (self._apart and self._lifts is None)
+        """Return whether partitions can stay in their workers' memory: not where they are joined without decoding."""
+        return push.format.decodes or (self._apart and self._copies is None)
 
     @property
     def _apart(self) -> bool:
         """Whether each partition is added by itself."""
-        return len(self.units) > 1 or len(self.parts) == 1
+        return len(self.units) > 1 or len(self.partitions) == 1
 
-    def part_bytes(self, push: Push, part: int) -> int:
-        """How long a partition is as it travels."""
-        begin, end = self.parts[part]
-        return push.travels.codec.wire_bytes(end - begin, self.info.dtype)
+    def partition_bytes(self, push: Push, partition: int) -> int:
+        """Return how many bytes of a partition are sent."""
+        begin, end = self.partitions[partition]
+        return push.format.codec.wire_bytes(end - begin, self.info.dtype)
 
-    def target(self, push: Push, part: int) -> HostArray:
-        """Memory for a partition that is now going to be received, as it travels; handed over, as it is added."""
-        if self.borrows(push) and not push.handed:
-            dtype = push.travels.dtype
-            return self._pool.take(self.part_bytes(push, part) // dtype.itemsize, dtype)
-        return self._place(push, part)
+    def target(self, push: Push, partition: int) -> HostArray:
+        """Return memory to receive a partition into, as it is sent; by loopback in the dtype of the sum."""
+        if self.borrows(push) and not push.by_loopback:
+            dtype = push.format.dtype
+            return self._pool.take(self.partition_bytes(push, partition) // dtype.itemsize, dtype)
+        return self._array_for(push, partition)
 
-    def _place(self, push: Push, part: int) -> HostArray:
-        """Where a partition's values are to be, alone or with the others, in the dtype of the sum."""
-        begin, end = self.parts[part]
-        memory = self._values if push.handed else self._incoming
+    def _array_for(self, push: Push, partition: int) -> HostArray:
+        """Return memory for a partition in the dtype of the sum: its own, or a range of the push's `joined` array."""
+        begin, end = self.partitions[partition]
+        memory = self._values if push.by_loopback else self._incoming
         if self._apart:
             return memory.take(end - begin, self._sum_dtype)
-        if push.whole is None:
-            push.whole = memory.take(self._n, self._sum_dtype)
-        return push.whole[begin:end]
+        if push.joined is None:
+            push.joined = memory.take(self._n, self._sum_dtype)
+        return push.joined[begin:end]
 
-    def arrived(self, push: Push, part: int, data: HostArray) -> list[Event]:
-        """A partition is here, in what `target` gave."""
+    def arrived(self, push: Push, partition: int, data: HostArray) -> list[Event]:
+        """Handle a partition that has arrived. data: see `ServerCore.arrived`."""
         push.arrived += 1
-        if push.travels.decodes and not push.handed:
-            wide = self._place(push, part)
-            push.travels.codec.decode(data, wide)
+        if push.format.decodes and not push.by_loopback:
+            wide = self._array_for(push, partition)
+            push.format.codec.decode(data, wide)
             self._pool.give(data)
             data = wide
-        last = push.arrived == len(self.parts)
+        last = push.arrived == len(self.partitions)
         if last:
             self._waiting[push.worker].popleft()
         events: list[Event] = []
-        if push.whole is None:
-            events = self._contribute(self._unit(part), push, data)
+        if push.joined is None:
+            events = self._contribute(self._unit(partition), push, data)
         elif last:
-            events = self._contribute(self.units[0], push, push.whole)
+            events = self._contribute(self.units[0], push, push.joined)
         if last:
             events += self._advance(push.worker)
         return events
 
     def drain(self) -> list[Event]:
-        """Ask for whatever workers still hold of rounds that will never be complete."""
+        """Fetch all that workers still hold for rounds that will never be complete, so that their sends end."""
         events: list[Event] = []
         for queue in self._waiting:
             for push in queue:
                 if push.inline is None:
-                    rest = range(push.fetched, len(self.parts))
-                    events += [Fetch(None, push, part, self.part_bytes(push, part)) for part in rest]
+                    rest = range(push.fetched, len(self.partitions))
+                    events += [Fetch(None, push, i, self.partition_bytes(push, i)) for i in rest]
             queue.clear()
         return events
 
     def _contribute(self, unit: Unit, push: Push, gradient: HostArray) -> list[Event]:
-        if self._lifts is not None and not push.handed:
-            gradient = self._lifts.up(gradient)
+        if self._copies is not None and not push.by_loopback:
+            gradient = self._copies.up(gradient)
         unit.seen[push.worker] += 1
         update = unit.policy.push(push.worker, Contribution(gradient, push.attributes, push.op), self._values)
         if update is None:
             return []
         if labels := self._owner.different(self.info.id, update.pushed):
-            # The version stays, so that no pull is answered and nothing more is taken.
+            # The version does not change, so no pull is answered and no further push is taken.
             for term in update.terms:
                 self._values.give(term)
             return [Refusal(self.info.id, refusal(self.info.key, unit.version + 1, labels, self._labels))]
@@ -344,16 +347,16 @@ class ServedShard:
             terms = (functools.reduce(lambda one, other: self._values.combine(one, other, update.op.combine), terms),)
             update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
-            unit.block.leave()
+            unit.block.retire()
             unit.block = ReadableMemory(self._values.own(terms[0]), self._values.give)
             return
         if unit.block.readers:
             block = self._readable(unit.block.array)
-            unit.block.leave()
+            unit.block.retire()
             unit.block = block
         given = terms
-        if self._lifts is None and optimizer is not None and type(optimizer).update is not Optimizer.update:
-            given = (terms[0].copy(),)  # a user's function may make it its state, or write into it
+        if self._copies is None and optimizer is not None and type(optimizer).update is not Optimizer.update:
+            given = (terms[0].copy(),)  # a user's function may keep the array as its state, or write to it
         unit.state = self._owner.update(self.info, unit.block.array, given, update.attributes, unit.state)
         for term in terms:
             self._values.give(term)
@@ -361,7 +364,7 @@ class ServedShard:
     # --- pulls
 
     def pull(self, pull: PendingPull) -> list[Event]:
-        """Answer now, or when the version that it needs exists."""
+        """Answer a pull now, or when the version that it needs exists."""
         if not self._counts:
             pull.version = self._pushed[pull.worker]
         events: list[Event] = []
@@ -377,33 +380,33 @@ class ServedShard:
         return events
 
     def _encode(self, unit: Unit, begin: int, values: HostArray) -> HostArray:
-        """What is sent of a partition, encoded once for all who pull this version."""
+        """Return a partition as it is sent, encoded once for all workers that pull this version."""
         found = unit.encoded.get(begin)
         if found is None:
             if (state := unit.pull_states.get(begin)) is None:
                 state = unit.pull_states[begin] = self._pull_codec.init(values.size)
             found = self._pull_codec.encode(values, state)
-            if np.may_share_memory(found, values):  # which the next update changes
+            if np.may_share_memory(found, values):  # the next update changes `values`
                 found = found.copy()
             found = unit.encoded[begin] = found.view(_BYTES)
         return found
 
     def _serve(self, pull: PendingPull, events: list[Event]) -> bool:
-        """Answer the partitions of one pull whose version exists, in order; whether it is done."""
-        while pull.part < len(self.parts):
-            unit = self._unit(pull.part)
+        """Answer the partitions of one pull whose version exists, in order. Returns whether the pull is complete."""
+        while pull.partition < len(self.partitions):
+            unit = self._unit(pull.partition)
             if (unit.version if self._counts else unit.seen[pull.worker]) < pull.version:
                 return False
-            begin, end = self.parts[pull.part]
+            begin, end = self.partitions[pull.partition]
             values = unit.block.array[begin - unit.begin : end - unit.begin]
-            pull.part += 1
-            if not pull.plain and self._pull_codec != IDENTITY:
+            pull.partition += 1
+            if not pull.unencoded and self._pull_codec != IDENTITY:
                 values = self._encode(unit, begin, values)
                 if pull.batch is None:
                     events.append(ServerReply(pull.worker, pull.tag, values, pull.priority))
                     continue
-            if self._lifts is not None and not pull.handed:
-                block, ready = self._lifts.down(values)
+            if self._copies is not None and not pull.by_loopback:
+                block, ready = self._copies.down(values)
                 if pull.batch is None:
                     events.append(ServerReply(pull.worker, pull.tag, block.array, pull.priority, block, ready))
                 else:

@@ -21,7 +21,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Labels, Under
+from mpikv.placement.labels import Labels, PushLabel
 from mpikv.session.agreed_keys import KeySession, check_pull
 from mpikv.session.agreement import ROUND
 from mpikv.session.base import Updater
@@ -61,10 +61,10 @@ class OptimizerSession(KeySession):
 
     # --- labels
 
-    def under(self, info: KeyInfo) -> tuple[Under, dict[str, Any] | None]:
+    def under(self, info: KeyInfo) -> tuple[PushLabel, dict[str, Any] | None]:
         """What a push of this key is made under now, and its attributes where they are new under that number. Local."""
         exact = not self.synchronous or self.num_workers == 1 or info.dtype.kind in "iu"
-        return self.attributes.under(self.slot_of(info), exact=exact)
+        return self.attributes.push_label(self.slot_of(info), exact=exact)
 
     def different(self, info: KeyInfo, round_: int, labels: Labels) -> Steps[ConfigError]:
         """The error of a round that workers have pushed under different labels, as all of them know. Worker 0 says what

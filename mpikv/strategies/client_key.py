@@ -115,7 +115,7 @@ class ClientKey:
         self.placement = placement
         self.routes = []
         for shard in placement.shards:
-            pieces = partitions(shard.begin, shard.end, placement.part_elems)
+            pieces = partitions(shard.begin, shard.end, placement.partition_elems)
             n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in pieces)
             self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.encoded.recut(self.encoded.states, self._pieces)
@@ -194,7 +194,7 @@ class ClientKey:
         for shard in self.placement.shards:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
             text |= {
-                "part": self.placement.part_elems,
+                "part": self.placement.partition_elems,
                 "version": self.pushed,
                 "codec": info.codec,
                 "space": info.space,

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Completion, Operation, Predicate, Steps
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
@@ -53,7 +53,7 @@ class CallBuffers:
     too, or waits until the stream has done all that was enqueued by then.
     """
 
-    def __init__(self, space: DeviceSpace, segment: Segment | None) -> None:
+    def __init__(self, space: DeviceSpace, segment: Allocator | None) -> None:
         self._space, self._segment = space, segment
         self._free: dict[tuple[int, bool], list[HostArray]] = {}  # by length, and whether it is shared
 
@@ -82,7 +82,7 @@ class DeviceCalls:
         self,
         client: Client,
         space: DeviceSpace,
-        segment: Segment | None,
+        segment: Allocator | None,
         *,
         mpi_takes_device: bool,
         on_lost: Callable[[BaseException], None],

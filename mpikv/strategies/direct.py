@@ -22,7 +22,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.shared import WORDS, Executor, Plan
-from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
+from mpikv.collectives.shared_plans import Update, same_plan, staged_plan, update_plan
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
 from mpikv.errors import MpikvError
@@ -148,7 +148,7 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = always(in_place(self._host_keys, replicas, op))
+            plan = same_plan(in_place(self._host_keys, replicas, op))
         elif kind == "staged":
             plan = staged_plan(self._slots, regions(self._host_keys, queues, flat), op)
         else:
@@ -201,7 +201,7 @@ class Direct:
                 value if rank == me else None for rank in range(self._host_keys.size)
             ]
             keys.append(Update(values, queue.stored, outs, queue.bounds, self._applier(queue)))
-        return always(update_plan(self._slots, keys, self.scratch))
+        return same_plan(update_plan(self._slots, keys, self.scratch))
 
     def _applier(self, queue: RoundQueue) -> Callable[[HostArray], None]:
         me = self._host_keys.rank

@@ -10,7 +10,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.shared import Plan
-from mpikv.collectives.shared_plans import Piece, Region, in_place_plan
+from mpikv.collectives.shared_plans import Interval, Region, in_place_plan
 from mpikv.hostmemory.segment import ALIGN_BYTES
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.host_keys import HostKeys
@@ -34,7 +34,7 @@ def regions(host_keys: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Fl
     """Join keys, in the order of their places, into regions. Gaps shorter than a cache line are part of a region."""
     begins = [host_keys.memory.offset_of(queue.stored) or 0 for queue in queues]
     order = sorted(range(len(queues)), key=begins.__getitem__)
-    found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
+    found: list[tuple[int, np.dtype[Any], list[Interval]]] = []
     end = -1
     for i in order:
         begin, (value, outs) = begins[i], flat[i]
@@ -43,10 +43,10 @@ def regions(host_keys: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Fl
         gap = begin - end
         if found and found[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
             if gap:
-                found[-1][2].append(Piece(gap // value.itemsize, None, ()))
+                found[-1][2].append(Interval(gap // value.itemsize, None, ()))
         else:
             found.append((begin, value.dtype, []))
-        found[-1][2].append(Piece(value.size, value, outs))
+        found[-1][2].append(Interval(value.size, value, outs))
         end = begin + value.nbytes
     return [
         Region(host_keys.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)

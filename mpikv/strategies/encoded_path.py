@@ -39,7 +39,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.parts import whole
+from mpikv.collectives.pipeline import load_first
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
 from mpikv.engine.operation import Done, Operation, Steps
 from mpikv.placement.keys import KeyInfo
@@ -129,7 +129,7 @@ class EncodedPath(KeyPath):
         if self.staging is None:
             return self._add(values, combine, comparison)
         steps = self._add_in_place(values, combine, comparison)
-        return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.updates])
+        return load_first(self._parts, steps, values, needed=(0, values.size), completed=[self.updates])
 
     def _add_in_place(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[None]:
         totals = yield from self._add(values, combine, comparison)
@@ -168,7 +168,7 @@ class EncodedPath(KeyPath):
         """Send the updated shards back. With `gather` nothing is sent, as every worker has added all elements."""
         (begin, end), n = self.updates, self.value.size
         steps = self._end_alone() if self._gathers else self._send_back(comparison)
-        return whole(self._parts, steps, self.value, needed=(begin, end), completed=[(0, begin), (end, n)])
+        return load_first(self._parts, steps, self.value, needed=(begin, end), completed=[(0, begin), (end, n)])
 
     @staticmethod
     def _end_alone() -> Steps[None]:

@@ -379,8 +379,8 @@ class _Transfer:
             tag = wire.TAG_PAYLOAD + payload_tag
             sender = Sender(client, outgoing, tag, PIECES_IN_FLIGHT, lambda: len(route.pieces))
             targets = [(server, answer) for answer in answers]
-            may_ask = (lambda: sender.left) if one_array else None
-            self._stages += [sender, Receiver(client, targets, reply_tag, PIECES_IN_FLIGHT, may_ask=may_ask)]
+            may_post = (lambda: sender.left) if one_array else None
+            self._stages += [sender, Receiver(client, targets, reply_tag, PIECES_IN_FLIGHT, may_post=may_post)]
             return
         for i in range(len(route.pieces)):
             if pieces:

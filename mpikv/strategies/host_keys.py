@@ -28,7 +28,7 @@ from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
 from mpikv.engine.operation import Done, Operation, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, MemoryRange, aligned, fence
 from mpikv.placement.topology import topology
@@ -79,7 +79,7 @@ class HostKeys:
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
-        self._n_rings = found.carriers
+        self._n_rings = found.n_leaders
         self._most_ranks = max(len(ranks) for ranks in found.hosts)
         words_begin = table_bytes(self._most_ranks, WORDS)
         self._log = Counters(memory, words_begin, LOG_WORDS)
@@ -96,7 +96,7 @@ class HostKeys:
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
         self._values = MemoryRange(begin, third)  # used by worker 0 only
         self._counters = MemoryRange(third, 2 * third)  # likewise
-        self._own_memory = Segment(memory, 2 * third)
+        self._own_memory = Allocator(memory, 2 * third)
         self._blocks: list[ArrayBlock] = []
         self._waiting: dict[int, Waiter] = {}  # by the offset of the key's counters
         self._words = memory.words(0, memory.n_bytes // WORD_BYTES)
@@ -141,7 +141,7 @@ class HostKeys:
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            room=partial(self.allocate, pages=pages),
+            allocate=partial(self.allocate, pages=pages),
             value=value,
             arrays=arrays,
             on_count=self._count,
@@ -230,7 +230,7 @@ class HostKeys:
 
     def _count(self, name: int) -> None:
         entries = self._log.of(self.rank, LENGTH)
-        self._log.say(ENTRIES + entries % LOG_ENTRIES, name)
+        self._log.write(ENTRIES + entries % LOG_ENTRIES, name)
         self._log.count(LENGTH, entries + 1)
 
     def listen(self) -> Steps[None]:
@@ -248,7 +248,7 @@ class HostKeys:
             self._n_read[rank] = entries
             names: Sequence[int] = ()
             if entries - read < MOST_UNREAD:
-                names = [log.said(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
+                names = [log.read(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
             if not names or log.of(rank, LENGTH) - read > LOG_ENTRIES:  # some may have been written over
                 names = [*self._waiting]
             for name in names:

@@ -51,7 +51,7 @@ class IpcPath(KeyPath):
     def broadcast(self) -> Steps[None]:
         """Worker 0 publishes the address of its value, and the others copy it from there."""
         if self._group.rank == 0:
-            self._key.name(TOTALS, self.value)
+            self._key.publish(TOTALS, self.value)
             yield self._device.begun()
             self._hosts.publish(self._place)
         else:

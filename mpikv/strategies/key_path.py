@@ -20,9 +20,9 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.codecs.choice import Choices
 from mpikv.collectives.host_key import HostKey
-from mpikv.collectives.labelled import AddingGroup, SharingGroup
+from mpikv.collectives.labelled import AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.nccl import NcclComm
-from mpikv.collectives.parts import HERE, Parts
+from mpikv.collectives.pipeline import NO_PIPELINE, Pipeline
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
@@ -82,7 +82,7 @@ class KeyPath:
         self.dtype: np.dtype[Any] = sum_dtype(info.dtype)
         self._group, self._key_id = resources.group, info.id
         self._space = resources.spaces.of(info) if staging is None else staging.on_host
-        self._parts: Parts = HERE if staging is None else staging.segments
+        self._parts: Pipeline = NO_PIPELINE if staging is None else staging.segments
         self._labelled: tuple[Group, Group] | None = None
 
     @property
@@ -147,8 +147,8 @@ class KeyPath:
             if comparison is not None:
                 owners = frozenset(rank for i, rank in enumerate(group.ranks) if bounds[i] < bounds[i + 1])
                 self._labelled = (
-                    AddingGroup(group.transport, group.ranks, comparison),
-                    SharingGroup(group.transport, group.ranks, comparison, owners),
+                    ReduceScatterGroup(group.transport, group.ranks, comparison),
+                    AllgatherGroup(group.transport, group.ranks, comparison, owners),
                 )
         return self._labelled
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.parts import whole
-from mpikv.collectives.select import ALGORITHMS, IN_PARTS
+from mpikv.collectives.pipeline import load_first
+from mpikv.collectives.select import ALGORITHMS, PIPELINED
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
@@ -45,10 +45,10 @@ class MessagePath(KeyPath):
         """Add in `values`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
-        if self.placement.algorithm in IN_PARTS:
-            steps: Steps[None] = algorithm.reduce_scatter(*arguments, parts=self._parts)
+        if self.placement.algorithm in PIPELINED:
+            steps: Steps[None] = algorithm.reduce_scatter(*arguments, pipeline=self._parts)
             return steps
-        return whole(
+        return load_first(
             self._parts, algorithm.reduce_scatter(*arguments), values, needed=(0, values.size), completed=[self.owned]
         )
 
@@ -56,9 +56,9 @@ class MessagePath(KeyPath):
         """Receive into `value`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         arguments = self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
-        if self.placement.algorithm in IN_PARTS:
-            steps: Steps[None] = algorithm.allgather(*arguments, parts=self._parts)
+        if self.placement.algorithm in PIPELINED:
+            steps: Steps[None] = algorithm.allgather(*arguments, pipeline=self._parts)
             return steps
-        return whole(
+        return load_first(
             self._parts, algorithm.allgather(*arguments), self.value, needed=self.owned, completed=self._others()
         )

@@ -6,7 +6,7 @@ MPI may do so with the addresses that it gets. The store uses MPI's send and rec
 
 Labels. If a message had labels behind its values, the GPU would have to write and read them, and the host would have to
 wait for it. So where labels are compared at all, workers send them in short messages from host memory before each round
-(collectives/notes.py).
+(collectives/label_exchange.py).
 
 Cost for p workers: that of the algorithm, an event of the stream for each message, and ceil(log2(p)) short messages one
 after another in each round whose labels are compared. Memory: the value.
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpikv.collectives import notes
+from mpikv.collectives import label_exchange
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.device_group import DeviceGroup
 from mpikv.collectives.select import ALGORITHMS
@@ -56,7 +56,7 @@ class MpiPath(KeyPath):
         group = self._device_group
         if comparison is not None:
             # With the tag of the messages that follow, as MPI keeps the order of messages between two ranks.
-            yield from notes.compare(self._group, comparison, self._tag(1))
+            yield from label_exchange.compare(self._group, comparison, self._tag(1))
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.parts import whole
+from mpikv.collectives.pipeline import load_first
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
@@ -46,7 +46,7 @@ class NativePath(KeyPath):
     ) -> Steps[SpaceArray | None]:
         """Add in `values`, after the workers' labels have been compared."""
         steps = self._add(values, combine, comparison)
-        return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.owned])
+        return load_first(self._parts, steps, values, needed=(0, values.size), completed=[self.owned])
 
     def _add(self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[SpaceArray | None]:
         native = self._communicators.native
@@ -58,4 +58,4 @@ class NativePath(KeyPath):
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Receive into `value`."""
         steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
-        return whole(self._parts, steps, self.value, needed=self.owned, completed=self._others())
+        return load_first(self._parts, steps, self.value, needed=self.owned, completed=self._others())

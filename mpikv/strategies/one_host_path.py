@@ -47,9 +47,9 @@ class OneHostPath(SharedPath):
             self._key,
             combine=combine,
             comparison=comparison,
-            parts=self._parts,
+            pipeline=self._parts,
         )
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy the value to `outs`."""
-        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs, parts=self._parts)
+        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs, pipeline=self._parts)

@@ -61,7 +61,7 @@ class KeyPaths:
         self.dtype: np.dtype[Any] = self.usual.dtype
         self.codec = self.usual.codec
         self.uncompressed: KeyPath | None = None
-        if (plain := placement.as_it_is) is not None:
+        if (plain := placement.unencoded) is not None:
             self.uncompressed = path_of(resources, info, plain, place, self.value)
 
     @property
@@ -98,8 +98,8 @@ class KeyPaths:
     def reshard(self, placement: Placement) -> None:
         """Change the bounds of the owners' shards, and compare labels anew. Not to be called during a round."""
         self.usual.reshard(placement)
-        if self.uncompressed is not None and placement.as_it_is is not None:
-            self.uncompressed.reshard(placement.as_it_is)
+        if self.uncompressed is not None and placement.unencoded is not None:
+            self.uncompressed.reshard(placement.unencoded)
         if self.codec is not None:
             self.codec.reshard(self.placement, placement)
         self.placement = placement

@@ -24,7 +24,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Comparison, Under
+from mpikv.placement.labels import Comparison, PushLabel
 from mpikv.placement.members import Members
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
@@ -228,7 +228,7 @@ class PlacedKeys:
                 self._session.members,
                 info,
                 whole=whole,
-                room=has_place,
+                fits=has_place,
                 wire=wire_of(info),
                 updated=bool(optimizers),
                 encoded=encoded,
@@ -257,7 +257,7 @@ class PlacedKeys:
         """Make what does the queue's rounds, for the engine to run; None: it runs already."""
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
 
-    def under(self, info: KeyInfo) -> Under:
+    def under(self, info: KeyInfo) -> PushLabel:
         """What a push of this key is made under now; changed attributes are also given to this worker's `owner`."""
         under, attributes = self._session.under(info)
         if attributes is not None:
@@ -393,4 +393,4 @@ def _is_encoded(placement: Placement) -> bool:
 
 def _goes_hosted(placement: Placement) -> bool:
     """Whether uncompressed rounds of a key with a codec take the path "hosted"."""
-    return placement.plain is not None and "hosted" in (placement.plain[0], placement.host)
+    return placement.unencoded_path is not None and "hosted" in (placement.unencoded_path[0], placement.host)

@@ -32,7 +32,7 @@ from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import Part, part_of
 from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import NOTHING, Under, scaled
+from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.placement.on_servers import add_load, as_announced, on_server
 from mpikv.placement.place import place
 from mpikv.session.agreed_keys import KeyEvents
@@ -231,14 +231,14 @@ class PsStrategy(Strategy):
 
     # --- data
 
-    def _count_push(self, info: KeyInfo) -> Under:
+    def _count_push(self, info: KeyInfo) -> PushLabel:
         """Count a push, and send changed attributes before it. Returns what it is made under."""
         under = self._under(info)
         self._keys[info.id].pushed += 1
         self._session.activity.note(f"push of key {shown(info.key)}")
         return under
 
-    def _under(self, info: KeyInfo) -> Under:
+    def _under(self, info: KeyInfo) -> PushLabel:
         """Send changed attributes. Returns what a push is made under, such as the attributes' number."""
         slot = self._session.slot_of(info)
         if not self.synchronous and self._session.optimizer_of(info) is None:
@@ -268,7 +268,7 @@ class PsStrategy(Strategy):
         """Make the items of a call's keys and count pushes. Blocks until there are tags for all messages."""
         items = []
         for info, total, sink, _ in entries:
-            key, under = self._keys[info.id], NOTHING if total is None else self._count_push(info)
+            key, under = self._keys[info.id], NO_OPTIMIZER if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
             item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
             items.append(
@@ -415,7 +415,7 @@ class PsStrategy(Strategy):
             key = self._keys[info.id]
             if self._session.slot_of(info) != slot or len(key.routes) < 2:
                 continue
-            placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
+            placement = on_server(info, info.id % len(self._servers), key.placement.partition_elems)
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)

@@ -19,7 +19,7 @@ from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.labels import Under, scaled
+from mpikv.placement.labels import PushLabel, scaled
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
@@ -82,7 +82,7 @@ class QueuedCall(PreparedCall):
         self.valid, self._entries = False, ()
 
     def _lent_round(
-        self, queue: RoundQueue, info: KeyInfo, value: SpaceArray, under: Under, outs: tuple[HostArray, ...]
+        self, queue: RoundQueue, info: KeyInfo, value: SpaceArray, under: PushLabel, outs: tuple[HostArray, ...]
     ) -> tuple[Round, Sink]:
         """The round of a key whose arrays are lent, and the sink for results that the round itself does not write."""
         paths, spaces = queue.paths, self._session.spaces

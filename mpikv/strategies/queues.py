@@ -28,7 +28,7 @@ from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyDirectCalls
 from mpikv.strategies.paths import KeyPaths
 
-Unders = Any  # a round's `Under` (labels.py); of a bucket a dict, by the keys' numbers (None: key not pushed)
+Unders = Any  # a round's `PushLabel` (labels.py); of a bucket a dict, by the keys' numbers (None: key not pushed)
 
 
 class Round(NamedTuple):

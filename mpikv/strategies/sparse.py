@@ -28,7 +28,7 @@ from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Steps
 from mpikv.observe.stall import Waiting
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Under, scaled
+from mpikv.placement.labels import PushLabel, scaled
 from mpikv.placement.place import place_rows
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
@@ -112,7 +112,7 @@ class RowClient:
 
     # --- messages
 
-    def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
+    def push(self, info: KeyInfo, total: RowSparse, under: PushLabel, priority: int) -> None:
         """Send each owner its rows, or a message without rows."""
         key, shape = self._keys[info.id], total.values.shape
         values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)

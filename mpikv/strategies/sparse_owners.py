@@ -18,7 +18,7 @@ from mpikv.engine.operation import Predicate, Steps
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.labels import Under
+from mpikv.placement.labels import PushLabel
 from mpikv.session.base import NewKey
 from mpikv.session.workers import Workers
 from mpikv.strategies.exchange import Client, check_owners
@@ -90,7 +90,7 @@ class WorkersRows:
 
     # --- push and pull
 
-    def push(self, info: KeyInfo, total: RowSparse, under: Under, priority: int) -> None:
+    def push(self, info: KeyInfo, total: RowSparse, under: PushLabel, priority: int) -> None:
         """See `RowClient.push`. Changed attributes are sent first."""
         slot, number = self._session.slot_of(info), under.number
         if number != self._sent_numbers.get(slot, 0):

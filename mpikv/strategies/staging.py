@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.collectives.segments import Segments
+from mpikv.collectives.segments import CopyPipeline
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
@@ -67,7 +67,7 @@ class Staging:
         self._n_elems, self._dtype = info.n_elems, sum_dtype(info.dtype)
         self.value = space.empty(info.n_elems, info.dtype) if value is None else value
         self.on_host = PinnedSpace(space.pinned)
-        self.segments = Segments(space, info.n_elems * self._dtype.itemsize)
+        self.segments = CopyPipeline(space, info.n_elems * self._dtype.itemsize)
         self._sent: HostArray | None = None
 
     @property
@@ -105,8 +105,8 @@ class Staging:
     def first_half(self, values: SpaceArray, updates: Span) -> AbstractContextManager[HostArray]:
         """While the path adds: copy `values` to the host for it, and the sum of the span `updates` into `values`."""
         sent, own = self._locked(self._values), slice(*updates)
-        return self.segments.between(values, sent, values, lambda totals: self._locked(totals[own]))
+        return self.segments.copying(values, sent, values, lambda totals: self._locked(totals[own]))
 
     def second_half(self, on_host: HostArray) -> AbstractContextManager[HostArray]:
         """While the path completes the value `on_host`: copy the owned shard down, and the others up."""
-        return self.segments.between(self.value, self._locked(on_host), self.value, self._locked)
+        return self.segments.copying(self.value, self._locked(on_host), self.value, self._locked)

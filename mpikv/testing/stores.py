@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from mpikv.codecs.compression import Compressions, KeyCompression
 from mpikv.collectives.nccl import Nccl
-from mpikv.collectives.nccl_introduction import introduce
+from mpikv.collectives.nccl_setup import make_communicator
 from mpikv.config import Config
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble
 from mpikv.kvstore import KVStore
-from mpikv.placement.device_paths import Told, choose
+from mpikv.placement.device_paths import DeviceReport, choose
 from mpikv.placement.members import Members
 from mpikv.server.roles import assign
 from mpikv.spaces.device import DeviceSpace
@@ -68,7 +68,7 @@ def spawn_stores(
     members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
     memories = memories_of(places) if members.shares_memory else [None] * size
     if gpus is not None:
-        told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in gpus]
+        told = [DeviceReport() if one is None else DeviceReport(one.number, one.uuid, one.name) for one in gpus]
         open_ = config.device_path == "auto" and config.algorithm != "nccl"
         outcomes = NOT_TRIED if open_ else {}
         members = choose([told[rank] for rank in roles.workers], members, outcomes).of(members)
@@ -85,7 +85,7 @@ def spawn_stores(
         if gpu is not None and members.device_path == "nccl":
             names = [f"worker {rank}" for rank in range(num_workers)]
             gather = gathering.of(transport.rank)
-            comm, _ = introduce(lambda: Nccl(gpu), names, transport.rank, gather, config.timeout_s, kept={})
+            comm, _ = make_communicator(lambda: Nccl(gpu), names, transport.rank, gather, config.timeout_s, cache={})
         store = assemble(
             name.lower(),
             spec,

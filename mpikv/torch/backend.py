@@ -1,7 +1,7 @@
 """The backend "mpikv" of `torch.distributed`: its registration, how ranks find each other, how a process group is made.
 
 Ranks find each other through MPI, without an address or a port. PyTorch wants a store of keys for that: ours sends
-requests to the first rank, by messages (groups/board.py). It is used for `mpikv://`, and where no `init_method` is
+requests to the first rank, by messages (groups/rendezvous.py). It is used for `mpikv://`, and where no `init_method` is
 given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. Where a launcher of
 PyTorch has set them, PyTorch's own store is used as ever.
 
@@ -24,7 +24,7 @@ from mpikv.runtime import launcher
 from mpikv.torch.process_group import MpiProcessGroup
 
 NAME = "mpikv"  # of the backend, and of the scheme in `init_method="mpikv://"`
-NUMBERS = "groups"  # the key of the board that counts them
+NUMBERS = "groups"  # the key of the rendezvous store that counts them
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Rendezvous = Iterator[tuple[dist.Store, int, int]]
@@ -75,7 +75,7 @@ def _check(world: World, ranks: list[int], options: Any) -> None:
 
 
 class BoardStore(dist.Store):
-    """The world's board as PyTorch's store. prefix: what all its keys begin with.
+    """The rendezvous store as PyTorch's store. prefix: what all its keys begin with.
 
     Methods also have the names that PyTorch's C++ code looks for.
     """

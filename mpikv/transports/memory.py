@@ -31,7 +31,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Done, Operation
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.rings import LONGEST_BYTES, RingReader, RingWriter, ring_begin, rings_bytes
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.hostmemory.waker import Waker, waker_bytes
@@ -81,7 +81,7 @@ class LocalTransport:
         self._polled = [(reader, partial(self._record, rank)) for rank, reader in self._readers.items()]
         self._peers = tuple(peers)
         self._alone = len(peers) == inner.size  # every rank can be reached through memory
-        self.segment = Segment(memory, begin + rings_bytes(n))
+        self.segment = Allocator(memory, begin + rings_bytes(n))
         self._slot_bytes = min(MOST_SLOT_BYTES, max(LEAST_SLOT_BYTES, slot_bytes))
         taken = [self.segment.take(self._slot_bytes) for _ in range(EAGER + 1 + HELD * max(1, receivers))]
         self._slots = [slot for slot in taken if slot is not None]

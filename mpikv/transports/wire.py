@@ -5,7 +5,7 @@ workers that go on without others, two for calls without keys (groups/workers.py
 (transports/ordered.py), a window of reply tags and one of payload tags that each client uses in turn. Above them are
 `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in whatever order ranks push them.
 
-A message of a collective is values alone, but for the notes of collectives/labelled.py.
+A message of a collective is values alone, but for the trailers of collectives/labelled.py.
 
 A message to a server is one request or several, each the header below and then its payload's bytes. A large payload
 does not stand behind its header: it waits at the client, cut into partitions, under a tag that the header names, until

@@ -299,8 +299,8 @@ def test_the_default_is_the_world(comm):
 @pytest.mark.mpi
 def test_partitions(comm):
     """Large values in partitions, in place, from lists, pushed ahead of the others; small ones beside them."""
-    part_elems = (1 << 18) // 4
-    sizes = (5, part_elems, part_elems + 1, 3 * part_elems + 77, 0)
+    partition_elems = (1 << 18) // 4
+    sizes = (5, partition_elems, partition_elems + 1, 3 * partition_elems + 77, 0)
 
     def value(n, worker, round_):
         return ((np.arange(n) * 3 + worker + 2 * round_) % 4).astype(np.float32)
@@ -331,7 +331,7 @@ def test_partitions(comm):
             return store.pull(keys)
 
         expected = [sum(value(n, worker, round_) for worker in range(workers) for round_ in range(5)) for n in sizes]
-        for outs in on_workers(comm, name, body, num_servers=servers, partition_bytes=4 * part_elems):
+        for outs in on_workers(comm, name, body, num_servers=servers, partition_bytes=4 * partition_elems):
             for out, right in zip(outs, expected, strict=True):
                 np.testing.assert_array_equal(out, right, err_msg=f"{name}, {servers} servers")
 

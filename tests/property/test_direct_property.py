@@ -9,7 +9,7 @@ from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.collectives.shared_plans import Piece, Region, cut, part_of
+from mpikv.collectives.shared_plans import Interval, Region, cut, range_of
 from mpikv.config import Config
 from mpikv.hostmemory.segment import aligned
 from mpikv.testing.reference import add
@@ -20,18 +20,18 @@ DTYPES = ("float16", "float32", "float64", "int8", "int32")
 
 @st.composite
 def regions(draw):
-    """Regions of several pieces; every element of a value is its number, so that one sees where it went."""
+    """Regions of several intervals; every element of a value is its number, so that one sees where it went."""
     made, number = [], 0
     for _ in range(draw(st.integers(0, 5))):
         dtype = np.dtype(draw(st.sampled_from(["int32", "int64"])))
-        pieces = []
+        intervals = []
         for _ in range(draw(st.integers(1, 6))):
             n = draw(st.integers(1, 200) | st.integers(1, 5))
             value = None if draw(st.integers(0, 4)) == 0 else np.arange(number, number + n).astype(dtype)
             outs = tuple(np.zeros(n, dtype) for _ in range(draw(st.integers(0, 2))))
-            pieces.append(Piece(n, value, outs if value is not None else ()))
+            intervals.append(Interval(n, value, outs if value is not None else ()))
             number += n
-        made.append(Region(np.zeros(sum(piece.n_elems for piece in pieces), dtype), pieces))
+        made.append(Region(np.zeros(sum(interval.n_elems for interval in intervals), dtype), intervals))
     return made
 
 
@@ -42,39 +42,39 @@ def test_cut_loses_nothing(made, limit_bytes):
         assert group
         assert sum(aligned(region.result.nbytes) for region in group) <= limit_bytes
         for region in group:
-            assert region.result.size == sum(piece.n_elems for piece in region.pieces) > 0
+            assert region.result.size == sum(interval.n_elems for interval in region.intervals) > 0
             begin = 0
-            for piece in region.pieces:
-                assert all(out.size == piece.n_elems for out in piece.outs)
-                if piece.value is not None:
-                    assert piece.value.size == piece.n_elems
-                    region.result[begin : begin + piece.n_elems] = piece.value
-                    for out in piece.outs:
-                        out[:] = piece.value
-                begin += piece.n_elems
+            for interval in region.intervals:
+                assert all(out.size == interval.n_elems for out in interval.outs)
+                if interval.value is not None:
+                    assert interval.value.size == interval.n_elems
+                    region.result[begin : begin + interval.n_elems] = interval.value
+                    for out in interval.outs:
+                        out[:] = interval.value
+                begin += interval.n_elems
     # Results and outs hold each value where it was in the region before, and nothing where a gap was.
     for region in made:
         begin = 0
-        for piece in region.pieces:
-            expected = np.zeros(piece.n_elems) if piece.value is None else piece.value
-            np.testing.assert_array_equal(region.result[begin : begin + piece.n_elems], expected)
-            for out in piece.outs:
+        for interval in region.intervals:
+            expected = np.zeros(interval.n_elems) if interval.value is None else interval.value
+            np.testing.assert_array_equal(region.result[begin : begin + interval.n_elems], expected)
+            for out in interval.outs:
                 np.testing.assert_array_equal(out, expected)
-            begin += piece.n_elems
+            begin += interval.n_elems
     assert sum(region.result.size for group in groups for region in group) == sum(one.result.size for one in made)
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.sampled_from([64, 256]))
 def test_cut_fills_groups(sizes, limit_bytes):
     """No two groups that follow each other would have fitted into one, so that small arrays share a chunk."""
-    made = [Region(np.zeros(n, np.int8), [Piece(n, None, ())]) for n in sizes]
+    made = [Region(np.zeros(n, np.int8), [Interval(n, None, ())]) for n in sizes]
     used = [sum(aligned(region.result.nbytes) for region in group) for group in cut(made, limit_bytes)]
     assert all(a + b > limit_bytes for a, b in pairwise(used))
 
 
 @given(st.integers(1, 9), st.integers(0, 3000), st.sampled_from([1, 2, 4, 8]))
 def test_parts_cover_everything_in_whole_cache_lines(size, n_elems, itemsize):
-    parts = [part_of(rank, size, n_elems, itemsize) for rank in range(size)]
+    parts = [range_of(rank, size, n_elems, itemsize) for rank in range(size)]
     assert parts[0][0] == 0
     assert parts[-1][1] == n_elems
     line = 64 // itemsize

@@ -80,13 +80,13 @@ def test_partitions(begin, n, length):
 def test_each_element_has_one_owner(store, info, whole, room, data):
     n, n_owners = info.n_elems, len(store.owners)
     held = data.draw(st.lists(st.integers(0, 10**9), min_size=n_owners, max_size=n_owners))
-    found = place(store, info, whole=whole, room=room, load_bytes=held)
+    found = place(store, info, whole=whole, fits=room, load_bytes=held)
     assert (found.bounds[0], found.bounds[-1], len(found.bounds)) == (0, n, len(found.owners) + 1)
     assert list(found.bounds) == sorted(found.bounds)
     check_plan(found.shards, n, n_owners)
     if whole:
         assert len(found.shards) == (n > 0)
-    assert (found.algorithm == "") == (found.path == "servers") == (found.part_elems > 0)
+    assert (found.algorithm == "") == (found.path == "servers") == (found.partition_elems > 0)
 
 
 @given(members(), sizes, st.integers(0, 10**6), st.booleans(), st.data())
@@ -120,7 +120,7 @@ def test_the_path(store, n):
         assert len(set(store.hosts)) > 1
         assert found.algorithm == "hierarchical"
     if owned_by_workers:
-        without = place(store, key(0, n), room=False)
+        without = place(store, key(0, n), fits=False)
         assert without == found._replace(path="native" if found.path == "native" else "messages")
         assert (found.path == "native") == (found.algorithm == "native")
         if store.config.algorithm != "auto":

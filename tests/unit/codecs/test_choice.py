@@ -512,12 +512,12 @@ def test_which_way_rounds_go_as_they_are(hosts: str, n: int, compression: Any, a
     info = KeyInfo("w", 0, (n,), np.dtype(np.float32), travels.text)
     placement = place(members, info, wire=wire)
     assert placement.path == "encoded"
-    assert placement.plain == expected
+    assert placement.unencoded_path == expected
     half = place(members, info._replace(dtype=np.dtype(np.float16)), wire=wire, encoded=True)
-    assert half.plain is None  # it travels as it is on the encoded path anyway
+    assert half.unencoded_path is None  # it travels as it is on the encoded path anyway
     for whole in (False, True):
         updated = place(members, info, wire=wire, whole=whole, updated=True, encoded=True)
-        plain = updated.as_it_is
+        plain = updated.unencoded
         assert (plain is None) == (expected is None)
         if plain is not None:
             assert (plain.path, plain.bounds, plain.owners) == (expected[0], updated.bounds, updated.owners)

@@ -13,9 +13,9 @@ from fake_cupy import CUDARuntimeError, Machine
 from fake_gpus import gpu_of, gpus_of, spaces_of
 
 from mpikv import optimizers
-from mpikv.collectives import nccl_introduction
+from mpikv.collectives import nccl_setup
 from mpikv.collectives.nccl import Nccl, padded
-from mpikv.collectives.nccl_introduction import introduce, why_not
+from mpikv.collectives.nccl_setup import make_communicator, why_not
 from mpikv.config import Config
 from mpikv.errors import MpikvError, StallError
 from mpikv.spaces import peers
@@ -71,34 +71,36 @@ def test_a_rank_that_cannot_is_a_reason_for_all(call: str) -> None:
 # --- NCCL
 
 
-def introduced(gpus: list[Any], kept: Any = None, timeout_s: float = 20.0) -> list[Any]:
+def make_on_all(gpus: list[Any], cache: Any = None, timeout_s: float = 20.0) -> list[Any]:
     names = [f"worker {rank}" for rank in range(len(gpus))]
-    own = [{} for _ in gpus] if kept is None else kept
+    own = [{} for _ in gpus] if cache is None else cache
 
     def body(rank: int, gather: Any) -> Any:
         gpu = gpus[rank]
-        return introduce(lambda: Nccl(gpu), names, rank, gather, timeout_s, gpus=names, take=gpu.take, kept=own[rank])
+        return make_communicator(
+            lambda: Nccl(gpu), names, rank, gather, timeout_s, gpus=names, take=gpu.take, cache=own[rank]
+        )
 
     return on_ranks(len(gpus), body)
 
 
 def test_a_process_has_one_communicator_for_a_set_of_gpus() -> None:
     machine = Machine(3)
-    gpus, kept = gpus_of(machine, 3), [{}, {}, {}]
-    first = [one.comm for one in introduced(gpus, kept)]
-    second = [one.comm for one in introduced(gpus, kept)]
+    gpus, cache = gpus_of(machine, 3), [{}, {}, {}]
+    first = [one.comm for one in make_on_all(gpus, cache)]
+    second = [one.comm for one in make_on_all(gpus, cache)]
     assert all(one is other for one, other in zip(first, second, strict=True))
     for comm in first:
         comm.close()
         assert comm.failure is None
         comm.close()
         assert "given back" in str(comm.failure)
-    third = [one.comm for one in introduced(gpus, kept)]
+    third = [one.comm for one in make_on_all(gpus, cache)]
     assert not any(one is other for one, other in zip(first, third, strict=True))
-    kept[1].clear()  # one that does not know it any more: all make another one
-    fourth = [one.comm for one in introduced(gpus, kept)]
+    cache[1].clear()  # one that does not know it any more: all make another one
+    fourth = [one.comm for one in make_on_all(gpus, cache)]
     assert not any(one is other for one, other in zip(third, fourth, strict=True))
-    assert introduced(gpus[:1]) == [(None, "")]
+    assert make_on_all(gpus[:1]) == [(None, "")]
 
 
 def broken(gpus: list[Any], how: str) -> str:
@@ -117,7 +119,7 @@ def broken(gpus: list[Any], how: str) -> str:
         return "worker 1: libnccl.so cannot be loaded"
     over = threading.Event()
     cuda.nccl.NcclCommunicator = lambda *_: (over.wait(2), mock.Mock())[1]
-    return "worker 1: NCCL has not brought the workers together within 0.2 s"
+    return "worker 1: NCCL has made no communicator of the workers within 0.2 s"
 
 
 @pytest.mark.parametrize("how", ["missing", "version", "fails", "raises", "slow"])
@@ -126,15 +128,15 @@ def test_all_have_a_communicator_or_none_has_and_why(how: str) -> None:
     gpus = gpus_of(Machine(2), 2)
     why = broken(gpus, how)
     with mock.patch("fake_nccl.WAIT_S", 0.1):
-        found = introduced(gpus, timeout_s=20.0 if how != "slow" else 0.4)
+        found = make_on_all(gpus, timeout_s=20.0 if how != "slow" else 0.4)
     assert [one.comm for one in found] == [None, None]
     assert all(one.problem == found[0].problem for one in found)
     assert why in found[0].problem or "worker 0: NCCL has failed" in found[0].problem
     if how in ("missing", "version", "raises"):
         names = ["worker 0", "worker 1"]
-        told = on_ranks(2, lambda rank, gather: why_not(lambda: Nccl(gpus[rank]), names, rank, gather))
-        assert told == [found[0].problem] * 2
-    assert nccl_introduction.COMMUNICATORS == {}
+        answers = on_ranks(2, lambda rank, gather: why_not(lambda: Nccl(gpus[rank]), names, rank, gather))
+        assert answers == [found[0].problem] * 2
+    assert nccl_setup.COMMUNICATORS == {}
 
 
 def test_lengths_are_padded_to_whole_cache_lines() -> None:
@@ -201,7 +203,7 @@ def test_keys_in_any_order_are_in_one_order_for_nccl() -> None:
 
 
 def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
-    """What waits on the GPU is aborted after the limit; whoever waits for the key is told."""
+    """What waits on the GPU is aborted after the limit; whoever waits for the key is answers."""
 
     def body(store: Any, cupy: Any) -> Any:
         store.init("k", cupy.zeros(1000, F4))

@@ -66,7 +66,7 @@ def test_long_buffers(hosts: str) -> None:
 @HOSTS
 def test_medium_buffers(hosts: str) -> None:
     """Just above what is short, so that some chunks have one segment and others none."""
-    n = (hierarchical.SHORT_BYTES * topology(hosts).carriers) // 4 + 1
+    n = (hierarchical.SHORT_BYTES * topology(hosts).n_leaders) // 4 + 1
     check(hosts, n, "float32", bounds_of("hierarchical", n, hosts))
 
 

@@ -12,7 +12,7 @@ from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.engine.operation import wakes
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.placement.algorithms import bounds_of
 from mpikv.placement.keys import even_bounds, whole_bounds
@@ -38,8 +38,8 @@ def memories_of(hosts: str) -> list[HostMemory]:
 def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
     """A key whose counters lie at `begin`, its value behind them."""
     place = Place(begin + counters_bytes(most), begin)
-    room = Segment(memory, memory.n_bytes // 2).take
-    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, room=room)
+    room = Allocator(memory, memory.n_bytes // 2).take
+    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, allocate=room)
 
 
 def parts(rank: int, n: int, round_: int, dtype: np.dtype = F32) -> np.ndarray:
@@ -78,7 +78,7 @@ def through_memory(
 
     def steps(group):
         me = group.rank
-        key = host_key(memories[me], begin, n, dtype, rings=found.carriers, most=most)
+        key = host_key(memories[me], begin, n, dtype, rings=found.n_leaders, most=most)
         behind = 1 << 28
         results = []
         for round_ in range(ROUNDS):
@@ -128,14 +128,14 @@ def test_sizes(hosts: str, n: int) -> None:
 @pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
 def test_long_values(hosts: str, lent: str) -> None:
     """More segments than a window; values anywhere."""
-    n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).carriers + 5
+    n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).n_leaders + 5
     check(hosts, n, bounds_of("hierarchical", n, hosts), lent=lent)
 
 
 @HOSTS
 def test_medium_values(hosts: str) -> None:
     """Just above what is short, so that some chunks have one segment and others none."""
-    n = hierarchical.SHORT_BYTES * topology(hosts).carriers // 4 + 1
+    n = hierarchical.SHORT_BYTES * topology(hosts).n_leaders // 4 + 1
     check(hosts, n, bounds_of("hierarchical", n, hosts), lent="mixed")
 
 

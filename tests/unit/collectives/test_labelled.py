@@ -10,7 +10,7 @@ import pytest
 from test_hosted import host_key, memories_of
 
 from mpikv.collectives import hierarchical, hosted, select
-from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, SharingGroup
+from mpikv.collectives.labelled import TRAILER_BYTES, AllgatherGroup, ReduceScatterGroup
 from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import whole_bounds
 from mpikv.placement.labels import Comparison, Label
@@ -47,8 +47,8 @@ def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Roun
 
     def steps(group):
         comparison = Comparison((FIRST,))
-        adding = AddingGroup(group.transport, group.ranks, comparison)
-        sharing = SharingGroup(group.transport, group.ranks, comparison, owners)
+        adding = ReduceScatterGroup(group.transport, group.ranks, comparison)
+        sharing = AllgatherGroup(group.transport, group.ranks, comparison, owners)
         reduce_scatter, allgather = halves(group)
         found = []
         for i, labels in enumerate(rounds):
@@ -89,7 +89,7 @@ def through_memory(hosts: str, n: int, bounds):
     memories = memories_of(hosts)
 
     def halves(group):
-        key = host_key(memories[group.rank], 1 << 12, n, F32, rings=topology(hosts).carriers, most=len(hosts))
+        key = host_key(memories[group.rank], 1 << 12, n, F32, rings=topology(hosts).n_leaders, most=len(hosts))
 
         def reduce_scatter(adding, buf, comparison):
             return (
@@ -122,9 +122,9 @@ def check(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: int | Non
             if i in {1, 3} or labels == rounds[i - 1] == (FIRST,) * p:
                 assert n_bytes == found[0][3], (i, rank)
             elif i == 2:
-                notes, rest = divmod(n_bytes - found[0][3], NOTE_BYTES)
+                trailers, rest = divmod(n_bytes - found[0][3], TRAILER_BYTES)
                 assert rest == 0
-                assert notes <= min(messages, p - 1)
+                assert trailers <= min(messages, p - 1)
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)

@@ -18,7 +18,7 @@ import pytest
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives import shared, shared_plans
 from mpikv.collectives.shared import WORDS, Executor
-from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
+from mpikv.collectives.shared_plans import Interval, Region, Slots, Update, in_place_plan, staged_plan, update_plan
 from mpikv.common.digests import digest
 from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.hostmemory.counters import Counters, table_bytes
@@ -90,7 +90,7 @@ class Rank:
         """One region per array; outs: for each a tuple of arrays."""
         results = results or [self.result(value.size, value.dtype) for value in values]
         regions = [
-            Region(result, [Piece(value.size, value, tuple(out))])
+            Region(result, [Interval(value.size, value, tuple(out))])
             for result, value, out in zip(results, values, outs, strict=True)
             if value.size
         ]
@@ -282,14 +282,14 @@ def arena_regions(rank, arrays, outs):
         gap = begin - end
         if regions and regions[-1][1] == value.dtype and 0 <= gap < 64:
             if gap:
-                regions[-1][2].append(Piece(gap // value.itemsize, None, ()))
+                regions[-1][2].append(Interval(gap // value.itemsize, None, ()))
         else:
             regions.append((begin, value.dtype, []))
-        regions[-1][2].append(Piece(value.size, value, tuple(targets)))
+        regions[-1][2].append(Interval(value.size, value, tuple(targets)))
         end = begin + value.nbytes
     return [
-        Region(rank.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
-        for begin, dtype, pieces in regions
+        Region(rank.memory.array(begin, sum(interval.n_elems for interval in intervals), dtype), intervals)
+        for begin, dtype, intervals in regions
     ]
 
 
@@ -321,7 +321,9 @@ def test_many_arrays_with_gaps_and_of_several_dtypes(small, p, n_arrays):
         return [
             (a, float(np.abs(region.result[a : a + piece.n_elems].astype(np.float64)).max()))
             for region in regions
-            for a, piece in zip(np.cumsum([0] + [one.n_elems for one in region.pieces]), region.pieces, strict=False)
+            for a, piece in zip(
+                np.cumsum([0] + [one.n_elems for one in region.intervals]), region.intervals, strict=False
+            )
             if piece.value is None
         ]
 

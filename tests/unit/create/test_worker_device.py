@@ -15,7 +15,7 @@ from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.worker_device import asks, find
 from mpikv.errors import MpikvError
-from mpikv.placement.device_paths import Told
+from mpikv.placement.device_paths import DeviceReport
 from mpikv.runtime import cuda_driver
 
 SYNC, ON_DEVICE = spec.parse("dist_sync"), spec.parse("dist_sync_device")
@@ -65,7 +65,7 @@ def test_nothing_is_asked_where_nobody_asks_for_it() -> None:
         raise AssertionError("asked")
 
     found = find(SYNC, Config(), 0, modules={}, ask=refuse, open_gpu=refuse)
-    assert (found.gpu, found.told, found.warning, found.spaces.device) == (None, Told(), "", None)
+    assert (found.gpu, found.told, found.warning, found.spaces.device) == (None, DeviceReport(), "", None)
     found = find(ON_DEVICE, Config(device_path="host"), 0, modules={}, ask=refuse, open_gpu=refuse)
     assert (found.gpu, found.told.why_none) == (None, "MPIKV_DEVICE_PATH=host")
 
@@ -74,14 +74,14 @@ def test_nothing_is_asked_where_nobody_asks_for_it() -> None:
 def test_the_gpu_of_a_worker(local_rank: int, setting: Any, number: int) -> None:
     found = find(ON_DEVICE, Config(local_device=setting), local_rank, modules={}, ask=lambda: TWO, open_gpu=opened)
     assert found.gpu is not None
-    assert found.told == Told(number, found.gpu.uuid, "Fake GPU", "")
+    assert found.told == DeviceReport(number, found.gpu.uuid, "Fake GPU", "")
     assert found.spaces.device is not None
     assert found.spaces.device.device == number
 
 
 def test_without_a_driver_there_is_none_and_no_warning() -> None:
     found = find(ON_DEVICE, Config(), 0, modules={}, ask=lambda: NO_DRIVER)
-    assert (found.gpu, found.told, found.warning) == (None, Told(why_none="no driver"), "")
+    assert (found.gpu, found.told, found.warning) == (None, DeviceReport(why_none="no driver"), "")
 
 
 def test_a_gpu_that_is_asked_for_by_its_number_and_is_missing() -> None:
@@ -108,7 +108,7 @@ def test_a_gpu_that_cannot_be_opened() -> None:
         raise MpikvError(f"GPU {number} is taken")
 
     found = find(ON_DEVICE, Config(), 1, modules={}, ask=lambda: TWO, open_gpu=taken)
-    assert (found.gpu, found.told) == (None, Told(why_none="GPU 1 is taken"))
+    assert (found.gpu, found.told) == (None, DeviceReport(why_none="GPU 1 is taken"))
 
 
 def test_a_store_of_numpy_imports_no_array_library() -> None:

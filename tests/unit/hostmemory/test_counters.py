@@ -17,7 +17,7 @@ from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
 from mpikv.hostmemory.polling import POLLS, SHARED_CORE_POLLS, Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
-from mpikv.placement.labels import PLAIN, Comparison, Label
+from mpikv.placement.labels import NO_ATTRIBUTES, Comparison, Label
 from mpikv.testing.ranks import spawn
 
 F32 = np.dtype(np.float32)
@@ -43,11 +43,11 @@ def test_each_rank_writes_its_own_row_of_whole_cache_lines():
     ranks = tables(3, 9)
     for one in ranks:
         one.count(8, 10 + one.rank)
-        one.say(0, (1 << 64) - 1 - one.rank)
+        one.write(0, (1 << 64) - 1 - one.rank)
     for one in ranks:
         assert one.others == [rank for rank in range(3) if rank != one.rank]
         assert [one.of(rank, 8) for rank in range(3)] == [10, 11, 12]
-        assert [one.said(rank, 0) for rank in range(3)] == [(1 << 64) - 1 - rank for rank in range(3)]
+        assert [one.read(rank, 0) for rank in range(3)] == [(1 << 64) - 1 - rank for rank in range(3)]
         assert one.reached(2, 8, 12)
         assert not one.reached(1, 8, 12)
 
@@ -126,17 +126,17 @@ def key_on(world: Interleaving, rank: int) -> HostKey:
     memory = world.host_memory(rank)
     memory.array = lambda begin, n, dtype: np.zeros(n, dtype)
     memory.offset_of = lambda array: 0
-    return HostKey(memory, Place(0, 0), 1, (F32, F32), 1, room=lambda n_bytes: np.zeros(n_bytes, np.uint8))
+    return HostKey(memory, Place(0, 0), 1, (F32, F32), 1, allocate=lambda n_bytes: np.zeros(n_bytes, np.uint8))
 
 
 def rounds(world: Interleaving, found: list[list[int]], known: list[list[int]]) -> None:
     """found: what a rank has or learns, by round and rank. known: whether labels differ, at the end, likewise."""
 
     def body(rank: int) -> None:
-        key, comparison = key_on(world, rank), Comparison((PLAIN,))
+        key, comparison = key_on(world, rank), Comparison((NO_ATTRIBUTES,))
         others = [other for other in range(world.size) if other != rank]
         for number, one in enumerate(found):
-            comparison.begin((Label(f"of {rank}") if one[rank] == OTHER else PLAIN,))
+            comparison.begin((Label(f"of {rank}") if one[rank] == OTHER else NO_ATTRIBUTES,))
             key.begin(np.zeros(1, F32), np.zeros(1, F32), comparison)
             comparison.differ |= one[rank] == MESSAGE
             key.count(FILLED, 1)

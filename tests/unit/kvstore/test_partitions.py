@@ -257,7 +257,7 @@ class Watched(Fabric):
 def test_few_of_many_partitions_are_under_way_at_a_time(mode, in_place, monkeypatch):
     """MPI looks through all that is under way for each message, so that thousands would take minutes."""
     monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
-    monkeypatch.setattr(on_servers, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
+    monkeypatch.setattr(on_servers, "SHORT_PARTITION_BYTES", 1)  # else only a value of many MB is cut into so many
     n, fabric = 20 * exchange.PIECES_IN_FLIGHT, Watched(4)
 
     def body(store):

@@ -106,7 +106,7 @@ def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
     wire = wire_of(info)
     found = place(members, info, load_bytes=[0] * servers, wire=wire)
     assert all(bound % row == 0 for bound in found.bounds)
-    assert found.part_elems % row == 0
+    assert found.partition_elems % row == 0
     assert piece_elems(codec.push, F32) % row == 0
     if servers:
         assert as_announced(members, info, found.announced(), wire) == found

@@ -9,14 +9,14 @@ import pytest
 
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.placement.device_paths import Told, advice, choose, describe, settle, stats
+from mpikv.placement.device_paths import DeviceReport, advice, choose, describe, settle, stats
 from mpikv.placement.members import Members
 
-NONE = Told(why_none="CuPy is not installed")
+NONE = DeviceReport(why_none="CuPy is not installed")
 
 
-def gpus(n: int) -> list[Told]:
-    return [Told(i, f"GPU-{i}", "a GPU") for i in range(n)]
+def gpus(n: int) -> list[DeviceReport]:
+    return [DeviceReport(i, f"GPU-{i}", "a GPU") for i in range(n)]
 
 
 def members_of(
@@ -93,7 +93,7 @@ SAME = [one._replace(uuid="GPU-0") for one in gpus(2)]
 WITHOUT, NO_GPU = [*gpus(1), NONE], "worker 1 on b uses no GPU: CuPy is not installed"
 
 # What workers have, hosts, settings, outcomes of trials: what is raised, behind the setting.
-REFUSED: list[tuple[list[Told], str, dict[str, Any], dict[str, str], str]] = [
+REFUSED: list[tuple[list[DeviceReport], str, dict[str, Any], dict[str, str], str]] = [
     *((WITHOUT, "ab", {"device_path": path}, {}, NO_GPU) for path in ("ipc", "mpi", "nccl", "staged")),
     (WITHOUT, "ab", {"algorithm": "nccl"}, {}, NO_GPU),
     *((gpus(1), "ab", {"servers": 1, "device_path": path}, {}, "servers own the keys") for path in ("ipc", "nccl")),
@@ -108,7 +108,7 @@ REFUSED: list[tuple[list[Told], str, dict[str, Any], dict[str, str], str]] = [
 
 @pytest.mark.parametrize(("told", "hosts", "settings", "outcomes", "text"), REFUSED)
 def test_what_cannot_be(
-    told: list[Told], hosts: str, settings: dict[str, Any], outcomes: dict[str, str], text: str
+    told: list[DeviceReport], hosts: str, settings: dict[str, Any], outcomes: dict[str, str], text: str
 ) -> None:
     ((name, value),) = [(name, value) for name, value in settings.items() if name != "servers"]
     with pytest.raises(ConfigError, match=f"MPIKV_{name.upper()}={value}: {text}"):
@@ -122,7 +122,7 @@ def test_settings_that_ask_for_two_paths(path: str) -> None:
 
 
 def test_what_one_worker_cannot_do_is_an_error_for_all() -> None:
-    told = [*gpus(1), Told(error="MPIKV_LOCAL_DEVICE=7, but this process sees one GPU")]
+    told = [*gpus(1), DeviceReport(error="MPIKV_LOCAL_DEVICE=7, but this process sees one GPU")]
     with pytest.raises(ConfigError, match="worker 1 on b: MPIKV_LOCAL_DEVICE=7, but"):
         choose(told, members_of("ab"), {})
 

@@ -11,7 +11,7 @@ import pytest
 from mpikv import optimizers
 from mpikv.optimizers import base
 from mpikv.placement import labels
-from mpikv.placement.labels import NOTHING, AttributeLog, scaled
+from mpikv.placement.labels import NO_OPTIMIZER, AttributeLog, scaled
 from mpikv.spaces.host import HostSpace
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -32,32 +32,32 @@ def test_the_factor_is_what_optimizers_declare():
 
 
 def test_a_key_that_no_optimizer_serves():
-    assert AttributeLog().under(0, exact=False) == (NOTHING, None)
+    assert AttributeLog().push_label(0, exact=False) == (NO_OPTIMIZER, None)
 
 
 def test_attributes_are_numbered_as_they_change():
     optimizer, log = watched(learning_rate=0.5)
-    under, new = log.under(1, exact=False)
+    under, new = log.push_label(1, exact=False)
     assert (under.number, under.ratio, under.label, new) == (0, 1.0, log.as_set(1), None)
     optimizer.learning_rate = 0.25
-    under, new = log.under(1, exact=False)
+    under, new = log.push_label(1, exact=False)
     assert (under.number, new and new["learning_rate"]) == (1, 0.25)
     assert under.label != log.as_set(1)
-    assert log.under(1, exact=False) == (under, None)
+    assert log.push_label(1, exact=False) == (under, None)
     optimizer.lr_mult["w"] = 2.0  # changed in place
-    assert log.under(1, exact=False)[0].number == 2
+    assert log.push_label(1, exact=False)[0].number == 2
 
 
 def test_another_factor_scales_values_and_changes_no_label():
     optimizer, log = watched(rescale_grad=0.5)
     optimizer.rescale_grad = 0.25
-    under, new = log.under(1, exact=False)
+    under, new = log.push_label(1, exact=False)
     assert (under.number, under.ratio, under.label, new) == (0, 0.5, log.as_set(1), None)
     optimizer.rescale_grad = 0.0
-    assert log.under(1, exact=False)[0].ratio == 0.0
+    assert log.push_label(1, exact=False)[0].ratio == 0.0
     log.agree(1, 0.125)
     optimizer.rescale_grad = 0.25
-    under, new = log.under(1, exact=False)
+    under, new = log.push_label(1, exact=False)
     assert (under.number, under.ratio, factor_in(under.label)) == (1, 2.0, 0.125)
     assert new is not None
     assert log.factor(1) == new["rescale_grad"] == 0.125
@@ -67,7 +67,7 @@ def test_another_factor_scales_values_and_changes_no_label():
 def test_what_cannot_be_scaled_has_its_own_factor_in_the_label(why):
     optimizer, log = watched(exact=why == "slot", rescale_grad=0.0 if "agreed" in why else 1.0)
     optimizer.rescale_grad = 0.25
-    under, new = log.under(1, exact=why == "values")
+    under, new = log.push_label(1, exact=why == "values")
     assert (under.number, under.ratio, factor_in(under.label)) == (1, 1.0, 0.25)
     assert new is not None
     if why != "values":
@@ -77,22 +77,22 @@ def test_what_cannot_be_scaled_has_its_own_factor_in_the_label(why):
 def test_pushes_that_no_step_is_made_with_are_not_scaled():
     optimizer, log = watched(scales=False)
     optimizer.rescale_grad = 0.25
-    assert log.under(1, exact=False)[0].ratio == 1.0
+    assert log.push_label(1, exact=False)[0].ratio == 1.0
     with log.scaling(1):
-        assert log.under(1, exact=False)[0].ratio == 0.25
-    under, _ = log.under(1, exact=False)
+        assert log.push_label(1, exact=False)[0].ratio == 0.25
+    under, _ = log.push_label(1, exact=False)
     assert (under.ratio, under.label) == (1.0, log.as_set(1))
 
 
 def test_the_next_push_says_what_an_update_was_made_with():
     optimizer, log = watched(scales=False, learning_rate=0.5)
-    log.under(1, exact=False)
+    log.push_label(1, exact=False)
     assert log.updates() == []
     optimizer.rescale_grad = 0.25
     log.updated(1)
     ((slot, update),) = log.updates()
     assert (slot, update["the last update's rescale_grad"], update["the last update's learning_rate"]) == (1, 0.25, 0.5)
-    label = log.under(1, exact=False)[0].label
+    label = log.push_label(1, exact=False)[0].label
     assert json.loads(label.text)["the last update's rescale_grad"] == 0.25
     assert log.updates() == []  # it has been said
 

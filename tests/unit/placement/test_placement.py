@@ -142,18 +142,23 @@ def test_host_keys_where_nccl_is_asked_for() -> None:
 
 def test_a_staged_key_that_shared_memory_has_no_room_for() -> None:
     members = Members(("a", "a", "b"), (0, 1, 2), device_path="staged")
-    found = place(members, key(0, 10, "float32")._replace(space="device"), room=False)
+    found = place(members, key(0, 10, "float32")._replace(space="device"), fits=False)
     assert (found.path, found.host) == ("staged", "messages")
 
 
 @pytest.mark.parametrize("row", ON_SERVERS)
 def test_on_servers(row: tuple[int, int, list[int], int, int, bool, list[tuple[int, int, int]], int]) -> None:
-    n, itemsize, held, bound, partition, whole, shards, part_elems = row
+    n, itemsize, held, bound, partition, whole, shards, partition_elems = row
     config = Config(bigarray_bound_elems=bound, partition_bytes=partition)
     members = Members(("a",) * (1 + len(held)), (0,), tuple(range(1, 1 + len(held))), config=config)
     info = key(3, n, {2: "float16", 4: "float32", 8: "float64"}[itemsize])
     found = place(members, info, whole=whole, load_bytes=held)
-    assert (found.path, found.algorithm, list(found.shards), found.part_elems) == ("servers", "", shards, part_elems)
+    assert (found.path, found.algorithm, list(found.shards), found.partition_elems) == (
+        "servers",
+        "",
+        shards,
+        partition_elems,
+    )
     assert as_announced(members, info, found.announced()) == found
 
 
@@ -168,7 +173,7 @@ def test_a_key_without_room_in_the_memory_takes_messages() -> None:
     for hosts in ("aa", "aabb"):
         members, info = Members(tuple(hosts), tuple(range(len(hosts)))), key(0, 100_000, "float32")
         found = place(members, info)
-        assert place(members, info, room=False) == found._replace(path="messages")
+        assert place(members, info, fits=False) == found._replace(path="messages")
 
 
 def test_workers_without_memory_take_messages() -> None:

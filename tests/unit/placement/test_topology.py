@@ -13,7 +13,7 @@ def test_blocks_of_ranks():
     assert found.hosts == ((0, 1), (2, 3, 4))
     assert found.host_of == (0, 0, 1, 1, 1)
     assert found.local_rank == (0, 1, 0, 1, 2)
-    assert found.carriers == 2
+    assert found.n_leaders == 2
 
 
 def test_ranks_dealt_out_to_hosts():
@@ -21,7 +21,7 @@ def test_ranks_dealt_out_to_hosts():
     assert found.hosts == ((0, 2), (1, 3), (4,))
     assert found.host_of == (0, 1, 0, 1, 2)
     assert found.local_rank == (0, 0, 1, 1, 0)
-    assert found.carriers == 1
+    assert found.n_leaders == 1
 
 
 def test_pretended_hosts_are_blocks_as_even_as_possible():

@@ -17,7 +17,7 @@ from store_modes import Mode
 from mpikv import optimizers
 from mpikv.codecs import registry
 from mpikv.codecs.compression import make
-from mpikv.collectives.labelled import NOTE_BYTES
+from mpikv.collectives.labelled import TRAILER_BYTES
 from mpikv.config import Config
 from mpikv.errors import ConfigError, StallError
 from mpikv.placement.keys import even_bounds
@@ -219,8 +219,8 @@ def test_only_sums_are_encoded() -> None:
     for rank, one in enumerate(found):
         own = bounds[rank + 1] - bounds[rank]
         plain = 4 * (67 - own) + 4 * 2 * own
-        notes = 2 * NOTE_BYTES  # that there is another reduction than in the round before
-        assert [sent for _, sent, _ in one] == [2 * 9, 2 * 9, plain, plain + notes, 2 * 9 + notes]  # 67 bits
+        trailers = 2 * TRAILER_BYTES  # that there is another reduction than in the round before
+        assert [sent for _, sent, _ in one] == [2 * 9, 2 * 9, plain, plain + trailers, 2 * 9 + trailers]  # 67 bits
         assert [encoded for _, _, encoded in one] == [9, 18, 18, 18, 27]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv.collectives import hierarchical, hosted, ring, segments
-from mpikv.collectives.segments import SEGMENT_BYTES, gathered
+from mpikv.collectives.segments import SEGMENT_BYTES, merged
 from mpikv.config import Config
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
@@ -26,7 +26,7 @@ def test_every_span_is_in_one_copy(lengths: list[int], random: Any, most: int) -
     ends = np.cumsum([0, *lengths]).tolist()
     spans = [(ends[i], ends[i + 1]) for i in range(len(lengths))]
     random.shuffle(spans)
-    copies, copy_of = gathered(spans, most)
+    copies, copy_of = merged(spans, most)
     assert sorted(copies) == sorted(set(copies))
     assert sum(end - begin for begin, end in copies) == sum(lengths)
     for span, i in zip(spans, copy_of, strict=True):
@@ -36,9 +36,9 @@ def test_every_span_is_in_one_copy(lengths: list[int], random: Any, most: int) -
 
 
 def test_spans_that_fit_share_one_copy() -> None:
-    assert gathered([(5, 9), (0, 2), (2, 5)], 9) == ([(0, 9)], [0, 0, 0])
-    assert gathered([(5, 9), (0, 2), (2, 5)], 7) == ([(2, 9), (0, 2)], [0, 1, 0])
-    assert gathered([], 7) == ([], [])
+    assert merged([(5, 9), (0, 2), (2, 5)], 9) == ([(0, 9)], [0, 0, 0])
+    assert merged([(5, 9), (0, 2), (2, 5)], 7) == ([(2, 9), (0, 2)], [0, 1, 0])
+    assert merged([], 7) == ([], [])
     assert SEGMENT_BYTES % 8 == 0
 
 

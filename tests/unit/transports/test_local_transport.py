@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from store_modes import long_messages
 
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.segment import private_memory
 from mpikv.hostmemory.waker import Waker
 from mpikv.transports import memory
@@ -250,7 +250,7 @@ def test_a_rank_that_is_worker_and_server_talks_to_itself():
 
 def test_segments_are_disjoint_and_end():
     memories = private_memory(3)
-    segments = [Segment(memory, 1000) for memory in memories]
+    segments = [Allocator(memory, 1000) for memory in memories]
     arrays = [segment.take(n) for segment in segments for n in (1, 100, 5000)]
     for i, array in enumerate(arrays):
         array[:] = i
@@ -261,7 +261,7 @@ def test_segments_are_disjoint_and_end():
 
 def test_what_is_given_back_is_zero_and_taken_again():
     (memory,) = private_memory(1)
-    segment = Segment(memory, 0)
+    segment = Allocator(memory, 0)
     first = segment.take(100_000)
     first[:] = 7
     segment.give(first)

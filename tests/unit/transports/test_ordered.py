@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.labelled import NOTE_BYTES
+from mpikv.collectives.labelled import TRAILER_BYTES
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
@@ -237,15 +237,15 @@ def test_short_and_long_messages_of_one_tag_find_their_receives() -> None:
     assert all(came(one, some(size, size)) for size, one in zip(sizes, received, strict=True))
 
 
-@pytest.mark.parametrize("n_bytes", [500 - NOTE_BYTES, 500, 501])
+@pytest.mark.parametrize("n_bytes", [500 - TRAILER_BYTES, 500, 501])
 @pytest.mark.parametrize("noted", [False, True])
 def test_a_note_makes_no_short_message_long(n_bytes: int, *, noted: bool) -> None:
     """The receiver does not know whether there is one, and has to wait for the right kind of message."""
     pair = Pair()
-    message = some(n_bytes + NOTE_BYTES * noted)
-    pair.ranks[0].isend(message, 1, tag(0), NOTE_BYTES * noted)
-    buf = np.zeros(n_bytes + NOTE_BYTES, np.uint8)
-    request = pair.ranks[1].irecv(buf, 0, tag(0), NOTE_BYTES)
+    message = some(n_bytes + TRAILER_BYTES * noted)
+    pair.ranks[0].isend(message, 1, tag(0), TRAILER_BYTES * noted)
+    buf = np.zeros(n_bytes + TRAILER_BYTES, np.uint8)
+    request = pair.ranks[1].irecv(buf, 0, tag(0), TRAILER_BYTES)
     pair.poll(2)
     assert came((buf, request), message)
     assert (1, tag(0)) not in pair.left or n_bytes > 500

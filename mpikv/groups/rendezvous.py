@@ -1,7 +1,7 @@
-"""Keys and values that the ranks of a job tell each other before they can call each other: a pure state.
+"""The rendezvous store: keys and values that the ranks of a job exchange before they can form groups. A pure state.
 
-`torch.distributed` calls this a store: `set`, `add`, `compare_set`, and reads that wait until a key is there. One rank
-holds it; service.py brings the requests of the others. Values are bytes; `add` keeps numbers as their digits.
+It does what `torch.distributed` calls a store: `set`, `add`, `compare_set`, and reads that wait until a key exists. One
+rank keeps it; service.py receives the requests of the others. Values are bytes; `add` keeps numbers as their digits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 Reply = Callable[[list[bytes]], None]
 
 
-class Board:
+class RendezvousStore:
     """The keys with their values, and the requests that wait for a key."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Board:
             expected, desired = values
             if held.get(keys[0], b"") == expected:
                 held[keys[0]] = desired
-            # As PyTorch's stores: a key that is not there is answered by what was expected.
+            # For a key that does not exist the answer is `expected`, as in PyTorch's stores.
             reply([held.get(keys[0], expected)])
             self._answer()
         elif verb == "check":

@@ -1,7 +1,7 @@
-"""The memory of a server inside a worker that uses a GPU: keys are held there, what comes and goes is page-locked.
+"""Copies between the GPU on which a server inside a worker keeps its keys, and page-locked memory for messages.
 
-Copies up and down are begun in the store's stream, in the order of the requests, and the server waits for none of them.
-Cost: one copy up of each push, one down of each reply, but of those that this worker hands over
+Copies up to the GPU and down to the host are begun in the store's stream, in the order of the requests, and the server
+waits for none of them. Cost: one copy up of each push, one down of each reply, except those of this worker itself
 (transports/loopback.py); page-locked memory comes from the space's own pool.
 """
 
@@ -19,7 +19,7 @@ from mpikv.spaces.device import DeviceSpace
 
 
 class DevicePool(Pool):
-    """Arrays on a GPU, whose space has its own pool: an array that nobody refers to any more is free."""
+    """Arrays on a GPU, whose space has its own pool: an array is free once nothing refers to it any more."""
 
     def __init__(self, space: DeviceSpace) -> None:
         super().__init__(None, space)
@@ -32,38 +32,35 @@ class DevicePool(Pool):
         """See `Pool`."""
 
 
-class Lifts:
-    """Page-locked memory between messages and the GPU of the worker that a server is in, and the copies there.
-
-    values: arrays on the GPU. Copies up and down are begun in the store's stream, and nobody waits for them here.
-    """
+class DeviceCopies:
+    """Copies to and from the GPU of the worker that a server runs in. values: the pool of arrays on the GPU."""
 
     def __init__(self, space: DeviceSpace) -> None:
         self.space = space
         self.values = DevicePool(space)
-        self._leaving: deque[tuple[Operation, HostArray]] = deque()
+        self._copying: deque[tuple[Operation, HostArray]] = deque()
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """(n_elems,) of page-locked memory, in which no copy is under way."""
-        while self._leaving and self._leaving[0][0].test():
-            self._leaving.popleft()
+        """Return (n_elems,) of page-locked memory, in which no copy is under way."""
+        while self._copying and self._copying[0][0].test():
+            self._copying.popleft()
         return self.space.pinned.take(n_elems * dtype.itemsize).view(dtype)
 
     def give(self, array: HostArray) -> None:
-        """Take back what `take` returned: it goes with the last reference."""
+        """Do nothing: memory of `take` is free once nothing refers to it any more."""
 
     def up(self, array: HostArray) -> Any:
-        """The values on the GPU. The memory, of `take`, is kept until they are there."""
+        """Begin to copy an array of `take` to the GPU, and return it there. `array` is kept until the copy is done."""
         values = self.values.take(array.size, array.dtype)
         self.space.bring(values, array)
-        self._leaving.append((self.space.begun(), array))
+        self._copying.append((self.space.begun(), array))
         return values
 
     def down(self, values: Any) -> tuple[ReadableMemory, Operation]:
-        """Page-locked memory with one reader, and when the values are in it."""
+        """Begin to copy values to page-locked memory. Returns that, with one reader, and a request for the copy."""
         array = self.take(values.size, values.dtype)
         self.space.fetch(array, values)
         block = ReadableMemory(array, self.give)
         block.readers = 1
-        block.leave()
+        block.retire()
         return block, self.space.begun()

@@ -1,12 +1,12 @@
-"""Messages between two ranks of a group, matched as MPI does it: by sender and tag, in the order of the receives.
+"""Receives of a group, matched with messages as MPI does it: by sender and tag, in the order of the receives.
 
 A message is taken off MPI's queue when it has arrived (a matched probe), so that its length is known before it is
-received: one that is not as long as its buffer is an error. A receive with too short a buffer must not be posted: Open
-MPI (5.0.11) reports an error for it after it has written the whole message over whatever lies behind the buffer.
+received: a message that is not as long as its buffer is an error. A receive with too short a buffer must not be posted:
+Open MPI (5.0.11) reports an error for it, but only after it has written the whole message past the buffer's end.
 
-Receives may be from any sender; each takes the first message that fits it and no earlier receive.
+Receives may be from any sender; each takes the first message that matches it and no earlier receive.
 
-Cost: one message; one probe per step of the engine for each tag that somebody waits for.
+Cost: one message; one probe per step of the engine for each tag that a receive waits for.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from mpikv.transports.base import Group, Incoming
 
 
 class _Posted:
+    """A receive that waits for its message. found: the message, once there is one."""
+
     def __init__(self, source: int | None) -> None:
         self.source = source
         self.found: Incoming | None = None
 
 
-class Mailbox:
+class ReceiveQueue:
     """The receives of a group under one tag. source: a rank of the transport, None: any."""
 
     def __init__(self, group: Group, tag: int) -> None:
@@ -47,7 +49,7 @@ class Mailbox:
         return self.group.ranks.index(posted.found.source)
 
     def receive_all(self, bufs: Mapping[int, HostArray]) -> Steps[None]:
-        """Receive exactly `bufs[rank]` from each rank in it, in the order in which they come."""
+        """Receive exactly `bufs[rank]` from each rank in it, in the order in which the messages arrive."""
         return self._receive_all({self._post(rank): buf for rank, buf in bufs.items()})
 
     def _post(self, source: int | None) -> _Posted:
@@ -58,7 +60,7 @@ class Mailbox:
     def _receive_all(self, wanted: dict[_Posted, HostArray]) -> Steps[None]:
         waiting, receives, wrong = dict(wanted), [], []
 
-        def look() -> bool:
+        def match_all() -> bool:
             for posted in [one for one in waiting if self._match(one)]:
                 incoming, buf = posted.found, waiting.pop(posted)
                 assert incoming is not None
@@ -67,12 +69,13 @@ class Mailbox:
                         f"the message of rank {self.group.ranks.index(incoming.source)} of the group has "
                         f"{incoming.n_bytes} bytes, the tensor to receive it has {buf.nbytes}"
                     )
-                    buf = np.empty(incoming.n_bytes, np.uint8)  # it is taken all the same: its sender waits for that
+                    # It is received even so, since its sender waits for that.
+                    buf = np.empty(incoming.n_bytes, np.uint8)
                 receives.append(incoming.receive(buf))
             return bool(wrong) or not waiting
 
         try:
-            yield Predicate(look)
+            yield Predicate(match_all)
         finally:
             for posted in wanted:
                 self._posted.remove(posted)
@@ -85,8 +88,8 @@ class Mailbox:
             while (incoming := self.group.transport.probe(self.tag)) is not None:
                 self._arrived.append(incoming)
             for message in tuple(self._arrived):
-                fitting = (one for one in self._posted if one.source in (None, message.source) and one.found is None)
-                receive = next(fitting, None)
+                matching = (one for one in self._posted if one.source in (None, message.source) and one.found is None)
+                receive = next(matching, None)
                 if receive is not None:
                     receive.found = message
                     self._arrived.remove(message)
