@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.base import Codec, State, state_brought
+from mpikv.codecs.base import Codec, State, state_on_device
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
@@ -42,7 +42,7 @@ class DevicePieces(Pieces):
         return self._brought(self._codec.init(n_elems))
 
     def _brought(self, state: State) -> State:
-        return state_brought(self._codec, state, self.space.from_host)
+        return state_on_device(self._codec, state, self.space.from_host)
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
         """What travels of some pieces, different ones, as bytes."""

@@ -95,7 +95,7 @@ class KeyCodec:
         """A round that was measured has ended: all workers compare their times after the same one, in messages."""
         assert self.choice is not None
         self.choice.end(self._clock.now_s())
-        if self.choice.asks:
+        if self.choice.exchange_due:
             group = self._group
             times: list[HostArray] = [self.choice.times for _ in range(group.size)]
             others = [(group.rank + step) % group.size for step in range(1, group.size)]

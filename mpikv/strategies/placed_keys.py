@@ -319,7 +319,7 @@ class PlacedKeys:
         are timed with it.
         """
         return {
-            str(info.key): choice.told(info.codec)
+            str(info.key): choice.stats(info.codec)
             for queue, codec in self._encoded()
             if (choice := codec.choice) is not None
             for info in queue.keys

@@ -521,7 +521,7 @@ class PsStrategy(Strategy):
         """
         keys = tuple(self._keys.values())
         encoded: dict[str, Any] = dict(encoded_bytes(key.encoded for key in keys))
-        if chosen := {str(key.info.key): key.choice.told(key.info.codec) for key in keys if key.choice is not None}:
+        if chosen := {str(key.info.key): key.choice.stats(key.info.codec) for key in keys if key.choice is not None}:
             encoded["compressed_keys"] = chosen
         local = self._local
         if local is None:
