@@ -55,7 +55,7 @@ def reduce_scatter(
     size = len(bounds) - 1
     own = slice(bounds[rank], bounds[rank + 1])
     # What this rank has read of the others in the last round is read when this is done, and its values are there.
-    yield space.begun()
+    yield space.stream_event()
     key.begin(values, key.value, comparison)
     key.count(FILLED, 1)
     if own.start == own.stop:
@@ -91,7 +91,7 @@ def allgather(
     """
     size = len(bounds) - 1
     if bounds[rank] < bounds[rank + 1]:
-        yield space.begun()
+        yield space.stream_event()
         key.count(GATHERED, 1)
     for place in (*range(rank + 1, size), *range(rank)):
         part = slice(bounds[place], bounds[place + 1])
@@ -101,4 +101,4 @@ def allgather(
     for out in outs:
         space.copy(out, key.value)  # from here: the bytes have come over a link between GPUs already
     if outs:
-        yield space.begun()
+        yield space.stream_event()

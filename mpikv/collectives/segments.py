@@ -67,7 +67,7 @@ class Segments:
             self._half = self._source = None
             self._open.clear()
             if self._several:
-                self._space.join()
+                self._space.join_second_stream()
 
     def coming(self, spans: Iterable[Span]) -> Copying:
         """Begin to copy these parts down."""
@@ -99,7 +99,7 @@ class Segments:
     def _bring(self, begin: int, end: int) -> None:
         assert self._half is not None
         assert self._source is not None
-        self._space.bring(self._half.up[begin:end], self._source[begin:end], beside=self._several)
+        self._space.upload(self._half.up[begin:end], self._source[begin:end], second_stream=self._several)
 
 
 class Copying:
@@ -117,8 +117,8 @@ class Copying:
         """Begin the next copies, and count what those that have ended brought."""
         while self._begun < len(self._copies) and len(self._under_way) < AHEAD:
             begin, end = self._copies[self._begun]
-            self._space.fetch(self._on_host[begin:end], self._values[begin:end])
-            self._under_way.append(self._space.begun())
+            self._space.download(self._on_host[begin:end], self._values[begin:end])
+            self._under_way.append(self._space.stream_event())
             self._begun += 1
         before = self._ended
         while self._under_way and self._under_way[0].test():

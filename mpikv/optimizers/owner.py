@@ -84,9 +84,9 @@ class Owner:
         # Of keys that were updated as one: by the first one's number their state, and what each key has of it.
         self._joined: dict[int, tuple[State, list[State]]] = {}
 
-    def here(self) -> AbstractContextManager[Any]:
+    def in_stream(self) -> AbstractContextManager[Any]:
         """A context in which work on the states goes where their updates go."""
-        return self._spaces.here()
+        return self._spaces.in_stream()
 
     def slot_of(self, key_id: int) -> int:
         """The slot whose optimizer serves this key."""

@@ -55,15 +55,15 @@ class Lifts:
     def up(self, array: HostArray) -> Any:
         """The values on the GPU. The memory, of `take`, is kept until they are there."""
         values = self.values.take(array.size, array.dtype)
-        self.space.bring(values, array)
-        self._leaving.append((self.space.begun(), array))
+        self.space.upload(values, array)
+        self._leaving.append((self.space.stream_event(), array))
         return values
 
     def down(self, values: Any) -> tuple[ReadableMemory, Operation]:
         """Page-locked memory with one reader, and when the values are in it."""
         array = self.take(values.size, values.dtype)
-        self.space.fetch(array, values)
+        self.space.download(array, values)
         block = ReadableMemory(array, self.give)
         block.readers = 1
         block.leave()
-        return block, self.space.begun()
+        return block, self.space.stream_event()

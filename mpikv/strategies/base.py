@@ -58,7 +58,7 @@ class Sink:
 
     def __init__(self, info: KeyInfo, outs: Sequence[Any], spaces: Spaces) -> None:
         self._info, self._spaces = info, spaces
-        self._outs = spaces.callers(outs)
+        self._outs = spaces.callers_arrays(outs)
         self._direct: HostArray | None = None  # the array of the caller's that is the buffer
 
     def buffer(self) -> HostArray:
@@ -73,7 +73,7 @@ class Sink:
     @property
     def places(self) -> set[str]:
         """The names of the spaces that the arrays are in."""
-        return {self._spaces.where(out) for out in self._outs}
+        return {self._spaces.space_of(out) for out in self._outs}
 
     def deliver(self, value: SpaceArray, on_host: HostArray | None = None) -> None:
         """Write the flat value, which is in the key's space or in host memory, into every array.
@@ -82,7 +82,7 @@ class Sink:
         """
         for out in self._outs:
             if out is not self._direct:
-                found = value if on_host is None or self._spaces.where(out) == DEVICE else on_host
+                found = value if on_host is None or self._spaces.space_of(out) == DEVICE else on_host
                 space = HOST if isinstance(found, np.ndarray) else self._info.space
                 self._spaces.write(space, out, found, "out")
 

@@ -110,8 +110,8 @@ class Bucket(RoundQueue):
     def brought(self, round_: Round) -> Steps[SpaceArray]:
         """All keys' values, which a round on a GPU has by their numbers until it begins, in one array."""
         for values in round_.values.values():
-            yield self.space.arrived(values)
-        self.space.follow(*round_.values.values())
+            yield self.space.written(values)
+        self.space.wait_for_callers(*round_.values.values())
         buf = self._buffer()
         parts = [round_.values.get(info.id) for info in self._infos]
         for i, info in enumerate(self._infos):

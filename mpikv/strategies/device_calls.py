@@ -121,13 +121,13 @@ class DeviceCalls:
         try:
             for item in items:  # so that the store's stream does not wait for that
                 if item.total is not None and item.key.info.space == DEVICE:
-                    yield self.space.arrived(item.total)
+                    yield self.space.written(item.total)
             keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
             sent = [item for item in items if item.key.info.space != DEVICE]
             sent += [item for key in keys for item in key.items]
             ready = [request for key in keys for request in key.arrivals]
             if keys:
-                ready.append(self.space.begun())
+                ready.append(self.space.stream_event())
             yield turn
             yield from ready
             needed = self._client.tags_needed(sent)
@@ -193,13 +193,13 @@ class _KeyCall:
         directly = self._on_device if self._places == {DEVICE} else self._result
         self.arrivals: list[Operation] = []
         if total is not None and (direct or handed):
-            self.arrivals.append(calls.space.arrived(total))
+            self.arrivals.append(calls.space.written(total))
         pushed = self._on_host
         if encodes:
             pushed = self._encoded(item.key, total)
         elif total is not None:
             for begin, end in _runs(self._staged):
-                calls.space.fetch(self._on_host[begin:end], total[begin:end])
+                calls.space.download(self._on_host[begin:end], total[begin:end])
         self.items = [
             item._replace(
                 total=None if total is None else array,
@@ -225,9 +225,9 @@ class _KeyCall:
         """The messages of a push, which are encoded on the GPU and on their way to the host."""
         messages = self._memory_of(key.encoded)
         assert isinstance(key.encoded, DevicePieces)
-        self._calls.space.follow(total)
+        self._calls.space.wait_for_callers(total)
         for part, data in key.encoded.encode_all(total, messages).items():
-            self._calls.space.fetch(messages[part], data)
+            self._calls.space.download(messages[part], data)
         return PieceMessages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
@@ -250,7 +250,7 @@ class _KeyCall:
             elif self._on_host is not None:
                 every = HOST in self._places
                 for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
-                    space.bring(self._on_device[begin:end], self._on_host[begin:end])
+                    space.upload(self._on_device[begin:end], self._on_host[begin:end])
             self._sink.deliver(self._on_device, self._on_host if HOST in self._places else None)
         elif self._sink is not None:
             self._sink.deliver(self._result)

@@ -54,7 +54,7 @@ class DevicePieces(Pieces):
             return data
         self._codec.check(self._seen(data), n_elems)
         found = self.space.empty(data.nbytes, np.dtype(np.uint8))
-        self.space.bring(found, data)
+        self.space.upload(found, data)
         return found
 
     def decode(self, data: Any, out: SpaceArray) -> None:
@@ -87,7 +87,7 @@ class DevicePieces(Pieces):
 
     def end(self) -> Steps[None]:
         """See `Pieces`."""
-        yield self.space.begun()
+        yield self.space.stream_event()
         self._lent.clear()
 
     # --- states
@@ -130,8 +130,8 @@ class DeviceEncoding(Encoding):
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
         self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():
-            space.fetch(self._messages[piece], data)
-        yield space.begun()
+            space.download(self._messages[piece], data)
+        yield space.stream_event()
 
     def __getitem__(self, i: int, /) -> tuple[int, HostArray]:
         dest, piece = self._outgoing[i]

@@ -52,7 +52,7 @@ class IpcPath(KeyPath):
         """The others copy it from where worker 0 says that it is."""
         if self._group.rank == 0:
             self._key.name(TOTALS, self.value)
-            yield self._device.begun()
+            yield self._device.stream_event()
             self._hosts.publish(self._place)
         else:
             yield self._hosts.published(self._place)

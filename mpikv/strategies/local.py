@@ -79,13 +79,13 @@ class LocalStrategy(Strategy):
         """Update the stored value now."""
         stored, space = self._stored[info.id], self._session.spaces.of(info)
         if self._session.updater is not None:
-            space.follow(total, stored)
-            with space.here():
+            space.wait_for_callers(total, stored)
+            with space.in_stream():
                 self._session.updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
             total = space.cast(total, sum_dtype(info.dtype))
-            space.follow(total, stored)
-            with space.here():
+            space.wait_for_callers(total, stored)
+            with space.in_stream():
                 self._owner.apply(info, stored, total, AS_SET)
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:

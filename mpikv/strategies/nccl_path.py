@@ -133,7 +133,7 @@ class NcclPath(KeyPath):
         elif not self._all_have_all:
             self._call(comm.all_gather, self._whole, self._device.stream)
         comm.begun += 1
-        yield _Ended(self._device.begun(), comm, self._group, self._info, self._timeout_s)
+        yield _Ended(self._device.stream_event(), comm, self._group, self._info, self._timeout_s)
 
     def _call(self, call: Any, *arguments: Any) -> None:
         assert self._comm is not None

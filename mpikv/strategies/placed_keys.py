@@ -199,7 +199,7 @@ class PlacedKeys:
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
-            queue.space.settle()
+            queue.space.synchronize()
 
     def _agreed(self, info: KeyInfo) -> None:
         if self.communicators is not None and not info.sparse:
@@ -208,7 +208,7 @@ class PlacedKeys:
     def _settle(self, queues: Sequence[RoundQueue]) -> None:
         """Wait for copies that are under way in memory of paths that other paths take the place of."""
         for space in {id(queue.space): queue.space for queue in queues}.values():
-            space.settle()
+            space.synchronize()
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which paths its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""

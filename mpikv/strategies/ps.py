@@ -206,7 +206,7 @@ class PsStrategy(Strategy):
             spaces = self._session.spaces
             for new in values:
                 if not isinstance(new.value, RowSparse):
-                    value = new.value if new.space == HOST else spaces.named(new.space).to_host(new.value)
+                    value = new.value if new.space == HOST else spaces.by_name(new.space).to_host(new.value)
                     self._first_values[new.key] = value
         self._rows.propose(values)
         _, error = self._session.agree_on_keys(values)

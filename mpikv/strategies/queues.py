@@ -145,7 +145,7 @@ class RoundQueue:
 
         Only then is anything done with them in the store's stream, which has other keys' rounds to do meanwhile.
         """
-        yield self.space.arrived(round_.values)
+        yield self.space.written(round_.values)
         return self.space.cast(round_.values, self.paths.dtype)
 
     def labels(self, under: Unders) -> Labels:

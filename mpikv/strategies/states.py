@@ -30,7 +30,7 @@ Owned = Sequence[tuple[KeyInfo, int, int]]  # a key, and begin and end of what i
 
 def collect(owner: Owner, owned: Owned) -> list[Part]:
     """The states of what an owner owns; keys that were never updated have none."""
-    with owner.here():
+    with owner.in_stream():
         return [
             part_of(info, begin, end, states.on_host(owner.states[info.id]))
             for info, begin, end in owned

@@ -47,8 +47,8 @@ class LocalUpdates:
     def add(self, key: Key, weight: Any) -> None:
         """Begin to update the key with this weight (an array of any library)."""
         spaces, what = self._spaces, f"the weight of {shown(key)}"
-        (caller,) = spaces.callers([weight])
-        space = spaces.where(caller)
+        (caller,) = spaces.callers_arrays([weight])
+        space = spaces.space_of(caller)
         held = spaces.in_place(space, caller, what)  # the updates are then made in the model's memory
         if held is None or (isinstance(held, np.ndarray) and not held.flags.writeable):
             held = spaces.total(space, [caller], what, on_device=True)
@@ -58,7 +58,7 @@ class LocalUpdates:
     def apply(self, updates: Sequence[WeightUpdate]) -> None:
         """Make one update of each key; each of its weights gets the new value."""
         spaces = self._spaces
-        seen = [spaces.callers([update.grad, *update.weights]) for update in updates]
+        seen = [spaces.callers_arrays([update.grad, *update.weights]) for update in updates]
         in_place = [
             self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, seen, strict=True)
         ]
@@ -66,16 +66,16 @@ class LocalUpdates:
             for weight in weights[done:]:
                 space = self._session.infos[update.key].space
                 spaces.write(space, weight, self._held[update.key], f"the weight of {shown(update.key)}")
-        spaces.hand_back([array for arrays in seen for array in arrays])
+        spaces.make_callers_wait([array for arrays in seen for array in arrays])
 
     def _apply(self, key: Key, weight: Any, grad: Any) -> bool:
         """Update the key's first weight. Returns whether that was made in its own memory."""
         spaces, info = self._spaces, self._session.infos[key]
         space, held, what = info.space, self._held[key], f"the weight of {shown(key)}"
-        in_place = spaces.lies_in(space, held, weight)
+        in_place = spaces.is_view_of(space, held, weight)
         if not in_place:
             # The model may have changed it, or moved it to other memory.
-            spaces.named(space).copy(held, spaces.total(space, [weight], what, on_device=True))
+            spaces.by_name(space).copy(held, spaces.total(space, [weight], what, on_device=True))
         of_grad = f"the gradient of {shown(key)}"
         total = spaces.in_place(space, grad, of_grad)
         if total is None:

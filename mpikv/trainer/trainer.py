@@ -450,7 +450,7 @@ class Trainer(TrainerFiles):
                 if gradient.request is not None:
                     gradient.request.wait()
                     # They may have been handed over in another stream than the one that goes on with the sums.
-                    self._spaces.hand_back(self._spaces.callers(gradient.replicas))
+                    self._spaces.make_callers_wait(self._spaces.callers_arrays(gradient.replicas))
             for name in grads if self._tensors else ():
                 parameters.grad_written(self._params[name])
             self._all_sent()

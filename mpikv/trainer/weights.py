@@ -165,10 +165,10 @@ class TrainedWeights:
     def _spread(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
         """Write the sum of one worker's arrays into others, in the space of the first one."""
         if outs:
-            callers = self._spaces.callers(sources)
-            space = self._spaces.where(callers[0])
+            callers = self._spaces.callers_arrays(sources)
+            space = self._spaces.space_of(callers[0])
             total = self._spaces.total(space, callers, what, on_device=True)
-            for out in self._spaces.callers(outs):
+            for out in self._spaces.callers_arrays(outs):
                 self._spaces.write(space, out, total, what)
 
     def _priority(self, name: str) -> int:

@@ -61,7 +61,7 @@ def test_many_keys_cost_as_many_launches_as_one() -> None:
         owner.set_optimizer(0, optimizers.create("adam"), [])
         on_gpu = [one._replace(info=one.info._replace(space="device")) for one in some]
         weight, total = space.zeros(sum(SIZES), F4), space.from_host(np.ones(sum(SIZES), F4))
-        with space.here():
+        with space.in_stream():
             owner.apply_together(on_gpu, weight, total)
             before = cupy.machine.counts["launches"]
             owner.apply_together(on_gpu, weight, total)
