@@ -19,7 +19,7 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import StatesFile
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
@@ -29,7 +29,7 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 Loaded = tuple[list[Key], list[Any]]
 """What all workers must know of a file of states: its keys, and the optimizer's config of each, if it was saved."""
 
-Write = Callable[[Sequence[Sequence[Part]]], None]
+Write = Callable[[Sequence[Sequence[StateRecord]]], None]
 """Writes a file of states. Takes the parts that each owner has."""
 
 Read = Callable[[], StatesFile]
@@ -187,11 +187,11 @@ class Strategy(ABC):
         Collective, blocks. Raises what `read` raises, on every worker, and has changed nothing then.
         """
 
-    def codec_states(self, call: str) -> list[Part]:
+    def codec_states(self, call: str) -> list[StateRecord]:
         """What this worker's codecs remember, piece by piece, after all that it has pushed. Collective, blocks."""
         return []
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:  # noqa: B027 - most modes have no codecs
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:  # noqa: B027 - most modes have no codecs
         """Let the codecs remember this, and forget what they remembered. Local."""
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:

@@ -19,7 +19,7 @@ from mpikv.common.checks import shown
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.owner import Joined, Owner
+from mpikv.optimizers.owner import JoinedKey, Owner
 from mpikv.placement import buckets
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Labels
@@ -131,8 +131,8 @@ class Bucket(RoundQueue):
             place, one = self._spans[info.id], under[info.id]
             first, last = max(span[0], place.start), min(span[1], place.stop)
             if first < last and one is not None:
-                parts.append(Joined(info, first, last, one.number))
-        owner.apply_together(parts, self.own, buf)
+                parts.append(JoinedKey(info, first, last, one.number))
+        owner.apply_joined(parts, self.own, buf)
 
     def finish(self, buf: SpaceArray) -> None:
         """A round is done."""

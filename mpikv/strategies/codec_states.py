@@ -18,8 +18,8 @@ from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
 from mpikv.errors import StatesFileError
-from mpikv.optimizers.states import Part
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
@@ -34,7 +34,7 @@ def compresses(session: Session, keys: Iterable[Key] | None = None) -> bool:
     return any(compression.of_text(info.codec).push != IDENTITY for info in infos)
 
 
-def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[Part]:
+def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[StateRecord]:
     """The states of the codecs of `keys` (None: of all) on all workers, at worker 0; elsewhere none.
 
     Collective, blocks, where one of the keys is pushed by a codec; else local.
@@ -42,11 +42,11 @@ def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] 
     if not isinstance(session, Workers) or not compresses(session, keys):
         return []
     found = [part for part in strategy.codec_states(call) if keys is None or part.key in keys]
-    mine = parts_to_bytes(part._replace(worker=session.rank) for part in found)
-    return [part for blob in session.gather(call, mine) for part in parts_from_bytes(blob)]
+    mine = records_to_bytes(part._replace(worker=session.rank) for part in found)
+    return [part for blob in session.gather(call, mine) for part in records_from_bytes(blob)]
 
 
-def check(saved: Iterable[Part], path: str) -> None:
+def check(saved: Iterable[StateRecord], path: str) -> None:
     """Raise StatesFileError where a file has residuals that are none of their pieces'."""
     for part in saved:
         residual = part.state.get(RESIDUAL)
@@ -57,7 +57,7 @@ def check(saved: Iterable[Part], path: str) -> None:
             )
 
 
-def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part]) -> None:
+def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[StateRecord]) -> None:
     """Give each worker its part of what was saved; what its codecs remembered is forgotten.
 
     saved: of all workers, at worker 0. Collective, blocks, where some key of the store is pushed by a codec.
@@ -67,11 +67,11 @@ def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part
     parts = None
     if session.rank == 0:
         here = [part for part in saved if part.key in session.infos]
-        parts = [parts_to_bytes(given) for given in shares(here, session.num_workers)]
-    strategy.take_codec_states(parts_from_bytes(session.scatter(call, parts)))
+        parts = [records_to_bytes(given) for given in shares(here, session.num_workers)]
+    strategy.take_codec_states(records_from_bytes(session.scatter(call, parts)))
 
 
-def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
+def shares(saved: Sequence[StateRecord], num_workers: int) -> list[list[StateRecord]]:
     """What each of so many workers has of what some workers had: the same, or as many equal parts of all together.
 
     The sum over the workers of what is owed stays what it was, but for the rounding of one division.
@@ -79,7 +79,7 @@ def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
     workers = sorted({part.worker for part in saved if part.worker is not None})
     if workers == list(range(num_workers)):
         return [[part for part in saved if part.worker == worker] for worker in workers]
-    owed: dict[tuple[Key, int, int], Part] = {}
+    owed: dict[tuple[Key, int, int], StateRecord] = {}
     for part in saved:
         place = (part.key, part.begin, part.end)
         first = owed.setdefault(place, part._replace(state=dict(part.state)))

@@ -128,14 +128,14 @@ class LocalStrategy(Strategy):
         loaded = restored(file)
         for info in (self._infos[key] for key in loaded[0]):
             if info.sparse:
-                self._tables[info.id].take_states(self._owner, None)
+                self._tables[info.id].set_states(self._owner, None)
             self._owner.states.pop(info.id, None)
         for part in distribute(file, self._all()):
             info = self._infos[part.key]
             if info.sparse:
-                self._tables[info.id].take_states(self._owner, part.state)
+                self._tables[info.id].set_states(self._owner, part.state)
             else:
-                self._owner.take_state(info, part.state)
+                self._owner.set_state(info, part.state)
         return loaded
 
     def close(self) -> None:

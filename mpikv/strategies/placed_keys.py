@@ -22,7 +22,7 @@ from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import Part, part_of
+from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Comparison, Under
 from mpikv.placement.members import Members
@@ -325,16 +325,16 @@ class PlacedKeys:
             for info in queue.keys
         }
 
-    def codec_states(self) -> list[Part]:
+    def codec_states(self) -> list[StateRecord]:
         """What is remembered of this worker's pushes. Not while rounds are under way."""
         return [
-            part_of(info, begin, end, state)
+            record_of(info, begin, end, state)
             for queue, codec in self._encoded()
             for info in queue.keys
             for begin, end, state in codec.pushed.states_in(queue.span(info))
         ]
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         """Remember this instead. Not while rounds are under way."""
         with self._session.engine.lock:
             for queue, codec in self._encoded():

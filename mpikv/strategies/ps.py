@@ -29,8 +29,8 @@ from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import Part, part_of
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord, record_of
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NOTHING, Under, scaled
 from mpikv.placement.on_servers import add_load, as_announced, on_server
@@ -440,7 +440,7 @@ class PsStrategy(Strategy):
         self._settle(SAVE)
 
         def ask() -> None:
-            write([parts_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)])
+            write([records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)])
 
         self._session.decide(SAVE, ask)
 
@@ -452,23 +452,23 @@ class PsStrategy(Strategy):
             file = read()
             forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
             owned = [self._owned(server) for server in range(len(self._servers))]
-            blobs = [wire.with_text(forget, parts_to_bytes(distribute(file, shards))) for shards in owned]
+            blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
             self._ask(wire.LOAD, blobs, LOAD)
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, give)
         return keys, configs
 
-    def codec_states(self, call: str) -> list[Part]:
+    def codec_states(self, call: str) -> list[StateRecord]:
         """What was pushed is encoded when it is sent."""
         self._wait_for_line()
         return [
-            part_of(key.info, begin, end, state)
+            record_of(key.info, begin, end, state)
             for key in self._keys.values()
             for begin, end, state in key.codec_states()
         ]
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         """Each key its own."""
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:

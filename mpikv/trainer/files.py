@@ -20,7 +20,7 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.common.files import place_of
 from mpikv.errors import MpikvError, StatesFileError
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.strategies import codec_states
 from mpikv.strategies.states import LOAD, SAVE, save_file
 from mpikv.trainer import checkpoint, worker_states
@@ -72,7 +72,7 @@ class TrainerFiles(TrainedWeights):
         else:
             self._local.save_states(checks.path("fname", fname))
 
-    def _of_codecs(self) -> Sequence[Part]:
+    def _of_codecs(self) -> Sequence[StateRecord]:
         """What the store's codecs remember, at worker 0. Collective where something is compressed."""
         if self._store is None:
             return ()

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpikv.common.checks import shown
 from mpikv.optimizers import Optimizer
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key
 from mpikv.session.base import NewKey, Session
 from mpikv.spaces.base import SpaceArray
@@ -83,14 +83,14 @@ class LocalUpdates:
         self._strategy.push(info, total)
         return in_place
 
-    def save_states(self, path: str, of_codecs: Sequence[Part] = ()) -> None:
+    def save_states(self, path: str, of_codecs: Sequence[StateRecord] = ()) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file.
 
         of_codecs: what codecs remember that a store has for the same keys.
         """
         save_file(self._session, self._strategy, path, dump_optimizer=True, of_codecs=of_codecs)
 
-    def load_states(self, path: str) -> Sequence[Part]:
+    def load_states(self, path: str) -> Sequence[StateRecord]:
         """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError.
 
         Returns what the file has of codecs.
