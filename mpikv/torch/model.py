@@ -27,7 +27,7 @@ from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
 from mpikv.torch.steps import Steps
-from mpikv.trainer.torch_parameter import came_later
+from mpikv.trainer.torch_parameter import added_parameters
 
 _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})
 
@@ -153,7 +153,7 @@ class DistributedModel(torch.nn.Module):
         return result
 
     def _check_new(self) -> None:
-        names = [repr(name) for name in came_later(self._wrapped, self._known)]
+        names = [repr(name) for name in added_parameters(self._wrapped, self._known)]
         if names:
             raise UnsupportedError(
                 f"parameter {', '.join(names[:8])} came to the module after the DistributedModel was made, and is not "

@@ -60,7 +60,7 @@ def expected(name: str, workers: int, steps: int) -> Any:
 
 @pytest.mark.grid
 @ON_STORE
-@pytest.mark.parametrize("how", ["step", "push_grad", "some handed over", "later"])
+@pytest.mark.parametrize("how", ["step", "push_grad", "some pushed", "later"])
 @EVERY_FORM
 def test_each_gradient_is_divided_by_its_own_batch_size(form: Form, how: str, on_store: bool) -> None:
     def body(store):
@@ -69,7 +69,7 @@ def test_each_gradient_is_divided_by_its_own_batch_size(form: Form, how: str, on
         for step, sizes in enumerate(BATCHES):
             write(parameters, store.rank, step)
             size = sizes[store.rank]
-            if how in {"push_grad", "some handed over"}:
+            if how in {"push_grad", "some pushed"}:
                 for name in list(reversed(parameters))[: None if how == "push_grad" else 2]:
                     trainer.push_grad(name, size)
             trainer.step(size, wait=how != "later")

@@ -529,7 +529,7 @@ def test_passes_that_are_added_up(mode: Mode, overlap: bool) -> None:
 
 
 def misuse(mode: Mode, body: Any, error: type[Exception], words: str) -> None:
-    """`body(net, trainer, data)` is an error on every worker, with the second step's gradients handed over."""
+    """`body(net, trainer, data)` is an error on every worker, with the second step's gradients pushed."""
 
     def worker(store: KVStore) -> None:
         net = network(store.rank)
@@ -573,7 +573,7 @@ def test_gradients_that_are_changed_after_they_have_left(mode: Mode) -> None:
         trainer.step()
 
     for change in (clip, forget):
-        misuse(mode, change, MpikvError, "was changed after the backward pass, when it had been handed over")
+        misuse(mode, change, MpikvError, "was changed after the backward pass, when it had been pushed")
 
 
 @pytest.mark.parametrize("mode", SENDING.values(), ids=SENDING.keys())
@@ -599,7 +599,7 @@ def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
         seen = []
 
         def reached(*_: Any) -> None:
-            seen.append(len(trainer._contributed))
+            seen.append(len(trainer._pushed))
 
         for _ in range(2):
             trainer.zero_grad()
@@ -607,7 +607,7 @@ def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
             output.register_hook(reached)
             torch_net[2](torch_net[1](output)).sum().backward()
             trainer.step()
-        assert not trainer._contributed
+        assert not trainer._pushed
         return seen[0], seen[1]
 
     assert run(mode, body) == [(0, 4)] * mode.workers  # before the first step no batch size is known
