@@ -528,5 +528,5 @@ def test_torch_module(store: str | None, on_store: bool | None) -> None:
 
 def test_torch_tensor_is_no_parameter() -> None:
     torch = frameworks.need("torch")
-    with pytest.raises(TypeError, match=r"one of torch; a torch.nn.Parameter goes to the Trainer"):
+    with pytest.raises(TypeError, match=r"one of torch; give a torch.nn.Parameter to the Trainer"):
         Parameter(torch.zeros(2))
