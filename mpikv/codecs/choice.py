@@ -1,10 +1,10 @@
-"""Chooses whether the values of a key travel encoded or unencoded: the form in which rounds have been faster.
+"""Chooses whether the values of a key are sent encoded or unencoded: the form in which rounds have been faster.
 
 Keys that are pushed side by side share the link and the cores: encoding one of them may make it end sooner and all
 others later. So the keys of one codec are timed together (`RoundTimes`): the time of a round is how long any of them
 was under way in it. Each key decides by itself, but after the same rounds and by the same times, so they decide alike.
 
-The first `TRIAL_ROUNDS` rounds travel encoded: some warm-up rounds that are not measured, `SAMPLES` that are, and one
+The first `TRIAL_ROUNDS` rounds are sent encoded: some warm-up rounds that are not measured, `SAMPLES` that are, and one
 in which other keys may still be in the last measured round. Then a trial of the other form begins. It ends after
 `SHORT_TRIAL_ROUNDS`, of which one is measured, if that one took `CLEARLY_SLOWER` times as long, else after
 `TRIAL_ROUNDS`. Then all workers exchange their times (`exchange_due`, `agree`), so that all decide alike; with servers
@@ -91,7 +91,7 @@ class Choices:
 class CodecChoice:
     """The choice of one key.
 
-    plain: whether its next round travels unencoded. comparisons: how often both forms have been compared. seconds: of a
+    plain: whether its next round is sent unencoded. comparisons: how often both forms have been compared. seconds: of a
     round, encoded and unencoded, at the last comparison.
     """
 

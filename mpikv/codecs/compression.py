@@ -37,7 +37,7 @@ class KeyCompression:
 
     @property
     def plain(self) -> bool:
-        """Whether everything travels unencoded."""
+        """Whether pushes and pulls are sent unencoded."""
         return self.push == IDENTITY and self.pull == IDENTITY
 
     @property
@@ -107,7 +107,7 @@ def wire_of(info: KeyInfo) -> Wire:
 class Compressions:
     """The compressions of one store. of_new_keys: of keys that are initialised from now on. of_keys: of single keys.
 
-    suspended: whether values travel unencoded at present, on all workers alike, since they are weights, not gradients.
+    suspended: whether values are sent unencoded at present, on all workers alike, as weights must be.
     """
 
     of_new_keys: KeyCompression = NONE
@@ -140,7 +140,7 @@ class Compressions:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Let values travel unencoded inside the `with` block. All workers do so for the same calls."""
+        """Send values unencoded inside the `with` block. All workers do so for the same calls."""
         before, self.suspended = self.suspended, True
         try:
             yield

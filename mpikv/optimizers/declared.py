@@ -60,7 +60,7 @@ class Declared(metaclass=_Closing):
             if key in fields:
                 type.__delattr__(cls, key)  # so that a missing attribute of an instance is not found as the declaration
         cls.fields = fields
-        cls._sign()
+        cls._set_signature()
         common = {} if bases[0] is cls else bases[0].fields
         own = {key: one for key, one in fields.items() if one is not common.get(key)}
         if cls.__doc__ and own:
@@ -68,7 +68,7 @@ class Declared(metaclass=_Closing):
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "    Attributes, their defaults and values:", *lines])
 
     @classmethod
-    def _sign(cls) -> None:
+    def _set_signature(cls) -> None:
         """Set the constructor's signature, for `inspect`, `help` and errors about arguments."""
         if cls.__init__ is not Declared.__init__:
             signature = inspect.signature(cls.__init__)

@@ -30,7 +30,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _as_sent(owner: str, name: str, value: Any, current: Any) -> Any:
+def _unchanged(owner: str, name: str, value: Any, current: Any) -> Any:
     del owner, name, current
     return value
 
@@ -55,7 +55,7 @@ class Field:
     kw_only: bool = True
     factor: bool = False
     to_json: Callable[[Any], Any] = _same
-    from_json: Callable[[str, str, Any, Any], Any] = _as_sent
+    from_json: Callable[[str, str, Any, Any], Any] = _unchanged
 
 
 def field(*, default: Any, check: Check, doc: str, type: Any = Any, wanted: str = "", **more: Any) -> Any:  # noqa: A002

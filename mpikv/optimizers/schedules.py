@@ -269,21 +269,21 @@ def schedule(*, default: None = None, doc: str) -> Any:
         raise checks.wrong(f"{owner}: {name}", "a schedule (a function from update number to rate) or None", value)
 
     kind, wanted = Callable[[int], float] | None, "a function from update number to rate, or None"
-    return Field(default, check, kind, wanted, doc, to_json=_schedule_json, from_json=_schedule_sent)
+    return Field(default, check, kind, wanted, doc, to_json=_schedule_to_json, from_json=_schedule_from_json)
 
 
-def _schedule_json(value: Any) -> Any:
+def _schedule_to_json(value: Any) -> Any:
     if isinstance(value, Scheduler):
         return value.config()
     return None if value is None else {"function": identity(value)}
 
 
-def _schedule_sent(owner: str, name: str, value: Any, current: Any) -> Any:
+def _schedule_from_json(owner: str, name: str, value: Any, current: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "function" not in value:
         return schedule_from_config(value, current)
-    if current is None or _schedule_json(current) != value:
+    if current is None or _schedule_to_json(current) != value:
         raise UnsupportedError(
             f"{owner}: {name} is a function ({value['function']}), which only the whole optimizer carries"
         )

@@ -56,7 +56,7 @@ def _to_json(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _json(kwargs[name]) for name in sorted(kwargs)}
 
 
-def _sent(owner: str, name: str, sent: Any, current: Mapping[str, Any]) -> dict[str, Any]:
+def _from_json(owner: str, name: str, sent: Any, current: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of another rank; values that cannot be sent must be equal to this rank's."""
     found = {}
     for one, value in options(f"{owner}: {name}", sent).items():
@@ -88,7 +88,12 @@ class TorchOptimizer(Optimizer):
     """
 
     kwargs: dict[str, Any] = field(
-        default={}, check=_options, doc="the class's own arguments", init=False, to_json=_to_json, from_json=_sent
+        default={},
+        check=_options,
+        doc="the class's own arguments",
+        init=False,
+        to_json=_to_json,
+        from_json=_from_json,
     )
     name: ClassVar[str] = "torch"
     elementwise = False

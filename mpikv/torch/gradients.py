@@ -275,7 +275,7 @@ class Gradients:
         for bucket in chosen:
             self._fill(bucket)
         on_host = [bucket for bucket in chosen if not bucket.on_gpu]
-        on_gpu = [bucket for bucket in chosen if bucket.on_gpu]  # in another call, as in-place calls have one space
+        on_gpu = [bucket for bucket in chosen if bucket.on_gpu]  # in a call of its own, so that both add in place
         if on_host:
             self._add_in_shared_memory([bucket.key for bucket in on_host], [bucket.flat for bucket in on_host])
         if on_gpu:

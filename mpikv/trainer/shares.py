@@ -106,14 +106,14 @@ class Shares:
         """Return a context in which a step includes only workers that have data. Entering it is collective."""
         if self.joined:
             raise MpikvError("join inside join of the same trainer: one block is around the whole loop")
-        self._begin("join")
+        self._init_table("join")
         self.joined = True
         try:
             yield
         finally:
             self.joined = False
 
-    def _begin(self, call: str) -> HostArray:
+    def _init_table(self, call: str) -> HostArray:
         if self._array is None:
             if self._store is not None and "async" in self._store.type:
                 raise UnsupportedError(
@@ -129,7 +129,7 @@ class Shares:
         return self._array
 
     def _exchange(self, kind: int, examples: float) -> _Table:
-        array = self._begin("step(examples=)")
+        array = self._init_table("step(examples=)")
         array[...] = 0
         array[:, self._rank] = kind, examples, self._optimizer.learning_rate
         if self._store is not None:

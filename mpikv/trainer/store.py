@@ -50,7 +50,7 @@ def check_stop_file(store: KVStore | None) -> None:
 
 
 def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:
-    """Decide whether the store makes the updates. wanted: the user's choice; None: the store decides."""
+    """Decide whether the store makes the updates. wanted: the user's choice; None: it does if it can."""
     if wanted is not None and not isinstance(wanted, bool):
         raise checks.wrong("update_on_kvstore", "True, False or None", wanted)
     if clips and store is not None and "async" in store.type:

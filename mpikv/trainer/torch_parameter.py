@@ -12,7 +12,7 @@ error.
 Gradient: if the host's workers share memory, the trainer gives each parameter a place there. After `zero_grad()` the
 backward pass assigns a new tensor to `.grad`. A hook copies it to the place as soon as it is complete, while its values
 are still in the cache. From then on `.grad` is a tensor of that place, and later passes add to it. If the program still
-has the old gradient when the next one is copied, that one gets a new place. On a GPU the place is in the store's
+has the old gradient when the next one is copied, that one goes to other memory. On a GPU the place is in the store's
 memory, and the step copies the gradient to it.
 """
 
@@ -190,7 +190,7 @@ class TorchParameter:
         return [self._memory]
 
     def _free_place(self) -> None:
-        """Take a new place if the program still has a gradient in the old one, which must not change."""
+        """Take other memory if the program still has a gradient in the place, which must not change then."""
         if self._place_in_use is not None:
             self._placed = None
             if self._place_in_use() is not None:

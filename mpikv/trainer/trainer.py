@@ -458,7 +458,7 @@ class Trainer(TrainerFiles):
         for name, replicas in grads.items():
             if len(replicas) > 1:
                 what = f"the gradient of parameter {shown(name)}"
-                self._spread(replicas, replicas, what)
+                self._write_sum(replicas, replicas, what)
 
     def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():

@@ -94,7 +94,7 @@ class TrainedWeights:
             self._data_written(data)
         else:
             for name, replicas in data.items():
-                self._spread(replicas[:1], replicas[1:], f"parameter {shown(name)}")
+                self._write_sum(replicas[:1], replicas[1:], f"parameter {shown(name)}")
         if self._on_store and self._store is not None:
             self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
         else:
@@ -162,7 +162,7 @@ class TrainedWeights:
             for name in names:
                 parameters.data_written(self._params[name])
 
-    def _spread(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
+    def _write_sum(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
         """Write the sum of one worker's arrays into others; it is added in the space of the first array."""
         if outs:
             callers = self._spaces.callers_arrays(sources)
