@@ -78,7 +78,7 @@ class Owner:
         self._slots: dict[int, int] = {}
         self._as_set: dict[int, KeptAttributes] = {}
         self._attributes: dict[tuple[int, int], OrderedDict[int, KeptAttributes]] = {}
-        self._in_force: dict[int, AttributesId] = {}
+        self._current: dict[int, AttributesId] = {}
         # Keys that were updated as one array: by the first key's id their joined state, and each key's view of it.
         self._joined: dict[int, tuple[State, list[State]]] = {}
 
@@ -101,7 +101,7 @@ class Owner:
         """
         self._optimizers[slot] = None if isinstance(optimizer, dict) else optimizer
         self._as_set[slot] = KeptAttributes(optimizer if isinstance(optimizer, dict) else optimizer.attributes())
-        self._in_force[slot] = AS_SET
+        self._current[slot] = AS_SET
         self._joined.clear()
         for key_id in key_ids:
             self._slots[key_id] = slot
@@ -109,7 +109,7 @@ class Owner:
             del self.states[key_id]
 
     def set_state(self, info: KeyInfo, state: State) -> None:
-        """Set the state of a key, from a file or another rank. Its arrays are in host memory, and are copied."""
+        """Set the state of a key, from a file or another rank; its arrays, in host memory, go to the key's space."""
         self.states[info.id] = in_space(state, self._spaces.of(info))
 
     def add_attributes(self, slot: int, worker: int, number: int, attributes: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Owner:
         if slot not in self._optimizers:
             return PLAIN
         known = not attributes[1] or attributes[1] in self._attributes.get((slot, attributes[0]), {})
-        return self._kept(slot, attributes if known else AS_SET).label
+        return self._attributes_of(slot, attributes if known else AS_SET).label
 
     def different(self, key_id: int, pushed: Sequence[tuple[AttributesId, Reduction]]) -> Sequence[Label]:
         """Return the labels of all workers' pushes of this key in a round if they differ, else none."""
@@ -137,7 +137,7 @@ class Owner:
         labels = [self.label(key_id, attributes)._replace(op=op.name) for attributes, op in pushed]
         return labels if any(label != labels[0] for label in labels) else ()
 
-    def _kept(self, slot: int, attributes: AttributesId) -> KeptAttributes:
+    def _attributes_of(self, slot: int, attributes: AttributesId) -> KeptAttributes:
         worker, number = attributes
         return self._attributes[slot, worker][number] if number else self._as_set[slot]
 
@@ -247,9 +247,9 @@ class Owner:
             self._spaces.of(info).copy(weight, total)
             return state
         slot = self.slot_of(info.id)
-        if self._own and self._in_force[slot] != attributes:
-            optimizer.set_attributes(self._kept(slot, attributes).attributes)
-            self._in_force[slot] = attributes
+        if self._own and self._current[slot] != attributes:
+            optimizer.set_attributes(self._attributes_of(slot, attributes).attributes)
+            self._current[slot] = attributes
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
                 raise MpikvError(f"{optimizer.name} needs the whole of key {shown(info.key)}, which is cut into shards")
