@@ -203,7 +203,7 @@ class KVStore:
                 values.append(self._rows.new_key(item))
             else:
                 dense.append(item)
-        for item, caller in zip(dense, spaces.callers([item.arrays[0] for item in dense]), strict=True):
+        for item, caller in zip(dense, spaces.callers_arrays([item.arrays[0] for item in dense]), strict=True):
             what = f"init: the value of key {shown(item.key)}"
             shape, _ = shape_and_dtype(item.arrays[0], what)
             space = spaces.of_new_key(caller)

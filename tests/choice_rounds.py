@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpikv.codecs.choice import CHECK_ROUNDS, PERIOD_ROUNDS
+from mpikv.codecs.choice import CHECK_ROUNDS, TRIAL_ROUNDS
 
-EACH = PERIOD_ROUNDS
+EACH = TRIAL_ROUNDS
 FIRST = 2 * EACH  # rounds before the first decision
-LOOKS = FIRST + CHECK_ROUNDS + EACH  # before the second one
+SECOND = FIRST + CHECK_ROUNDS + EACH  # rounds before the second one
 TWO_BITS = {"type": "2bit", "threshold": 1.0}
 
 

@@ -175,7 +175,7 @@ class CallForms:
             for array in item.arrays:
                 self.check_value(call, info, array, dtype=True)
         spaces = self._session.spaces
-        callers = iter(spaces.callers([array for item in items for array in item.arrays]))
+        callers = iter(spaces.callers_arrays([array for item in items for array in item.arrays]))
         return [
             (
                 info,

@@ -1,7 +1,7 @@
-"""Gradient compression: how a push travels to whoever adds it.
+"""Gradient compression: how pushed values are encoded, and decoded where they are added.
 
-`create({'type': '2bit', 'threshold': 0.5})` makes a codec of its name and its configuration; `names()` lists those that
-there are, and `register` makes one of your own known. base.py says what a codec is.
+`create({'type': '2bit', 'threshold': 0.5})` makes a codec from its name and its configuration; `names()` lists all
+known names, and `register` adds a codec of your own. base.py defines what a codec is.
 """
 
 from __future__ import annotations

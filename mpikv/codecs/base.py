@@ -1,18 +1,19 @@
-"""What a codec is: how a push travels to whoever adds it.
+"""The interface of a codec, which encodes the values that a worker pushes and decodes them where they are added.
 
-A worker encodes each piece of a push that travels by itself, and whoever adds it decodes it. All ranks agree on a key's
-codec when the key is initialised, so that a step sends no lengths: both sides ask `wire_bytes`.
+The values of a key are cut into pieces. A worker encodes and sends each piece by itself; the rank that adds it decodes
+it. All ranks agree on a key's codec when the key is initialised, so that no step sends lengths: both sides call
+`wire_bytes`.
 
-A codec is a value: a frozen dataclass whose fields are its configuration, so that `repr` makes it again and two that
-are configured alike are equal. What it has to remember from push to push is a `State`, which its caller keeps for each
-piece of each key: named arrays, so that it can be saved, cut and sent like an optimizer's.
+A codec is a value: a frozen dataclass whose fields are its configuration, so that `repr` can make it again and two with
+the same configuration are equal. What a codec remembers from push to push is a `State` of each piece of each key, which
+the caller keeps. A state is arrays by name, so that it can be saved, cut and sent like an optimizer's.
 
-`decode` writes in the dtype that the key is added in. So a push that comes in fewer bits is widened by the same pass
-that decodes it, and one that comes in that dtype is added where it lies, without a copy and without `decode`.
+`decode` writes values in the dtype that the key is added in. So a push that arrives in fewer bits is decoded and
+widened in one pass. A push that arrives in that dtype is added without a copy and without `decode`.
 
-Arrays are NumPy's; or CuPy's, on one GPU, where a codec says `on_device`. Its formulas are the same: NumPy's functions
-call CuPy's. There nothing may ask for a value on the host, which would wait for the GPU, and no number of launches may
-grow with the length. What travels begins at a multiple of 8 bytes.
+Arrays are NumPy's or, for a codec with `on_device`, CuPy's on one GPU. The formulas are the same: NumPy's functions
+call CuPy's. On a GPU a codec must not read a value on the host, which would wait for the GPU, and its number of kernel
+launches must not grow with the length. Encoded data begins at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -27,58 +28,58 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.errors import MpikvError
 
 State = dict[str, HostArray]
-"""What a codec remembers of a piece, by name. "residual": (n,) float32, what earlier pushes of the piece still owe.
+"""What a codec remembers of a piece: arrays by name. "residual": (n,) float32, the values that no push has sent yet.
 
-Arrays are of the kind of the values, but for those that are named in `host_state`.
+The arrays are in the memory of the values (host or GPU), except those that `host_state` names.
 """
 
 
 class Codec(ABC):
-    """One way to encode floating point numbers: float16, bfloat16, float32 or float64. Others are never encoded."""
+    """Encodes and decodes floating point numbers: float16, bfloat16, float32 or float64. Others are never encoded."""
 
-    name: ClassVar[str]  # the 'type' that a user asks for
-    exact: ClassVar[bool] = False  # what is decoded is what was encoded: nothing has to be made up for
-    rounds: ClassVar[bool] = False  # without a state, and each value comes out near what it was: weights may go so
+    name: ClassVar[str]  # the 'type' that a user gives
+    exact: ClassVar[bool] = False  # whether `decode` returns the very values that were encoded, so that none is lost
+    rounds: ClassVar[bool] = False  # whether it has no state and only rounds values, so that weights may be encoded too
 
     has_residual: ClassVar[bool] = False  # whether its own state keeps what it has lost, as error feedback does
     on_device: ClassVar[bool] = False  # whether its functions work on CuPy's arrays as they do on NumPy's
-    host_state: ClassVar[tuple[str, ...]] = ()  # what stays NumPy's of the state, wherever the values are
+    host_state: ClassVar[tuple[str, ...]] = ()  # names of the state's arrays that are NumPy's, wherever the values are
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-        """What values of `dtype` travel as: one number of this dtype for each. None: bytes that mean nothing alone."""
+        """The dtype of the encoded data, if it is one number for each value of `dtype`. None: it is bytes."""
         return None
 
     @abstractmethod
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """How many bytes n values of `dtype` are on their way."""
+        """How many bytes n values of `dtype` are encoded to."""
 
     @property
     def separate_elems(self) -> int | None:
-        """If the bytes of so many values do not depend on others: how many that are, a step. None: there are no steps.
+        """How many values can be encoded without the others and without a state: a step. None: there are no steps.
 
-        Then the bytes of a piece are those of its steps, one after the other, and error feedback encodes a few steps at
-        a time; the state has no part in them.
+        The encoded data of a piece is then that of its steps, one after the other, and error feedback encodes a few
+        steps at a time.
         """
         return None
 
     @property
     def row_elems(self) -> int:
-        """Owners' parts of a key and the pieces that travel begin at multiples of so many elements, where they can."""
+        """Shards of a key, and pieces, begin at multiples of this number of elements, if there are enough elements."""
         return 1
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
-        """The codec of keys of this shape; itself, where that makes no difference."""
+        """Return the codec of keys of this shape: itself, if the shape makes no difference."""
         return self
 
     def init(self, n_elems: int) -> State:
-        """The state before the first push of a piece of n values, in NumPy's arrays; see `state_brought`."""
+        """Return the state before the first push of a piece of n values, in NumPy's arrays; see `state_on_device`."""
         return {}
 
     @abstractmethod
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """What travels of (n,) contiguous values: a contiguous array of `wire_bytes` bytes; it may be `values`.
+        """Encode (n,) contiguous values into a contiguous array of `wire_bytes` bytes, which may be `values` itself.
 
-        It is where the values are. state: that of the piece, changed in place.
+        The array is in the memory of the values (host or GPU). state: of the piece, changed in place.
         """
 
     @abstractmethod
@@ -101,15 +102,15 @@ class Codec(ABC):
         out -= values
 
     def check(self, data: HostArray, n_elems: int) -> None:
-        """Raise MpikvError where `data` cannot come from `encode` of n values: by its length, if by nothing else.
+        """Raise MpikvError if `data` cannot come from `encode` of n values. Its length is checked in any case.
 
-        Of data on a GPU nothing but the length is known. So who brings a message there asks before that.
+        Of data on a GPU only the length is checked. So a caller checks a message before it copies it there.
         """
         expected = self.wire_bytes(n_elems, self.wire_dtype(data.dtype) or np.dtype(np.float32))
         if data.nbytes != expected:
             raise MpikvError(f"{self!r}: {n_elems} values travel as {expected} bytes, and {data.nbytes} bytes are here")
 
 
-def state_brought(codec: Codec, state: State, bring: Callable[[HostArray], Any]) -> State:
-    """Return the state for values on a GPU. bring: copies an array there; what is in `host_state` stays as it is."""
-    return {name: array if name in codec.host_state else bring(array) for name, array in state.items()}
+def state_on_device(codec: Codec, state: State, to_device: Callable[[HostArray], Any]) -> State:
+    """Return the state for values on a GPU. to_device: copies an array there, unless `host_state` names it."""
+    return {name: array if name in codec.host_state else to_device(array) for name, array in state.items()}

@@ -1,8 +1,9 @@
-"""What codecs have in common that work on a block of a piece at a time.
+"""The base of codecs that work on one block of a piece at a time.
 
-A pass of NumPy over a long array waits for memory, and one over a block that stays in a core's cache does not. So each
-of these codecs does all its passes over one block before it goes on to the next. On a GPU all is one block. Values are
-taken as float32: float64 is rounded to it, which is what travels in any case; float16 and bfloat16 are widened.
+A pass of NumPy over a long array waits for memory; one over a block that stays in a core's cache does not. So each of
+these codecs does all its passes over one block before it goes on to the next. On a GPU the piece is one block. Values
+are taken as float32: float64 is rounded to it, since it is encoded from float32 in any case; float16 and bfloat16 are
+widened.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ def spans(n_elems: int, step: int) -> Iterator[slice]:
 
 
 def step_of(array: HostArray, n_elems: int, step: int = BLOCK_ELEMS) -> int:
-    """Return how many of n elements are worked on at a time: on a GPU all, since each block would be launches more."""
+    """Return how many of n elements a block has: on a GPU all, since each block needs launches of its own."""
     return min(n_elems, step) if isinstance(array, np.ndarray) else n_elems
 
 
 def empty(array: HostArray, n_elems: int, dtype: Any) -> HostArray:
-    """Return new memory where `array` is."""
-    if isinstance(array, np.ndarray):  # in half the time
+    """Return a new array in the memory that `array` is in: of the host, or of its GPU."""
+    if isinstance(array, np.ndarray):  # takes half the time of `empty_like`
         return np.empty(n_elems, dtype)
     return np.empty_like(array, dtype, shape=(n_elems,))
 
 
 def as_float32(values: HostArray) -> HostArray:
-    """Return the values in float32; themselves where they are. What float32 cannot hold becomes infinite."""
+    """Return the values in float32: the same array, if it is float32. What float32 cannot hold becomes infinite."""
     if values.dtype == FLOAT32:
         return values
     with np.errstate(over="ignore"):
@@ -50,12 +51,12 @@ def as_float32(values: HostArray) -> HostArray:
 
 
 def residual_of(n_elems: int) -> State:
-    """Return the state of a piece of which nothing is owed yet."""
+    """Return the state of a piece before its first push: a residual of zeros."""
     return {"residual": np.zeros(n_elems, FLOAT32)}
 
 
-def forget_what_is_not_finite(residual: HostArray) -> None:
-    """Set what is NaN or infinite to 0: no later push could make up for it, and it would stay for ever."""
+def zero_non_finite(residual: HostArray) -> None:
+    """Set NaN and infinities to 0: no later push could send them, so they would stay in the residual for ever."""
     if not compiled.run("finite", residual):
         finite = np.isfinite(residual)
         if not (isinstance(finite, np.ndarray) and finite.all()):
@@ -77,51 +78,51 @@ class InBlocks(Codec):
 
     @abstractmethod
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Yield where each block belongs, and its values, which are good until the next one is asked for."""
+        """Yield the elements of each block, and its values, which are overwritten when the next block is asked for."""
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
-        """Add the values times `factor`, 1 or -1, to `out` by a compiled loop. False, with nothing done: there is none.
+        """Add the values times `factor`, 1 or -1, to `out` by a compiled loop. Returns False if there is no such loop.
 
-        fresh: -0.0 is what they are added to, whatever `out` was. Such a sum is the value itself.
+        fresh: they are added to -0.0 in place of what is in `out`, so that the sum is the value itself.
         """
         return False
 
     def decode(self, data: HostArray, out: HostArray) -> None:
         """Write each block."""
-        for part, values in self._left(data, 1.0, fresh=True, out=out):
-            out[part] = values
+        for span, values in self._uncompiled(data, 1.0, fresh=True, out=out):
+            out[span] = values
 
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add each block while it is in the cache."""
-        for part, values in self._left(data, 1.0, fresh=False, out=out):
-            total = out[part]
+        for span, values in self._uncompiled(data, 1.0, fresh=False, out=out):
+            total = out[span]
             total += values
 
     def subtract(self, data: HostArray, out: HostArray) -> None:
         """Subtract each block while it is in the cache."""
-        for part, values in self._left(data, -1.0, fresh=False, out=out):
-            total = out[part]
+        for span, values in self._uncompiled(data, -1.0, fresh=False, out=out):
+            total = out[span]
             total -= values
 
-    def _left(
+    def _uncompiled(
         self, data: HostArray, factor: float, *, fresh: bool, out: HostArray
     ) -> Iterable[tuple[slice, HostArray]]:
-        """Return the blocks that no compiled loop has done: none or all."""
+        """Do the work by a compiled loop, and return no block; or return all blocks, if there is no such loop."""
         self.check(data, out.size)
         return () if self.run(data, factor, fresh=fresh, out=out) else self.blocks(data, out.size)
 
 
 class Numbers(InBlocks):
-    """A codec that sends a number for each value. float16 and bfloat16 are widened when they are added.
+    """A codec that sends one number for each value. float16 and bfloat16 are widened when they are added.
 
-    The loops of those are compiled where `compiled.prepare` was called for fp16 and bf16.
+    Compiled loops for these two are there once `compiled.prepare` was called for fp16 and bf16.
     """
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
-        """Each, widened."""
+        """Add each number, widened."""
         loop = _LOOPS.get(data.dtype)
         return loop is not None and compiled.run(loop, data.view(np.uint16), np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """All in one: NumPy widens a few thousand at a time, in its own buffer. CuPy's sums have one dtype."""
+        """All as one block: NumPy widens them while it adds; for CuPy, which adds one dtype, they are cast."""
         yield slice(n_elems), data if isinstance(data, np.ndarray) else data.astype(sum_dtype(data.dtype), copy=False)

@@ -1,7 +1,7 @@
 """Codecs that send numbers in half precision: two bytes for each.
 
-float16 keeps 11 bits of a number and holds up to 65504; what is larger is sent as that. bfloat16 keeps 8 bits, and the
-range of float32. Both round to nearest, ties to even.
+float16 keeps 11 bits of a number and holds up to 65504; a larger number is sent as 65504. bfloat16 keeps 8 bits, and
+the range of float32. Both round to nearest, ties to even.
 
 Cost: one pass to encode, one to decode; without `compiled` float16 takes NumPy many times as long as bfloat16.
 """
@@ -25,26 +25,26 @@ _MAGNITUDE, _INFINITE = np.uint16(0x7FFF), 0x7C00
 
 
 class _Cast(Numbers):
-    """What the two have in common."""
+    """The base of both codecs. half: the dtype that they send."""
 
     rounds = on_device = True
     half: ClassVar[np.dtype[Any]]
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Half precision."""
+        """Return the half precision dtype."""
         return self.half
 
     @property
     def separate_elems(self) -> int:
-        """Each is encoded by itself."""
+        """A block, since each value is encoded by itself."""
         return BLOCK_ELEMS
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """Two for each."""
+        """Two bytes for each value."""
         return 2 * n_elems
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Round each; those that are in half precision are returned themselves."""
+        """Round each value. Values that are in this half precision already are returned as they are."""
         if values.dtype == self.half:
             return values
         data = empty(values, values.size, self.half)
@@ -54,7 +54,7 @@ class _Cast(Numbers):
 
     @abstractmethod
     def _run(self, values: HostArray, data: HostArray) -> bool:
-        """Do so by a compiled loop, if there is one."""
+        """Round the values into `data` by a compiled loop. Returns False if there is none."""
 
     def _round(self, values: HostArray, data: HostArray) -> None:
         np.copyto(data, values, casting="unsafe")
@@ -62,7 +62,7 @@ class _Cast(Numbers):
 
 @dataclass(frozen=True)
 class Float16(_Cast):
-    """IEEE half precision. Infinities stay what they are."""
+    """IEEE half precision. Infinities stay infinite."""
 
     name = "fp16"
     half = FLOAT16
@@ -71,10 +71,10 @@ class Float16(_Cast):
         return compiled.run(self.name, values, compiled.LARGEST, data)
 
     def _round(self, values: HostArray, data: HostArray) -> None:
-        """A finite number that float16 cannot hold is sent as the largest that it can."""
+        """Round the values; a finite number beyond the range of float16 becomes the largest that it can hold."""
         with np.errstate(over="ignore"):
             super()._round(values, data)
-        # As integers without the sign the infinities come after all finite numbers, and a maximum is cheap.
+        # Read as integers without the sign, infinities are above all finite numbers; so one cheap maximum finds them.
         if isinstance(data, np.ndarray) and int((data.view(np.uint16) & _MAGNITUDE).max(initial=0)) < _INFINITE:
             return
         beyond = np.isinf(data)

@@ -1,23 +1,24 @@
-"""Whether the values of keys travel encoded or as they are: whichever has been faster, by the times of their rounds.
+"""Chooses whether the values of a key are sent encoded or unencoded: the form in which rounds have been faster.
 
-Keys that are pushed side by side share the link and the cores: one that is encoded may end sooner and all others later.
-So those of one codec are timed together (`RoundTimes`): a round's time is how long any of them was under way in it.
-Each key decides by itself, after the same rounds by the same times, and so they decide alike.
+Keys that are pushed side by side share the link and the cores: encoding one of them may make it end sooner and all
+others later. So the keys of one codec are timed together (`RoundTimes`): the time of a round is how long any of them
+was under way in it. Each key decides by itself, but after the same rounds and by the same times, so they decide alike.
 
-The first rounds travel encoded, for `PERIOD_ROUNDS`: some do not count, then come `SAMPLES` that do, and one in which
-others may still be under way. Then the other form is tried: for as many rounds, or for `GLANCE_ROUNDS`, of which one
-counts, where that one took `CLEAR` times as long. Then all workers tell each other their times (`asks`, `agree`), so
-that all decide alike; with servers each decides by its own times alone. From then on they compare times every
-`CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much less, the link has changed,
-and the other form is tried again; else it is tried once the time that a try loses is a small part of the time since
-the last one (`LOST`), and after twice as many rounds at least each time that it was no faster.
+The first `TRIAL_ROUNDS` rounds are sent encoded: some warm-up rounds that are not measured, `SAMPLES` that are, and one
+in which other keys may still be in the last measured round. Then a trial of the other form begins. It ends after
+`SHORT_TRIAL_ROUNDS`, of which one is measured, if that one took `CLEARLY_SLOWER` times as long, else after
+`TRIAL_ROUNDS`. Then all workers exchange their times (`exchange_due`, `agree`), so that all decide alike; with servers
+each worker decides by its own times. From then on they compare times every `CHECK_ROUNDS`. If a round takes `CHANGED`
+times as long as when they decided, or as much less, the link has changed and the next trial begins at once. Otherwise
+it begins when the time that a trial costs is at most `TRIAL_SHARE` of the time since the last one; that number of
+rounds at least doubles after each trial that found no faster form.
 
-A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
-rounds it is the median. At first values stay encoded only where that is faster by more than `MARGIN`, which is more
-than noise; from then on the form changes only for one that is faster by as much.
+A round's time is the least that any worker has measured, since the worker that begins a round last has not waited for
+others. Of several rounds the median counts. After the first trial values stay encoded only if that is faster by more
+than `MARGIN`, which is more than noise; after later ones the form changes only if the other is faster by as much.
 
-No clock and no messages here: times come in, and what follows from them is the same on every worker. Cost: a few
-numbers for each key.
+This module has no clock and sends no messages: times are passed in, and the same decision follows from them on every
+worker. Cost: a few numbers for each key.
 """
 
 from __future__ import annotations
@@ -31,162 +32,167 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 
-SETTLING_ROUNDS = 2  # after a change of form: memory is new, and others may still be at the round before
+WARMUP_ROUNDS = 2  # after a change of form: memory is new, and other keys may still be in the round before
 SAMPLES = 5
-PERIOD_ROUNDS = SETTLING_ROUNDS + SAMPLES + 1
-GLANCE_ROUNDS = SETTLING_ROUNDS + 2
-CLEAR = 2.0
+TRIAL_ROUNDS = WARMUP_ROUNDS + SAMPLES + 1
+SHORT_TRIAL_ROUNDS = WARMUP_ROUNDS + 2
+CLEARLY_SLOWER = 2.0
 MARGIN = 1.03
 CHECK_ROUNDS = 32
-MOVED = 1.5
-LOST = 0.03
-LONGEST_STRETCH_ROUNDS = 1 << 14
+CHANGED = 1.5
+TRIAL_SHARE = 0.03
+LONGEST_INTERVAL_ROUNDS = 1 << 14
 KEPT_ROUNDS = 32  # keys that are further apart are not timed together
 
 
 class RoundTimes:
-    """How long some key of one codec was under way, on this worker, in each of their newest rounds.
+    """How long any key of one codec was under way, on this worker, in each of the newest rounds.
 
     seconds: by the number of the round, as each key counts its own.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
-        self._under_way, self._seen_s = 0, 0.0
+        self._under_way, self._last_event_s = 0, 0.0
 
     def begin(self, round_: int, now_s: float) -> None:
         """A key begins its round of this number."""
-        self._see(round_, now_s)
+        self._add_elapsed(round_, now_s)
         self._under_way += 1
 
     def end(self, round_: int, now_s: float) -> None:
-        """It ends."""
-        self._see(round_, now_s)
+        """A key ends its round of this number."""
+        self._add_elapsed(round_, now_s)
         self._under_way -= 1
 
-    def _see(self, round_: int, now_s: float) -> None:
-        """The time since somebody looked last belongs to this round, if anything was under way."""
-        passed_s = now_s - self._seen_s if self._under_way else 0.0
-        self.seconds[round_] = self.seconds.get(round_, 0.0) + passed_s
-        self._seen_s = now_s
+    def _add_elapsed(self, round_: int, now_s: float) -> None:
+        """Add the time since the last begin or end to this round, if any key was under way."""
+        elapsed_s = now_s - self._last_event_s if self._under_way else 0.0
+        self.seconds[round_] = self.seconds.get(round_, 0.0) + elapsed_s
+        self._last_event_s = now_s
         if len(self.seconds) > KEPT_ROUNDS:
             del self.seconds[next(iter(self.seconds))]
 
 
 class Choices:
-    """Makes those of one worker's keys: keys of one codec that begin with the same round are timed together."""
+    """Makes the choices of one worker's keys: keys of one codec that begin in the same round are timed together."""
 
     def __init__(self) -> None:
         self._newest: dict[str, RoundTimes] = {}
 
     def of(self, codec: str) -> CodecChoice:
-        """Of a key whose next round is the first one to be timed. codec: its name."""
-        together = self._newest.get(codec)
-        if together is None or together.seconds:  # those keys are under way already
-            together = self._newest[codec] = RoundTimes()
-        return CodecChoice(together)
+        """Make the choice of a key whose next round is the first to be timed. codec: the name of its codec."""
+        times = self._newest.get(codec)
+        if times is None or times.seconds:  # the keys of those times have begun already
+            times = self._newest[codec] = RoundTimes()
+        return CodecChoice(times)
 
 
 class CodecChoice:
-    """Of one key. plain: whether its next round travels as it is. looks: how often both forms have been compared."""
+    """The choice of one key.
 
-    def __init__(self, together: RoundTimes) -> None:
+    plain: whether its next round is sent unencoded. comparisons: how often both forms have been compared. seconds: of a
+    round, encoded and unencoded, at the last comparison.
+    """
+
+    def __init__(self, round_times: RoundTimes) -> None:
         self.plain = False
-        self.looks = 0
-        self.seconds: list[float | None] = [None, None]  # of a round, encoded and plain, as last agreed on
-        self._together, self._round = together, 0
+        self.comparisons = 0
+        self.seconds: list[float | None] = [None, None]
+        self._round_times, self._round = round_times, 0
         self._recent = [deque[float](maxlen=SAMPLES), deque[float](maxlen=SAMPLES)]
-        self._begin(trying=False)
-        self._rounds_left = PERIOD_ROUNDS  # of the form that is there at first
-        self._stretch = self._stretch_left = 0
+        self._begin_period(trial=False)
+        self._rounds_left = TRIAL_ROUNDS  # the first form is measured for as long as the other one will be
+        self._interval = self._interval_left = 0  # rounds between two trials
 
-    def _begin(self, *, trying: bool) -> None:
-        self._trying = self._glance = trying
-        self._settling = SETTLING_ROUNDS + 1
-        self._rounds_left = GLANCE_ROUNDS if trying else CHECK_ROUNDS
+    def _begin_period(self, *, trial: bool) -> None:
+        self._in_trial = self._in_short_trial = trial
+        self._warmup_left = WARMUP_ROUNDS + 1
+        self._rounds_left = SHORT_TRIAL_ROUNDS if trial else CHECK_ROUNDS
 
     def begin(self, now_s: float) -> None:
-        """A round begins on this worker."""
-        self._together.begin(self._round, now_s)
+        """A round of the key begins on this worker."""
+        self._round_times.begin(self._round, now_s)
 
     def end(self, now_s: float) -> None:
-        """It has ended. The round before has, by now, of all keys that are pushed in step."""
-        self._together.end(self._round, now_s)
+        """A round of the key ends. By now the round before has ended for all keys that are pushed in step."""
+        self._round_times.end(self._round, now_s)
         self._rounds_left -= 1
-        if self._settling:
-            self._settling -= 1
-        elif (seconds := self._together.seconds.get(self._round - 1)) is not None:
+        if self._warmup_left:
+            self._warmup_left -= 1
+        elif (seconds := self._round_times.seconds.get(self._round - 1)) is not None:
             self._recent[self.plain].append(seconds)
         self._round += 1
-        if not self.looks and not self._trying and self._rounds_left == 0:
-            self._try_other()
+        if not self.comparisons and not self._in_trial and self._rounds_left == 0:
+            self._begin_trial()
 
-    def _try_other(self) -> None:
+    def _begin_trial(self) -> None:
         self.plain = not self.plain
         self._recent[self.plain].clear()
-        self._begin(trying=True)
+        self._begin_period(trial=True)
 
-    def told(self, codec: str) -> dict[str, Any]:
-        """What `store.stats()` says of the key."""
+    def stats(self, codec: str) -> dict[str, Any]:
+        """Return the key's entry in `store.stats()`."""
         return {
             "codec": codec,
             "travels": "as it is" if self.plain else "encoded",
             "encoded_s": self.seconds[0],
             "plain_s": self.seconds[1],
-            "looks": self.looks,
+            "looks": self.comparisons,
         }
 
     @property
-    def asks(self) -> bool:
-        """Whether the workers tell each other their times before the next round."""
+    def exchange_due(self) -> bool:
+        """Whether the workers exchange their times before the next round."""
         return self._rounds_left == 0
 
     @property
     def times(self) -> HostArray:
-        """This worker's: float64 (2, SAMPLES), seconds of the newest rounds, encoded and plain; 0: there are none."""
+        """This worker's times: float64 (2, SAMPLES), seconds of the newest rounds, encoded and unencoded; 0: none."""
         found: HostArray = np.zeros((2, SAMPLES))
         for row, times in zip(found, self._recent, strict=True):
             row[: len(times)] = times
         return found
 
     def agree(self, times: Sequence[HostArray]) -> None:
-        """Decide. times: those of all workers, in any order."""
+        """Decide which form the next rounds have. times: the `times` of all workers, in any order."""
         least = np.min(times, axis=0)
         newest = [float(np.median(row[row > 0])) if row.any() else 0.0 for row in least]
-        if self._trying:
+        if self._in_trial:
             self._compare(newest)
             return
         now_s, then_s = newest[self.plain], self.seconds[self.plain] or 0.0
-        moved = now_s > MOVED * then_s or then_s > MOVED * now_s
-        self._stretch_left -= CHECK_ROUNDS
-        if moved:
-            self._stretch = 0
-        if moved or self._stretch_left <= 0:
-            self._try_other()
+        changed = now_s > CHANGED * then_s or then_s > CHANGED * now_s
+        self._interval_left -= CHECK_ROUNDS
+        if changed:
+            self._interval = 0
+        if changed or self._interval_left <= 0:
+            self._begin_trial()
         else:
             self._rounds_left = CHECK_ROUNDS
 
     def _compare(self, seconds: list[float]) -> None:
-        """Decide, or go on trying: at the first glance only where the form that is tried is clearly slower."""
-        if self._glance and seconds[self.plain] <= CLEAR * seconds[not self.plain]:
-            self._glance, self._rounds_left = False, PERIOD_ROUNDS - GLANCE_ROUNDS
+        """Decide; but prolong a short trial, if its form is not clearly slower."""
+        if self._in_short_trial and seconds[self.plain] <= CLEARLY_SLOWER * seconds[not self.plain]:
+            self._in_short_trial, self._rounds_left = False, TRIAL_ROUNDS - SHORT_TRIAL_ROUNDS
         else:
             self._decide(seconds)
 
     def _decide(self, seconds: list[float]) -> None:
-        """The form that was tried stays where it is faster; else the one before comes back."""
-        tried, before, first = self.plain, not self.plain, not self.looks
+        """Keep the form of the trial if it is faster; else return to the one before."""
+        tried, before, first = self.plain, not self.plain, not self.comparisons
         faster = seconds[tried] < seconds[before] * MARGIN if first else seconds[tried] * MARGIN < seconds[before]
         self.plain = tried if faster else before
-        stretch = max(CHECK_ROUNDS, 0 if faster else 2 * self._stretch, math.ceil(_lost_rounds(*seconds) / LOST))
-        self._stretch = self._stretch_left = min(stretch, LONGEST_STRETCH_ROUNDS)
-        self.looks, self.seconds = self.looks + 1, [*seconds]
-        self._begin(trying=False)
+        rounds = max(CHECK_ROUNDS, 0 if faster else 2 * self._interval, math.ceil(_trial_cost(*seconds) / TRIAL_SHARE))
+        self._interval = self._interval_left = min(rounds, LONGEST_INTERVAL_ROUNDS)
+        self.comparisons, self.seconds = self.comparisons + 1, [*seconds]
+        self._begin_period(trial=False)
 
 
-def _lost_rounds(a_s: float, b_s: float) -> float:
-    """How many rounds of the faster form pass while the slower one is tried, more than would be had of it."""
+def _trial_cost(a_s: float, b_s: float) -> float:
+    """How much longer a trial of the slower form takes than as many rounds of the faster one, in rounds of that."""
     faster_s, slower_s = sorted([a_s, b_s])
     if not faster_s:
         return 0.0
-    return (GLANCE_ROUNDS if slower_s > CLEAR * faster_s else PERIOD_ROUNDS) * (slower_s / faster_s - 1)
+    rounds = SHORT_TRIAL_ROUNDS if slower_s > CLEARLY_SLOWER * faster_s else TRIAL_ROUNDS
+    return rounds * (slower_s / faster_s - 1)

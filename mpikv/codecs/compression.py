@@ -1,7 +1,7 @@
-"""How the values of a key travel: the codec of pushes, that of what comes back, and whether they are used at all costs.
+"""The compression of a key: the codec of pushes, the codec of pulls, and whether they are used even if they lose time.
 
-A value, the same on every rank, which has a text (`text`, `of_text`); all ranks agree on it when a key is initialised.
-`Compressions` has those of one store: of all keys that are initialised from now on, and of single ones.
+It is a value, the same on every rank. All ranks agree on it when a key is initialised, by its text (`text`, `of_text`).
+`Compressions` holds those of one store: of keys that are initialised from now on, and of single keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from mpikv.placement.keys import Key, KeyInfo
 
 @dataclass(frozen=True)
 class KeyCompression:
-    """Of one key. push: of what workers send. pull: of what owners send back. force: also where it loses time."""
+    """The compression of one key.
+
+    push: codec of what workers send. pull: codec of what owners send back. force: use them even if they lose time.
+    """
 
     push: Codec = IDENTITY
     pull: Codec = IDENTITY
@@ -34,21 +37,21 @@ class KeyCompression:
 
     @property
     def plain(self) -> bool:
-        """Whether everything travels as it is."""
+        """Whether pushes and pulls are sent unencoded."""
         return self.push == IDENTITY and self.pull == IDENTITY
 
     @property
     def chosen(self) -> bool:
-        """Whether values travel encoded or as they are, whichever is found to be faster."""
+        """Whether the store measures if encoded or unencoded values are faster, and uses that form."""
         return not self.plain and not self.force
 
     def for_shape(self, shape: tuple[int, ...]) -> KeyCompression:
-        """That of a key of this shape."""
+        """Return the compression of a key of this shape."""
         return replace(self, push=self.push.for_shape(shape), pull=self.pull.for_shape(shape))
 
     @property
     def text(self) -> str:
-        """Its text: the name of the codec alone, or JSON; the same for equal ones."""
+        """The name of the codec alone, or JSON; the same text for equal compressions."""
         params: dict[str, Any] = registry.params_of(self.push)
         if self.pull != IDENTITY:
             params["pull"] = registry.params_of(self.pull, feedback=False)
@@ -61,11 +64,11 @@ NONE = KeyCompression()
 
 
 def make(params: Mapping[str, Any] | str | None) -> KeyCompression:
-    """Make one of a codec's name, or of a dict with its name as 'type', its parameters, 'pull' and 'force'.
+    """Make one from a codec's name, or from a dict with its name as 'type', its parameters, 'pull' and 'force'.
 
-    pull: a codec in the same form; default none, and without error feedback unless it asks for it: a value comes whole
-    with every pull, so that none owes the next one anything. force: default False. Raises ValueError for an unknown
-    codec (lists the known ones) or a value that it does not take, TypeError for anything else.
+    pull: a codec in the same form; default none. It has no error feedback unless its parameters ask for that, since
+    every pull sends the whole value, not a change of it. force: default False. Raises ValueError for an unknown codec
+    (lists the known ones) or a parameter's value that it does not take, TypeError for anything else.
     """
     if params is None:
         return NONE
@@ -81,17 +84,17 @@ def make(params: Mapping[str, Any] | str | None) -> KeyCompression:
 
 
 Codecs = Callable[[str], KeyCompression]
-"""Makes the codecs of a key of the text that all ranks agreed on: `of_text`, or one whose codecs only cost time."""
+"""Makes a key's codecs from the text that all ranks agreed on: `of_text`, or one whose codecs only cost time."""
 
 
 @lru_cache(maxsize=256)
 def of_text(text: str) -> KeyCompression:
-    """The one of a text that `KeyCompression.text` made. Raises what `make` raises."""
+    """Return the compression whose `text` this is. Raises what `make` raises."""
     return make(json.loads(text) if text.startswith("{") else text)
 
 
 def wire_of(info: KeyInfo) -> Wire:
-    """How the values of a key travel between workers where they travel encoded: what its placement follows from."""
+    """Return what the placement of a key needs to know about its encoded values."""
     travels = of_text(info.codec)
     push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
     codec, back = travels.push != IDENTITY, travels.pull != IDENTITY
@@ -102,9 +105,9 @@ def wire_of(info: KeyInfo) -> Wire:
 
 @dataclass
 class Compressions:
-    """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them.
+    """The compressions of one store. of_new_keys: of keys that are initialised from now on. of_keys: of single keys.
 
-    suspended: what is pushed and pulled now travels as it is, on all workers alike: weights, which are not gradients.
+    suspended: whether values are sent unencoded at present, on all workers alike, as weights must be.
     """
 
     of_new_keys: KeyCompression = NONE
@@ -117,12 +120,12 @@ class Compressions:
         return not self.of_new_keys.plain or not all(one.plain for one in self.of_keys.values())
 
     def set(self, found: KeyCompression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:
-        """Compress these keys so, or all others (None); return None. known: keys that are initialised.
+        """Set the compression of these keys, or (None) of all without one of their own. known: initialised keys.
 
-        Returns a key for which it is too late, if there is one, and changes nothing then.
+        Returns None; or, without any change, a key for which it is too late, since it is initialised.
         """
-        there = known if keys is None else [key for key in keys if key in known]
-        late = next((key for key in there if keys is not None or key not in self.of_keys), None)
+        initialised = known if keys is None else [key for key in keys if key in known]
+        late = next((key for key in initialised if keys is not None or key not in self.of_keys), None)
         if late is not None:
             return late
         if keys is None:
@@ -132,12 +135,12 @@ class Compressions:
         return None
 
     def exempt(self, *keys: Key) -> None:
-        """Let these never be compressed, whatever is said of all keys: sums that must be exact."""
+        """Never compress these keys, whatever the compression of all others is: their sums must be exact."""
         self.of_keys.update(dict.fromkeys(keys, NONE))
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Let everything travel as it is meanwhile. All workers do so for the same calls."""
+        """Send values unencoded inside the `with` block. All workers do so for the same calls."""
         before, self.suspended = self.suspended, True
         try:
             yield
@@ -145,9 +148,9 @@ class Compressions:
             self.suspended = before
 
     def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> KeyCompression:
-        """That of a key which is initialised now. links: whether ranks of the store are on several hosts.
+        """Return the compression of a key that is initialised now. links: whether the store has ranks on several hosts.
 
-        Integers are never compressed. Where all ranks are on one host, memory is faster than any codec.
+        Integers are never compressed. If all ranks are on one host, shared memory is faster than any codec.
         """
         found = self.of_keys.get(key, self.of_new_keys)
         return NONE if dtype.kind in "iu" or not (links or found.force) else found

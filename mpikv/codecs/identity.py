@@ -1,4 +1,4 @@
-"""The codec of keys that are not compressed: values travel as they are, at no cost."""
+"""The codec of keys that are not compressed: values are sent unencoded, at no cost."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mpikv.codecs.blocks import Numbers
 
 @dataclass(frozen=True)
 class Identity(Numbers):
-    """What travels is the array itself, of any dtype."""
+    """Sends the array itself, of any dtype."""
 
     name = "none"
     exact = rounds = on_device = True
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """That of the values."""
+        """The dtype of the values."""
         return dtype
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """Those of the values."""
+        """The bytes of the values."""
         return n_elems * dtype.itemsize
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """The array itself."""
+        """Return the array itself."""
         return values
 
 

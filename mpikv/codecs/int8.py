@@ -1,13 +1,13 @@
-"""Eight bits for each value, and one scale for each block of them.
+"""A codec that sends eight bits for each value, and one scale for each block of values.
 
-A block of `block` values has as its scale the largest magnitude in it divided by 127, in float32, but never so much
-that 127 times it is infinite. Each value times 1 / scale, rounded to the nearest whole number, ties to even, is a code
-from -127 to 127; code times scale is what it decodes to. A block travels as its scale (float32, little-endian) and its
-codes (int8). The last block is shorter.
+The scale of a block of `block` values is the largest magnitude in it divided by 127, in float32, but never so large
+that 127 times the scale is infinite. The code of a value is value / scale, rounded to the nearest whole number, ties to
+even: -127 to 127. It decodes to code times scale. A block is sent as its scale (float32, little-endian) and its codes
+(int8). The last block is shorter.
 
 A block whose scale is below the smallest normal float32 (1.2e-38: zeros and denormal numbers) is sent as zeros, with
 scale 0; error feedback keeps what is lost. A block that holds a NaN or an infinity has NaN as its scale, so that all of
-it decodes to NaN and whoever adds can see it, as loss scaling wants; error feedback owes nothing of it.
+it decodes to NaN, by which loss scaling detects an overflow; error feedback keeps no residual of it.
 
 Wire: n + 4 ceil(n / block) bytes. State: none. Cost: six passes over blocks in the cache, and one over memory; with
 `compiled` two passes over each block, and one to decode or add it.
@@ -31,13 +31,13 @@ from mpikv.common.checks import whole
 _SCALE = np.dtype("<f4")
 _LEAST = np.finfo(np.float32).tiny
 _LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # times 127 it is no infinity
-_MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as an integer it is in the same order, NaN on top
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # a mask for a float32 without its sign: as integers these sort alike, NaN last
 _MOST_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Int8(InBlocks):
-    """One byte for each value. block: how many values have one scale."""
+    """One byte for each value. block: how many values share a scale."""
 
     block: int = 256
 
@@ -53,28 +53,28 @@ class Int8(InBlocks):
         return max(BLOCK_ELEMS // self.block, 1) * self.block
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """One for each value, four for each block."""
+        """One byte for each value, four for each block."""
         return n_elems + _SCALE.itemsize * -(-n_elems // self.block)
 
     def _rows(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray, HostArray]]:
-        """Yield parts of whole blocks, and of each the scales (m, 1) and the codes (m, block) in `data`.
+        """Yield spans of m whole blocks, each with its scales (m, 1) and codes (m, block) in `data`.
 
-        On a GPU scales are their bytes, (m, 4): it reads no number at an address that its size does not divide. A last
-        block that is shorter is a part of its own.
+        On a GPU the scales are bytes, (m, 4), since it cannot read a number at an address that is no multiple of its
+        size. A last, shorter block has a span of its own.
         """
         whole_elems = n_elems // self.block * self.block
         width = self.block + _SCALE.itemsize
-        parts = [
+        all_spans = [
             *spans(whole_elems, step_of(data, whole_elems, self.separate_elems)),
             *([slice(whole_elems, n_elems)] if whole_elems < n_elems else []),
         ]
-        for part in parts:
-            length = min(self.block, part.stop - part.start)
-            m = (part.stop - part.start) // length
-            begin = part.start // self.block * width
+        for span in all_spans:
+            length = min(self.block, span.stop - span.start)
+            m = (span.stop - span.start) // length
+            begin = span.start // self.block * width
             rows = data[begin : begin + m * (length + _SCALE.itemsize)].reshape(m, -1)
             scales, codes = rows[:, : _SCALE.itemsize], rows[:, _SCALE.itemsize :].view(np.int8)
-            yield part, scales.view(_SCALE) if isinstance(data, np.ndarray) else scales, codes
+            yield span, scales.view(_SCALE) if isinstance(data, np.ndarray) else scales, codes
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Scale and round each block."""
@@ -83,8 +83,8 @@ class Int8(InBlocks):
             return data
         scratch = empty(values, step_of(values, values.size, self.separate_elems), FLOAT32)
         with np.errstate(all="ignore"):
-            for part, scales, codes in self._rows(data, values.size):
-                block = as_float32(values[part]).reshape(codes.shape)
+            for span, scales, codes in self._rows(data, values.size):
+                block = as_float32(values[span]).reshape(codes.shape)
                 scaled = scratch[: codes.size].reshape(codes.shape)
                 magnitudes = scaled.view(np.int32)
                 np.bitwise_and(block.view(np.int32), _MAGNITUDE, out=magnitudes)
@@ -102,20 +102,20 @@ class Int8(InBlocks):
                 np.multiply(block, inverse, out=scaled)
                 np.rint(scaled, out=scaled)
                 if not normal:
-                    np.copyto(scaled, np.float32(0), where=~finite)  # NaN has no code
+                    np.copyto(scaled, np.float32(0), where=~finite)  # NaN cannot be cast to a code
                 np.copyto(codes, scaled, casting="unsafe")
         return data
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
-        """Code times scale."""
+        """Add code times scale."""
         return compiled.run("int8 add", data, self.block, np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Code times scale."""
+        """Yield code times scale."""
         scratch = empty(data, step_of(data, n_elems, self.separate_elems), FLOAT32)
-        for part, scales, codes in self._rows(data, n_elems):
+        for span, scales, codes in self._rows(data, n_elems):
             values = scratch[: codes.size].reshape(codes.shape)
             np.copyto(values, codes)
-            with np.errstate(over="ignore", invalid="ignore"):  # of scales that are NaN, or damaged
+            with np.errstate(over="ignore", invalid="ignore"):  # scales may be NaN, or damaged
                 values *= scales.copy().view(_SCALE)
-            yield part, values.reshape(-1)
+            yield span, values.reshape(-1)

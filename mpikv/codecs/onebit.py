@@ -1,11 +1,11 @@
-"""MXNet's compression to one bit: each value is sent as +1 or -1, and what that leaves is sent later.
+"""MXNet's compression to one bit: each value is sent as +1 or -1, and the difference stays in a residual.
 
 Each element has a residual `res`, a float32 that is 0 at first. A push adds its value to it. Where `res > t` then, a 1
 is sent and `res -= 1`; elsewhere a 0 is sent and `res += 1`. The first element is in the most significant bit of the
-first byte; the last byte is filled up with zeros. A 1 decodes to +1, a 0 to -1. So it suits gradients, or a learning
-rate, of that scale.
+first byte; the last byte is filled up with zeros. A 1 decodes to +1, a 0 to -1. So gradients should be of that scale,
+or the learning rate should make up for it.
 
-A residual that is no finite number is set to 0 when its bit has been made: an infinite value sends its sign once, and a
+A residual that is NaN or infinite is set to 0 after its bit is written: an infinite value sends its sign once, and a
 NaN sends -1.
 
 Wire: ceil(n / 8) bytes. State: 4 n bytes. Cost: about eight passes over blocks in the cache, and one over values and
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.blocks import FLOAT32, as_float32, empty, forget_what_is_not_finite, spans, step_of
+from mpikv.codecs.blocks import FLOAT32, as_float32, empty, spans, step_of, zero_non_finite
 from mpikv.codecs.threshold import Threshold
 
 _EIGHT = np.dtype((np.void, 8 * FLOAT32.itemsize))  # eight values, which are looked up and written as one item
@@ -38,28 +38,28 @@ class OneBit(Threshold):
     name = "1bit"
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """One for eight values."""
+        """One byte for eight values."""
         return (n_elems + 7) // 8
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         step = step_of(values, values.size)
-        above_, left_ = empty(values, step, np.int8), empty(values, step, FLOAT32)
-        for part in spans(values.size, step):
-            length = part.stop - part.start
-            owed = residual[part]
-            above, left = above_[:length], left_[:length]
-            owed += as_float32(values[part])
-            np.greater(owed, t, out=above.view(np.bool_))
-            data[part.start // 8 : (part.stop + 7) // 8] = np.packbits(above.view(np.bool_))
-            # what is added to the residual: -1 where 1 was sent, else 1
+        above_, change_ = empty(values, step, np.int8), empty(values, step, FLOAT32)
+        for span in spans(values.size, step):
+            length = span.stop - span.start
+            sums = residual[span]
+            above, change = above_[:length], change_[:length]
+            sums += as_float32(values[span])
+            np.greater(sums, t, out=above.view(np.bool_))
+            data[span.start // 8 : (span.stop + 7) // 8] = np.packbits(above.view(np.bool_))
+            # the change of the residual: -1 where 1 was sent, else 1
             np.multiply(above, np.int8(-2), out=above)
             np.add(above, np.int8(1), out=above)
-            np.copyto(left, above)
-            owed += left
-            forget_what_is_not_finite(owed)
+            np.copyto(change, above)
+            sums += change
+            zero_non_finite(sums)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Look up eight values for each byte; on a GPU they are counted out, since there are no such items."""
+        """Look up the eight values of each byte; on a GPU unpack the bits, since CuPy has no items of eight values."""
         if not isinstance(data, np.ndarray):
             values = np.unpackbits(data)[:n_elems].astype(FLOAT32)
             values *= np.float32(2)
@@ -68,8 +68,8 @@ class OneBit(Threshold):
             return
         step = step_of(data, n_elems)
         eights = np.empty((step + 7) // 8, _EIGHT)
-        for part in spans(n_elems, step):
-            found = data[part.start // 8 : (part.stop + 7) // 8]
-            # "clip" cannot happen, and lets `take` write without a buffer
+        for span in spans(n_elems, step):
+            found = data[span.start // 8 : (span.stop + 7) // 8]
+            # no index is out of range; with mode "clip" `take` writes without a buffer of its own
             values = np.take(_DECODED_BYTES, found, out=eights[: found.size], mode="clip").view(FLOAT32)
-            yield part, values[: part.stop - part.start]
+            yield span, values[: span.stop - span.start]

@@ -1,10 +1,10 @@
 """Codecs by name, and the registry in which users add their own.
 
-`create({'type': '2bit', 'threshold': 0.5})` makes one of its name and its configuration. A package that installs a
-codec names its class in the group of entry points "mpikv.codecs", where it is found by its name; a program calls
-`register`. Every rank that meets the codec must know it, servers too.
+`create({'type': '2bit', 'threshold': 0.5})` makes a codec from its name and its configuration. A program adds a codec
+of its own by `register`; an installed package lists its class as an entry point of the group "mpikv.codecs". Every rank
+that encodes or decodes must know the codec, servers too.
 
-Around a codec that loses something and does not keep it itself comes error feedback, unless its parameter
+`create` puts error feedback around a codec that loses something and does not keep it itself, unless the parameter
 'error_feedback' is False.
 """
 
@@ -37,7 +37,7 @@ CodecClass = TypeVar("CodecClass", bound=type[Codec])
 
 
 def register(cls: CodecClass) -> CodecClass:
-    """Make a codec class known by its `name`; a decorator. Local.
+    """Register a codec class by its `name`; a decorator. Local.
 
     Raises TypeError for anything but a Codec class with a name, ValueError where another class has the name.
     """
@@ -57,7 +57,7 @@ for _cls in (Identity, Float16, BFloat16, TwoBit, OneBit, Int8, TopK, RandomK, P
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that are known, sorted: those registered, and those of installed packages."""
+    """Return all known names, sorted: those registered, and those of installed packages."""
     return tuple(sorted({*_registry, *(point.name for point in entry_points(group=ENTRY_POINTS))}))
 
 
@@ -73,10 +73,10 @@ def _class_of(name: str) -> type[Codec]:
 def create(params: Mapping[str, Any] | str | Codec, *, feedback: bool = True) -> Codec:
     """Make a codec from its name, or from a dict with 'type' and its configuration. Local.
 
-    feedback: whether there is error feedback where 'error_feedback' does not say it.
+    feedback: the default of the parameter 'error_feedback'.
 
-    A codec is returned as it is. Raises ValueError for an unknown name (lists the names) or a value that the codec does
-    not take, TypeError for anything else and for parameters that it does not have (lists those it has).
+    A codec is returned unchanged. Raises ValueError for an unknown name (lists the names) or a value that the codec
+    does not take, TypeError for anything else and for parameters that it does not have (lists those it has).
     """
     if isinstance(params, Codec):
         return params
@@ -99,7 +99,7 @@ def create(params: Mapping[str, Any] | str | Codec, *, feedback: bool = True) ->
 
 
 def params_of(codec: Codec, *, feedback: bool = True) -> dict[str, Any]:
-    """What `create` makes an equal codec of, with the same `feedback`: JSON."""
+    """Return the parameters from which `create`, with the same `feedback`, makes an equal codec; they fit into JSON."""
     inner = codec.codec if isinstance(codec, ErrorFeedback) else codec
     params = {"type": codec.name, **asdict(inner)}  # type: ignore[call-overload]
     if takes_error_feedback(inner) and (inner is not codec) != feedback:

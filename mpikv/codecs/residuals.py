@@ -1,4 +1,4 @@
-"""States of codecs when a key is cut anew: what is owed of an element stays owed, whichever piece it is in."""
+"""Moves the states of codecs when a key is cut into other pieces: each element keeps its residual."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Span = tuple[int, int]
 
 
 def cut_anew(codec: Codec, states: Mapping[Span, State], pieces: Iterable[Span]) -> dict[Span, State]:
-    """Return the states of `pieces`, [begin, end), from those of pieces of the same key.
+    """Return the states of `pieces`, each [begin, end), from the states of other pieces of the same key.
 
-    A piece that is among them keeps its state, if it is one of this codec: files may have those of another one. Else
-    residuals are carried over, as far as they are there; what else a codec remembers of a piece starts anew. Pieces of
-    which nothing is known have no state.
+    A piece that was there before keeps its state, if it is a state of this codec: a file may hold those of another one.
+    A new piece gets the residuals of its elements, as far as they are known; the rest of its state begins anew. A piece
+    of which no element is known gets no state.
     """
     found: dict[Span, State] = {}
     for begin, end in pieces:

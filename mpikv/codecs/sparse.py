@@ -1,4 +1,4 @@
-"""What the codecs have in common that send a share of the values: the others decode to 0, and cost nothing to add."""
+"""The base of codecs that send a share of the values: the others decode to 0, and cost nothing to add."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Sparse(Codec):
 
     @abstractmethod
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
-        """Return different positions below n, and the values there. Raises MpikvError for data that cannot be."""
+        """Return distinct positions below n, and the values there. Raises MpikvError for damaged data."""
 
     def decode(self, data: HostArray, out: HostArray) -> None:
-        """Write zeros, and the values that were sent."""
+        """Write the values that were sent, and zeros elsewhere."""
         positions, values = self.sent(data, out.size)
         out[...] = 0.0
         out[positions] = values
@@ -40,20 +40,20 @@ class Sparse(Codec):
         """Add the values that were sent."""
         positions, values = self.sent(data, out.size)
         sums = out[positions] + values
-        out += 0.0  # as to everything that was not sent: it makes -0.0 0.0
+        out += 0.0  # `decode` and a sum would add 0.0 to all other elements, too, which turns -0.0 into 0.0
         out[positions] = sums
 
     def subtract(self, data: HostArray, out: HostArray) -> None:
-        """Subtract the values that were sent; a difference with 0 changes nothing."""
+        """Subtract the values that were sent; to subtract 0.0 from the others would change none of them."""
         positions, values = self.sent(data, out.size)
         out[positions] -= values
 
 
 @lru_cache(maxsize=1024)
 def count(ratio: float, n_elems: int) -> int:
-    """How many of n values are sent: max(1, ceil(ratio n)), 0 where n is.
+    """How many of n values are sent: max(1, ceil(ratio n)), or 0 if n is 0.
 
-    `ratio` counts as the decimal number that a user has written: in floating point 0.07 * 100 is more than 7.
+    `ratio` is taken as the decimal number that the user wrote: in floating point 0.07 * 100 is more than 7.
     """
     sent = Fraction(repr(ratio)) * n_elems
     return min(n_elems, max(1, -(-sent.numerator // sent.denominator)))

@@ -1,4 +1,4 @@
-"""What MXNet's two codecs have in common: a threshold, and a residual, from which what was sent is taken."""
+"""The base of MXNet's two codecs: a threshold, and a residual, from which the values that are sent are subtracted."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Threshold(InBlocks):
         object.__setattr__(self, "threshold", positive(f"{self.name}: threshold", self.threshold))
 
     def init(self, n_elems: int) -> State:
-        """Nothing is owed."""
+        """A residual of zeros."""
         return residual_of(n_elems)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Send what the residual has come to."""
+        """Add the values to the residual, and encode that."""
         n, t = values.size, np.float32(self.threshold)
         data = empty(values, self.wire_bytes(n, values.dtype), np.uint8)
         if not compiled.run(self.name, values, state["residual"], t, data):
@@ -40,4 +40,4 @@ class Threshold(InBlocks):
 
     @abstractmethod
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
-        """Add the values to `residual`, write what is sent into `data`, and take it from `residual`."""
+        """Add the values to `residual`, write its codes into `data`, and subtract what they decode to from it."""

@@ -1,24 +1,24 @@
-"""The largest values of each piece, and where they are; the others are not sent.
+"""A codec that sends the largest values of each piece, and their positions.
 
-Of n values the k = max(1, ceil(ratio n)) that are largest by magnitude are sent; of equal ones the first. What travels
-is k positions in increasing order (uint32), then k values (float32), both little-endian. What is not sent decodes to 0.
-Error feedback adds it to later pushes, until it is large enough.
+Of n values the k = max(1, ceil(ratio n)) that are largest by magnitude are sent; of equal ones the first. The encoded
+data is k positions in increasing order (uint32), then k values (float32), both little-endian. A value that is not sent
+decodes to 0; error feedback adds it to later pushes, until the sum is large enough.
 
-A piece of at most `whole_elems` values, 0 by default, is sent as it is, in float32: biases and small layers are few
-bytes, and to send one value of them in each push costs accuracy.
+A piece of at most `whole_elems` values, 0 by default, is sent whole, in float32: biases and small layers are few bytes,
+and to send one value of them in each push costs accuracy.
 
-NaN counts as larger than infinity, and that as larger than any number: they are sent first, as they are, so that
-whoever adds can see them. If there are more of them than k, error feedback forgets the rest.
+NaN counts as larger than infinity, and infinity as larger than any number: they are sent first and unchanged, so that
+the sum shows them. If there are more of them than k, error feedback keeps no residual of the rest.
 
-Finding them: a sample of the values tells which magnitude about k values have. The values above it, some more than k,
-are collected in one pass, and the k-th of these few is found exactly. Where fewer than k are above it, because many are
-equal to it, as the zeros of a sparse gradient, the first of those are the rest. Where the sample was wrong, and even
-these are fewer than k, the k-th of all is found; the result is the same.
+How they are found: from a sample of the values a magnitude is guessed that a few more than k values exceed. These are
+collected in one pass, and the k-th of them is found exactly. If fewer than k exceed it because many are equal to it, as
+the zeros of a sparse gradient, the first of those are taken, too. If the sample was misleading, and even these are
+fewer than k, the k-th of all values is found; the result is the same.
 
-On a GPU all are sorted, since nothing can be asked of the values on the way.
+On a GPU all values are sorted, since the steps above would have to read results on the host.
 
-Wire: 8 k bytes; 4 n of a piece that is sent as it is. State: none. Cost: three passes over the values, and work on
-about 1.5 k of them.
+Wire: 8 k bytes; 4 n of a piece that is sent whole. State: none. Cost: three passes over the values, and work on about
+1.5 k of them.
 Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
 """
 
@@ -37,16 +37,16 @@ from mpikv.common.checks import whole
 from mpikv.errors import MpikvError
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
-_MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as a whole number it is in the same order, NaN on top
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # a mask for a float32 without its sign: as integers these sort alike, NaN last
 _SAMPLE_ELEMS = 1 << 13
-_MOST_ELEMS = (1 << 32) - 1  # of a piece: positions are uint32
+_MOST_ELEMS = (1 << 32) - 1  # the longest piece: positions are uint32
 
 
 @dataclass(frozen=True)
 class TopK(Sparse):
-    """The largest of them. ratio: which share of the values is sent, more than 0 and at most 1.
+    """Sends the largest values. ratio: which share of them, more than 0 and at most 1.
 
-    whole_elems: pieces of at most so many values are sent as they are; 0: none.
+    whole_elems: pieces of at most this many values are sent whole; 0: none.
     """
 
     whole_elems: int = 0
@@ -58,13 +58,13 @@ class TopK(Sparse):
         object.__setattr__(self, "whole_elems", whole("topk: whole_elems", self.whole_elems, 0, _MOST_ELEMS))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """A position and a value for each that is sent, or all values alone."""
+        """Those of a position and a value for each value that is sent; or those of all values, of a short piece."""
         if n_elems <= self.whole_elems:
             return n_elems * _VALUE.itemsize
         return count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Find the largest. Raises ValueError for 2^32 values and more."""
+        """Find and collect the largest values. Raises ValueError for 2^32 values and more."""
         if values.size > _MOST_ELEMS:
             raise ValueError(f"{self!r}: {values.size} values in one piece; there are positions for 2^32")
         values = as_float32(values)
@@ -77,25 +77,25 @@ class TopK(Sparse):
         return data
 
     def check(self, data: HostArray, n_elems: int) -> None:
-        """Raise MpikvError where data is not as long, or positions do not increase or go beyond the end."""
+        """Raise MpikvError if the length is wrong, or positions do not increase or go beyond the end."""
         super().check(data, n_elems)
         if n_elems <= self.whole_elems or not isinstance(data, np.ndarray):
             return
-        positions, _ = _parts(data)
+        positions, _ = _fields(data)
         if positions.size and (positions[-1] >= n_elems or (positions[1:] <= positions[:-1]).any()):
             raise MpikvError(f"{self!r}: the positions do not increase, or go beyond the {n_elems} values")
 
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
-        """Return the positions and the values in `data`. Raises MpikvError where they cannot be."""
+        """Return the positions and the values in `data`. Raises MpikvError by `check`."""
         self.check(data, n_elems)
         if n_elems <= self.whole_elems:
             return np.arange(n_elems, like=data), data.view(_VALUE)
-        positions, values = _parts(data)
+        positions, values = _fields(data)
         return positions.astype(np.int64), values
 
 
-def _parts(data: HostArray) -> tuple[HostArray, HostArray]:
-    """Positions and values where they travel."""
+def _fields(data: HostArray) -> tuple[HostArray, HostArray]:
+    """Return views of encoded data: the positions, and the values."""
     bound = data.size // (_POSITION.itemsize + _VALUE.itemsize) * _POSITION.itemsize
     return data[:bound].view(_POSITION), data[bound:].view(_VALUE)
 
@@ -107,18 +107,18 @@ def largest(values: HostArray, k: int) -> HostArray:
     magnitudes = values.view(np.int32) & _MAGNITUDE
     if not isinstance(values, np.ndarray):
         return np.sort(np.argsort(-magnitudes, kind="stable")[:k])
-    near = _near(magnitudes, k)
-    above = np.flatnonzero(magnitudes > near)
+    bound = _guess_bound(magnitudes, k)
+    above = np.flatnonzero(magnitudes > bound)
     if above.size >= k:
         return largest_among(magnitudes, k, above)
-    equal = np.flatnonzero(magnitudes == near)[: k - above.size]
+    equal = np.flatnonzero(magnitudes == bound)[: k - above.size]
     if above.size + equal.size < k:
         return largest_among(magnitudes, k, np.arange(values.size))
     return np.sort(np.concatenate((above, equal)))
 
 
 def largest_among(magnitudes: HostArray, k: int, candidates: HostArray) -> HostArray:
-    """Return the same of those at `candidates`, k or more positions in increasing order."""
+    """Return what `largest` does, of the values at `candidates` alone: k or more positions in increasing order."""
     found = magnitudes[candidates]
     kth = np.partition(found, found.size - k)[found.size - k]
     chosen = found > kth
@@ -127,11 +127,11 @@ def largest_among(magnitudes: HostArray, k: int, candidates: HostArray) -> HostA
     return positions
 
 
-def _near(magnitudes: HostArray, k: int) -> int:
-    """Guess a magnitude that a few more than k values have, or more."""
+def _guess_bound(magnitudes: HostArray, k: int) -> int:
+    """Guess from a sample a magnitude that a few more than k values reach."""
     sample = magnitudes[:: -(-magnitudes.size // _SAMPLE_ELEMS)]
     expected = k * sample.size / magnitudes.size
-    rank = int(expected + 4 * expected**0.5 + 4)  # four standard deviations of how many of a random sample reach it
+    rank = int(expected + 4 * expected**0.5 + 4)  # plus four standard deviations of a random sample's count
     if rank >= sample.size:
         return 0
     return int(np.partition(sample, sample.size - rank)[sample.size - rank])

@@ -1,12 +1,12 @@
-"""MXNet's compression to two bits: each value is sent as +t, -t or nothing, and what that leaves is sent later.
+"""MXNet's compression to two bits: each value is sent as +t, -t or 0, and the difference stays in a residual.
 
 Each element has a residual `res`, a float32 that is 0 at first. A push adds its value to it. Then, where `res >= t`,
 `11` is sent and `res -= t`; where `res <= -t`, `10` is sent and `res += t`; elsewhere `00`. Byte j holds elements 4j to
 4j+3, the first in the two most significant bits; the last byte is filled up with zeros. `11` decodes to +t, `10` to -t,
 the rest to 0.
 
-A residual that is no finite number is set to 0 when its code has been made: an infinite value sends +t or -t once, and
-a NaN sends nothing.
+A residual that is NaN or infinite is set to 0 after its code is written: an infinite value sends +t or -t once, and a
+NaN sends 0.
 
 Wire: ceil(n / 4) bytes. State: 4 n bytes. Cost: about ten passes over blocks in the cache, and one over values and
 residual in memory; one in all where `compiled` is used.
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.blocks import FLOAT32, as_float32, empty, forget_what_is_not_finite, spans, step_of
+from mpikv.codecs.blocks import FLOAT32, as_float32, empty, spans, step_of, zero_non_finite
 from mpikv.codecs.threshold import Threshold
 
 _FOUR = np.dtype((np.void, 4 * FLOAT32.itemsize))  # four values, which are looked up and written as one item
@@ -49,21 +49,21 @@ class TwoBit(Threshold):
     name = "2bit"
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """One for four values."""
+        """One byte for four values."""
         return (n_elems + 3) // 4
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         step = step_of(values, values.size)
         plus_, minus_, signs_ = (empty(values, step, np.int8) for _ in range(3))
         codes_, sent_ = empty(values, (step + 3) // 4 * 4, np.uint8), empty(values, step, FLOAT32)
-        for part in spans(values.size, step):
-            length = part.stop - part.start
-            owed = residual[part]
+        for span in spans(values.size, step):
+            length = span.stop - span.start
+            sums = residual[span]
             plus, minus, signs, sent = plus_[:length], minus_[:length], signs_[:length], sent_[:length]
             codes = codes_[: (length + 3) // 4 * 4]
-            owed += as_float32(values[part])
-            np.greater_equal(owed, t, out=plus.view(np.bool_))
-            np.less_equal(owed, -t, out=minus.view(np.bool_))
+            sums += as_float32(values[span])
+            np.greater_equal(sums, t, out=plus.view(np.bool_))
+            np.less_equal(sums, -t, out=minus.view(np.bool_))
             # 3 for plus, 2 for minus
             code = codes[:length].view(np.int8)
             np.add(plus, minus, out=code)
@@ -73,15 +73,15 @@ class TwoBit(Threshold):
             words = codes.view(_WORD)
             np.multiply(words, _GATHER, out=words)
             np.right_shift(words, _HIGHEST, out=words)
-            data[part.start // 4 : (part.stop + 3) // 4] = words
+            data[span.start // 4 : (span.stop + 3) // 4] = words
             np.subtract(plus, minus, out=signs)
             np.copyto(sent, signs)
             sent *= t
-            owed -= sent
-            forget_what_is_not_finite(owed)
+            sums -= sent
+            zero_non_finite(sums)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Look up four values for each byte; on a GPU they are counted out, since there are no such items."""
+        """Look up the four values of each byte; on a GPU unpack the bits, since CuPy has no items of four values."""
         if not isinstance(data, np.ndarray):
             bits = np.unpackbits(data).view(np.int8).reshape(-1, 2)[:n_elems]
             sent, plus = bits[:, 0], bits[:, 1]
@@ -89,8 +89,8 @@ class TwoBit(Threshold):
             return
         table, step = _decoded_bytes(self.threshold), step_of(data, n_elems)
         fours = np.empty((step + 3) // 4, _FOUR)
-        for part in spans(n_elems, step):
-            found = data[part.start // 4 : (part.stop + 3) // 4]
-            # "clip" cannot happen, and lets `take` write without a buffer
+        for span in spans(n_elems, step):
+            found = data[span.start // 4 : (span.stop + 3) // 4]
+            # no index is out of range; with mode "clip" `take` writes without a buffer of its own
             values = np.take(table, found, out=fours[: found.size], mode="clip").view(FLOAT32)
-            yield part, values[: part.stop - part.start]
+            yield span, values[: span.stop - span.start]

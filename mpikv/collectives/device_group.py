@@ -58,10 +58,10 @@ class DeviceGroup(Group):
 
     def _begin(self, call: Callable[..., Operation], buf: Any, rank: int, tag: int) -> Message:
         def start() -> Operation:
-            with self._space.here():
+            with self._space.in_stream():
                 return call(buf, rank, tag)
 
-        message = Message(self._waiting, self._space.begun(), start)
+        message = Message(self._waiting, self._space.stream_event(), start)
         self._waiting.append(message)
         start_due(self._waiting)
         return message

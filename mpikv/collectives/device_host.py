@@ -54,7 +54,7 @@ def reduce_scatter(
     size = len(bounds) - 1
     own = slice(bounds[rank], bounds[rank + 1])
     # When this is done, this rank has read all that it reads of the last round, and its values are in memory.
-    yield space.begun()
+    yield space.stream_event()
     key.begin(values, key.value, comparison)
     key.count(FILLED, 1)
     if own.start == own.stop:
@@ -91,7 +91,7 @@ def allgather(
     """
     size = len(bounds) - 1
     if bounds[rank] < bounds[rank + 1]:
-        yield space.begun()
+        yield space.stream_event()
         key.count(GATHERED, 1)
     for other in (*range(rank + 1, size), *range(rank)):
         shard = slice(bounds[other], bounds[other + 1])
@@ -101,4 +101,4 @@ def allgather(
     for out in outs:
         space.copy(out, key.value)  # from this rank's copy, so that no byte crosses a link between GPUs twice
     if outs:
-        yield space.begun()
+        yield space.stream_event()

@@ -72,7 +72,7 @@ class CopyPipeline:
             self._half = self._source = None
             self._held_back.clear()
             if self._several:
-                self._space.join()
+                self._space.join_second_stream()
 
     def load(self, spans: Iterable[Span]) -> DownCopies:
         """Begin to copy these spans down."""
@@ -104,7 +104,7 @@ class CopyPipeline:
     def _copy_up(self, begin: int, end: int) -> None:
         assert self._half is not None
         assert self._source is not None
-        self._space.bring(self._half.up[begin:end], self._source[begin:end], beside=self._several)
+        self._space.upload(self._half.up[begin:end], self._source[begin:end], second_stream=self._several)
 
 
 class DownCopies:
@@ -122,8 +122,8 @@ class DownCopies:
         """Begin the next copies, and count the spans whose copies have ended."""
         while self._begun < len(self._copies) and len(self._under_way) < AHEAD:
             begin, end = self._copies[self._begun]
-            self._space.fetch(self._on_host[begin:end], self._values[begin:end])
-            self._under_way.append(self._space.begun())
+            self._space.download(self._on_host[begin:end], self._values[begin:end])
+            self._under_way.append(self._space.stream_event())
             self._begun += 1
         before = self._ended
         while self._under_way and self._under_way[0].test():

@@ -1,7 +1,7 @@
 """Optimizers by name, and the registry in which users add their own.
 
-`create('sgd', learning_rate=0.1)` knows MXNet's names in any case. It also takes an optimizer that exists already, a
-class, any callable `(weight, grad, state) -> state`, and a class of `torch.optim`.
+`create('sgd', learning_rate=0.1)` accepts MXNet's names, in upper or lower case. It also accepts an existing optimizer,
+an optimizer class, any callable `(weight, grad, state) -> state`, and a class of `torch.optim`.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 
 def register(cls: OptimizerClass) -> OptimizerClass:
-    """Make an optimizer class known by its `name` (by default the class's name in lower case); a decorator. Local.
+    """Register an optimizer class by its `name` (by default the class's name in lower case); a decorator. Local.
 
-    Ranks that rebuild an optimizer from a saved file need the registration too. Raises TypeError for anything
-    but an Optimizer class, ValueError where another class has the name.
+    Ranks that make an optimizer again from a saved file need the registration, too. Raises TypeError for anything but
+    an Optimizer class, ValueError if another class has the name.
 
     >>> @optimizers.register
     ... class Sign(optimizers.Optimizer):
@@ -113,8 +113,8 @@ def names() -> tuple[str, ...]:
 def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[Any, Any], **kwargs: Any) -> Optimizer:
     """Make an optimizer from a name, an Optimizer class, a callable, or a torch.optim class or (class, kwargs). Local.
 
-    kwargs: its parameters. An instance is returned as it is, and takes no kwargs. Raises ValueError for an
-    unknown name (lists the names), TypeError for anything else and for unknown kwargs (lists the valid ones).
+    kwargs: its parameters. An instance is returned unchanged, and takes no kwargs. Raises ValueError for an unknown
+    name (lists the names), TypeError for anything else and for unknown kwargs (lists the valid ones).
 
     >>> optimizers.create('sgd', learning_rate=0.5).learning_rate
     0.5
@@ -153,7 +153,7 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
 def from_config(config: Mapping[str, Any]) -> Optimizer:
     """Make the optimizer that `Optimizer.config` described. Nothing in `config` is executed. Local.
 
-    Raises ValueError for an unknown name or attribute, UnsupportedError where the optimizer is a user's function.
+    Raises ValueError for an unknown name or attribute, UnsupportedError if the optimizer is a user's function.
 
     >>> optimizers.from_config({'name': 'sgd', 'attributes': {'momentum': 0.9}}).momentum
     0.9
@@ -167,7 +167,7 @@ def from_config(config: Mapping[str, Any]) -> Optimizer:
 
 
 def _complete(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the class. TypeError where it defines no update at all."""
+    """Return the class. Raises TypeError if it defines no update."""
     if all(getattr(cls, name) is getattr(Optimizer, name) for name in ("formula", "update", "update_sum")):
         raise TypeError(f"{cls.__name__} defines no formula: it is a base for optimizers, and none itself")
     return cls

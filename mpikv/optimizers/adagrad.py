@@ -1,4 +1,4 @@
-"""Optimizers whose rates are divided by a root of squared gradients: of their sum, or of a running mean of them.
+"""Optimizers that divide the rate by the root of the sum, or of a running mean, of squared gradients.
 
 All are in the form of MXNet 1.9: AdaGrad and AdaDelta of python/mxnet/optimizer/optimizer.py, RMSProp of
 src/operator/optimizer_op-inl.h (RMSPropUpdateKernel, RMSPropAlexUpdateKernel).
@@ -50,7 +50,7 @@ class AdaDelta(Optimizer):
     d = sqrt(acc_delta + epsilon) / sqrt(acc_grad + epsilon) * g;  acc_delta = rho * acc_delta + (1 - rho) * d^2;
     w = w - (d + wd * w).
 
-    As in MXNet 1.9 the learning rate, its schedule and `lr_mult` have no part in it.
+    As in MXNet 1.9 the learning rate, its schedule and `lr_mult` are not used.
 
     >>> weight, optimizer = np.ones(1), optimizers.AdaDelta(wd=0.5)
     >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))
@@ -59,7 +59,7 @@ class AdaDelta(Optimizer):
     """
 
     joins = True
-    rho: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
+    rho: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old value in both running means")
     epsilon: float = number(default=1e-5, low=0.0, doc="added to both means before their roots are taken")
     states = (
         Array("acc_grad", "running mean of squared gradients"),
@@ -87,8 +87,8 @@ class RMSProp(Optimizer):
     centered: g = gamma1 * g + (1 - gamma1) * G;  delta = gamma2 * delta - lr * G / sqrt(n - g^2 + epsilon);
     w = w + delta.
 
-    Differs from MXNet's: where rounding makes the variance n - g^2 negative it counts as 0, so that no root of a
-    negative number is taken.
+    Differs from MXNet's: a variance n - g^2 that rounding has made negative is taken as 0, since a negative number has
+    no root.
 
     >>> weight, optimizer = np.ones(1), optimizers.RMSProp(learning_rate=0.5, gamma1=0.0, epsilon=0.0)
     >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
@@ -97,10 +97,10 @@ class RMSProp(Optimizer):
 
     joins = True
     learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
-    gamma1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
-    gamma2: float = number(default=0.9, low=0.0, below=1.0, doc="centered: how much of the last step is made again")
+    gamma1: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old value in the running means")
+    gamma2: float = number(default=0.9, low=0.0, below=1.0, doc="centered: factor of the last step in the new one")
     epsilon: float = number(default=1e-8, low=0.0, doc="added before the root is taken")
-    centered: bool = flag(default=False, doc="whether the running mean is taken off")
+    centered: bool = flag(default=False, doc="whether the square of the gradients' running mean is subtracted from n")
     clip_weights: float | None = number(default=None, doc="the new w is limited to +- this; None or <= 0: not")
     states = (
         Array("n", "running mean of squared gradients"),
@@ -113,14 +113,14 @@ class RMSProp(Optimizer):
         real, n, delta = step.real, arrays["n"], arrays.get("delta")
         g = self.prepared(step, w, g, tmp, decay=True)
         update_mean(step, n, g, self.gamma1, tmp[1], squared=True)
-        below = n
+        variance = n
         if delta is not None:
             mean = arrays["g"]
             update_mean(step, mean, g, self.gamma1, tmp[1])
-            below = np.subtract(n, np.multiply(mean, mean, out=tmp[1]), out=tmp[1])
-            np.maximum(below, real(0.0), out=below)
-        below = np.add(below, real(self.epsilon), out=tmp[1])
-        change = np.divide(g, np.sqrt(below, out=below), out=tmp[0])
+            variance = np.subtract(n, np.multiply(mean, mean, out=tmp[1]), out=tmp[1])
+            np.maximum(variance, real(0.0), out=variance)
+        variance = np.add(variance, real(self.epsilon), out=tmp[1])
+        change = np.divide(g, np.sqrt(variance, out=variance), out=tmp[0])
         change *= real(step.learning_rate)
         if delta is None:
             w -= change

@@ -22,11 +22,11 @@ from mpikv.optimizers.step import Array, Arrays, Step, update_mean
 
 
 class RunningMeans(Optimizer):
-    """Base of the optimizers that keep m and v."""
+    """The base of optimizers that keep m and v."""
 
     learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
-    beta1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old m stays")
-    beta2: float = number(default=0.999, low=0.0, below=1.0, doc="how much of the old v stays")
+    beta1: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old m in the new one")
+    beta2: float = number(default=0.999, low=0.0, below=1.0, doc="weight of the old v in the new one")
     epsilon: float = number(default=1e-6, low=0.0, doc="added to the root of v")
     states = (Array("mean", "m, the running mean of gradients"), Array("var", "v, the running mean of their squares"))
 
@@ -62,7 +62,7 @@ class Adam(RunningMeans):
     joins = True
     epsilon = 1e-8
     lazy_update: bool = flag(
-        default=True, doc="of a row-sparse key, the pushed rows alone are updated; False: such keys are refused"
+        default=True, doc="only the pushed rows of a row-sparse key are updated; False: such keys are refused"
     )
     lazy = True
 
@@ -78,12 +78,12 @@ class Adam(RunningMeans):
 
 
 class AdamW(RunningMeans):
-    """MXNet's AdamW, not PyTorch's: the decay is scaled by lr_t, not lr, and the defaults are others (wd 0, not 0.01).
+    """MXNet's AdamW, not PyTorch's: the decay is scaled by lr_t, not lr, and the defaults differ (wd 0, not 0.01).
 
     g = clip(rescale_grad * grad);  w = w - lr_t * (m / (sqrt(v) + epsilon) + wd * w).
 
     With correct_bias=False lr_t = lr. PyTorch's adds its eps, by default 1e-8, to the corrected root. `create` and
-    Trainer take that class as it is: `Trainer(net, torch.optim.AdamW, {"lr": 1e-3})`.
+    Trainer accept PyTorch's class, too: `Trainer(net, torch.optim.AdamW, {"lr": 1e-3})`.
 
     >>> weight, optimizer = np.ones(1), optimizers.AdamW(learning_rate=0.5, wd=0.5, correct_bias=False)
     >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))

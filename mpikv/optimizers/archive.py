@@ -1,12 +1,12 @@
-"""A zip file of a JSON header and NumPy arrays, in which damage shows and nothing is executed.
+"""A zip file of a JSON header and NumPy arrays. Damage is detected when it is read, and nothing in it is executed.
 
-Members are stored, not compressed: `header.json`, then `0.npy`, `1.npy` and so on, which `numpy.load` opens too. The
+Members are stored, not compressed: `header.json`, then `0.npy`, `1.npy` and so on, which `numpy.load` opens, too. The
 header repeats dtype and shape of every array, and zip keeps a CRC of every member, so that a changed byte or a missing
 end is found. bfloat16, which .npy has no name for, is stored as uint16. The same contents give the same bytes.
 
-Reading checks sizes against the file's own before it allocates memory, and never unpickles.
+Before memory is allocated, sizes in the header are checked against the size of the file. Nothing is ever unpickled.
 
-Cost: writing streams the arrays; reading holds each once and passes the file twice, first for the CRCs.
+Cost: writing streams the arrays; reading holds each array once and reads the file twice, first for the CRCs.
 Source: PKWARE APPNOTE 6.3 (zip); NumPy enhancement proposal 1 (.npy).
 """
 
@@ -27,10 +27,10 @@ from mpikv.errors import StatesFileError, UnsupportedError
 
 HEADER = "header.json"
 VERSION = 1
-_CHUNK_BYTES = 1 << 20  # read at a time, so that an array is not held twice
+_CHUNK_BYTES = 1 << 20  # read at one time, so that an array is not held twice
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date: equal states make equal files
 
-# What zipfile, struct and json raise where a file is not what it says; OSError: a seek to an impossible place.
+# Errors of zipfile, struct and json for a damaged file; OSError: a seek to an impossible offset.
 _DAMAGE = (
     zipfile.BadZipFile,
     EOFError,
@@ -45,12 +45,12 @@ _DAMAGE = (
     ValueError,
     struct.error,
 )
-# Beside the dtypes of weights: a user's own state may count and flag.
+# The dtypes of weights, and others for counts and flags in a user's own state.
 DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
 
 
 def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: Sequence[HostArray]) -> None:
-    """Write a header of `kind` and `content` (JSON), and the arrays. UnsupportedError for an array of another dtype."""
+    """Write a header of `kind` and `content` (JSON), and the arrays. UnsupportedError for a dtype not in DTYPES."""
     for array in arrays:
         if array.dtype not in DTYPES:
             raise UnsupportedError(f"an array of dtype {array.dtype} cannot be saved in a file of states")
@@ -65,9 +65,9 @@ def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: S
 
 
 def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any], list[HostArray]]:
-    """Header and arrays of what `write_archive` wrote. origin: what errors call the file.
+    """Return the header and the arrays that `write_archive` has written. origin: the file's name in errors.
 
-    Raises StatesFileError, which says what is wrong, for anything that is not exactly that.
+    Raises StatesFileError, which says what is wrong, for any other file.
     """
     try:
         length = file.seek(0, os.SEEK_END)
@@ -84,7 +84,7 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
 
 
 def are_names(given: Any) -> TypeGuard[list[str]]:
-    """Whether it is a list of different strings."""
+    """Whether it is a list of distinct strings."""
     return isinstance(given, list) and all(type(name) is str for name in given) and len(set(given)) == len(given)
 
 
@@ -100,12 +100,12 @@ def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tupl
             damaged(origin, f"not a file of states: its member {name!r} is compressed")
         if member.file_size > length:
             damaged(origin, f"damaged: its member {name!r} claims to be larger than the file")
-    # Members that share bytes of the file could be as many arrays as the file has room for headers.
+    # Members that share bytes of the file could make a small file claim any number of large arrays.
     if sum(member.file_size for member in archive.infolist()) > length:
         damaged(origin, "damaged: its members claim to be larger than the file together")
     if HEADER not in members:
         damaged(origin, f"not a file of states: it has no {HEADER}")
-    # All CRCs before anything is parsed.
+    # All CRCs are checked before anything is parsed.
     wrong = archive.testzip()
     if wrong is not None:
         damaged(origin, f"damaged: the checksum of its member {wrong!r} is wrong")
@@ -132,8 +132,8 @@ def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: 
     n_bytes = prod(shape) * stored.itemsize
     with archive.open(name) as member:
         found = _npy_header(member.read(10), member.read)
-        # As NumPy writes it; not parsed, since ast.literal_eval fails now and then beside other threads (CPython issue
-        # 106905, in 3.10 and early 3.11 and 3.12).
+        # Compared with what NumPy writes, not parsed, since ast.literal_eval fails now and then while other threads run
+        # (CPython issue 106905, in 3.10 and early 3.11 and 3.12).
         if found != f"{{'descr': {stored.str!r}, 'fortran_order': False, 'shape': {shape}, }}":
             damaged(origin, f"damaged: {name} describes itself as {found}, and the header says {dtype}{shape}")
         if member.tell() + n_bytes != archive.getinfo(name).file_size:
@@ -150,7 +150,7 @@ def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: 
 
 
 def _npy_header(prefix: bytes, read: Callable[[int], bytes]) -> str:
-    """What a .npy array of version 1.0 says of itself. NumPy's own reader repairs and warns; this one does not."""
+    """Return the header of a .npy array of version 1.0. NumPy's own reader would repair a damaged one and warn."""
     if prefix[:8] != b"\x93NUMPY\x01\x00":
         raise ValueError(f"an array that begins with {prefix[:8]!r}")
     return read(int.from_bytes(prefix[8:], "little")).decode("latin1").strip()

@@ -1,13 +1,13 @@
-"""What an optimizer is: declared hyperparameters and states, a formula, and a pure pair `init` / `update`.
+"""The base of optimizers: declared hyperparameters and states, a formula, and a pure pair `init` / `update`.
 
 `init(weight)` makes the state of one key, or of one slice of a key; `update` changes the weight in place and returns
-the new state. Nothing of a key is kept in the optimizer, so the same object serves any number of keys and slices, and a
-state can be saved, cut, joined and moved to another rank (states.py).
+the new state. The optimizer itself keeps nothing of a key, so that one object serves any number of keys and slices, and
+a state can be saved, cut, joined and moved to another rank (states.py).
 
-How an update runs. The weight is seen flat. The space that it is in (mpikv/spaces) runs the formula, an elementwise one
-on parts of the weight; no result depends on where these or slices begin. Arithmetic is in float32 or float64
-(blocks.py), and each element is rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16
-weight has a float32 copy in its state, which the formula changes and the weight is rounded from.
+How an update runs. The weight is seen flat. blocks.py runs the formula, an elementwise one on blocks of the weight; no
+result depends on where blocks or slices begin. Arithmetic is in float32 or float64, and each element is rounded once to
+the weight's dtype. With `multi_precision` the state of a float16 or bfloat16 weight has a float32 copy of it, which the
+formula changes and from which the weight is rounded.
 
 A new optimizer: docs/optimizers.md shows one from the declaration to the store.
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Declared):
-    """Base of all optimizers. Its attributes may be changed at any time; each new value is checked.
+    """The base of all optimizers. Attributes may be changed at any time; each new value is checked.
 
-    `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, where t counts the updates of the key;
-    `learning_rate` is not used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands
-    for the default. `lr_mult` and `wd_mult` take every key as it is: none is left out because of its name.
+    With an `lr_scheduler` the rate of an update is `lr_scheduler(t)`, where t counts the updates of the key, and
+    `learning_rate` is not used; one that is given to the constructor replaces the schedule's `base_lr`. None stands for
+    the default. `lr_mult` and `wd_mult` apply to every key in them, whatever its name is.
 
     Raises TypeError or ValueError, which name the parameter, for a value of the wrong kind.
 
@@ -64,7 +64,7 @@ class Optimizer(Declared):
     (['momentum'], True)
     """
 
-    learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update where there is no lr_scheduler")
+    learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update if there is no lr_scheduler")
     rescale_grad: float = number(
         default=1.0, factor=True, doc="the gradient is multiplied by it first; a Trainer sets it to 1 / batch size"
     )
@@ -78,20 +78,22 @@ class Optimizer(Declared):
     wd_mult: dict[Key, float] = factors(init=False, doc="factors of the weight decay; keys without one have 1")
 
     elementwise = True
-    """False where the formula needs the whole value of a key, which is then not cut."""
+    """False if the formula needs the whole value of a key, which is then not cut."""
     lazy: ClassVar[bool] = False
-    """True where `formula` may be applied to the pushed rows of a row-sparse key alone; others stay as they are."""
+    """True if `formula` may be applied to the pushed rows of a row-sparse key alone; other rows do not change then."""
     joins: ClassVar[bool] = False
-    """Whether `formula` looks at no key: those with the same numbers may be one array. Not inherited."""
-    states: ClassVar[tuple[Array | Scalar, ...]] = ()
-    """What a state holds beside "t", the number of updates, and "master", the copy of `multi_precision`."""
-    scratch: ClassVar[int] = 2
-    """Temporary arrays that `formula` needs."""
+    """Whether `formula` ignores the key, so that keys whose states have equal numbers may be updated as one array.
 
-    _temporaries: ClassVar[Scratch]  # each optimizer's own; without ClassVar type checkers would take it for a field
+    Not inherited."""
+    states: ClassVar[tuple[Array | Scalar, ...]] = ()
+    """What a state holds beside "t", the number of updates, and "master", the float32 copy of `multi_precision`."""
+    scratch: ClassVar[int] = 2
+    """How many temporary arrays `formula` needs."""
+
+    _temporaries: ClassVar[Scratch]  # of each instance; without ClassVar type checkers would take it for a field
     _arrays: ClassVar[Mapping[str, Array]] = {}
-    _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
-    _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
+    _always: ClassVar[tuple[str, ...] | None] = ()  # the names of all arrays; None if some depend on a field
+    _numbers: ClassVar[Mapping[str, float]] = {"t": 0}  # the first values of the numbers in a state
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -103,13 +105,13 @@ class Optimizer(Declared):
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make a new one."""
+        """Make an optimizer with scratch memory of its own."""
         made = super().__new__(cls, *args, **kwargs)
         object.__setattr__(made, "_temporaries", Scratch())
         return made
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Declared`: the learning rate and the `base_lr` of a schedule are one value.
+        """See `Declared`. The learning rate and the `base_lr` of a schedule become one value.
 
         >>> optimizers.SGD(learning_rate=0.5, lr_scheduler=optimizers.FactorScheduler(10)).lr_scheduler.base_lr
         0.5
@@ -125,7 +127,7 @@ class Optimizer(Declared):
     # --- hyperparameters
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the rate; UnsupportedError where a schedule decides on it."""
+        """Set the rate. Raises UnsupportedError if there is a schedule."""
         if self.lr_scheduler is not None:
             raise UnsupportedError(
                 f"{self.name} takes its learning rate from its lr_scheduler; set lr_scheduler to None or to another one"
@@ -141,7 +143,7 @@ class Optimizer(Declared):
         self.wd_mult = wd_mult  # type: ignore[assignment] # as above
 
     def config(self) -> dict[str, Any]:
-        """Return {"name", "attributes"} as JSON; two optimizers do the same where these are equal."""
+        """Return {"name", "attributes"} as JSON. Optimizers with equal configs make the same updates."""
         return {"name": self.name, "attributes": self.attributes()}
 
     @classmethod
@@ -154,7 +156,7 @@ class Optimizer(Declared):
     # --- state
 
     def state_names(self) -> Sequence[str]:
-        """The arrays of a state under the hyperparameters now in force."""
+        """Return the names of a state's arrays under the present hyperparameters."""
         if self._always is not None:
             return self._always
         return [name for name, one in self._arrays.items() if not one.where or getattr(self, one.where)]
@@ -168,7 +170,7 @@ class Optimizer(Declared):
         return self._complete(weight.reshape(-1), dict(self._numbers), self.state_names())
 
     def _complete(self, flat: HostArray, state: State, names: Sequence[str]) -> State:
-        """Make the state what the hyperparameters ask for now, where they have changed since the last update."""
+        """Add and remove arrays of the state, if hyperparameters have changed since the last update."""
         if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
             if "master" not in state:
                 state["master"] = self._copy(flat, np.dtype(np.float32))
@@ -178,7 +180,7 @@ class Optimizer(Declared):
         return state
 
     def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
-        """Add the arrays of `names` that are missing, drop others. ValueError for one of wrong size or dtype."""
+        """Add missing arrays of these names, remove others. Raises ValueError for an array of wrong size or dtype."""
         work = work_dtype(flat.dtype)
         for name in [name for name in state if name not in names and name not in ("t", "master")]:
             if is_space_array(state[name]):
@@ -197,7 +199,7 @@ class Optimizer(Declared):
         return made
 
     def check_state(self, weight: HostArray, state: State) -> None:
-        """Raise ValueError where `state` (from a file, say) cannot be one of `weight` under this optimizer."""
+        """Raise ValueError if `state`, for example from a file, cannot be a state of `weight` by this optimizer."""
         expected = self.init(weight)
         if type(state) is not dict or set(state) != set(expected):
             raise ValueError(f"a state of {self.name} holds {_listed(expected)}, this one {_listed(state)}")
@@ -217,7 +219,7 @@ class Optimizer(Declared):
         """Make one update: change `weight` in place and return the new state, which reuses the memory of the old one.
         Local.
 
-        weight: any supported dtype; the whole value of a key in its shape, or a flat slice of it where `elementwise`.
+        weight: any supported dtype; the whole value of a key in its shape, or a flat slice of it if `elementwise`.
         grad: same shape, any supported dtype, not changed. state: of `init` or of the last update.
         Raises ShapeMismatch, TypeError, or ValueError for a read-only weight; the weight is unchanged then.
         """
@@ -225,12 +227,12 @@ class Optimizer(Declared):
 
     @property
     def sums(self) -> bool:
-        """Whether `update_sum` takes several terms and does what `update`, maybe a user's own, does with their sum."""
+        """Whether `update_sum` accepts several terms: if it is elementwise and has no `update` of its own."""
         return self.elementwise and type(self).update is Optimizer.update
 
     @property
     def updates_rows(self) -> bool:
-        """Whether it can serve a row-sparse key: it is `lazy`, and its `lazy_update`, if it has one, is True.
+        """Whether it can update a row-sparse key: it is `lazy`, and its `lazy_update`, if it has one, is True.
 
         >>> optimizers.SGD().updates_rows, optimizers.SGD(lazy_update=False).updates_rows
         (True, False)
@@ -240,7 +242,7 @@ class Optimizer(Declared):
     def update_sum(self, key: Key, weight: HostArray, terms: Sequence[HostArray], state: State) -> State:
         """Do what `update` does, with the sum of `terms`: arrays like `grad`, of one dtype, added in their order.
 
-        The space adds them as it runs the formula. Several terms: only where `sums` is True.
+        They are added block by block as the formula runs. Several terms are allowed only if `sums` is True.
         """
         for term in terms:
             self.check_update(key, weight, term)
@@ -250,7 +252,7 @@ class Optimizer(Declared):
         names = self.state_names()
         self._complete(flat, state, names)
         step = self._step(key, flat, weight.shape, state)
-        # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
+        # An overflow or a NaN is visible in the weight; no user would see a warning that a server prints.
         with np.errstate(all="ignore"):
             blocks.run(
                 functools.partial(self.formula, step),
@@ -269,7 +271,7 @@ class Optimizer(Declared):
         return state
 
     def check_update(self, key: Key, weight: HostArray, grad: HostArray) -> None:
-        """Raise what `update` raises for arrays that it cannot work on."""
+        """Raise what `update` raises for wrong arrays."""
         check_array(self.name, "weight", weight)
         check_array(self.name, "grad", grad)
         if grad.shape != weight.shape:
@@ -294,17 +296,17 @@ class Optimizer(Declared):
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
         """Change the block `w` and the state's `arrays` in place. g: the gradient, not to be changed. tmp: scratch.
 
-        All arrays are flat, of one length and in the arithmetic's dtype. Where the optimizer is elementwise, nothing
-        may depend on where in the weight the block lies. Example: see `prepared`.
+        All arrays are flat, of one length and in the arithmetic's dtype. If the optimizer is elementwise, the result
+        must not depend on where in the weight the block begins. Example: see `prepared`.
         """
         raise UnsupportedError(f"{type(self).__name__} defines no formula")
 
     def prepared(
         self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], *, decay: bool = False, scale: float = 1.0
     ) -> HostArray:
-        """Return `scale` * clip(rescale_grad * g [+ wd * w where `decay`]).
+        """Return `scale` * clip(rescale_grad * g [+ wd * w if `decay`]).
 
-        It is in tmp[0], or `g` itself where that is the same. tmp[1] is used where `decay` is True and wd is not 0.
+        It is in tmp[0], or is `g` itself if that is equal. tmp[1] is used if `decay` is True and wd is not 0.
 
         >>> class Plain(optimizers.Optimizer):
         ...     def formula(self, step, w, g, arrays, tmp):
@@ -329,7 +331,7 @@ class Optimizer(Declared):
 
 
 (FACTOR,) = (name for name, field in Optimizer.fields.items() if field.factor)
-"""The attribute that workers may have different values of in one round: labels.py says how."""
+"""The attribute of which workers may have different values in one round; see placement/labels.py."""
 
 
 def _listed(state: Any) -> str:

@@ -1,13 +1,13 @@
-"""How a formula is run on a whole weight: in which dtype, with which memory, and block by block.
+"""Runs an optimizer's formula on a whole weight, block by block: dtype of the arithmetic, memory, rounding.
 
 float64, int32 and int64 weights are updated in float64, which holds every int32 exactly and int64 up to 2^53; all
 others (float16, bfloat16, float32, int8, uint8) in float32.
 
-In host memory an elementwise formula is applied to blocks of the weight that stay in the cache with their temporaries,
-so that an update reads and writes memory once, however many NumPy calls its formula has; no result depends on where
-blocks begin. On a GPU, where each call of a formula is a kernel, the block is the whole weight.
+In host memory an elementwise formula is applied to blocks of the weight. A block and its temporaries fit into the
+cache, so that an update reads and writes memory once, however many NumPy calls its formula has. No result depends on
+where blocks begin. On a GPU, where each NumPy call is a kernel, the block is the whole weight.
 
-Cost: the formula's; in host memory a pass over weight, gradient and state.
+Cost: the formula's; in host memory one pass over weight, gradient and state.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ def check_array(owner: str, what: str, array: Any) -> None:
 class Scratch:
     """An optimizer's memory for temporaries, kept from one update to the next.
 
-    Memory of SMALL_BYTES to KEPT_BYTES that is freed after each update may come as new pages each time
-    (M_MMAP_THRESHOLD in mallopt(3)), whose faults take as long as the arithmetic. Other lengths are not kept.
+    Memory of SMALL_BYTES to KEPT_BYTES that is freed after each update may be allocated as new pages each time
+    (M_MMAP_THRESHOLD in mallopt(3)), whose page faults take as long as the arithmetic. Other lengths are not kept.
 
-    Threads may share it: an operation of a list is atomic (also in Python without the GIL), so no two get the same.
+    Threads may share it: operations of a list are atomic (also in Python without the GIL), so no two get the same.
     """
 
     def __init__(self) -> None:
         self._kept: list[HostArray] = []
 
     def __reduce__(self) -> Any:
-        """Pickled or copied: a new one, which holds nothing."""
+        """Pickle and copy it as a new, empty one."""
         return Scratch, ()
 
     def take(self, n_bytes: int) -> HostArray:
-        """(n_bytes or more,) of uint8 and any content, which nobody else has until it is given back."""
+        """Return (n_bytes or more,) of uint8, uninitialised, which is not returned again until `give` gets it back."""
         if SMALL_BYTES <= n_bytes <= KEPT_BYTES:
             try:
                 kept = self._kept.pop()
@@ -74,7 +74,7 @@ class Scratch:
         return np.empty(n_bytes, np.uint8)
 
     def give(self, memory: HostArray) -> None:
-        """Keep what `take` returned. As many are kept as updates were under way at once."""
+        """Keep memory that `take` returned. As many arrays are kept as updates were under way at once."""
         if SMALL_BYTES <= memory.size <= KEPT_BYTES:
             self._kept.append(memory)
 
@@ -93,16 +93,16 @@ def run(
 ) -> None:
     """Run an optimizer's formula on a whole weight, with the sum of `terms` as its gradient.
 
-    arrays: those of the state; master: the copy of the weight that the formula changes in its place, from which the
-    weight is rounded. dtype: that of the formula's arithmetic. temporaries: how many arrays it needs. elementwise:
-    whether it may be run on parts of the weight, one after another. Terms are added block by block: the sum is in the
-    cache when it is used, and nowhere else.
+    arrays: those of the state. master: the copy of the weight that the formula changes, and from which the weight is
+    rounded; None: the weight is changed itself. dtype: of the formula's arithmetic. temporaries: how many arrays it
+    needs. elementwise: whether it may be run block by block. Terms are added block by block, so that the sum is used
+    while it is in the cache, and never written to memory.
     """
     if not isinstance(weight, np.ndarray):
         _run_whole(formula, weight, terms, arrays, master=master, dtype=dtype, temporaries=temporaries)
         return
     n, term_dtype = weight.size, terms[0].dtype
-    # A formula of few arrays has room for longer blocks, of which there are fewer.
+    # Blocks of a formula with few arrays can be longer, so that there are fewer of them.
     longer = max(1, 6 // (2 + len(arrays) + temporaries))
     length = min(n, BLOCK_ELEMS * longer) if elementwise else n
     if length == 0:
@@ -114,18 +114,18 @@ def run(
     memory = scratch.take(sum_at + (length * term_dtype.itemsize if len(terms) > 1 else 0))
     buffers = memory[:n_bytes].view(dtype).reshape(rows, length)
     for begin in range(0, n, length):
-        here = slice(begin, min(begin + length, n))
-        size = here.stop - begin
-        stored, g = weight[here], terms[0][here]
-        w = stored if stored.dtype == dtype else buffers[-1, :size] if master is None else master[here]
+        block = slice(begin, min(begin + length, n))
+        size = block.stop - begin
+        stored, g = weight[block], terms[0][block]
+        w = stored if stored.dtype == dtype else buffers[-1, :size] if master is None else master[block]
         if master is None and w is not stored:
             np.copyto(w, stored, casting="unsafe")
         for term in terms[1:]:
-            g = np.add(g, term[here], out=memory[sum_at : sum_at + size * term_dtype.itemsize].view(term_dtype))
+            g = np.add(g, term[block], out=memory[sum_at : sum_at + size * term_dtype.itemsize].view(term_dtype))
         if term_dtype != dtype:
             np.copyto(buffers[-2, :size], g, casting="unsafe")
             g = buffers[-2, :size]
-        blocks = {name: array[here] for name, array in arrays.items()}
+        blocks = {name: array[block] for name, array in arrays.items()}
         formula(w, g, blocks, [buffers[i, :size] for i in range(temporaries)])
         if w is not stored:
             round_into(stored, w)
@@ -160,7 +160,7 @@ def round_into(out: SpaceArray, values: SpaceArray) -> None:
     """
     if out.dtype.kind in "iu":
         limits, real = np.iinfo(out.dtype), values.dtype.type
-        # 2^63 - 1 is no float64 and would become 2^63, which int64 does not hold: take the float below.
+        # 2^63 - 1 is no float64, and would be rounded to 2^63, which int64 cannot hold; so the float below is taken.
         high = np.nextafter(real(2.0**63), real(0.0)) if out.dtype == np.int64 else real(limits.max)
         np.rint(values, out=values)
         np.maximum(values, real(limits.min), out=values)

@@ -1,9 +1,8 @@
-"""A class whose attributes are declared (fields.py): constructor, checks, JSON and help come from the declarations.
+"""A base class that makes constructor, checks, JSON and help from declarations of attributes (fields.py).
 
-It does for optimizers what `dataclasses` does for records, and type checkers treat it so (PEP 681). Different from
-there: every value is checked whenever it is set, an argument that is unknown or given by its place, and an attribute
-that is unknown, are answered with the names that there are, and a subclass may give a new default alone,
-`learning_rate = 0.1`.
+It does for optimizers what `dataclasses` does for records, and type checkers treat it so (PEP 681). Unlike there, every
+value is checked whenever it is set; errors about unknown arguments and attributes, and about positional arguments, list
+the valid names; and a subclass may change a default alone, by `learning_rate = 0.1`.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ else:
 
 
 class _Closing(type):
+    """Marks an object after its constructor, so that it accepts no new attributes."""
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
         object.__setattr__(made, "_closed", True)
@@ -35,9 +36,9 @@ class _Closing(type):
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(factors, field, flag, number, schedule, texts))
 class Declared(metaclass=_Closing):
-    """Base of classes with declared attributes. `fields` has those of the class and its bases, by name.
+    """The base of classes with declared attributes. `fields` has those of the class and its bases, by name.
 
-    An object has the attributes that it was made with: AttributeError for others, but for names that begin with `_`.
+    Setting an attribute that the object was not made with raises AttributeError, unless its name begins with `_`.
     """
 
     name: ClassVar[str] = ""
@@ -57,9 +58,9 @@ class Declared(metaclass=_Closing):
             elif key in fields:
                 fields[key] = replace(fields[key], default=fields[key].check(cls.name, key, value))
             if key in fields:
-                type.__delattr__(cls, key)  # what an instance has not is missing, not the declaration
+                type.__delattr__(cls, key)  # so that a missing attribute of an instance is not found as the declaration
         cls.fields = fields
-        cls._sign()
+        cls._set_signature()
         common = {} if bases[0] is cls else bases[0].fields
         own = {key: one for key, one in fields.items() if one is not common.get(key)}
         if cls.__doc__ and own:
@@ -67,8 +68,8 @@ class Declared(metaclass=_Closing):
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "    Attributes, their defaults and values:", *lines])
 
     @classmethod
-    def _sign(cls) -> None:
-        """Say what the constructor takes, for `inspect`, `help` and the errors about arguments."""
+    def _set_signature(cls) -> None:
+        """Set the constructor's signature, for `inspect`, `help` and errors about arguments."""
         if cls.__init__ is not Declared.__init__:
             signature = inspect.signature(cls.__init__)
             cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -88,11 +89,11 @@ class Declared(metaclass=_Closing):
         )
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
-        """Refuse unnamed arguments: MXNet, PyTorch and this class have them in different orders."""
+        """Refuse positional arguments: MXNet, PyTorch and this class have them in different orders."""
         if args:
-            places = [one for one in cls.__signature__.parameters.values() if one.kind <= one.VAR_POSITIONAL]
-            if len(args) > len(places) and not any(one.kind is one.VAR_POSITIONAL for one in places):
-                what = f"{', '.join(one.name for one in places)} by its place and others" if places else "all"
+            positional = [one for one in cls.__signature__.parameters.values() if one.kind <= one.VAR_POSITIONAL]
+            if len(args) > len(positional) and not any(one.kind is one.VAR_POSITIONAL for one in positional):
+                what = f"{', '.join(one.name for one in positional)} by position and others" if positional else "all"
                 raise TypeError(f"{cls.__name__} takes {what} by name: {', '.join(cls._arguments())}")
         return super().__new__(cls)
 
@@ -107,14 +108,14 @@ class Declared(metaclass=_Closing):
             )
         for key, value in zip((key for key, one in self.fields.items() if not one.kw_only), args, strict=False):
             if key in kwargs:
-                raise TypeError(f"{self.name}: {key} is given twice, by its place and by its name")
+                raise TypeError(f"{self.name}: {key} is given twice, by position and by name")
             kwargs[key] = value
         given = self.completed(kwargs)
         for key, one in self.fields.items():
             setattr(self, key, given.get(key, one.default))
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a constructor, where one decides on another. Those that are missing get their defaults."""
+        """Return the constructor's arguments, in which a subclass may fill in one from another."""
         return given
 
     @classmethod
@@ -139,14 +140,14 @@ class Declared(metaclass=_Closing):
         return f"{type(self).__name__}({values})"
 
     def attributes(self) -> dict[str, Any]:
-        """Return every hyperparameter as it is now, as JSON. A function of the user's stands there as a description."""
+        """Return the present value of every hyperparameter, as JSON; of a user's function its identity."""
         return {name: field.to_json(getattr(self, name)) for name, field in self.fields.items()}
 
     def set_attributes(self, values: Mapping[str, Any]) -> None:
-        """Set hyperparameters from what `attributes` gave, all of them or some; nothing changes on an error.
+        """Set all or some hyperparameters from values that `attributes` returned; on an error nothing is changed.
 
-        Raises ValueError for an unknown name, UnsupportedError for a description of a function that this optimizer
-        does not have, and what a wrong value raises.
+        Raises ValueError for an unknown name, UnsupportedError for the identity of a function that this optimizer does
+        not have, and TypeError or ValueError for a wrong value.
 
         >>> optimizer = optimizers.SGD()
         >>> optimizer.set_attributes({'momentum': 0.9})

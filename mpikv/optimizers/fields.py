@@ -1,13 +1,13 @@
-"""How an optimizer declares its hyperparameters: one line each, for everything that has to know of them.
+"""Declarations of an optimizer's hyperparameters, one line each.
 
-    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the last step is made again")
+    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="factor of the last step in the new one")
 
-The line gives the constructor an argument with its default, checks every value that the attribute is ever set to,
-describes it in `help()` and in docs/optimizers.md, and carries it as JSON to other ranks and into files. declared.py
-is the class that reads it.
+From this line come an argument of the constructor with its default, the check of every value that the attribute is set
+to, its description in `help()` and in docs/optimizers.md, and its form as JSON, in which it is sent to other ranks and
+saved in files. declared.py reads these declarations.
 
-`number`, `flag`, `texts` and `factors` are the kinds that are there; `field` makes one of any other kind. Everything is
-given by name, so that type checkers understand it (PEP 681).
+`number`, `flag`, `texts` and `factors` declare common kinds of values; `field` declares any other kind. All arguments
+are given by name, so that type checkers understand the declarations (PEP 681).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from mpikv.common.checks import shown
 from mpikv.placement.keys import Key, check_key
 
 Check = Callable[[str, str, Any], Any]
-"""Gets the optimizer's and the attribute's name and a value. Returns the value in its one plain type, so that numbers
-of NumPy become numbers of Python, or raises TypeError or ValueError."""
+"""Gets the optimizer's name, the attribute's name and a value. Returns the value in one type, so that NumPy's numbers
+become Python's, or raises TypeError or ValueError."""
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _as_sent(owner: str, name: str, value: Any, current: Any) -> Any:
+def _unchanged(owner: str, name: str, value: Any, current: Any) -> Any:
     del owner, name, current
     return value
 
 
 @dataclass(frozen=True)
 class Field:
-    """What is declared of a hyperparameter.
+    """The declaration of a hyperparameter.
 
-    default: checked, too, whenever an optimizer is made. type: for signatures. wanted: in words, which values there may
-    be. init: whether it is an argument of the constructor; kw_only: by its name alone. factor: whether it multiplies
-    the gradient before all else; workers may then have different ones in a round (labels.py).
-    to_json: what is sent of a value. from_json: the inverse; it gets the optimizer's and the attribute's name, what was
-    sent, and the value that the receiver has now.
+    default: checked, too, whenever an optimizer is made. type: for signatures. wanted: which values are valid, in
+    words. init: whether it is an argument of the constructor. kw_only: whether that must be given by name. factor:
+    whether the gradient is multiplied by it first; workers may then have different values in a round
+    (placement/labels.py). to_json: returns a value's JSON. from_json: the inverse; gets the optimizer's name, the
+    attribute's name, the JSON, and the present value of the rank that reads it.
     """
 
     default: Any
@@ -55,7 +55,7 @@ class Field:
     kw_only: bool = True
     factor: bool = False
     to_json: Callable[[Any], Any] = _same
-    from_json: Callable[[str, str, Any, Any], Any] = _as_sent
+    from_json: Callable[[str, str, Any, Any], Any] = _unchanged
 
 
 def field(*, default: Any, check: Check, doc: str, type: Any = Any, wanted: str = "", **more: Any) -> Any:  # noqa: A002
@@ -83,7 +83,7 @@ def number(
     kw_only: bool = True,
     factor: bool = False,
 ) -> Any:
-    """Declare a finite float of at least `low` and less than `below`; None is allowed where it is the default.
+    """Declare a finite float of at least `low` and less than `below`; None is allowed if it is the default.
 
     >>> class Strange(optimizers.Optimizer):
     ...     decay: float = optimizers.number(default=0.5, low=0.0, below=1.0, doc='how much is lost')
@@ -100,7 +100,7 @@ def number(
         if value is None and optional:
             return None
         if type(value) is float and (low is None or value >= low) and below is None and math.isfinite(value):
-            return value  # as in every step of a Trainer, which sets rescale_grad
+            return value  # a fast path, since a Trainer sets rescale_grad in every step
         kind = "a number or None" if optional else "a number"
         return checks.number(f"{owner}: {name}", value, low, below=below, wanted=kind)
 
@@ -112,7 +112,7 @@ def flag(*, default: bool, doc: str) -> Any:
     """Declare a hyperparameter that is True or False.
 
     >>> class Strange(optimizers.Optimizer):
-    ...     centered: bool = optimizers.flag(default=False, doc='whether the mean is taken off')
+    ...     centered: bool = optimizers.flag(default=False, doc='whether the mean is subtracted')
     >>> Strange(centered=True).centered
     True
     """
@@ -141,9 +141,9 @@ def texts(*, default: tuple[str, ...], doc: str) -> Any:
 
 
 def factors(*, init: bool, doc: str) -> Any:
-    """Declare a dict from key to a factor of at least 0; the list of pairs that JSON can hold is taken, too.
+    """Declare a dict from key to a factor of at least 0, empty by default; a list of pairs is accepted, too.
 
-    Empty at first.
+    JSON holds the pairs, since its objects cannot have keys that are ints.
     """
     one = number(default=1.0, low=0.0, doc="").check
 
@@ -159,5 +159,5 @@ def factors(*, init: bool, doc: str) -> Any:
 
 
 def _pairs(value: Mapping[Key, float]) -> list[list[Key | float]]:
-    """A dict for JSON, whose objects would turn int keys into strings; in one order."""
+    """Return the pairs of a dict, sorted, for JSON, whose objects would turn int keys into strings."""
     return [[key, value[key]] for key in sorted(value, key=lambda key: (isinstance(key, str), key))]

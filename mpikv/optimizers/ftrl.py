@@ -1,6 +1,6 @@
 """FTRL-proximal: weights that a small sum of gradients cannot move stay exactly zero.
 
-State: z, which the weight is computed from anew each time, and n, the sum of squared gradients.
+State: z, from which each update computes the weight anew, and n, the sum of squared gradients.
 Cost per update: 4 arrays read, 3 written.
 Source: McMahan et al., Ad Click Prediction, KDD 2013, algorithm 1; in the form of MXNet 1.9,
 src/operator/optimizer_op-inl.h (FtrlUpdateKernel).
@@ -20,9 +20,9 @@ from mpikv.optimizers.step import Array, Arrays, Step
 class Ftrl(Optimizer):
     """g = clip(rescale_grad * grad);  z = z + g - (sqrt(n + g^2) - sqrt(n)) * w / lr;  n = n + g^2;
 
-    w = (sign(z) * lamda1 - z) / ((beta + sqrt(n)) / lr + wd) where |z| > lamda1, else 0.
+    w = (sign(z) * lamda1 - z) / ((beta + sqrt(n)) / lr + wd) if |z| > lamda1, else 0.
 
-    A learning rate of 0, from a schedule or `lr_mult` too, is a ValueError at the update: the formula divides by it.
+    An update with a learning rate of 0, also by a schedule or `lr_mult`, raises ValueError: the formula divides by it.
 
     >>> weight, optimizer = np.ones(1), optimizers.Ftrl(lamda1=5.0)
     >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))
@@ -35,7 +35,7 @@ class Ftrl(Optimizer):
     lamda1: float = number(default=0.01, low=0.0, doc="sums of gradients up to this leave a weight at zero")
     beta: float = number(default=1.0, low=0.0, doc="added to the root of n")
     lazy = True
-    states = (Array("z", "what the weight is computed from"), Array("n", "the sum of squared gradients"))
+    states = (Array("z", "the sum from which the weight is computed"), Array("n", "the sum of squared gradients"))
     scratch = 3
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
@@ -52,12 +52,12 @@ class Ftrl(Optimizer):
         sigma *= real(1.0 / rate)
         sigma *= w
         z -= sigma
-        below = root
-        below += real(self.beta)
-        below *= real(1.0 / rate)
-        below += real(step.wd)
-        # sign(z) * lamda1 - z where |z| > lamda1, else 0, is what is left of -z beyond +- lamda1.
+        divisor = root
+        divisor += real(self.beta)
+        divisor *= real(1.0 / rate)
+        divisor += real(step.wd)
+        # sign(z) * lamda1 - z if |z| > lamda1, else 0, is z limited to +- lamda1, minus z.
         np.maximum(z, real(-self.lamda1), out=w)
         np.minimum(w, real(self.lamda1), out=w)
         w -= z
-        w /= below
+        w /= divisor

@@ -1,13 +1,13 @@
 """Any callable `(weight, grad, state) -> state` as an optimizer.
 
-The callable changes `weight` in place and returns what it wants to see as `state` next time; at first that is None. It
-gets the weight itself, in its own shape and dtype, and the gradient multiplied by `rescale_grad` (float32 where the
-weight is float16 or bfloat16), which is not to be changed. Of a key on a GPU both are arrays of CuPy. The other common
-parameters are up to the callable: it does not see them. Nothing is known of its formula, so its keys are not cut,
-unless it says that it works element by element with an attribute `elementwise = True`; it then gets flat slices.
+The callable changes `weight` in place and returns the `state` that it gets at the next update; the first one is None.
+It gets the weight itself, in its shape and dtype, and the gradient multiplied by `rescale_grad` (float32 if the weight
+is float16 or bfloat16), which it must not change. For a key on a GPU both are arrays of CuPy. It does not get the other
+common parameters, such as the learning rate. Its keys are not cut, since its formula is unknown, unless it has an
+attribute `elementwise = True`; then it gets flat slices.
 
-What it returns may be anything while the program runs. It can be saved, and moved to another rank, if it is None, a
-number, an array, or a flat dict (with string keys), list or tuple of numbers and arrays.
+The state that it returns may be any object. It can be saved, and moved to another rank, if it is None, a number, an
+array, or a flat dict (with string keys), list or tuple of numbers and arrays.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Function(Optimizer):
         return f"Function({self.function!r}, rescale_grad={self.rescale_grad!r})"
 
     def config(self) -> dict[str, Any]:
-        """See `Optimizer`; the callable is described, so that ranks can compare it, but not contained."""
+        """See `Optimizer`. It has the callable's identity, by which ranks compare it, not the callable itself."""
         return {**super().config(), "function": identity(self.function)}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """UnsupportedError: a description of a callable makes no callable."""
+        """Raise UnsupportedError: a callable cannot be made from its identity."""
         raise UnsupportedError("an optimizer that is a callable cannot be made from its description; set it again")
 
     def check_state(self, weight: HostArray, state: State) -> None:
-        """See `Optimizer`; only the callable knows what its state should be."""
+        """See `Optimizer`. Only the count of updates is checked, since the callable decides on the rest."""
         count_of(state)
 
     def update(self, key: Key, weight: HostArray, grad: HostArray, state: State) -> State:
@@ -75,7 +75,7 @@ class Function(Optimizer):
 
 
 def count_of(state: Any) -> int:
-    """How many updates a state has seen. ValueError for what is no state."""
+    """Return the number of updates of a state. Raises ValueError if it is no state."""
     if type(state) is not dict or type(state.get("t")) is not int:
         raise ValueError(f"a state is a dict with a count of updates 't', not {shown(state)}")
     count: int = state["t"]
@@ -86,10 +86,13 @@ _NUMBERS = (bool, int, float, np.generic)
 
 
 def pack(value: Any) -> State:
-    """What a callable returned, as entries of a state whose names say what it was; under "other" what fits nowhere."""
+    """Return a callable's state as entries of a state here, by names that `unpack` understands.
+
+    "other" holds an object that cannot be saved.
+    """
     if value is None:
         return {}
-    if _is_part(value):
+    if _is_item(value):
         return {"value": value}
     if type(value) is dict and all(isinstance(name, str) for name in value):
         items, mark = list(value.items()), "dict"
@@ -97,13 +100,13 @@ def pack(value: Any) -> State:
         items, mark = [(str(i), item) for i, item in enumerate(value)], type(value).__name__
     else:
         return {"other": value}
-    if not all(_is_part(item) for _, item in items):
+    if not all(_is_item(item) for _, item in items):
         return {"other": value}
-    # The count stands for the container itself, which may be empty.
+    # The number of items records the container itself, which may be empty.
     return {mark: len(items), **{f"{mark}:{name}": item for name, item in items}}
 
 
-def _is_part(value: Any) -> bool:
+def _is_item(value: Any) -> bool:
     return isinstance(value, (*_NUMBERS, np.ndarray)) or is_elsewhere(value)
 
 

@@ -1,9 +1,9 @@
-"""A text that tells whether two ranks hold the same function of the user's.
+"""A text by which ranks check that they have the same user function.
 
-Functions cannot be compared, and ranks run the same program, so the text is the function's name with a digest of what
-it does: its bytecode, the names and constants in it, its default values, and the simple values it has closed over. Two
-lambdas on one line differ, a learning rate captured from another command line shows, memory addresses and file paths do
-not count. What a function reads from global variables, and arrays it has closed over, are not looked at.
+Functions cannot be compared, so the text is the function's name with a digest of its code: bytecode, the names and
+constants in it, default values, and simple values (numbers, strings) in its closure. So two lambdas on one line differ,
+and so do two functions with different learning rates in their closures; memory addresses and file paths make no
+difference. Global variables, and arrays in closures, are not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def identity(function: object) -> str:
-    """module:name#digest of any callable; without the digest where there is no Python code to look at. Local."""
+    """Return module:name#digest of any callable; without the digest if it has no Python code. Local."""
     if isinstance(function, functools.partial):
         arguments = [_text(value) for value in (*function.args, *sorted(function.keywords.items()))]
         return f"partial({identity(function.func)}, {', '.join(arguments)})"

@@ -1,8 +1,7 @@
-"""Optimizers that scale the step of each key to the ratio of two norms; they need its whole value, so it is not cut.
+"""Optimizers that scale the step of each key by the ratio of two norms. A key is not cut, since a norm needs all of it.
 
-A norm has the same bits every time (spaces/folded.py), so workers that have the same values have the same norm. On a
-GPU it is not known on the host: it is a number that only goes into further arithmetic, and `np.where` chooses between
-two.
+A norm has the same bits every time (spaces/folded.py), so workers with the same values have the same norm. On a GPU the
+norm stays there: it only goes into further arithmetic, and `np.where` takes the place of an `if`.
 
 Cost per update: LARS that of SGD, LAMB that of Adam, and two arrays read once more for their norms. Sources: LARS: You,
 Gitman and Ginsburg, arXiv:1708.03888; correction of the momentum: Goyal et al., arXiv:1706.02677; in the form of MXNet
@@ -26,15 +25,15 @@ from mpikv.spaces.folded import sum_of_squares
 
 
 def norm(values: HostArray) -> Any:
-    """Return the 2-norm of flat `values`: a number of float64, which stays where they are."""
+    """Return the 2-norm of flat `values` in float64; of values on a GPU as an array there."""
     return np.sqrt(sum_of_squares(values))
 
 
 class LARS(Optimizer):
-    """SGD at the rate lr * eta * |w| / (|rescale_grad * grad| + wd * |w| + eps); at lr where either norm is 0.
+    """SGD at the rate lr * eta * |w| / (|rescale_grad * grad| + wd * |w| + eps); at lr if either norm is 0.
 
     The norm is that of the gradient before clipping. With momentum_correction the momentum is multiplied by the ratio
-    of this update's learning rate (before factors) to the last one's, so that a change of rate acts on old steps, too.
+    of this update's learning rate (before factors) to the last one's, so that a new rate scales old steps, too.
 
     >>> weight, optimizer = np.ones(1), optimizers.LARS(learning_rate=0.5, eta=0.5)
     >>> state = optimizer.update('w', weight, np.ones(1), optimizer.init(weight))
@@ -42,11 +41,11 @@ class LARS(Optimizer):
     array([0.75])
     """
 
-    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
-    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; row-sparse keys are refused")
+    momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
+    lazy_update: bool = flag(default=True, doc="not used, accepted as in MXNet; row-sparse keys are refused")
     eta: float = number(default=0.001, low=0.0, doc="factor of the ratio of the norms")
-    eps: float = number(default=0.0, low=0.0, doc="added below the fraction")
-    momentum_correction: bool = flag(default=True, doc="whether a change of the rate acts on the last step, too")
+    eps: float = number(default=0.0, low=0.0, doc="added to the denominator")
+    momentum_correction: bool = flag(default=True, doc="whether a new rate scales the last step, too")
     skip: tuple[str, ...] = texts(
         default=("gamma", "beta", "bias"),
         doc="endings of the keys that are updated at lr, as biases and normalisation parameters should be",
@@ -77,7 +76,7 @@ class LARS(Optimizer):
         w += mom
 
     def _scaled(self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], rate: Any) -> HostArray:
-        """The prepared gradient times `rate`, in tmp[0]: as `prepared` scales it, by a number that may be on a GPU."""
+        """Return in tmp[0] what `prepared` does, scaled by a `rate` that may be on a GPU."""
         if self.clip_gradient is not None and self.clip_gradient > 0.0:
             g = self.prepared(step, w, g, tmp)
         else:
@@ -96,8 +95,8 @@ class LARS(Optimizer):
 class LAMB(RunningMeans):
     """g = clip(rescale_grad * grad); m and v are Adam's means;  s = m' / (sqrt(v') + epsilon) + wd * w;
 
-    w = w - lr * r * s,  r = |w| / |s|, with |w| limited to lower_bound and upper_bound, and r = 1 where either norm is
-    then 0. With bias_correction m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m and v themselves.
+    w = w - lr * r * s,  r = |w| / |s|, with |w| limited to lower_bound and upper_bound, and r = 1 if either norm is
+    then 0. With bias_correction m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m' = m and v' = v.
 
     >>> weight, optimizer = np.ones(1), optimizers.LAMB(learning_rate=0.5)
     >>> state = optimizer.update('w', weight, np.ones(1), optimizer.init(weight))
@@ -105,8 +104,8 @@ class LAMB(RunningMeans):
     array([0.5])
     """
 
-    lower_bound: float | None = number(default=None, doc="|w| counts as at least this; None or <= 0: as it is")
-    upper_bound: float | None = number(default=None, doc="|w| counts as at most this; None or <= 0: as it is")
+    lower_bound: float | None = number(default=None, doc="|w| is taken as at least this; None or <= 0: no limit")
+    upper_bound: float | None = number(default=None, doc="|w| is taken as at most this; None or <= 0: no limit")
     bias_correction: bool = flag(default=True, doc="whether the bias of the means is corrected")
     elementwise = False
 

@@ -1,10 +1,10 @@
-"""The owner of shards: applies what the optimizer says to the values it owns, and keeps their state.
+"""The owner of shards: updates their values by an optimizer, and keeps the optimizer's states.
 
-One object serves every mode: the only process of a local store, a worker that owns a part of each key, a server rank.
-An optimizer sits in a numbered slot; slot 0 serves every key that has none of its own, so that two trainers can share a
-store. The values of an optimizer's attributes (the learning rate above all) are numbered too: a worker that changes one
-sends the new values once, under the next number, and each push says which number it was made under. So an update uses
-the attributes of its own round, whatever arrives first.
+The same class serves every mode: the only process of a local store, a worker that owns a shard of each key, a server.
+Each optimizer has a numbered slot; keys without a slot of their own use slot 0. So two trainers can share a store. The
+values of an optimizer's attributes, such as the learning rate, are numbered, too: a worker that changes one sends all
+values once, under the next number, and each push carries the number that was current. So an update uses the attributes
+of its own round, in whatever order messages arrive.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 
 DEFAULT_SLOT = 0
-KEPT_ATTRIBUTES = (
-    4096  # more changes than any program has rounds under way; keeps a learning rate per step from piling up
-)
+KEPT_ATTRIBUTES = 4096  # more than a program has rounds under way; bounds memory if the rate changes in every step
 
 
 AttributesId = tuple[int, int]
-"""A worker and its number for attributes that it changed; number 0: as the optimizer was when it was set."""
+"""A worker, and its number for attributes that it changed; number 0: those that the optimizer had when it was set."""
 
 AS_SET: AttributesId = (0, 0)
 
 
-class Joined(NamedTuple):
-    """A key's part of an array of several keys, elements [begin, end). number: of the attributes of its push."""
+class JoinedKey(NamedTuple):
+    """A key that has elements [begin, end) of an array of several keys. number: of the attributes of its push."""
 
     info: KeyInfo
     begin: int
@@ -50,96 +48,96 @@ class Joined(NamedTuple):
 
 
 def _numbers(state: State) -> State:
-    """What of a state is no array."""
+    """Return the numbers of a state, without its arrays."""
     return {name: value for name, value in state.items() if not hasattr(value, "dtype")}
 
 
-class Kept:
-    """An optimizer's attributes (`Optimizer.attributes`), and what they say of a push that is made under them."""
+class KeptAttributes:
+    """An optimizer's attributes (`Optimizer.attributes`), and the label of pushes that are made with them."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self.attributes = attributes
 
     @functools.cached_property
     def label(self) -> Label:
-        """Made only where somebody compares it: at servers."""
+        """Made when it is first compared, which only servers do."""
         return label_of(self.attributes)
 
 
 class Owner:
-    """Applies pushed sums to owned values. Knows no MPI; not thread-safe.
+    """Applies pushed sums to owned values. Uses no MPI; not thread-safe.
 
-    spaces: where the values are, by their keys. own: whether the optimizers are this owner's copies, which follow the
-    numbers; else they are the user's own objects, which he changes himself.
+    spaces: of the keys' values. own: whether the optimizers are this owner's copies, whose attributes it sets by the
+    numbers; else they are the user's objects, whose attributes the user sets.
     """
 
     def __init__(self, spaces: Spaces, *, own: bool = True) -> None:
         self._spaces, self._own = spaces, own
-        self.states: dict[int, State] = {}  # key id -> state of the part owned here
+        self.states: dict[int, State] = {}  # key id -> state of the shard owned here
         self._optimizers: dict[int, Optimizer | None] = {}
         self._slots: dict[int, int] = {}
-        self._as_set: dict[int, Kept] = {}
-        self._attributes: dict[tuple[int, int], OrderedDict[int, Kept]] = {}
-        self._in_force: dict[int, AttributesId] = {}
-        # Of keys that were updated as one: by the first one's number their state, and what each key has of it.
+        self._as_set: dict[int, KeptAttributes] = {}
+        self._attributes: dict[tuple[int, int], OrderedDict[int, KeptAttributes]] = {}
+        self._current: dict[int, AttributesId] = {}
+        # Keys that were updated as one array: by the first key's id their joined state, and each key's view of it.
         self._joined: dict[int, tuple[State, list[State]]] = {}
 
-    def here(self) -> AbstractContextManager[Any]:
-        """A context in which work on the states goes where their updates go."""
-        return self._spaces.here()
+    def in_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which work on the states goes into the stream of their updates."""
+        return self._spaces.in_stream()
 
     def slot_of(self, key_id: int) -> int:
-        """The slot whose optimizer serves this key."""
+        """Return the slot of this key."""
         return self._slots.get(key_id, DEFAULT_SLOT)
 
     def optimizer_of(self, key_id: int) -> Optimizer | None:
-        """The optimizer that serves this key, None where the stored value becomes the sum."""
+        """Return the optimizer of this key. None: the sum replaces the stored value."""
         return self._optimizers.get(self._slots.get(key_id, DEFAULT_SLOT))
 
     def set_optimizer(self, slot: int, optimizer: Optimizer | dict[str, Any], key_ids: list[int]) -> None:
-        """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew.
+        """Put `optimizer`, which the owner then keeps, into a slot and give the slot these keys. States begin anew.
 
-        A dict: the attributes of one that the workers apply by themselves. Sums become the values of its keys.
+        A dict: the attributes of an optimizer that the workers apply themselves. Sums then replace the keys' values.
         """
         self._optimizers[slot] = None if isinstance(optimizer, dict) else optimizer
-        self._as_set[slot] = Kept(optimizer if isinstance(optimizer, dict) else optimizer.attributes())
-        self._in_force[slot] = AS_SET
+        self._as_set[slot] = KeptAttributes(optimizer if isinstance(optimizer, dict) else optimizer.attributes())
+        self._current[slot] = AS_SET
         self._joined.clear()
         for key_id in key_ids:
             self._slots[key_id] = slot
         for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
             del self.states[key_id]
 
-    def take_state(self, info: KeyInfo, state: State) -> None:
-        """Go on with a state that comes from a file or another rank, whose arrays are in host memory."""
+    def set_state(self, info: KeyInfo, state: State) -> None:
+        """Set the state of a key, from a file or another rank; its arrays, in host memory, go to the key's space."""
         self.states[info.id] = in_space(state, self._spaces.of(info))
 
     def add_attributes(self, slot: int, worker: int, number: int, attributes: Mapping[str, Any]) -> None:
-        """Keep what a worker changed a slot's attributes to, for the pushes that name the number."""
+        """Keep the attributes that a worker set for a slot, for pushes with this number."""
         kept = self._attributes.setdefault((slot, worker), OrderedDict())
-        kept[number] = Kept(attributes)
+        kept[number] = KeptAttributes(attributes)
         if len(kept) > KEPT_ATTRIBUTES:
             kept.popitem(last=False)
 
     def label(self, key_id: int, attributes: AttributesId) -> Label:
-        """What a push of this key under these attributes says of its update.
+        """Return the label of a push of this key with these attributes.
 
-        Attributes of an optimizer that another one has replaced since count as those that this one was set with.
+        If they belong to an optimizer that was replaced since, the new optimizer's first attributes are used.
         """
         slot = self._slots.get(key_id, DEFAULT_SLOT)
         if slot not in self._optimizers:
             return NO_ATTRIBUTES
         known = not attributes[1] or attributes[1] in self._attributes.get((slot, attributes[0]), {})
-        return self._kept(slot, attributes if known else AS_SET).label
+        return self._attributes_of(slot, attributes if known else AS_SET).label
 
     def different(self, key_id: int, pushed: Sequence[tuple[AttributesId, Reduction]]) -> Sequence[Label]:
-        """The labels of what all workers have pushed of this key to a round, where they differ; else none."""
+        """Return the labels of all workers' pushes of this key in a round if they differ, else none."""
         if all(one == pushed[0] for one in pushed):
             return ()
         labels = [self.label(key_id, attributes)._replace(op=op.name) for attributes, op in pushed]
         return labels if any(label != labels[0] for label in labels) else ()
 
-    def _kept(self, slot: int, attributes: AttributesId) -> Kept:
+    def _attributes_of(self, slot: int, attributes: AttributesId) -> KeptAttributes:
         worker, number = attributes
         return self._attributes[slot, worker][number] if number else self._as_set[slot]
 
@@ -150,29 +148,29 @@ class Owner:
         total: SpaceArray,
         attributes: AttributesId,
     ) -> None:
-        """One round: update `weight`, the owned part of the value (1-D, in place), with the pushed sum.
+        """Update `weight`, the owned shard (1-D, in place), with the sum of one round.
 
-        total: same length, in the dtype that the key is added in. attributes: those to apply it with. Raises what the
-        optimizer raises, with the key noted.
+        total: same length, in the dtype that the key is added in. attributes: to be used in this update. Raises what
+        the optimizer raises, with a note about the key.
         """
         state = self.update(info, weight, (total,), attributes, self.states.get(info.id))
         if state is not None:
             self.states[info.id] = state
 
-    def apply_together(self, parts: Sequence[Joined], weight: SpaceArray, total: SpaceArray) -> None:
-        """`apply` for keys whose values lie in one array: those side by side are updated as one where they are alike.
+    def apply_joined(self, keys: Sequence[JoinedKey], weight: SpaceArray, total: SpaceArray) -> None:
+        """Do what `apply` does, for keys whose values are in one array; adjacent keys are updated as one if possible.
 
-        That is: one optimizer, by an elementwise formula that looks at no key, with the same numbers. So many small
-        keys cost as many calls of NumPy or CuPy as one. Their states lie side by side, too, from then on.
+        That is possible for keys with one optimizer whose formula is elementwise and ignores the key, and with the same
+        numbers. Many small keys then need no more calls of NumPy or CuPy than one. Their states become adjacent, too.
 
-        weight, total: (n,), see `apply`. parts: in their order, of what is updated.
+        weight, total: (n,), see `apply`. keys: those to update, in the order of their elements.
         """
-        marks, at = [self._mark(part) for part in parts], 0
-        while at < len(parts):
+        alike, at = [self._alike(key) for key in keys], 0
+        while at < len(keys):
             end = at + 1
-            while end < len(parts) and marks[at] == marks[end] is not None and parts[end - 1].end == parts[end].begin:
+            while end < len(keys) and alike[at] == alike[end] is not None and keys[end - 1].end == keys[end].begin:
                 end += 1
-            some = parts[at:end]
+            some = keys[at:end]
             span = slice(some[0].begin, some[-1].end)
             attributes = (0, some[0].number)
             if len(some) == 1:
@@ -181,28 +179,28 @@ class Owner:
                 joined = self._joined_state(some)
                 state = self.update(some[0].info, weight[span], (total[span],), attributes, joined)
                 if state is not None:
-                    self._keep(some, state)
+                    self._split_state(some, state)
             at = end
 
-    def _mark(self, part: Joined) -> tuple[Any, ...] | None:
-        """What parts have alike that are updated as one; None: this one is updated alone."""
-        info, optimizer = part.info, self.optimizer_of(part.info.id)
+    def _alike(self, key: JoinedKey) -> tuple[Any, ...] | None:
+        """Return a value that is equal for keys that can be updated as one; None: the key must be updated alone."""
+        info, optimizer = key.info, self.optimizer_of(key.info.id)
         if optimizer is None:
-            return (part.number,)
-        joins = vars(type(optimizer)).get("joins", False)  # of a class derived from ours nobody knows
+            return (key.number,)
+        joins = vars(type(optimizer)).get("joins", False)  # not inherited: a derived formula may use the key
         if not (optimizer.sums and joins):
             return None
         state = self.states.get(info.id)
         factors = optimizer.lr_mult.get(info.key, 1.0), optimizer.wd_mult.get(info.key, 1.0)
-        return part.number, id(optimizer), factors, None if state is None else _numbers(state)
+        return key.number, id(optimizer), factors, None if state is None else _numbers(state)
 
-    def _joined_state(self, parts: Sequence[Joined]) -> State | None:
-        """The states of these keys as one, side by side; None: there are none yet."""
-        states = [self.states.get(part.info.id) for part in parts]
+    def _joined_state(self, keys: Sequence[JoinedKey]) -> State | None:
+        """Return the states of these keys as one, their arrays concatenated; None: there are none yet."""
+        states = [self.states.get(key.info.id) for key in keys]
         first = states[0]
         if first is None:
             return None
-        kept = self._joined.get(parts[0].info.id)
+        kept = self._joined.get(keys[0].info.id)
         if kept is not None and [id(one) for one in kept[1]] == [id(one) for one in states]:
             return kept[0]
         return {
@@ -212,24 +210,24 @@ class Owner:
             for name, value in first.items()
         }
 
-    def _keep(self, parts: Sequence[Joined], state: State) -> None:
-        """Let each key have its part of a state."""
-        known = self._joined.get(parts[0].info.id)
+    def _split_state(self, keys: Sequence[JoinedKey], state: State) -> None:
+        """Give each key its view of a joined state."""
+        known = self._joined.get(keys[0].info.id)
         if (
             known is not None
             and known[0] is state
-            and all(self.states.get(part.info.id) is one for part, one in zip(parts, known[1], strict=True))
+            and all(self.states.get(key.info.id) is one for key, one in zip(keys, known[1], strict=True))
         ):
             for one in known[1]:
                 one.update(_numbers(state))
             return
         cut, at = [], 0
-        for part in parts:
-            here = slice(at, at + part.end - part.begin)
-            at = here.stop
-            cut.append({name: value[here] if hasattr(value, "dtype") else value for name, value in state.items()})
-            self.states[part.info.id] = cut[-1]
-        self._joined[parts[0].info.id] = state, cut
+        for key in keys:
+            span = slice(at, at + key.end - key.begin)
+            at = span.stop
+            cut.append({name: value[span] if hasattr(value, "dtype") else value for name, value in state.items()})
+            self.states[key.info.id] = cut[-1]
+        self._joined[keys[0].info.id] = state, cut
 
     def update(
         self,
@@ -239,9 +237,9 @@ class Owner:
         attributes: AttributesId,
         state: State | None,
     ) -> State | None:
-        """`apply` for an owner that keeps states elsewhere: takes a state (None at first) and returns the new one.
+        """Do what `apply` does, with a state that the caller keeps: None before the first update. Returns the new one.
 
-        terms: arrays whose sum is applied; several only for an optimizer that adds them itself (`Optimizer.sums`).
+        terms: arrays whose sum is applied; several only if the optimizer can add them (`Optimizer.sums`).
         """
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
@@ -249,9 +247,9 @@ class Owner:
             self._spaces.of(info).copy(weight, total)
             return state
         slot = self.slot_of(info.id)
-        if self._own and self._in_force[slot] != attributes:
-            optimizer.set_attributes(self._kept(slot, attributes).attributes)
-            self._in_force[slot] = attributes
+        if self._own and self._current[slot] != attributes:
+            optimizer.set_attributes(self._attributes_of(slot, attributes).attributes)
+            self._current[slot] = attributes
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
                 raise MpikvError(f"{optimizer.name} needs the whole of key {shown(info.key)}, which is cut into shards")
@@ -268,7 +266,7 @@ class Owner:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Say in an exception of somebody else's code what it was about; PEP 678 came with Python 3.11."""
+    """Add a note to an exception; PEP 678, which defines notes, came with Python 3.11."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:

@@ -1,17 +1,17 @@
-"""Rows of a key as their owner holds them: those that exist, and the optimizer's states of those that were pushed.
+"""An owner's table of rows of a row-sparse key: rows that exist, and the optimizer's states of rows that were pushed.
 
-All other rows are zero. A table begins with some rows, or with all. Without an optimizer the value becomes each sum,
-and rows that are not in it are zero again. With one, an update takes the pushed rows and their states out, runs the
-optimizer's formula on them as it would on a whole value, and puts them back (*lazy* updates, as MXNet calls them): rows
-that were not pushed keep their values and their states, and nothing decays them. "t" counts the updates of the key, not
-those of a row. Only optimizers whose `updates_rows` is True can do that.
+All other rows are zero. A table begins with some rows, or with all. Without an optimizer each sum replaces the value,
+so that rows that are not in the sum become zero. With one, an update copies the pushed rows and their states out, runs
+the optimizer's formula on them as on a whole value, and copies them back (MXNet calls this a *lazy* update): rows that
+were not pushed keep their values and states, without any decay. "t" counts the updates of the key, not those of a row.
+Only optimizers whose `updates_rows` is True can do this.
 
-Where a row lies: the ids are sorted in an array, their positions beside them; new rows come at the end. Where all rows
-of the part exist, that is left out.
+How a row is found: one array has the ids of all rows, sorted, and another one their positions; new rows are appended at
+the end. If all rows of the shard exist, there are no such arrays.
 
 Cost: memory for the rows that exist and up to half as much again; 16 bytes for each id, twice with an optimizer that
-has states. An update copies the pushed rows and their states out and in, and looks each id up among all by halving;
-where ids are new, all ids are copied. It sends no message and takes no lock.
+has states. An update copies the pushed rows and their states twice, and finds each id by a binary search; if ids are
+new, all ids are copied. It sends no message and takes no lock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AttributesId, Owner
-from mpikv.optimizers.states import ROWS, Part, part_of
+from mpikv.optimizers.states import ROWS, StateRecord, record_of
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo
 
 
 class Positions:
-    """The positions of rows in arrays: the rows' ids, sorted, and the position of each."""
+    """The ids of rows, sorted, and the position of each row in an array."""
 
     def __init__(self, ids: Ids) -> None:
         self._ids, self._at = ids, np.arange(ids.size)
@@ -45,15 +45,15 @@ class Positions:
 
     @property
     def nbytes(self) -> int:
-        """The memory of this."""
+        """The memory of the ids and positions."""
         return self._ids.nbytes + self._at.nbytes
 
     def in_order(self) -> tuple[Ids, HostArray]:
-        """All ids, sorted, and their positions."""
+        """Return all ids, sorted, and their positions."""
         return self._ids, self._at
 
     def find(self, ids: Ids) -> HostArray:
-        """The positions of these, -1 for those that are not there."""
+        """Return the positions of these ids, -1 for unknown ones."""
         if not self.count:
             return np.full(ids.size, -1)
         near = np.minimum(np.searchsorted(self._ids, ids), self.count - 1)
@@ -61,7 +61,7 @@ class Positions:
         return found
 
     def add(self, ids: Ids) -> tuple[HostArray, HostArray]:
-        """The positions of these, which are sorted, and which of them are new; those come behind all others."""
+        """Return the positions of these sorted ids, and the indices of the new ones, whose positions come last."""
         positions = self.find(ids)
         new = np.flatnonzero(positions < 0)
         if new.size:
@@ -73,7 +73,7 @@ class Positions:
 
 
 def _grown(array: HostArray, n_rows: int) -> HostArray:
-    """The array, or a longer one that begins with its rows."""
+    """Return the array, or a longer one that begins with its rows."""
     if len(array) >= n_rows:
         return array
     longer: HostArray = np.empty((max(n_rows, len(array) * 3 // 2), array.shape[1]), array.dtype)
@@ -87,28 +87,28 @@ class RowTable:
     def __init__(self, info: KeyInfo, begin: int, end: int) -> None:
         self.info, self.begin, self.end = info, begin, end
         self.columns = math.prod(info.shape[1:])
-        self._optimizer: Optimizer | None = None  # whose states these are
+        self._optimizer: Optimizer | None = None  # the one that made the states
         self._updates = 0
-        self._watchers: dict[int, int] = {}  # of each, after how many updates it has asked last
-        self._changed: deque[tuple[int, Ids]] = deque()  # an update's number, and the rows that it has changed
+        self._watchers: dict[int, int] = {}  # by watcher: the number of updates at its last call of `changed`
+        self._changed: deque[tuple[int, Ids]] = deque()  # an update's number, and the rows that it changed
         self._forget_states()
         self.replace(np.empty(0, np.int64), np.empty((0, self.columns), info.dtype))
 
     # --- values
 
     def replace(self, ids: Ids, rows: HostArray) -> None:
-        """The value becomes these rows, whose arrays become the table's; ids sorted and once each."""
+        """Replace the value by these rows. ids: sorted, each once. The table keeps both arrays."""
         self._positions = None if ids.size == self.end - self.begin else Positions(ids)
         self._values = rows
 
     def rows(self, ids: Ids) -> HostArray:
-        """A copy of these rows, in any order."""
+        """Return a copy of these rows, in the order of `ids`."""
         if self._positions is None:
             return self._values[ids - self.begin]
         positions = self._positions.find(ids)
         found = np.zeros((ids.size, self.columns), self.info.dtype)
-        there = positions >= 0
-        found[there] = self._values[positions[there]]
+        exists = positions >= 0
+        found[exists] = self._values[positions[exists]]
         return found
 
     def _put(self, ids: Ids, rows: HostArray) -> None:
@@ -126,7 +126,7 @@ class RowTable:
 
     @property
     def held_bytes(self) -> int:
-        """The memory of all of it."""
+        """The memory of the rows, states, ids and positions."""
         arrays = [self._values, *self._states.values()]
         positions = [one for one in (self._positions, self._touched) if one is not None]
         return sum(array.nbytes for array in arrays) + sum(one.nbytes for one in positions)
@@ -134,12 +134,12 @@ class RowTable:
     # --- updates
 
     def update(self, owner: Owner, ids: Ids, total: HostArray, attributes: AttributesId) -> None:
-        """One round: apply the sum of the pushed rows, in the dtype that the key is added in.
+        """Apply the sum of the pushed rows in one round. total: in the dtype that the key is added in.
 
-        attributes: see `Owner.apply`. The arrays are given up. Raises what the optimizer raises.
+        attributes: see `Owner.apply`. The table may keep or change the arrays. Raises what the optimizer raises.
         """
-        self._follow(owner)
-        self._note(ids)
+        self._match_optimizer(owner)
+        self._note_changed(ids)
         optimizer = self._optimizer
         if optimizer is None:
             self.replace(ids, total.astype(self.info.dtype, copy=False))
@@ -152,17 +152,17 @@ class RowTable:
             flat,
             (total.reshape(-1),),
             attributes,
-            self._taken(optimizer, weight, positions, new),
+            self._state_of_rows(optimizer, weight, positions, new),
         )
         assert state is not None
-        self._keep(optimizer, state, positions)
+        self._put_state(optimizer, state, positions)
         self._put(ids, weight)
 
-    def _note(self, ids: Ids) -> None:
-        """Note which rows an update changes, where anybody will ask."""
+    def _note_changed(self, ids: Ids) -> None:
+        """Note which rows an update changes, if there are watchers."""
         self._updates += 1
         if self._watchers:
-            if self._optimizer is None:  # the rows that exist become zero
+            if self._optimizer is None:  # all other rows become zero
                 ids = np.union1d(ids, self._existing())
             self._changed.append((self._updates, ids))
 
@@ -170,9 +170,9 @@ class RowTable:
         return np.arange(self.begin, self.end) if self._positions is None else self._positions.in_order()[0]
 
     def changed(self, watcher: int) -> Ids:
-        """The rows that were changed since this watcher, a number, has asked last; none when it asks first.
+        """Return the rows that were changed since the last call by this watcher, a number; none at its first call.
 
-        What changes is noted from the first question on, until all who have asked have asked again.
+        Changes are noted from the first call on, and forgotten once all watchers have called again.
         """
         since = self._watchers.get(watcher, self._updates)
         self._watchers[watcher] = self._updates
@@ -181,8 +181,8 @@ class RowTable:
             self._changed.popleft()
         return functools.reduce(np.union1d, found, np.empty(0, np.int64))
 
-    def _follow(self, owner: Owner) -> None:
-        """States start anew where another optimizer serves the key."""
+    def _match_optimizer(self, owner: Owner) -> None:
+        """Forget the states if the key has another optimizer now."""
         optimizer = owner.optimizer_of(self.info.id)
         if optimizer is not self._optimizer:
             self._optimizer = optimizer
@@ -190,11 +190,13 @@ class RowTable:
 
     def _forget_states(self) -> None:
         self._touched = Positions(np.empty(0, np.int64))
-        self._numbers: State | None = None  # what of the state is no array; None before the first update
-        self._states: dict[str, HostArray] = {}  # by the positions of the rows
+        self._numbers: State | None = None  # the numbers of the state; None before the first update
+        self._states: dict[str, HostArray] = {}  # the arrays of the state, indexed by the rows' positions
 
-    def _taken(self, optimizer: Optimizer, weight: HostArray, positions: HostArray, new: HostArray) -> State | None:
-        """The state of these rows, as of one value; those that were never pushed have their first state."""
+    def _state_of_rows(
+        self, optimizer: Optimizer, weight: HostArray, positions: HostArray, new: HostArray
+    ) -> State | None:
+        """Return the state of these rows, as of one value; rows that were never pushed get their first state."""
         if self._numbers is None:
             return None
         first = optimizer.init(weight[new].reshape(-1))
@@ -205,8 +207,8 @@ class RowTable:
             state[name] = array[positions].reshape(-1)
         return state
 
-    def _keep(self, optimizer: Optimizer, state: State, positions: HostArray) -> None:
-        """Put the new state of these rows back. A change of hyperparameters adds arrays and takes them away."""
+    def _put_state(self, optimizer: Optimizer, state: State, positions: HostArray) -> None:
+        """Copy the new state of these rows back. Changed hyperparameters may have added or removed arrays."""
         arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
         self._numbers = {name: value for name, value in state.items() if name not in arrays}
         self._states = {name: array for name, array in self._states.items() if name in arrays}
@@ -216,7 +218,7 @@ class RowTable:
             self._states[name][positions] = value.reshape(positions.size, self.columns)
 
     def _first_states(self, optimizer: Optimizer, name: str, dtype: np.dtype[Any]) -> HostArray:
-        """The array of this name for all rows that were pushed before it was wanted."""
+        """Return a new array of the state for all rows that were pushed before the state had it."""
         ids, positions = self._touched.in_order()
         made: HostArray = np.empty((ids.size, self.columns), dtype)
         made[positions] = optimizer.init(self.rows(ids).reshape(-1))[name].reshape(ids.size, self.columns)
@@ -224,19 +226,19 @@ class RowTable:
 
     # --- states
 
-    def states(self, owner: Owner) -> Part | None:
-        """The states of the rows that have some; None where the optimizer was not used yet."""
-        self._follow(owner)
+    def states(self, owner: Owner) -> StateRecord | None:
+        """Return the states of all rows that have one; None before the optimizer's first update."""
+        self._match_optimizer(owner)
         if self._numbers is None:
             return None
         ids, positions = self._touched.in_order()
         state = {**self._numbers, ROWS: ids}
         state |= {name: array[positions].reshape(-1) for name, array in self._states.items()}
-        return part_of(self.info, self.begin * self.columns, self.end * self.columns, state)
+        return record_of(self.info, self.begin * self.columns, self.end * self.columns, state)
 
-    def take_states(self, owner: Owner, state: State | None) -> None:
-        """Go on with these states of rows of this table, or with none."""
-        self._follow(owner)
+    def set_states(self, owner: Owner, state: State | None) -> None:
+        """Set the states of rows of this table, for example from a file; None: no row has one."""
+        self._match_optimizer(owner)
         self._forget_states()
         if state is None:
             return

@@ -1,13 +1,14 @@
 """Learning rate schedules: pure functions from the number of updates to a learning rate.
 
 A schedule is a frozen value. Called with the update's number t (1 for the first update of a key) it returns the same
-learning rate every time, whatever was asked before, so it can be evaluated on any rank and after a restart. While
+learning rate every time, so that it can be called on any rank, in any order, and after a restart. While
 t < warmup_steps the rate rises from `warmup_begin_lr` to `base_lr` in equal steps (`warmup_mode='linear'`) or stays at
 `warmup_begin_lr` (`'constant'`); steps and decay below count all updates, those of the warm-up included.
 
-Differs from MXNet 1.9, whose names, defaults and values these are: there a schedule remembers where it was, so that
-asking for an earlier update gives a later rate, and an optimizer's `learning_rate` overwrites `base_lr` but not the
-rate that the warm-up and the decay start from. `dataclasses.replace(schedule, base_lr=...)` makes a changed one.
+Names, defaults and values are those of MXNet 1.9, with two differences. A schedule of MXNet remembers its last update,
+so that a call for an earlier one returns a later rate. And an optimizer's `learning_rate` overwrites its `base_lr`, but
+not the rate from which the warm-up and the decay start. `dataclasses.replace(schedule, base_lr=...)` makes a changed
+schedule.
 
 Source: MXNet 1.9, python/mxnet/lr_scheduler.py; cosine: Loshchilov and Hutter, SGDR, ICLR 2017, without restarts.
 """
@@ -59,16 +60,16 @@ def _steps(owner: str, name: str, value: Any) -> tuple[int, ...]:
 
 
 def declared(check: Check, wanted: str, doc: str) -> dict[str, Any]:
-    """What is declared of a field beside its type and default, in its metadata: see `Scheduler.__post_init__`."""
+    """Return the metadata of a field: how `Scheduler.__post_init__` checks it, and its description."""
     return {"check": check, "wanted": wanted, "doc": doc}
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Base of the schedules; alone it is the warm-up followed by `base_lr` for ever.
+    """The base of all schedules; by itself it is a warm-up, followed by `base_lr` for ever.
 
-    A schedule of your own: a frozen dataclass that derives from this one, lists its fields and defines `after_warmup`.
-    Raises TypeError or ValueError for values that make no schedule.
+    To write one of your own, derive a frozen dataclass from it, list its fields and define `after_warmup`. Raises
+    TypeError or ValueError for invalid values.
 
     >>> warm_up = optimizers.Scheduler(base_lr=0.5, warmup_steps=2)
     >>> [warm_up(t) for t in (1, 2, 3)], warm_up.after_warmup(3), warm_up.config()['warmup_steps']
@@ -90,7 +91,7 @@ class Scheduler:
         for one in fields(self):
             if "check" in one.metadata:
                 value = one.metadata["check"](name, one.name, getattr(self, one.name))
-                object.__setattr__(self, one.name, value)  # the way to finish a frozen dataclass
+                object.__setattr__(self, one.name, value)  # how a frozen dataclass sets its fields
         if self.warmup_begin_lr > self.base_lr:
             raise ValueError(
                 f"{name}: the warm-up rises, so warmup_begin_lr ({self.warmup_begin_lr:g}) "
@@ -98,7 +99,7 @@ class Scheduler:
             )
 
     def __call__(self, num_update: int) -> float:
-        """The learning rate of update `num_update` (at least 0). Local; the same value every time."""
+        """Return the learning rate of update `num_update` (at least 0). Local; the same value every time."""
         t: int = _count(0)(type(self).__name__, "num_update", num_update)
         if t >= self.warmup_steps:
             return self.after_warmup(t)
@@ -107,20 +108,20 @@ class Scheduler:
         return self.warmup_begin_lr + (self.base_lr - self.warmup_begin_lr) * t / self.warmup_steps
 
     def after_warmup(self, num_update: int) -> float:
-        """The learning rate of an update that the warm-up does not cover."""
+        """Return the learning rate of an update after the warm-up."""
         del num_update
         return self.base_lr
 
     def config(self) -> dict[str, Any]:
-        """The schedule as JSON: its name and its fields, the base's first. `schedule_from_config` is the inverse."""
+        """Return the schedule as JSON: its name and its fields, the base's first; see `schedule_from_config`."""
         values = asdict(self)
         common = {one.name: values[one.name] for one in fields(Scheduler)}
         return {"name": type(self).__name__, **common, **values}
 
 
-# --- MXNet's schedules. Their own arguments come before the base's, and `dataclass` orders fields by the classes that
-# declare them, the last base first: so each has its own fields in a base of their own. Where a field is named again
-# there, it is for its place; the declaration of `Scheduler` counts.
+# --- MXNet's schedules. Their own arguments come before those of `Scheduler`. Since `dataclass` takes the fields of the
+# last base first, each schedule has its own fields in a base class of their own. A field of `Scheduler` that is named
+# there again is named for its position; its declaration in `Scheduler` counts.
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class _MultiFactor:
 
 @dataclass(frozen=True)
 class MultiFactorScheduler(Scheduler, _MultiFactor):
-    """Multiply by `factor` after each update listed in `step` (rising): base_lr * factor^k, k = #{s in step: s < t}.
+    """Multiply by `factor` after each update in `step` (rising): base_lr * factor^k, k = how many of `step` are < t.
 
     >>> [optimizers.MultiFactorScheduler(step=[1, 3], factor=0.5, base_lr=1.0)(t) for t in (1, 2, 4)]
     [1.0, 0.5, 0.25]
@@ -240,10 +241,10 @@ SCHEDULES: Mapping[str, type[Scheduler]] = {
 
 
 def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Scheduler:
-    """The schedule that `Scheduler.config` described.
+    """Make a schedule from its `Scheduler.config`.
 
-    like: a schedule whose class is known too, for classes of the user's own. Raises ValueError for an unknown name and
-    for values that make no schedule, TypeError for unknown fields.
+    like: a schedule whose class is accepted, too, for a user's own class. Raises ValueError for an unknown name and for
+    invalid values, TypeError for unknown fields.
     """
     known = dict(SCHEDULES)
     if isinstance(like, Scheduler):
@@ -260,7 +261,7 @@ def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Sche
 
 
 def schedule(*, default: None = None, doc: str) -> Any:
-    """A hyperparameter that is a schedule, any function from the update's number to a learning rate, or None."""
+    """Declare a hyperparameter that is a schedule, any function from update number to learning rate, or None."""
 
     def check(owner: str, name: str, value: Any) -> Any:
         if value is None or callable(value):
@@ -268,21 +269,21 @@ def schedule(*, default: None = None, doc: str) -> Any:
         raise checks.wrong(f"{owner}: {name}", "a schedule (a function from update number to rate) or None", value)
 
     kind, wanted = Callable[[int], float] | None, "a function from update number to rate, or None"
-    return Field(default, check, kind, wanted, doc, to_json=_schedule_json, from_json=_schedule_sent)
+    return Field(default, check, kind, wanted, doc, to_json=_schedule_to_json, from_json=_schedule_from_json)
 
 
-def _schedule_json(value: Any) -> Any:
+def _schedule_to_json(value: Any) -> Any:
     if isinstance(value, Scheduler):
         return value.config()
     return None if value is None else {"function": identity(value)}
 
 
-def _schedule_sent(owner: str, name: str, value: Any, current: Any) -> Any:
+def _schedule_from_json(owner: str, name: str, value: Any, current: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "function" not in value:
         return schedule_from_config(value, current)
-    if current is None or _schedule_json(current) != value:
+    if current is None or _schedule_to_json(current) != value:
         raise UnsupportedError(
             f"{owner}: {name} is a function ({value['function']}), which only the whole optimizer carries"
         )

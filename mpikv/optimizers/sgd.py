@@ -1,4 +1,4 @@
-"""Stochastic gradient descent: with momentum, with Nesterov's, for late gradients, and by the gradient's sign alone.
+"""Stochastic gradient descent: with momentum, with Nesterov's momentum, for late gradients, and by the gradient's sign.
 
 All are from MXNet 1.9: SGD, NAG and Signum are the kernels of src/operator/optimizer_op-inl.h (SGDKernel, SGDMomKernel,
 NAGMomKernel, SignSGDKernel, SignumKernel), DCASGD and Test the classes of python/mxnet/optimizer/optimizer.py. Weight
@@ -30,9 +30,9 @@ class SGD(Optimizer):
     """
 
     joins = True
-    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
     lazy_update: bool = flag(
-        default=True, doc="of a row-sparse key, the pushed rows alone are updated; False: such keys are refused"
+        default=True, doc="only the pushed rows of a row-sparse key are updated; False: such keys are refused"
     )
     lazy = True
     states = (Array("momentum", "the last step", where="momentum"),)
@@ -69,7 +69,7 @@ class NAG(Optimizer):
     """
 
     joins = True
-    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
     states = (Array("momentum", "the last step", where="momentum"),)
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
@@ -92,8 +92,8 @@ class DCASGD(Optimizer):
 
     previous = w;  w = w + mom.
 
-    Asynchronous SGD with delay compensation: a gradient that comes late is corrected to first order. The weight moved
-    by w - previous since the last update; lamda * g^2 stands for the diagonal of the Hessian.
+    Asynchronous SGD with delay compensation: a late gradient is corrected to first order. The weight has moved by
+    w - previous since the last update; lamda * g^2 approximates the diagonal of the Hessian.
 
     >>> weight, optimizer = np.ones(1), optimizers.DCASGD(learning_rate=0.5)
     >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
@@ -101,7 +101,7 @@ class DCASGD(Optimizer):
     """
 
     joins = True
-    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
     lamda: float = number(default=0.04, low=0.0, doc="how much of the delay is compensated")
     states = (
         Array("previous", "the weight before the last update", from_weight=True),
@@ -142,7 +142,7 @@ class Signum(Optimizer):
 
     joins = True
     learning_rate: float = number(default=0.01, low=0.0, kw_only=False, doc="the rate of an update")
-    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old mean stays")
+    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old mean in the new one")
     wd_lh: float = number(default=0.0, low=0.0, doc="weight decay outside of the sign (Loshchilov and Hutter)")
     states = (Array("momentum", "running mean of gradients, with the sign of the step", where="momentum"),)
 

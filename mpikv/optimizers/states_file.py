@@ -1,7 +1,7 @@
 """The format of a file of optimizer states.
 
 A file is an archive (archive.py): a zip file of `header.json` and the arrays `0.npy`, `1.npy` and so on. Nothing in it
-is ever executed. This is the header of the file of a key "w" of 2 x 3 elements, after three updates by SGD:
+is ever executed. This is the header of a file with one key "w" of 2 x 3 elements, after three updates by SGD:
 
     {"format": "mpikv optimizer states",
      "version": 1,
@@ -12,17 +12,17 @@ is ever executed. This is the header of the file of a key "w" of 2 x 3 elements,
                   "state": {"t": 3, "momentum": {"array": 0, "scalar": false}}}]}
 
 - arrays: dtype and shape of each array, which its own .npy header repeats.
-- optimizer: nothing; it is there for versions of mpikv that look at it.
-- meta: which optimizer each key's state is of, and the optimizers' `config` where they were saved, too
-  (strategies/states.py).
-- records: the `Part`s (states.py). key: a str or an int. shape, dtype: those of the key's whole value. begin, end: the
-  flat elements that the state is of; all, where they are missing. worker: whose codec's state it is; the optimizer's,
-  where it is missing. state: numbers as they are, and the number of each array; scalar: whether it is one of NumPy's
-  scalars and no array of 0 dimensions. An optimizer's state has "t", the count of updates. Parts of one key and worker
-  come in the order of their elements.
+- optimizer: always null; older versions of mpikv read it.
+- meta: the optimizer of each key, and the optimizers' `config` if they were saved, too (strategies/states.py).
+- records: each a `StateRecord` (states.py). key: a str or an int. shape, dtype: of the key's whole value. begin, end:
+  the flat elements that the state belongs to; if missing, all. worker: the rank of the worker whose codec's state it
+  is; if missing, it is the optimizer's. state: numbers themselves, and for each array its index; scalar: whether it is
+  a NumPy scalar, not an array of 0 dimensions. An optimizer's state has "t", the count of updates. Records of one key
+  and worker are in the order of their elements.
 
-In a file the optimizer's parts are whole, one for each key, so that it knows nothing of the workers or servers that
-wrote it. Ranks send each other the parts that they own as the same archive, in which parts need not be whole.
+In a file there is one record of the optimizer's state for each key, of all its elements, so that the file does not
+depend on the workers and servers that wrote it. Ranks send each other their shards' records as archives of the same
+format.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mpikv.common.checks import shown
 from mpikv.common.files import open_regular, replace_file
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.optimizers.archive import damaged, read_archive, write_archive
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, check_key
 
@@ -51,78 +51,80 @@ KIND = "mpikv optimizer states"
 
 @dataclass(frozen=True)
 class StatesFile:
-    """What a file holds. entries: the whole state of each key. codecs: what the codecs of each worker remember."""
+    """The contents of a file. entries: the whole state of each key. codecs: the states of each worker's codecs."""
 
-    entries: dict[Key, Part]
+    entries: dict[Key, StateRecord]
     meta: dict[str, Any] = field(default_factory=dict)
-    codecs: tuple[Part, ...] = ()
+    codecs: tuple[StateRecord, ...] = ()
 
 
-def save_states(path: str | os.PathLike[str], parts: Iterable[Part], *, meta: Mapping[str, Any] | None = None) -> None:
-    """Write a file of states, whole or not at all: beside its place first, then renamed. Local, blocks.
+def save_states(
+    path: str | os.PathLike[str], records: Iterable[StateRecord], *, meta: Mapping[str, Any] | None = None
+) -> None:
+    """Write a file of states under another name, then rename it, so that it is never incomplete. Local, blocks.
 
-    parts: whole ones, one for each key; those of codecs may be of any elements. meta: JSON. Raises UnsupportedError for
-    a state that cannot be saved, TypeError where meta is no JSON, OSError; a file that is there already stays as it
-    was.
+    records: one of all elements for each key; those of codecs may be of any elements. meta: JSON. Raises
+    UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError. On an error an existing
+    file does not change.
     """
-    replace_file(path, lambda file: _write(file, parts, meta))
+    replace_file(path, lambda file: _write(file, records, meta))
 
 
 def load_states(path: str | os.PathLike[str]) -> StatesFile:
     """Read a file of states. Local, blocks.
 
-    Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError where it
-    cannot be opened (FileNotFoundError where there is none).
+    Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError if it cannot
+    be opened (FileNotFoundError if there is none).
     """
     origin = os.fsdecode(path)
     with open_regular(path) as file:
-        parts, meta = _read(file, origin)
-    entries: dict[Key, Part] = {}
-    for part in parts:
-        if part.worker is not None:
+        records, meta = _read(file, origin)
+    entries: dict[Key, StateRecord] = {}
+    for record in records:
+        if record.worker is not None:
             continue
-        if part.key in entries:
-            damaged(origin, f"damaged: key {shown(part.key)} is there twice")
-        if not part.whole:
-            damaged(origin, f"it holds elements [{part.begin}, {part.end}) of key {shown(part.key)} alone")
-        entries[part.key] = part
-    return StatesFile(entries, meta, tuple(part for part in parts if part.worker is not None))
+        if record.key in entries:
+            damaged(origin, f"damaged: key {shown(record.key)} is there twice")
+        if not record.whole:
+            damaged(origin, f"it holds elements [{record.begin}, {record.end}) of key {shown(record.key)} alone")
+        entries[record.key] = record
+    return StatesFile(entries, meta, tuple(record for record in records if record.worker is not None))
 
 
-def parts_to_bytes(parts: Iterable[Part]) -> bytes:
-    """Return parts of states as bytes that can be sent. UnsupportedError for a state that cannot be saved."""
+def records_to_bytes(records: Iterable[StateRecord]) -> bytes:
+    """Return records as bytes that can be sent. Raises UnsupportedError for a state that cannot be saved."""
     file = io.BytesIO()
-    _write(file, parts)
+    _write(file, records)
     return file.getvalue()
 
 
-def parts_from_bytes(data: bytes, origin: str = "parts of states") -> list[Part]:
-    """Do the inverse of `parts_to_bytes`. Raises StatesFileError."""
+def records_from_bytes(data: bytes, origin: str = "records of states") -> list[StateRecord]:
+    """Do the inverse of `records_to_bytes`. Raises StatesFileError."""
     return _read(io.BytesIO(data), origin)[0]
 
 
 # --- writing
 
 
-def _write(file: IO[bytes], parts: Iterable[Part], meta: Mapping[str, Any] | None = None) -> None:
+def _write(file: IO[bytes], records: Iterable[StateRecord], meta: Mapping[str, Any] | None = None) -> None:
     arrays: list[HostArray] = []
-    records = [
+    listed = [
         {
-            "key": check_key(part.key),
-            "shape": list(part.shape),
-            "dtype": str(part.dtype),
-            **({} if part.whole else {"begin": part.begin, "end": part.end}),
-            **({} if part.worker is None else {"worker": part.worker}),
-            "state": _pack(part.key, part.state, arrays),
+            "key": check_key(record.key),
+            "shape": list(record.shape),
+            "dtype": str(record.dtype),
+            **({} if record.whole else {"begin": record.begin, "end": record.end}),
+            **({} if record.worker is None else {"worker": record.worker}),
+            "state": _pack(record.key, record.state, arrays),
         }
-        for part in parts
+        for record in records
     ]
-    content = {"optimizer": None, "meta": dict(meta or {}), "records": records}
+    content = {"optimizer": None, "meta": dict(meta or {}), "records": listed}
     write_archive(file, KIND, json.loads(json.dumps(content)), arrays)
 
 
 def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
-    """A state as JSON in which arrays are numbers into `arrays`, where they are appended."""
+    """Return a state as JSON. Its arrays are appended to `arrays`, and their indices stand for them."""
     packed: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, (np.ndarray, np.generic)):
@@ -141,41 +143,41 @@ def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
 # --- reading
 
 
-def _read(file: IO[bytes], origin: str) -> tuple[list[Part], dict[str, Any]]:
+def _read(file: IO[bytes], origin: str) -> tuple[list[StateRecord], dict[str, Any]]:
     header, arrays = read_archive(file, KIND, origin)
-    meta, records = header.get("meta"), header.get("records")
+    meta, listed = header.get("meta"), header.get("records")
     if not isinstance(meta, dict):
         damaged(origin, f"damaged: meta in its header is {shown(meta)}")
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         damaged(origin, "damaged: its header lists no records")
-    parts: list[Part] = []
+    records: list[StateRecord] = []
     ends: dict[tuple[Key, int | None], int] = {}
-    for record in records:
-        part = _part(record, arrays, origin)
-        if part.begin < ends.get((part.key, part.worker), 0):
-            damaged(origin, f"damaged: element {part.begin} of key {shown(part.key)} is there twice")
-        ends[part.key, part.worker] = part.end
-        parts.append(part)
-    return parts, meta
+    for item in listed:
+        record = _record(item, arrays, origin)
+        if record.begin < ends.get((record.key, record.worker), 0):
+            damaged(origin, f"damaged: element {record.begin} of key {shown(record.key)} is there twice")
+        ends[record.key, record.worker] = record.end
+        records.append(record)
+    return records, meta
 
 
-def _part(record: dict[str, Any], arrays: list[HostArray], origin: str) -> Part:
+def _record(item: dict[str, Any], arrays: list[HostArray], origin: str) -> StateRecord:
     try:
-        key = check_key(record.get("key"))
+        key = check_key(item.get("key"))
     except (TypeError, ValueError) as error:
         raise StatesFileError(f"{origin}: damaged: {error}") from error
-    shape, dtype, worker = (record.get(name) for name in ("shape", "dtype", "worker"))
+    shape, dtype, worker = (item.get(name) for name in ("shape", "dtype", "worker"))
     if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
         damaged(origin, f"damaged: key {shown(key)} has shape {shown(shape)}")
-    if dtype not in [str(known) for known in SUPPORTED_DTYPES]:  # a list: what is there may have no hash
+    if dtype not in [str(known) for known in SUPPORTED_DTYPES]:  # compared in a list, since `dtype` may have no hash
         damaged(origin, f"damaged: key {shown(key)} has dtype {shown(dtype)}")
     n_elems = math.prod(shape)
-    begin, end = record.get("begin", 0), record.get("end", n_elems)
+    begin, end = item.get("begin", 0), item.get("end", n_elems)
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= n_elems:
-        damaged(origin, f"damaged: a part of elements [{begin!r}, {end!r}) of {n_elems}")
+        damaged(origin, f"damaged: a record of elements [{begin!r}, {end!r}) of {n_elems}")
     if not (worker is None or (type(worker) is int and worker >= 0)):
         damaged(origin, f"damaged: a state of key {shown(key)} is said to be that of worker {shown(worker)}")
-    packed = record.get("state")
+    packed = item.get("state")
     if not isinstance(packed, dict):
         damaged(origin, f"damaged: key {key!r} has no state")
     if worker is None and (type(packed.get("t")) is not int or packed["t"] < 0):
@@ -190,4 +192,4 @@ def _part(record: dict[str, Any], arrays: list[HostArray], origin: str) -> Part:
             damaged(origin, f"damaged: {shown(name)} in the state of key {key!r} is {value!r}")
         array = arrays[index]
         state[name] = array[()] if value.get("scalar") and array.ndim == 0 else array
-    return Part(key, tuple(shape), dtype_of(str(dtype)), begin, end, state, worker)
+    return StateRecord(key, tuple(shape), dtype_of(str(dtype)), begin, end, state, worker)

@@ -1,4 +1,4 @@
-"""What a formula works on: the state of a key, as an optimizer declares it, and one update of it."""
+"""The arguments of a formula: the state of a key, as an optimizer declares it, and the values of one update."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.placement.keys import Key
 
 State = dict[str, Any]
-"""The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
-of elements, and numbers. What a user's own function keeps may be anything (function.py)."""
+"""The state of one key or slice, by name: "t", the number of updates so far (int), other numbers, and flat arrays with
+one element for each of the weight. The state of a user's own function may hold any object (function.py)."""
 
 Arrays = Mapping[str, HostArray]
 """The arrays of a state by their names."""
@@ -21,9 +21,9 @@ Arrays = Mapping[str, HostArray]
 
 @dataclass(frozen=True)
 class Array:
-    """A part of a state with one number for each element of the weight, in the arithmetic's dtype.
+    """An array of a state: one number for each element of the weight, in the arithmetic's dtype.
 
-    where: a field; where it is 0 or False, states have no such array. from_weight: it begins as the weight, not as 0.
+    where: a field; if that is 0 or False, states have no such array. from_weight: it begins as the weight, not as 0.
 
     >>> optimizers.Adam.states[0]
     Array(name='mean', doc='m, the running mean of gradients', where='', from_weight=False)
@@ -37,7 +37,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A part of a state that is one number for the whole weight; begin: its first value.
+    """A number of a state, one for the whole weight. begin: its first value.
 
     >>> optimizers.LARS.states[-1].begin
     0.0
@@ -49,11 +49,11 @@ class Scalar:
 
 
 class Step(NamedTuple):
-    """What a formula knows of the update it makes.
+    """The values of one update that a formula uses.
 
     t: the update's number, 1 for the first. learning_rate, wd: those of the key, factors included. global_rate: the
-    learning rate without the key's factor. real: makes a number that keeps the arithmetic's dtype. shape: the weight's.
-    state: the state, for its numbers; the arrays come as blocks.
+    learning rate without the key's factor. real: converts a number to the arithmetic's dtype. shape: the weight's.
+    state: the state, for its numbers; the formula gets the arrays as blocks.
 
     >>> optimizers.Step('w', 1, 0.5, wd=0.0, global_rate=0.5, real=np.float32, shape=(2,), state={}).real(0.25).dtype
     dtype('float32')
@@ -80,7 +80,7 @@ def update_mean(
 
 
 def limit(values: HostArray, bound: float | None, real: Callable[[float], Any]) -> None:
-    """Limit the values to +- bound, in place; None or <= 0: not."""
+    """Limit the values to +- bound, in place; None or <= 0: no limit."""
     if bound is not None and bound > 0.0:
         np.maximum(values, real(-bound), out=values)
         np.minimum(values, real(bound), out=values)

@@ -1,10 +1,10 @@
 """Any class of `torch.optim` as an optimizer.
 
-The torch optimizer works on the weight's own memory (a float32 copy for dtypes other than float32 and float64). Its
-state is kept as ours, NumPy arrays and numbers, so that it can be saved and moved; the torch object itself lives for
-one update. `learning_rate` and `wd` are its `lr` and `weight_decay`, and follow schedules and factors; `rescale_grad`
-and `clip_gradient` act before it. All other arguments of the class are in `kwargs`, and are attributes, too. Nothing is
-known of its formula, so its keys are not cut.
+The torch optimizer works on the weight's own memory (a float32 copy for dtypes other than float32 and float64). Between
+updates its state is kept as NumPy arrays and numbers, so that it can be saved and moved; each update makes a new torch
+object. `learning_rate` and `wd` are its `lr` and `weight_decay`, and follow schedules and factors; `rescale_grad` and
+`clip_gradient` are applied to the gradient before. All other arguments of the class are in `kwargs`, and are
+attributes, too. Keys are not cut, since the class's formula is unknown.
 
 PyTorch is imported at the first update, not before.
 
@@ -36,7 +36,7 @@ _REFUSED = {"LBFGS": "it evaluates the model several times in a step", "SparseAd
 
 
 def is_torch_class(value: object) -> TypeGuard[type[Any]]:
-    """Whether `value` is a class of torch's optimizers; does not import torch."""
+    """Whether `value` is an optimizer class of torch; does not import torch."""
     return isinstance(value, type) and any(
         base.__name__ == "Optimizer" and base.__module__ == "torch.optim.optimizer" for base in value.__mro__
     )
@@ -56,8 +56,8 @@ def _to_json(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _json(kwargs[name]) for name in sorted(kwargs)}
 
 
-def _sent(owner: str, name: str, sent: Any, current: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that another rank has; values of kinds that are not sent have to be those that are here."""
+def _from_json(owner: str, name: str, sent: Any, current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of another rank; values that cannot be sent must be equal to this rank's."""
     found = {}
     for one, value in options(f"{owner}: {name}", sent).items():
         if one in current and _json(current[one]) == value:
@@ -74,8 +74,8 @@ class TorchOptimizer(Optimizer):
 
     kwargs: the class's own, and those that every optimizer here has. `learning_rate` and `lr` mean the same, as do `wd`
     and `weight_decay`. Each is an attribute, under either name, and may be changed as those of other optimizers. Raises
-    TypeError for others (lists the valid ones), UnsupportedError for a class that cannot serve. The example needs
-    PyTorch.
+    TypeError for others (lists the valid ones), UnsupportedError for a class that cannot be used here. The example
+    needs PyTorch.
 
     >>> import torch
     >>> weight, optimizer = np.ones(2), optimizers.create(torch.optim.SGD, lr=0.5)
@@ -88,7 +88,12 @@ class TorchOptimizer(Optimizer):
     """
 
     kwargs: dict[str, Any] = field(
-        default={}, check=_options, doc="the class's own arguments", init=False, to_json=_to_json, from_json=_sent
+        default={},
+        check=_options,
+        doc="the class's own arguments",
+        init=False,
+        to_json=_to_json,
+        from_json=_from_json,
     )
     name: ClassVar[str] = "torch"
     elementwise = False
@@ -121,7 +126,7 @@ class TorchOptimizer(Optimizer):
         return f"TorchOptimizer({self.torch_class.__name__}, {super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """An argument of the class."""
+        """Return an argument of the class."""
         values = self.__dict__
         if name in values.get("_ours", ()):
             return getattr(self, self._ours[name])
@@ -138,19 +143,19 @@ class TorchOptimizer(Optimizer):
         return [*self._ours, *self._own, *_COMMON]
 
     def config(self) -> dict[str, Any]:
-        """See `Optimizer`; with the class's name."""
+        """See `Optimizer`. It has the class's name, too."""
         return {**super().config(), "class": f"{self.torch_class.__module__}.{self.torch_class.__name__}"}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """UnsupportedError: classes are not looked up by names from a file."""
+        """Raise UnsupportedError: a class is not imported by a name from a file."""
         raise UnsupportedError("a torch optimizer cannot be made from its description; set it again")
 
     def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
-        """See `Optimizer`; torch's optimizers make their arrays themselves."""
+        """Do nothing: torch's optimizers make their arrays themselves."""
 
     def init(self, weight: HostArray) -> State:
-        """See `Optimizer`; UnsupportedError for a weight in another memory than the host's."""
+        """See `Optimizer`. Raises UnsupportedError for a weight that is not in host memory."""
         if not isinstance(weight, np.ndarray):
             raise UnsupportedError(
                 f"torch.optim.{self.torch_class.__name__} updates keys in host memory alone: initialise the key with a "
@@ -159,11 +164,11 @@ class TorchOptimizer(Optimizer):
         return super().init(weight)
 
     def check_state(self, weight: HostArray, state: State) -> None:
-        """See `Optimizer`; arrays of the weight's size are what most of torch's states consist of."""
+        """See `Optimizer`. Only the count of updates is checked, since the class decides on the rest."""
         count_of(state)
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """One step of a torch optimizer that sees the weight's memory and the state of the last step."""
+        """Make one step of a torch optimizer with the weight's memory and the state of the last step."""
         del arrays
         torch = importlib.import_module("torch")
         grad = self.prepared(step, w, g, tmp)
@@ -171,8 +176,8 @@ class TorchOptimizer(Optimizer):
             np.copyto(tmp[0], grad)
         parameter = torch.from_numpy(w.reshape(step.shape)).requires_grad_()
         parameter.grad = torch.from_numpy(tmp[0].reshape(step.shape))
-        in_force = {"lr": step.learning_rate, "weight_decay": step.wd}
-        optimizer = self.torch_class([parameter], **self.kwargs, **{name: in_force[name] for name in self._ours})
+        current = {"lr": step.learning_rate, "weight_decay": step.wd}
+        optimizer = self.torch_class([parameter], **self.kwargs, **{name: current[name] for name in self._ours})
         kept = {name: _to_torch(torch, value) for name, value in step.state.items() if name not in ("t", "master")}
         if kept:
             optimizer.state[parameter] = kept
@@ -185,14 +190,14 @@ class TorchOptimizer(Optimizer):
 
 
 def _either(kwargs: dict[str, Any], theirs: str, ours: str) -> Any:
-    """Take the value that is given under one of two names; None where there is none."""
+    """Pop the value that is given under one of two names; None if there is none."""
     if theirs in kwargs and ours in kwargs:
         raise TypeError(f"torch: {theirs} and {ours} mean the same; give one of them")
     return kwargs.pop(theirs, kwargs.pop(ours, None))
 
 
 def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> float | None:
-    """The class's default; None where it has none, or none that is a number."""
+    """Return the class's default; None if it has none, or one that is no number."""
     default = parameters[name].default if name in parameters else None
     return default if isinstance(default, (int, float)) else None
 

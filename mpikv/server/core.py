@@ -22,7 +22,7 @@ from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.server.device_copies import DeviceCopies
 from mpikv.server.events import Batch, Event, Fetch, PendingPull, ServerReply
@@ -222,12 +222,12 @@ class ServerCore:
 
     def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> ServerReply:
         parts = [part for shard in self._shards.values() for part in shard.states()] + self.rows.states()
-        return ServerReply(worker, header.reply_tag, np.frombuffer(parts_to_bytes(parts), np.uint8))
+        return ServerReply(worker, header.reply_tag, np.frombuffer(records_to_bytes(parts), np.uint8))
 
     def _load(self, worker: int, header: wire.Header, payload: HostArray) -> ServerReply:
         replaced, data = wire.split_text(payload)
         pieces: dict[Any, list[Any]] = {}
-        parts = parts_from_bytes(data.tobytes())
+        parts = records_from_bytes(data.tobytes())
         self.rows.load(parts, replaced)
         for part in parts:
             pieces.setdefault(part.key, []).append(part)

@@ -52,15 +52,15 @@ class DeviceCopies:
     def up(self, array: HostArray) -> Any:
         """Begin to copy an array of `take` to the GPU, and return it there. `array` is kept until the copy is done."""
         values = self.values.take(array.size, array.dtype)
-        self.space.bring(values, array)
-        self._copying.append((self.space.begun(), array))
+        self.space.upload(values, array)
+        self._copying.append((self.space.stream_event(), array))
         return values
 
     def down(self, values: Any) -> tuple[ReadableMemory, Operation]:
         """Begin to copy values to page-locked memory. Returns that, with one reader, and a request for the copy."""
         array = self.take(values.size, values.dtype)
-        self.space.fetch(array, values)
+        self.space.download(array, values)
         block = ReadableMemory(array, self.give)
         block.readers = 1
         block.retire()
-        return block, self.space.begun()
+        return block, self.space.stream_event()

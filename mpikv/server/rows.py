@@ -25,7 +25,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.row_table import RowTable
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.server.events import Event, Refusal, ServerReply
 from mpikv.server.policy import Contribution, Policy
@@ -182,18 +182,18 @@ class RowCore:
             events += self.handle(*early)
         return events
 
-    def states(self) -> list[Part]:
+    def states(self) -> list[StateRecord]:
         """Return the states of all rows that have some."""
         parts = [shard.table.states(self.owner) for shard in self._shards.values()]
         return [part for part in parts if part is not None]
 
-    def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
+    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None:
         """Replace states by these. replaced: the ids of keys whose states are dropped where `parts` has none."""
-        mine: dict[Key, Part] = {part.key: part for part in parts}
+        mine: dict[Key, StateRecord] = {part.key: part for part in parts}
         for shard in self._shards.values():
             part = mine.get(shard.info.key)
             if part is not None or shard.info.id in replaced:
-                shard.table.take_states(self.owner, None if part is None else part.state)
+                shard.table.set_states(self.owner, None if part is None else part.state)
 
     @property
     def held_bytes(self) -> int:

@@ -30,7 +30,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
-from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_of, slice_state
+from mpikv.optimizers.states import StateRecord, in_space, join_states, on_host, record_of, slice_state
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.server.device_copies import DeviceCopies
@@ -193,10 +193,10 @@ class ServedShard:
 
     # --- states
 
-    def states(self) -> list[Part]:
+    def states(self) -> list[StateRecord]:
         """Return the states of its units; those never updated have none."""
         return [
-            part_of(self.info, self.begin + unit.begin, self.begin + unit.end, on_host(unit.state))
+            record_of(self.info, self.begin + unit.begin, self.begin + unit.end, on_host(unit.state))
             for unit in self.units
             if unit.state is not None
         ]

@@ -85,10 +85,10 @@ class Workers(OptimizerSession):
         self._threaded = threaded
         poll = transport.poll if self.ordered is None else self.ordered.poll
         device = self.spaces.device
-        around = None if device is None else device.here
+        around = None if device is None else device.in_stream
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=poll, clock=transport.clock, around=around)
         if device is not None:
-            device.rings(self.engine.ring)
+            device.on_done(self.engine.ring)
         if links is not None:
             self.engine.waker = links.waker
         self.messages = ControlMessages(transport, self.group, self.engine)

@@ -1,12 +1,12 @@
-"""What a space is: one kind of memory that keys' arrays are in, and how they get there and back.
+"""The interface of a space: one kind of memory for keys' arrays, host or GPU, and how values get there and back.
 
-A key's value, what is pushed to it and what becomes of that are flat arrays of the key's space: NumPy's in host memory,
-CuPy's on a GPU. NumPy's functions work on both (`np.add(a, b, out=c)` of CuPy's arrays is CuPy's kernel), so that what
-is computed is written once. What differs is here: a GPU does its work later, in the order of a stream. The space has
-one stream of its own, and `here` makes it the one that this thread's work goes into.
+A key's value, its gradients and their sums are flat arrays of the key's space: NumPy's in host memory, CuPy's on a GPU.
+NumPy's functions work on both (`np.add(a, b, out=c)` of CuPy's arrays is CuPy's kernel), so that formulas are written
+once. The methods here cover what differs: a GPU works asynchronously, in the order of a stream. A space on a GPU has
+one stream of its own; in the context `in_stream` the calling thread's work goes into it.
 
-What ranks send each other is host memory, and so is what those of a host share (hostmemory/). Every call is local.
-Which space a key is in all workers agree on (named.py); the spaces are each worker's own.
+Ranks send each other host memory, and the ranks of a host share host memory (hostmemory/). Every call is local. All
+workers agree on the space of each key (named.py); the space objects are each worker's own.
 """
 
 from __future__ import annotations
@@ -24,105 +24,108 @@ SpaceArray = Any
 """An array of a space: NumPy's, or CuPy's."""
 
 CallersArray = Any
-"""An array of the caller's as `Space.callers` returns it."""
+"""An array of the caller's, as `Space.callers_arrays` returns it."""
 
 
 class Space(Protocol):
-    """One kind of memory. Arrays are (n,) and contiguous where nothing else is said."""
+    """One kind of memory. Arrays are (n,) and contiguous unless a method says otherwise."""
 
     @property
     def device(self) -> int | None:
         """The number of the GPU whose memory it is, among those that this process sees; None: host memory."""
         ...
 
-    def here(self) -> AbstractContextManager[Any]:
-        """A context in which work on the space's arrays goes into its stream. The space's own methods enter it."""
+    def in_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which work on arrays goes into the space's stream. The space's own methods enter it."""
         ...
 
-    def settle(self) -> None:
-        """Block until all that the store has begun is done. Memory that it reads or writes may be let go of then."""
+    def synchronize(self) -> None:
+        """Block until all work that the store has begun is done. Memory that it uses may be freed afterwards."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """What `store.stats()` says of it: copies between host and device."""
+        """Return the space's entries in `store.stats()`: copies between host and device."""
         ...
 
     def close(self) -> None:
-        """Give memory back. Blocks until what was begun is done. Twice does nothing."""
+        """Free the memory. Blocks until the work that was begun is done. A second call does nothing."""
         ...
 
     # --- between a caller's arrays, of any library, and this space
 
-    def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:
-        """What a call knows of its arrays, for `total` now and `write` later, maybe in another thread.
+    def callers_arrays(self, arrays: Sequence[Any]) -> list[CallersArray]:
+        """Describe the arrays of a call, for `total` now and `write` later, maybe in another thread.
 
-        An array in host memory is returned itself. For one in device memory: an object of this space's that says where
-        it is and how far the caller's own work on it, in this thread, has come by now.
+        An array in host memory is returned itself. For one in device memory an object of this space is returned, which
+        holds its address and an event after all work on it that the caller has begun in this thread.
         """
         ...
 
     def total(
         self, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
     ) -> SpaceArray:
-        """The sum of one worker's arrays of a key, flat, in their dtype, in new memory of this space.
+        """Return the sum of one worker's arrays of a key, flat, in their dtype, in new memory of this space.
 
-        See `arrays.sum_devices`. arrays: of `callers`, wherever they are. what: for errors.
+        See `arrays.sum_devices`. arrays: of `callers_arrays`, in any memory. what: what they are, for errors.
         """
         ...
 
     def write(self, out: CallersArray, values: SpaceArray, what: str) -> None:
-        """Copy values into an array of the caller's (of `callers`), of its own dtype and shape, wherever it is."""
+        """Copy values into an array of the caller's (of `callers_arrays`), in its dtype and shape and in any memory."""
         ...
 
     def in_place(self, array: CallersArray, what: str) -> SpaceArray | None:
-        """A caller's array (of `callers`), flat, where it lies; None where it is elsewhere or has gaps.
+        """Return a flat view of a caller's array (of `callers_arrays`); None if it is in other memory or has gaps.
 
-        What is done with it from now on comes behind the caller's own work; `hand_back` ends it.
+        Work on the view runs after the caller's own work on the array. Call `make_callers_wait` when it is begun.
         """
         ...
 
-    def lies_in(self, held: SpaceArray, array: CallersArray) -> bool:
-        """Whether `held`, of an earlier `in_place`, lies in this array (of `callers`). If so it is as if new."""
+    def is_view_of(self, held: SpaceArray, array: CallersArray) -> bool:
+        """Whether `held`, of an earlier `in_place`, is a view of this array (of `callers_arrays`).
+
+        If so, work on `held` runs after the caller's work on the array until now, as on a new view.
+        """
         ...
 
-    def hand_back(self, arrays: Sequence[CallersArray]) -> None:
-        """Let what the caller does next with these arrays come behind what was done with them in place."""
+    def make_callers_wait(self, arrays: Sequence[CallersArray]) -> None:
+        """Make the caller's next work on these arrays run after the store's work on views of them (`in_place`)."""
         ...
 
-    def arrived(self, array: SpaceArray) -> Operation:
-        """A request that is done when what a caller has begun to write into an array is there."""
+    def written(self, array: SpaceArray) -> Operation:
+        """Return a request that is done when all writes into an array that a caller has begun are done."""
         ...
 
-    def follow(self, *arrays: SpaceArray) -> None:
-        """Let what comes next come behind what callers have begun to write into these. The space's methods do it."""
+    def wait_for_callers(self, *arrays: SpaceArray) -> None:
+        """Make the store's next work run after all writes into these that callers have begun. All methods call it."""
         ...
 
     # --- between the host and this space
 
     def to_host(self, array: SpaceArray) -> HostArray:
-        """The values in host memory: a copy, or the same array where it is there. Blocks until they are there."""
+        """Return the values in host memory: a copy, or the same array if it is there. Blocks until they are there."""
         ...
 
     def from_host(self, values: HostArray) -> SpaceArray:
-        """The values in this space: a copy, or the same array where it is in it. They may be changed afterwards."""
+        """Return the values in this space: a copy, or the same array if it is in it. `values` may be changed then."""
         ...
 
     # --- within it
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
-        """New memory of any content."""
+        """Return a new array, uninitialised."""
         ...
 
     def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
-        """New memory of zeros."""
+        """Return a new array of zeros."""
         ...
 
     def copy(self, out: SpaceArray, values: SpaceArray | int) -> None:
-        """Write values, of any dtype, into `out`, of the same length; or one number."""
+        """Write values, of any dtype, into `out`, of the same length; or write one number into all of it."""
         ...
 
     def cast(self, values: SpaceArray, dtype: np.dtype[Any]) -> SpaceArray:
-        """The values in another dtype: a copy, or the same array where it has it already."""
+        """Return the values in another dtype: a copy, or the same array if it has this dtype."""
         ...
 
     def scale(self, values: SpaceArray, factor: float, out: SpaceArray) -> None:

@@ -1,9 +1,9 @@
-"""A caller's array on a GPU, of any library, as it was at the time of the call: as CuPy's, and in which stream.
+"""A caller's array on a GPU, of any library: as CuPy's array of the same memory, with the caller's current stream.
 
-CuPy's, Numba's and others show `__cuda_array_interface__`; PyTorch and JAX are asked in their own words. The stream is
-the one that the library puts its work into now, in this thread: what the caller has begun to write into the array is in
-it. Results are ordered before whatever the caller puts into it next. A stream's object is kept for as long as somebody
-may wait in it: a library may give the stream back with its object.
+CuPy, Numba and others offer `__cuda_array_interface__`; PyTorch's and JAX's arrays are read through their own methods.
+The stream is the one into which the library puts its work now, in this thread: it contains all writes into the array
+that the caller has begun. The store's results are ordered before any work that the caller puts into it next. The
+stream's object is kept alive, since a library may destroy the stream with its object.
 
 Source: the CUDA array interface, version 3 (Numba's documentation, "CUDA Array Interface"); PyTorch,
 `torch.cuda.current_stream`; CuPy 14, `Stream.from_external`.
@@ -26,21 +26,21 @@ DLPACK_GPUS = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 JAX_GPUS = ("gpu", "cuda")  # platforms, by JAX's version
 
 
-class Caller(NamedTuple):
-    """An array of the caller's. values: the same memory as CuPy's. number: of its GPU, whose stream it is.
+class CallersGpuArray(NamedTuple):
+    """An array of the caller's on a GPU. values: CuPy's array of the same memory. number: of its GPU and of `stream`.
 
-    at: the stream's work when the call was made.
+    event: after all work that was in the stream when the call was made.
     """
 
     array: Any  # kept alive
     values: Any
     stream: Any
     number: int
-    at: Any
+    event: Any
 
 
 class _Stream:
-    """A stream of another library's, by CUDA's number. owner: what it lives by."""
+    """A stream of another library, by its address. owner: the object that keeps it alive."""
 
     def __init__(self, number: int, owner: object) -> None:
         self._number, self._owner = number, owner
@@ -64,7 +64,7 @@ def on_gpu(array: Any) -> bool:
 
 
 def gpu_of(array: Any) -> int | None:
-    """The number of the GPU that an array is on; None in host memory. 0 where its library does not say."""
+    """The number of the GPU that an array is on; None in host memory. 0 if its library does not give a number."""
     if not on_gpu(array):
         return None
     if tensors.is_tensor(array):
@@ -74,11 +74,11 @@ def gpu_of(array: Any) -> int | None:
     return int(getattr(getattr(array, "device", None), "id", 0))
 
 
-def seen(array: Any, gpu: Gpu) -> Caller:
-    """What is known of an array for which `on_gpu` is true. Records an event in its stream.
+def callers_gpu_array(array: Any, gpu: Gpu) -> CallersGpuArray:
+    """Describe an array for which `on_gpu` is true. Records an event in its stream.
 
-    Raises UnsupportedError for a dtype that a store cannot hold, an array that is spread over several GPUs, and one
-    that says neither where it is nor in which stream.
+    Raises UnsupportedError for a dtype that a store cannot hold, for an array that is spread over several GPUs, and for
+    one that offers neither its address nor its stream.
     """
     number = gpu.number
     if tensors.is_tensor(array) or tensors.is_jax(array) or hasattr(getattr(array, "device", None), "id"):
@@ -96,7 +96,7 @@ def seen(array: Any, gpu: Gpu) -> Caller:
         if values.dtype not in SUPPORTED_DTYPES:
             names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
             raise UnsupportedError(f"an array on GPU {number} has dtype {values.dtype}; a store holds {names}")
-        return Caller(array, values, stream, number, stream.record(gpu.event()))
+        return CallersGpuArray(array, values, stream, number, stream.record(gpu.event()))
 
 
 def _stream_of(gpu: Gpu, ptr: int, owner: object) -> Any:
@@ -115,25 +115,26 @@ def _check_stream(ptr: int) -> None:
 def _of_interface(array: Any, gpu: Gpu, number: int) -> tuple[Any, Any]:
     if not hasattr(array, "__cuda_array_interface__"):
         raise UnsupportedError(
-            f"a {type(array).__module__}.{type(array).__name__} on a GPU has no __cuda_array_interface__: hand over "
+            f"a {type(array).__module__}.{type(array).__name__} on a GPU has no __cuda_array_interface__: pass "
             "cupy.from_dlpack(array), which shares its memory"
         )
-    told = array.__cuda_array_interface__
-    dtype = BFLOAT16 if told["typestr"][1:] == "V2" else np.dtype(told["typestr"])
-    strides = told.get("strides")
-    values = gpu.at(told["data"][0], tuple(told["shape"]), dtype, array, strides=strides, number=number)
-    return values, _stream_of(gpu, told.get("stream") or LEGACY, array)
+    interface = array.__cuda_array_interface__
+    dtype = BFLOAT16 if interface["typestr"][1:] == "V2" else np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    values = gpu.array_at(interface["data"][0], tuple(interface["shape"]), dtype, array, strides=strides, number=number)
+    return values, _stream_of(gpu, interface.get("stream") or LEGACY, array)
 
 
 def _of_jax(array: Any, gpu: Gpu, number: int) -> tuple[Any, Any]:
-    """JAX says of no stream when it will have written an array: so the host waits for that, and for nothing else."""
+    """JAX does not tell in which stream it writes an array, so the host blocks until this array is written."""
     if len(array.devices()) > 1:
         raise UnsupportedError(
-            f"a JAX array is spread over {len(array.devices())} GPUs: hand over its parts (addressable_shards), one "
-            "per device"
+            f"a JAX array is spread over {len(array.devices())} GPUs: pass its shards (addressable_shards), one per "
+            "device"
         )
     array.block_until_ready()
-    values = gpu.at(array.unsafe_buffer_pointer(), tuple(array.shape), np.dtype(array.dtype), array, number=number)
+    address = array.unsafe_buffer_pointer()
+    values = gpu.array_at(address, tuple(array.shape), np.dtype(array.dtype), array, number=number)
     return values, _stream_of(gpu, LEGACY, array)
 
 
@@ -141,11 +142,11 @@ def _of_tensor(tensor: Any, gpu: Gpu, number: int) -> tuple[Any, Any]:
     torch = sys.modules["torch"]
     if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
         raise UnsupportedError(
-            f"a tensor of layout {tensor.layout} on {tensor.device} whose values are not in its memory as they are: "
-            "hand over tensor.to_dense() or tensor.resolve_neg()"
+            f"a tensor of layout {tensor.layout} on {tensor.device} whose memory does not hold its values as such: "
+            "pass tensor.to_dense() or tensor.resolve_neg()"
         )
     dtype = dtype_named(str(tensor.dtype).rpartition(".")[2])
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
     stream = torch.cuda.current_stream(tensors.device_of(tensor))
-    values = gpu.at(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor, strides=strides, number=number)
+    values = gpu.array_at(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor, strides=strides, number=number)
     return values, _stream_of(gpu, stream.cuda_stream or LEGACY, stream)

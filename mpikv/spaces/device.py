@@ -1,15 +1,16 @@
-"""Device memory: CuPy's arrays on one GPU, and what is done with them there. Calls put work into streams and return.
+"""Device memory: CuPy's arrays on one GPU. Methods put work into CUDA streams and return before it is done.
 
-Order. Each store has one stream of its own, in which all that it does with its arrays follows one after another; but
-for long copies from the host while others go there: they are in a second one, and the first waits for them (`join`).
-What a call reads of the caller's is copied in the caller's own stream, behind what he has begun to write and before
-whatever he puts there next; so neither waits for the other, and the store's stream never waits for a gradient that is
-still being computed unless somebody asks for that very array. What a call writes is written in the store's stream,
-behind the caller's work as it was when the call was made; and the caller's stream waits for it.
+Order. Each store has one stream, in which all work on its arrays runs in order. Only long copies from the host, while
+others go to the host, are in a second stream, for which the first one waits (`join_second_stream`). Arrays that a call
+reads are copied in the caller's stream: after all writes that the caller has begun, and before his next work there. So
+neither waits for the other; and the store's stream waits for a gradient that is still being computed only when some
+work needs that very array. Arrays that a call writes are written in the store's stream, after the work that was in the
+caller's stream at the time of the call, and the caller's stream waits for that.
 
-Memory is CuPy's: a pool of the store's own. Copies of what callers push have a pool to themselves, since they are
-written in other streams than the store's: what is let go of comes back to it once the store's stream has come so far.
-What other ranks of the host read (spaces/peers) is in allocations of its own, which are kept.
+Memory comes from a CuPy pool of the store. Copies of pushed arrays have a second pool, since they are written in other
+streams than the store's: memory that is no longer referred to goes back to the pool when the store's stream has done
+all its work until then. Arrays that other ranks of the host read (spaces/peers) have allocations of their own, which
+are kept.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Operation
 from mpikv.errors import StallError
 from mpikv.spaces import callers
-from mpikv.spaces.callers import Caller
+from mpikv.spaces.callers import CallersGpuArray
 from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.gpu_events import EventRequest, EventWatcher
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import CopyCounts, Pinned
 
-SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
-CHUNK_BYTES = 32 << 20  # of memory that others read; a longer array has one of its own
-# CUDA takes shorter allocations out of one block, and another process that opens one of them sees them all (CUDA C++
-# Programming Guide, interprocess communication).
+SLOW_S = 300.0  # the longest wait for the GPU's work: copies end long before, or the GPU has failed
+CHUNK_BYTES = 32 << 20  # an allocation of memory that other ranks read; a longer array has one to itself
+# CUDA takes shorter allocations out of one block, and another process that opens one of them can read them all (CUDA
+# C++ Programming Guide, interprocess communication).
 ALLOCATION_BYTES = 2 << 20
 ALIGN_BYTES = 512
 
 
 class _Thread(threading.local):
-    """How often the calling thread is in `DeviceSpace.here`."""
+    """depth: how many `DeviceSpace.in_stream` contexts the calling thread is in."""
 
     depth = 0
 
@@ -56,44 +57,44 @@ class DeviceSpace:
         self.gpu, self.cupy = gpu, gpu.cupy
         cuda = self.cupy.cuda
         with gpu.current("makes streams"):
-            self.stream, self.beside = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
+            self.stream, self.second_stream = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
         self._pool, self._pushes = cuda.MemoryPool(), cuda.MemoryPool()
         self.pinned, self.copies = Pinned(gpu), CopyCounts()
-        self._watch = EventWatcher(gpu)  # of the store's stream
-        self._callers_watch = EventWatcher(gpu)
+        self._watcher = EventWatcher(gpu)  # of the store's stream
+        self._callers_watcher = EventWatcher(gpu)
         self._thread = _Thread()
-        # What callers' streams write into arrays that the store's stream has not waited for, by the id of their memory:
-        # the event behind it, and which stream it is.
-        self._written: dict[int, tuple[Any, int]] = {}
+        # Writes of callers into arrays for which the store's stream has not waited yet, by the id of the array's
+        # memory: an event after the writes, and the stream.
+        self._callers_writes: dict[int, tuple[Any, int]] = {}
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._lent: dict[int, Any] = {}  # memory of pushes that somebody refers to, by number
-        # What nobody refers to: its number and its id. A deque, since that may happen at any moment, in any thread.
-        self._returned: deque[tuple[int, int]] = deque()
-        self._leaving: deque[tuple[Any, Any]] = deque()
-        self.chunks: list[Any] = []  # memory that others read
-        self._rest = (0, 0)  # where the free end of the last one begins, and its length
+        self._push_memory: dict[int, Any] = {}  # memory of pushes that is referred to, by number
+        # Number and id of such memory that is no longer referred to. A deque, since any thread may append at any time.
+        self._released: deque[tuple[int, int]] = deque()
+        self._leaving: deque[tuple[Any, Any]] = deque()  # released memory that is free once the event is done
+        self.chunks: list[Any] = []  # allocations that other ranks read
+        self._free_end = (0, 0)  # address and length of the free end of the last chunk
         self._closed = False
 
         class PushMemory(cuda.UnownedMemory):  # type: ignore[name-defined,misc]
-            """Memory of the pool of pushes, which says when nobody refers to it any more."""
+            """Memory of the pool of pushes, which reports when it is no longer referred to."""
 
             def __del__(self) -> None:
-                self.returned.append((self.number, id(self)))
+                self.released.append((self.number, id(self)))
 
-        self._pushed = PushMemory
+        self._push_memory_class = PushMemory
 
     @property
     def device(self) -> int:
         """See `Space`."""
         return self.gpu.number
 
-    def rings(self, ring: Callable[[], None]) -> None:
-        """Call this whenever something is done that somebody waits for. From any thread."""
-        self._watch.ring = self._callers_watch.ring = ring
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever an event that is waited for is done; it is called in any thread."""
+        self._watcher.callback = self._callers_watcher.callback = callback
 
     @contextmanager
-    def here(self) -> Iterator[None]:
-        """See `Space`. What CUDA refuses becomes an error of ours."""
+    def in_stream(self) -> Iterator[None]:
+        """See `Space`. Errors of CUDA and CuPy are raised as those of this library."""
         thread = self._thread
         try:
             if thread.depth:
@@ -118,243 +119,243 @@ class DeviceSpace:
         return {**self.copies.stats(), "device_bytes": held}
 
     def close(self) -> None:
-        """See `Space`. No other process may have the memory open. Arrays that somebody still has keep theirs."""
+        """See `Space`. No other process may have the memory open. Arrays that are still referred to keep theirs."""
         if not self._closed:
             self._closed = True
-            self.settle()
-            for watch in (self._watch, self._callers_watch):
-                watch.close()
+            self.synchronize()
+            for watcher in (self._watcher, self._callers_watcher):
+                watcher.close()
             self.pinned.close()
-            while self._returned:
-                self._lent.pop(self._returned.popleft()[0])
+            while self._released:
+                self._push_memory.pop(self._released.popleft()[0])
             self._leaving.clear()
             self.chunks.clear()
-            with self.gpu.current("gives memory back"):
+            with self.gpu.current("frees memory"):
                 self._pool.free_all_blocks()
                 self._pushes.free_all_blocks()
 
     # --- a caller's arrays
 
-    def callers(self, arrays: Sequence[Any]) -> list[Any]:
+    def callers_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         """See `Space`."""
-        return [callers.seen(array, self.gpu) if callers.on_gpu(array) else array for array in arrays]
+        return [callers.callers_gpu_array(array, self.gpu) if callers.on_gpu(array) else array for array in arrays]
 
     def total(self, arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> Any:
-        """See `Space`. Copied in the caller's streams; added in the store's."""
-        with self.here():
-            taken = [self._taken(array, what) for array in arrays]
-            if len(taken) == 1:
-                return taken[0]
-            self.follow(*taken)
-            total = taken[0].astype(sum_dtype(taken[0].dtype), copy=False)
-            for other in taken[1:]:
+        """See `Space`. Arrays are copied in the caller's streams and added in the store's."""
+        with self.in_stream():
+            copies = [self._flat_copy(array, what) for array in arrays]
+            if len(copies) == 1:
+                return copies[0]
+            self.wait_for_callers(*copies)
+            total = copies[0].astype(sum_dtype(copies[0].dtype), copy=False)
+            for other in copies[1:]:
                 combine(total, other, out=total)
-            return total.astype(taken[0].dtype, copy=False)
+            return total.astype(copies[0].dtype, copy=False)
 
-    def _taken(self, array: Any, what: str) -> Any:
-        """A copy of the caller's array, flat."""
-        if not isinstance(array, Caller):
+    def _flat_copy(self, array: Any, what: str) -> Any:
+        """Return a copy of the caller's array, flat."""
+        if not isinstance(array, CallersGpuArray):
             return self.from_host(HostSpace().total([array], what, on_device=False))
         values = array.values
-        copied = self._room(values.size, values.dtype)
+        copied = self._empty_push(values.size, values.dtype)
         if not values.size:
             return copied
         self.copies.count("device", values.nbytes)
         if array.number == self.device:
             with array.stream:
                 np.copyto(copied.reshape(values.shape), values)
-                self._written[id(copied.data.mem)] = array.stream.record(self.gpu.event()), array.stream.ptr
-        else:  # no stream of another GPU works on this one's memory
-            self.stream.wait_event(array.at)
+                event = array.stream.record(self.gpu.event())
+                self._callers_writes[id(copied.data.mem)] = event, array.stream.ptr
+        else:  # a stream of another GPU must not work on this one's memory
+            self.stream.wait_event(array.event)
             np.copyto(copied.reshape(values.shape), values)
-            self._let_wait(array)
+            self._make_caller_wait(array)
         return copied
 
-    def _room(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """New memory that any stream may write. In `here`."""
+    def _empty_push(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
+        """Return a new array that any stream may write. To be called in `in_stream`."""
         n_bytes = n_elems * dtype.itemsize
         with self._lock:
-            returned = [self._returned.popleft() for _ in range(len(self._returned))]
-            for _, which in returned:
-                if (written := self._written.pop(which, None)) is not None:  # nobody has read it
-                    self.stream.wait_event(written[0])
-            if returned:
+            released = [self._released.popleft() for _ in range(len(self._released))]
+            for _, memory_id in released:
+                if (write := self._callers_writes.pop(memory_id, None)) is not None:  # it was never read
+                    self.stream.wait_event(write[0])
+            if released:
                 done = self.stream.record(self.gpu.event())
-                self._leaving += [(done, self._lent.pop(number)) for number, _ in returned]
+                self._leaving += [(done, self._push_memory.pop(number)) for number, _ in released]
             while self._leaving and self._leaving[0][0].done:
                 self._leaving.popleft()
-            taken = self._pushes.malloc(n_bytes)
-            memory = self._pushed(taken.ptr, n_bytes, self, self.device)
-            memory.number, memory.returned = next(self._numbers), self._returned
-            self._lent[memory.number] = taken
+            allocated = self._pushes.malloc(n_bytes)
+            memory = self._push_memory_class(allocated.ptr, n_bytes, self, self.device)
+            memory.number, memory.released = next(self._numbers), self._released
+            self._push_memory[memory.number] = allocated
         return self.cupy.ndarray((n_elems,), dtype, self.cupy.cuda.MemoryPointer(memory, 0))
 
     def write(self, out: Any, values: Any, what: str) -> None:
         """See `Space`."""
-        if not isinstance(out, Caller):
+        if not isinstance(out, CallersGpuArray):
             write_host(out, self.to_host(values), what)
         elif out.values.size:
-            with self.here():
-                self.follow(values)
-                self.stream.wait_event(out.at)
+            with self.in_stream():
+                self.wait_for_callers(values)
+                self.stream.wait_event(out.event)
                 cast = values.astype(out.values.dtype, copy=False)
                 np.copyto(out.values, cast.reshape(out.values.shape))
                 self.copies.count("device", out.values.nbytes)
-                self._let_wait(out)
+                self._make_caller_wait(out)
 
-    def _let_wait(self, array: Caller) -> None:
-        """Let what the caller does next come behind what the store has begun."""
+    def _make_caller_wait(self, array: CallersGpuArray) -> None:
+        """Make the array's stream wait for all work that the store has begun."""
         done = self.stream.record(self.gpu.event())
         with self.gpu.current(number=array.number):
             array.stream.wait_event(done)
 
     def in_place(self, array: Any, what: str) -> Any:
-        """See `Space`: work on it comes behind the caller's, as it was when the array was seen."""
-        if not isinstance(array, Caller) or not array.values.flags.c_contiguous or array.number != self.device:
+        """See `Space`: work on it runs after the caller's work at the time of `callers_arrays`."""
+        if not isinstance(array, CallersGpuArray) or not array.values.flags.c_contiguous or array.number != self.device:
             return None
-        self._written[id(array.values.data.mem)] = array.at, array.stream.ptr
+        self._callers_writes[id(array.values.data.mem)] = array.event, array.stream.ptr
         with self.gpu.current():
             return array.values.reshape(-1)
 
-    def lies_in(self, held: Any, array: Any) -> bool:
+    def is_view_of(self, held: Any, array: Any) -> bool:
         """See `Space`."""
         if self.in_place(array, "") is None or array.values.data.ptr != held.data.ptr:
             return False
-        self._written[id(held.data.mem)] = array.at, array.stream.ptr
+        self._callers_writes[id(held.data.mem)] = array.event, array.stream.ptr
         return True
 
-    def hand_back(self, arrays: Sequence[Any]) -> None:
-        """See `Space`: the streams of these arrays wait for all that the store has begun."""
-        with self.here():
-            for array in {(id(one.stream), one.number): one for one in arrays if isinstance(one, Caller)}.values():
-                self._let_wait(array)
+    def make_callers_wait(self, arrays: Sequence[Any]) -> None:
+        """See `Space`: the streams of these arrays wait for all work that the store has begun."""
+        on_gpus = [array for array in arrays if isinstance(array, CallersGpuArray)]
+        with self.in_stream():
+            for array in {(id(one.stream), one.number): one for one in on_gpus}.values():
+                self._make_caller_wait(array)
 
-    # --- to the host and back
+    # --- between the host and this space
 
     def to_host(self, array: Any) -> HostArray:
-        """See `Space`. Blocks until all that the store has begun with the array is done."""
-        with self.here():
-            self.follow(array)
-            self.settle()
+        """See `Space`. Blocks until all work of the store on the array is done."""
+        with self.in_stream():
+            self.wait_for_callers(array)
+            self.synchronize()
             self.copies.count("down", array.nbytes)
             values: HostArray = array.get()
             return values
 
     def from_host(self, values: HostArray) -> Any:
         """See `Space`. Blocks until the values are there."""
-        with self.here():
+        with self.in_stream():
             array = self.cupy.empty(values.shape, values.dtype)
             array.set(np.ascontiguousarray(values).reshape(values.shape))
             self.copies.count("up", array.nbytes)
-            self.settle()
+            self.synchronize()
             return array
 
-    def fetch(self, out: HostArray, array: Any) -> None:
+    def download(self, out: HostArray, array: Any) -> None:
         """Begin to copy an array to page-locked host memory of its length and dtype."""
         if array.size:
-            with self.here():
-                self.follow(array)
+            with self.in_stream():
+                self.wait_for_callers(array)
                 array.data.copy_to_host_async(out.ctypes.data, array.nbytes, self.stream)
                 self.copies.count("down", array.nbytes)
 
-    def bring(self, array: Any, values: HostArray, *, beside: bool = False) -> None:
-        """Begin to copy page-locked host memory, which must stay as it is until that is done, to an array.
+    def upload(self, array: Any, values: HostArray, *, second_stream: bool = False) -> None:
+        """Begin to copy page-locked host memory, which must not change until that is done, to an array.
 
-        beside: in the second stream, which waits for nothing. The host must have seen that what the store and the
-        caller have begun with this part of the array is done, and `join` has to come before the store goes on with it.
+        second_stream: copy in the second stream, which waits for no other work. Before, all work of the store and of
+        the caller on these elements must be done; afterwards, `join_second_stream` must come before any work on them.
         """
         if array.size:
-            with self.here():
-                if not beside:
-                    self.follow(array)
-                stream = self.beside if beside else self.stream
+            with self.in_stream():
+                if not second_stream:
+                    self.wait_for_callers(array)
+                stream = self.second_stream if second_stream else self.stream
                 array.data.copy_from_host_async(values.ctypes.data, array.nbytes, stream)
                 self.copies.count("up", array.nbytes)
 
-    def join(self) -> None:
-        """Order the store's stream behind what has been begun in the second one."""
-        with self.here():
-            self.stream.wait_event(self.beside.record(self.gpu.event()))
+    def join_second_stream(self) -> None:
+        """Make the store's stream wait for all work in the second one."""
+        with self.in_stream():
+            self.stream.wait_event(self.second_stream.record(self.gpu.event()))
 
     # --- order
 
-    def begun(self) -> Operation:
-        """A request that is done when all is that the store has put into its stream by now."""
-        with self.here():
-            return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watch)
+    def stream_event(self) -> Operation:
+        """Return a request that is done when all work that the store has put into its stream until now is done."""
+        with self.in_stream():
+            return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watcher)
 
-    def arrived(self, array: Any) -> Operation:
-        """A request that is done when what the caller was writing when he pushed the array is there.
+    def written(self, array: Any) -> Operation:
+        """Return a request that is done when the writes into the array are done that its caller had begun at its push.
 
-        Who waits for it before work on the array begins does not let the store's stream wait for it.
+        If the host waits for it before work on the array begins, the store's stream does not have to wait.
         """
-        written = self._written.get(id(array.data.mem))
-        event, stream = (None, 0) if written is None else written
-        return EventRequest(self.gpu, event, stream, self._callers_watch)
+        event, stream = self._callers_writes.get(id(array.data.mem), (None, 0))
+        return EventRequest(self.gpu, event, stream, self._callers_watcher)
 
-    def settle(self) -> None:
-        """Block until all that the store has begun is done. Raises StallError where the GPU does not end it."""
-        wait_until(
-            self.begun().test, lambda: False, SLOW_S, lambda: StallError(f"GPU {self.device} has not ended its work")
-        )
+    def synchronize(self) -> None:
+        """Block until all work that the store has begun is done. Raises StallError if the GPU does not end it."""
+        done = self.stream_event()
+        wait_until(done.test, lambda: False, SLOW_S, lambda: StallError(f"GPU {self.device} has not ended its work"))
 
-    def follow(self, *arrays: Any) -> None:
-        """Order the store's stream behind what callers have begun to write into these."""
+    def wait_for_callers(self, *arrays: Any) -> None:
+        """Make the store's stream wait for all writes into these arrays that callers have begun."""
         for array in arrays:
-            written = self._written.pop(id(array.data.mem), None)
-            if written is not None:
-                self.stream.wait_event(written[0])
+            write = self._callers_writes.pop(id(array.data.mem), None)
+            if write is not None:
+                self.stream.wait_event(write[0])
 
     # --- within the space
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
         """See `Space`."""
-        with self.here():
+        with self.in_stream():
             return self.cupy.empty(n_elems, dtype)
 
     def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
         """See `Space`."""
-        with self.here():
+        with self.in_stream():
             return self.cupy.zeros(n_elems, dtype)
 
     def shared_empty(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """New memory that other ranks of the host can read (spaces/peers), for as long as the store lives."""
+        """Return a new array that other ranks of the host can read (spaces/peers) as long as the store lives."""
         n_bytes = max(1, n_elems * dtype.itemsize)
         length = -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        with self.here():
-            if self._rest[1] < length:
-                whole = max(CHUNK_BYTES, -(-length // ALLOCATION_BYTES) * ALLOCATION_BYTES)
-                self.chunks.append(self.cupy.cuda.Memory(whole))
-                self._rest = self.chunks[-1].ptr, whole
-            begin, left = self._rest
-            self._rest = begin + length, left - length
+        with self.in_stream():
+            if self._free_end[1] < length:
+                chunk_bytes = max(CHUNK_BYTES, -(-length // ALLOCATION_BYTES) * ALLOCATION_BYTES)
+                self.chunks.append(self.cupy.cuda.Memory(chunk_bytes))
+                self._free_end = self.chunks[-1].ptr, chunk_bytes
+            begin, left = self._free_end
+            self._free_end = begin + length, left - length
             chunk = self.chunks[-1]
             return self.cupy.ndarray((n_elems,), dtype, self.cupy.cuda.MemoryPointer(chunk, begin - chunk.ptr))
 
     def copy(self, out: Any, values: Any) -> None:
         """See `Space`."""
-        with self.here():
+        with self.in_stream():
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             if hasattr(values, "data") and isinstance(values, self.cupy.ndarray):
-                self.follow(out, values)
+                self.wait_for_callers(out, values)
                 if out.dtype == values.dtype:
                     self.copies.count("device", out.nbytes)
                 np.copyto(out, values, casting="unsafe")
             else:
-                self.follow(out)
+                self.wait_for_callers(out)
                 out[...] = out.dtype.type(values)
 
     def cast(self, values: Any, dtype: np.dtype[Any]) -> Any:
         """See `Space`."""
         if values.dtype == dtype:
             return values
-        with self.here():
-            self.follow(values)
+        with self.in_stream():
+            self.wait_for_callers(values)
             return values.astype(dtype)
 
     def scale(self, values: Any, factor: float, out: Any) -> None:
         """See `Space`."""
-        with self.here():
-            self.follow(values, out)
+        with self.in_stream():
+            self.wait_for_callers(values, out)
             np.multiply(values, values.dtype.type(factor), out=out)

@@ -1,7 +1,7 @@
-"""One GPU of this process, by CuPy: which one it is, how it becomes a thread's current one, what CUDA's errors mean.
+"""One GPU of this process, by CuPy: its identity, how it is made the current one of a thread, and CUDA's errors.
 
-A thread of the store's own takes its GPU once. A caller's thread has its own GPU again after each call, as
-`devices.current` says: one that has never used a GPU goes on with the store's.
+A thread of the store makes its GPU the current one once. In a caller's thread the GPU that was current before is so
+again after each call (`devices.current`); a thread that has never used a GPU keeps the store's.
 
 Source: CuPy 14, `cupy.cuda`.
 """
@@ -20,12 +20,12 @@ from mpikv.errors import MpikvError, UnsupportedError
 
 LEAST_CUPY = 14  # 13 takes and gives another type for NCCL's ids, has no bfloat16, and does not find the NCCL wheel
 NO_DRIVER = 35  # CUDA's number (driver_types.h)
-LOST = (700, 702, 709, 710, 714, 715, 716, 717, 718, 719)  # errors after which a process cannot use its GPU any more
-WHICH = "nvidia-smi and CUDA_VISIBLE_DEVICES say which there are"
+FATAL = (700, 702, 709, 710, 714, 715, 716, 717, 718, 719)  # errors after which a process cannot use its GPU any more
+HINT = "nvidia-smi and CUDA_VISIBLE_DEVICES say which there are"
 
 
 class OutOfDeviceMemory(MpikvError, MemoryError):  # noqa: N818 - reads like its siblings
-    """A GPU has no room for what was asked for."""
+    """A GPU has too little free memory."""
 
 
 class VisibleGpus(NamedTuple):
@@ -36,7 +36,7 @@ class VisibleGpus(NamedTuple):
 
 
 def devices(cupy: Any = None) -> VisibleGpus:
-    """The GPUs that this process sees; none where CuPy or the driver of NVIDIA is missing. Local; imports CuPy."""
+    """Return the GPUs that this process sees; none if CuPy or NVIDIA's driver is missing. Local; imports CuPy."""
     try:
         cupy = import_cupy("a GPU") if cupy is None else cupy
         _check_version(cupy)
@@ -45,9 +45,9 @@ def devices(cupy: Any = None) -> VisibleGpus:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # noqa: BLE001 - CUDA's own, or a library that cannot be loaded
-        hint = "the driver of NVIDIA is missing or too old" if getattr(error, "status", 0) == NO_DRIVER else WHICH
+        hint = "the driver of NVIDIA is missing or too old" if getattr(error, "status", 0) == NO_DRIVER else HINT
         return VisibleGpus(0, f"CUDA finds no GPU ({_text(error)}): {hint}")
-    return VisibleGpus(count, "" if count else f"CUDA finds no GPU: {WHICH}")
+    return VisibleGpus(count, "" if count else f"CUDA finds no GPU: {HINT}")
 
 
 def _check_version(cupy: Any) -> None:
@@ -58,10 +58,10 @@ def _check_version(cupy: Any) -> None:
 
 
 class Gpu:
-    """One GPU, by its number among those that this process sees. Raises UnsupportedError where there is no such GPU.
+    """One GPU, by its number among those that this process sees. Raises UnsupportedError if there is no such GPU.
 
-    name: what it is called. uuid: the same for the same GPU in every process of a host, whatever their numbers for it.
-    cupy: the module; None: the installed one. has_context: whether this process has a context on a GPU.
+    name: of its model. uuid: the same for one GPU in every process of a host, whatever number it has there. cupy: the
+    module; None: the installed one. has_context: tells whether this process has a context on a GPU.
     """
 
     def __init__(self, number: int, cupy: Any = None, has_context: Callable[[int], bool] = has_context) -> None:
@@ -77,18 +77,21 @@ class Gpu:
         self.errors = (self._runtime.CUDARuntimeError, self.cupy.cuda.memory.OutOfMemoryError)
         self.number, self.name = number, ""
         with self.current("is asked for its properties"):
-            told, bus = self._runtime.getDeviceProperties(number), self._runtime.deviceGetPCIBusId(number)
-        self.name = told["name"].decode() if isinstance(told["name"], bytes) else str(told["name"])
-        # CuPy reads CUDA's uuid as a text, which ends at a zero byte (runtime.pyx, getDeviceProperties): what is left
-        # of it tells the parts of one GPU (MIG) from each other, and the bus tells the GPUs of a host.
-        self.uuid: str = f"{bus}-{bytes(told['uuid'])[:16].hex()}"
+            found, bus = self._runtime.getDeviceProperties(number), self._runtime.deviceGetPCIBusId(number)
+        self.name = found["name"].decode() if isinstance(found["name"], bytes) else str(found["name"])
+        # CuPy reads CUDA's uuid as a text, which ends at a zero byte (runtime.pyx, getDeviceProperties). The bytes
+        # before it distinguish the instances of one GPU (MIG), and the bus distinguishes the GPUs of a host.
+        self.uuid: str = f"{bus}-{bytes(found['uuid'])[:16].hex()}"
 
     def __repr__(self) -> str:
         return f"GPU {self.number} ({self.name}, {self.uuid})"
 
     @contextmanager
     def current(self, does: str = "", number: int | None = None) -> Iterator[None]:
-        """This GPU, or another, is the calling thread's; what CUDA refuses is an error of ours. does: for errors."""
+        """Make this GPU, or the one of this number, the calling thread's current one in the `with` block.
+
+        Errors of CUDA and CuPy are raised as those of this library. does: what the block does, for errors.
+        """
         try:
             with current(self.number if number is None else number, self._runtime, self._has_context):
                 yield
@@ -96,14 +99,14 @@ class Gpu:
             raise self.failed(error, does) from error
 
     def take(self) -> None:
-        """Make it the current one of a thread of the store's own, for good."""
+        """Make it the current one of a thread of the store, for good."""
         self._runtime.setDevice(self.number)
 
     def event(self) -> Any:
-        """A new event, in whose wait a thread sleeps."""
+        """Return a new event; a thread that waits for it sleeps."""
         return self.cupy.cuda.Event(block=True, disable_timing=True)
 
-    def at(
+    def array_at(
         self,
         address: int,
         shape: tuple[int, ...],
@@ -113,7 +116,7 @@ class Gpu:
         strides: tuple[int, ...] | None = None,
         number: int | None = None,
     ) -> Any:
-        """CuPy's array in memory that is there. owner: kept alive. number: of its GPU; None: this one."""
+        """Return CuPy's array of memory that exists. owner: kept alive. number: of the memory's GPU; None: this one."""
         n_bytes = dtype.itemsize * math.prod(shape)
         if strides is not None and n_bytes:
             n_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -122,23 +125,23 @@ class Gpu:
         return self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0), strides)
 
     def failed(self, error: Exception, does: str = "") -> MpikvError:
-        """What an error of CUDA's means."""
+        """Return the error to raise in place of one of CUDA's."""
         which = f"GPU {self.number} ({self.name or 'unknown'})"
         if isinstance(error, self.errors[1]):
             return OutOfDeviceMemory(
-                f"{which} has no room: {_text(error)}. Other ranks may use this GPU, too; and libraries keep what they "
-                "do not need: torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks(), or "
+                f"{which} is out of memory: {_text(error)}. Other ranks may use this GPU, too; and libraries keep what "
+                "they do not need: torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks(), or "
                 "XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX give it back"
             )
-        lost = ""
-        if getattr(error, "status", 0) in LOST:
-            lost = (
+        hint = ""
+        if getattr(error, "status", 0) in FATAL:
+            hint = (
                 ". This process cannot use the GPU any more. The cause may be an earlier kernel of any library: run it "
                 "again with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer"
             )
-        return MpikvError(f"{which} {does + ': ' if does else ''}{_text(error)}{lost}")
+        return MpikvError(f"{which} {does + ': ' if does else ''}{_text(error)}{hint}")
 
 
 def _text(error: Exception) -> str:
-    """What an error says, on one line."""
+    """Return an error's text on one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,7 +1,7 @@
-"""Waiting for a GPU: a thread sleeps in the wait of an event, outside the interpreter's lock, and wakes who asked.
+"""Waiting for a GPU: a thread sleeps until a CUDA event is done, then wakes those who wait for it.
 
-To ask a GPU again and again costs a call of CUDA each time, and is late by a nap; the thread costs nothing while it
-sleeps. Events are waited for in the order in which somebody asked, which is that of their stream.
+To poll a GPU costs a call of CUDA each time, and notices the end late; a thread that sleeps in CUDA costs nothing, and
+does not hold the interpreter's lock. It waits for events in the order of the requests, which is that of their stream.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from mpikv.spaces.gpu import Gpu
 
 
 class EventWatcher:
-    """Wakes whoever waits for events, of one stream at a time. ring: called after each, for who moves transfers."""
+    """Wakes those who wait for events, of one stream at a time. callback: called after each event, for the engine."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._asked: queue.SimpleQueue[tuple[Any, Waiter] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._waiting = self._stream = 0  # for how many events, and of which stream
-        self.ring: Callable[[], None] = lambda: None
+        self._waiting = self._stream = 0  # number of events that are waited for, and their stream
+        self.callback: Callable[[], None] = lambda: None
 
     def wake(self, event: Any, waiter: Waiter, stream: int) -> bool:
-        """Promise to wake `waiter` when the event, of this stream, is done or has failed.
+        """Arrange that `waiter` is woken when the event, of this stream, is done or has failed.
 
-        False: the thread waits for another stream, which may take any time.
+        Returns False if the thread waits for another stream, which may take any time.
         """
         with self._lock:
             if self._waiting and self._stream != stream:
@@ -47,40 +47,40 @@ class EventWatcher:
         self._gpu.take()
         while (asked := self._asked.get()) is not None:
             event, waiter = asked
-            with contextlib.suppress(*self._gpu.errors):  # `EventRequest.test` raises it where somebody can be told
+            with contextlib.suppress(*self._gpu.errors):  # `EventRequest.test` raises it in a thread that can report it
                 event.synchronize()
             with self._lock:
                 self._waiting -= 1
             waiter.wake()
-            self.ring()
+            self.callback()
 
     def close(self) -> None:
-        """End the thread. Nothing is waited for any more."""
+        """End the thread. No event may be waited for any more."""
         self._asked.put(None)
 
 
 class EventRequest(Waking):
-    """A request that is done when an event is; None: from the start. Raises MpikvError where the GPU has failed."""
+    """A request that is done when an event is done. event: None: it is done from the start."""
 
-    __slots__ = ("_event", "_gpu", "_stream", "_watch")
+    __slots__ = ("_event", "_gpu", "_stream", "_watcher")
 
-    def __init__(self, gpu: Gpu, event: Any, stream: int, watch: EventWatcher) -> None:
-        self._gpu, self._event, self._stream, self._watch = gpu, event, stream, watch
+    def __init__(self, gpu: Gpu, event: Any, stream: int, watcher: EventWatcher) -> None:
+        self._gpu, self._event, self._stream, self._watcher = gpu, event, stream, watcher
 
     def test(self) -> bool:
-        """Whether it is done."""
+        """Whether it is done. Raises MpikvError if the GPU has failed."""
         if self._event is not None:
             try:
                 if not self._event.done:
                     return False
             except self._gpu.errors as error:
-                raise self._gpu.failed(error, "was asked whether work is done") from error
+                raise self._gpu.failed(error, "failed while its work was waited for") from error
             self._event = None
         return True
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When it is done."""
+        """Arrange that `waiter` is woken when it is done; see `Waking`."""
         if self._event is None:
             waiter.wake()
             return True
-        return self._watch.wake(self._event, waiter, self._stream)
+        return self._watcher.wake(self._event, waiter, self._stream)

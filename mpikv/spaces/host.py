@@ -1,4 +1,4 @@
-"""Host memory: NumPy arrays, and everything is done when a call returns."""
+"""Host memory: NumPy arrays. All work is done when a method returns."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from mpikv.engine.operation import Done, Operation
 
 
 class HostSpace:
-    """Memory of this process."""
+    """The memory of this process. See `Space` for what each method does."""
 
     @property
     def device(self) -> None:
         """See `Space`."""
 
-    def here(self) -> AbstractContextManager[None]:
-        """Everywhere."""
+    def in_stream(self) -> AbstractContextManager[None]:
+        """A context that does nothing."""
         return nullcontext()
 
-    def settle(self) -> None:
-        """It is."""
+    def synchronize(self) -> None:
+        """Nothing is under way."""
 
     def stats(self) -> dict[str, int]:
-        """Nothing."""
+        """No entries."""
         return {}
 
     def close(self) -> None:
-        """Nothing: arrays live as long as somebody has them."""
+        """Nothing to free: arrays are freed with their last reference."""
 
-    def callers(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays themselves: what is written into host memory is there, and a device array waits for its work."""
+    def callers_arrays(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the arrays themselves: they are written already, and reading a device array waits for its stream."""
         return list(arrays)
 
     def total(self, arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> HostArray:
-        """See `Space`; device arrays come to the host."""
+        """See `Space`; device arrays are copied to the host."""
         return sum_devices(arrays, what, on_device=on_device, combine=combine)
 
     def write(self, out: Any, values: HostArray, what: str) -> None:
@@ -50,34 +50,34 @@ class HostSpace:
         """See `Space`."""
         view = host_view(array, what)
         flat: HostArray = view.reshape(-1)
-        if view is array and view.flags.c_contiguous:  # as nearly all are
+        if view is array and view.flags.c_contiguous:  # a fast path: nearly all arrays are
             return flat
         return flat if not is_elsewhere(array) and np.may_share_memory(flat, view) else None
 
-    def lies_in(self, held: HostArray, array: Any) -> bool:
-        """See `Space`. `held` has no gaps, so that comparing bounds is exact."""
+    def is_view_of(self, held: HostArray, array: Any) -> bool:
+        """See `Space`. `held` has no gaps, so comparing the bounds of memory is exact."""
         if not isinstance(array, np.ndarray):
             if is_elsewhere(array):
                 return False
             array = host_view(array, "an array")
         return np.may_share_memory(held, array)
 
-    def hand_back(self, arrays: Sequence[Any]) -> None:
-        """Nothing: all is done."""
+    def make_callers_wait(self, arrays: Sequence[Any]) -> None:
+        """Nothing is under way."""
 
-    def arrived(self, array: HostArray) -> Operation:
-        """It is there."""
+    def written(self, array: HostArray) -> Operation:
+        """All writes are done."""
         return Done()
 
-    def follow(self, *arrays: HostArray) -> None:
-        """Nothing: all is done."""
+    def wait_for_callers(self, *arrays: HostArray) -> None:
+        """All writes are done."""
 
     def to_host(self, array: HostArray) -> HostArray:
-        """The array itself."""
+        """Return the array itself."""
         return array
 
     def from_host(self, values: HostArray) -> HostArray:
-        """The array itself."""
+        """Return the array itself."""
         return values
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:

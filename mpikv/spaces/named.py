@@ -1,7 +1,7 @@
-"""The spaces of one worker by their names, under which workers agree at `init` on where a key's arrays are.
+"""The spaces of one worker by name. At `init` workers agree on the name of the space that holds a key's arrays.
 
-There are two names: "host", which every worker has, and "device" for the memory of the GPU that it uses. Keys of both
-live side by side in one store, and each takes a caller's arrays from wherever they are.
+There are two names: "host", which every worker has, and "device", the memory of the GPU that it uses. One store can
+have keys of both. A key of either accepts a caller's arrays in any memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
-from mpikv.spaces.callers import Caller
+from mpikv.spaces.callers import CallersGpuArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.folded import sum_of_squares
 from mpikv.spaces.host import HostSpace
@@ -28,10 +28,10 @@ HOST, DEVICE = "host", "device"
 
 @dataclass(frozen=True)
 class Spaces:
-    """Those that one worker has. device: None where it uses none.
+    """The spaces of one worker. device: None if it uses no GPU.
 
-    of_new_keys: where keys are that are initialised from now on; None: where their first values are. Without a device
-    all are in host memory. missing: why there is no device, for errors.
+    of_new_keys: the space of keys that are initialised from now on; None: the space that their first values are in.
+    Without a device all keys are in host memory. missing: why there is no device, for errors.
     """
 
     host: Space = field(default_factory=HostSpace)
@@ -40,7 +40,7 @@ class Spaces:
     missing: str = "none was looked for"
 
     def of(self, info: KeyInfo) -> Space:
-        """The space that was agreed on for a key. UnsupportedError where this worker has none of its name."""
+        """Return the space that was agreed on for a key. Raises UnsupportedError if this worker does not have it."""
         if info.space == HOST:
             return self.host
         if self.device is None:
@@ -48,111 +48,111 @@ class Spaces:
         return self.device
 
     def of_new_key(self, first: CallersArray) -> str:
-        """The name of the space of a key with this first value, one of `callers`."""
+        """Return the name of the space of a key with this first value (of `callers_arrays`)."""
         if self.device is None:
             return HOST
-        return self.of_new_keys or (DEVICE if isinstance(first, Caller) else HOST)
+        return self.of_new_keys or (DEVICE if isinstance(first, CallersGpuArray) else HOST)
 
-    def here(self) -> AbstractContextManager[Any]:
-        """See `Space.here`: of the device, where there is one."""
-        return (self.host if self.device is None else self.device).here()
+    def in_stream(self) -> AbstractContextManager[Any]:
+        """Return `Space.in_stream` of the device, or of the host without a device."""
+        return (self.host if self.device is None else self.device).in_stream()
 
     def stats(self) -> dict[str, int]:
-        """Copies between host and device, and the memory held there; nothing where there is no device."""
+        """Return counts of copies between host and device, and the bytes held there; without a device nothing."""
         return {} if self.device is None else self.device.stats()
 
     def close(self) -> None:
-        """Give the device's memory back. Blocks until what was begun there is done."""
+        """Free the device's memory. Blocks until the work that was begun there is done."""
         if self.device is not None:
             self.device.close()
 
     # --- a caller's arrays, for keys of any space
 
-    def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:
-        """What a call knows of its arrays, for `total` now and `write` later. In the thread that makes the call."""
+    def callers_arrays(self, arrays: Sequence[Any]) -> list[CallersArray]:
+        """See `Space.callers_arrays`. To be called in the thread that makes the store's call."""
         if self.device is None:
-            return self.host.callers(arrays)
-        return self.device.callers(arrays)
+            return self.host.callers_arrays(arrays)
+        return self.device.callers_arrays(arrays)
 
     def total(
         self, space: str, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
     ) -> SpaceArray:
-        """The sum of one worker's arrays of a key in the space of this name (`Space.total`). arrays: of `callers`."""
+        """Return the sum of one worker's arrays of a key, in the space of this name. See `Space.total`."""
         device = self.device
-        if device is None or (space == HOST and not any(isinstance(array, Caller) for array in arrays)):
+        if device is None or (space == HOST and not any(isinstance(array, CallersGpuArray) for array in arrays)):
             return self.host.total(arrays, what, on_device=on_device, combine=combine)
-        if space == DEVICE or all(isinstance(array, Caller) for array in arrays):
+        if space == DEVICE or all(isinstance(array, CallersGpuArray) for array in arrays):
             total = device.total(arrays, what, on_device=on_device, combine=combine)
             return total if space == DEVICE else device.to_host(total)
         flat = [
             device.to_host(device.total([array], what, on_device=on_device))
-            if isinstance(array, Caller)
+            if isinstance(array, CallersGpuArray)
             else np.asarray(host_view(array, what)).reshape(-1)  # a reshaped np.matrix has two axes
             for array in arrays
         ]
         return self.host.total(flat, what, on_device=on_device, combine=combine)
 
     def write(self, space: str, out: CallersArray, values: SpaceArray, what: str) -> None:
-        """Copy values of a key in the space of this name into an array of the caller's, one of `callers`."""
-        if self.device is None or (space == HOST and not isinstance(out, Caller)):
+        """Copy values of a key in the space of this name into an array of the caller's (of `callers_arrays`)."""
+        if self.device is None or (space == HOST and not isinstance(out, CallersGpuArray)):
             self.host.write(out, values, what)
             return
-        there = values if space == DEVICE else self.device.from_host(values)
-        self.device.write(out, there, what)
+        on_device = values if space == DEVICE else self.device.from_host(values)
+        self.device.write(out, on_device, what)
 
-    # --- a caller's arrays where they lie, for what workers do by themselves
+    # --- a caller's arrays in place, for work that a worker does by itself
 
-    def named(self, name: str) -> Space:
-        """The space of this name, which one of `where`'s is."""
+    def by_name(self, name: str) -> Space:
+        """Return the space of this name, one that `space_of` has returned."""
         return self.host if name == HOST or self.device is None else self.device
 
-    def where(self, array: CallersArray) -> str:
-        """The name of the space that an array (of `callers`) is in or next to."""
-        return DEVICE if isinstance(array, Caller) else HOST
+    def space_of(self, array: CallersArray) -> str:
+        """Return the name of the space that an array (of `callers_arrays`) is in; "device" on another GPU, too."""
+        return DEVICE if isinstance(array, CallersGpuArray) else HOST
 
     def in_place(self, space: str, array: CallersArray, what: str) -> SpaceArray | None:
-        """See `Space.in_place`. None, too, where the array is in another space than the one of this name."""
+        """See `Space.in_place`. Returns None, too, if the array is not in the space of this name."""
         if self.device is None:
             return self.host.in_place(array, what)
-        return self.named(space).in_place(array, what) if self.where(array) == space else None
+        return self.by_name(space).in_place(array, what) if self.space_of(array) == space else None
 
-    def lies_in(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
-        """See `Space.lies_in`."""
+    def is_view_of(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
+        """See `Space.is_view_of`."""
         if self.device is None:
-            return self.host.lies_in(held, array)
-        return self.where(array) == space and self.named(space).lies_in(held, array)
+            return self.host.is_view_of(held, array)
+        return self.space_of(array) == space and self.by_name(space).is_view_of(held, array)
 
-    def hand_back(self, arrays: Sequence[CallersArray]) -> None:
-        """See `Space.hand_back`. arrays: in any space."""
+    def make_callers_wait(self, arrays: Sequence[CallersArray]) -> None:
+        """See `Space.make_callers_wait`. arrays: in any space."""
         if self.device is not None:
-            self.device.hand_back(arrays)
+            self.device.make_callers_wait(arrays)
 
     def scale(self, array: Any, factor: float, what: str) -> None:
-        """Multiply an array of the caller's, of any library, by a number: in the dtype of its sums, rounded once."""
-        (caller,) = self.callers([array])
-        name = self.where(caller)
-        space, values = self.named(name), self.total(name, [caller], what, on_device=True)
+        """Multiply an array of the caller's, of any library, by a number: in the dtype of sums, rounded once."""
+        (caller,) = self.callers_arrays([array])
+        name = self.space_of(caller)
+        space, values = self.by_name(name), self.total(name, [caller], what, on_device=True)
         wide = space.cast(values, sum_dtype(values.dtype))
         space.scale(wide, factor, wide)
         self.write(name, caller, wide, what)
 
     def sums_of_squares(self, arrays: Sequence[Any], what: Sequence[str]) -> list[float]:
-        """For each array of the caller's: the sum of its squares in float64, wherever it is. Blocks."""
-        callers = self.callers(arrays)
-        there = [i for i, caller in enumerate(callers) if self.where(caller) == DEVICE]
+        """Return the sum of squares, in float64, of each array of the caller's, in any memory. Blocks."""
+        callers = self.callers_arrays(arrays)
+        on_device = [i for i, caller in enumerate(callers) if self.space_of(caller) == DEVICE]
         found = [0.0] * len(arrays)
-        if there and (space := self.device) is not None:
+        if on_device and (space := self.device) is not None:
             flat: list[SpaceArray] = []
-            for i in there:
-                placed = space.in_place(callers[i], what[i])
-                flat.append(space.total([callers[i]], what[i], on_device=True) if placed is None else placed)
-            space.follow(*flat)
-            with space.here():
+            for i in on_device:
+                view = space.in_place(callers[i], what[i])
+                flat.append(space.total([callers[i]], what[i], on_device=True) if view is None else view)
+            space.wait_for_callers(*flat)
+            with space.in_stream():
                 sums = np.stack([sum_of_squares(one) for one in flat])
-            for i, one in zip(there, space.to_host(sums), strict=True):
+            for i, one in zip(on_device, space.to_host(sums), strict=True):
                 found[i] = float(one)
-            self.hand_back(callers)
+            self.make_callers_wait(callers)
         for i, caller in enumerate(callers):
-            if self.where(caller) == HOST:
+            if self.space_of(caller) == HOST:
                 found[i] = float(sum_of_squares(host_view(caller, what[i]).reshape(-1)))
         return found

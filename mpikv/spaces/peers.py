@@ -1,16 +1,17 @@
-"""Device memory that the ranks of one host read of each other.
+"""Device memory that the ranks of one host read of each other, by CUDA's interprocess communication.
 
-What others read is in allocations of its own (`DeviceSpace.shared_empty`), which are exported to the others when an
-array in them is named for the first time: CUDA's handle goes into a table in the memory that the ranks of the host
-share (hostmemory/segment). Another rank opens the allocation when it first meets it, and keeps it open. An array's name
-is one word: the number of its allocation, and where in it the array begins. So after the first rounds nothing is
-exported or opened any more.
+Arrays that others read have allocations of their own (`DeviceSpace.shared_empty`). A rank exports an allocation when it
+first names an array in it to others: it writes CUDA's handle into a table in the memory that the ranks of the host
+share (hostmemory/segment). Another rank opens the allocation when it first reads in it, and keeps it open. The name of
+an array is one word: the number of its allocation, and the offset of the array in it. So after the first rounds no rank
+exports or opens anything.
 
-A name, and what the array contains, can be relied on once the rank that has said it has counted something: in host
-memory, after it has seen its own work on the array done (`DeviceSpace.arrived`, `begun`). No rank opens its own memory.
+A rank that names an array first waits until its own work on it is done (`DeviceSpace.written`, `stream_event`), and
+then increases a counter in host memory. Others may use the name and read the array once they have seen that count. No
+rank opens its own memory.
 
-Cost: a call of CUDA for each allocation that is exported, and for each one that is opened. Restrictions: ranks whose
-GPUs can read each other's memory; `why_not_shared` finds that out.
+Cost: a call of CUDA for each allocation that is exported, and for each one that is opened. Restrictions: the GPUs of
+the ranks must be able to read each other's memory; `why_not_shared` tries that.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from mpikv.hostmemory.segment import HostMemory
 from mpikv.spaces.device import ALLOCATION_BYTES, DeviceSpace
 from mpikv.spaces.gpu import Gpu
 
-MOST_CHUNKS = 1 << 14  # of each rank: 512 GiB of full ones
+MOST_CHUNKS = 1 << 14  # of each rank: 512 GiB if all are full
 HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 OFFSET_BITS = 44  # within an allocation
-CLOSED, WORDS = 0, 1  # a counter of each rank: that it reads no more
+CLOSED, WORDS = 0, 1  # each rank has one counter, which becomes 1 when it will read no more
 
 
 def table_bytes(n_ranks: int) -> int:
-    """What the table of a host takes of the memory that its ranks share, of which only what is used is ever there."""
+    """Return the length of a host's table in the memory that its ranks share; pages without handles take no memory."""
     return counters_bytes(n_ranks, WORDS) + n_ranks * MOST_CHUNKS * HANDLE_BYTES
 
 
 class Peers:
-    """One rank's side. space: where its arrays are. begin_bytes: where the table is, zeros at the start."""
+    """One rank's access to the table. space: of its arrays. begin_bytes: offset of the table, zeros at first."""
 
     def __init__(self, space: DeviceSpace, memory: HostMemory, begin_bytes: int) -> None:
         self._space, self._memory = space, memory
         self._closed = Counters(memory, begin_bytes, WORDS)
         self._begin = begin_bytes + counters_bytes(memory.size, WORDS)
         self._exported: set[int] = set()  # allocations of this rank, by number
-        self._opened: dict[tuple[int, int], int] = {}  # addresses of the others', by rank and number
+        self._opened: dict[tuple[int, int], int] = {}  # addresses of other ranks' allocations, by rank and number
 
     def word_of(self, array: Any) -> int:
-        """The name of an array of `shared_empty`, contiguous, for the others. MpikvError where the table is full."""
+        """Return the name of a contiguous array of `shared_empty`. Raises MpikvError if the table is full."""
         address = array.data.ptr
         number, chunk = next(
             (i, one)
@@ -60,7 +61,7 @@ class Peers:
         if number not in self._exported:
             if number >= MOST_CHUNKS:
                 raise MpikvError(
-                    f"this worker holds {number + 1} pieces of device memory, and other workers of its host can open "
+                    f"this worker holds {number + 1} chunks of device memory, and other workers of its host can open "
                     f"{MOST_CHUNKS} of them: give the store fewer long arrays, or set MPIKV_DEVICE_PATH=staged, which "
                     "does without"
                 )
@@ -68,27 +69,27 @@ class Peers:
             self._exported.add(number)
         return int((number << OFFSET_BITS) + address - chunk.ptr)
 
-    def array_of(self, place: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """The array that another rank of the host has named, to be read only; after it has counted something."""
+    def array_of(self, rank: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> Any:
+        """Return the array that another rank of the host has named, to be read only. Its count must have been seen."""
         number, offset = word >> OFFSET_BITS, word & ((1 << OFFSET_BITS) - 1)
-        begin = self._opened.get((place, number))
+        begin = self._opened.get((rank, number))
         if begin is None:
-            assert place != self._memory.rank
-            begin = _open(self._space.gpu, self._entry(place, number).tobytes())
-            self._opened[place, number] = begin
-        return self._space.gpu.at(begin + offset, (n_elems,), dtype, self)
+            assert rank != self._memory.rank
+            begin = _open(self._space.gpu, self._entry(rank, number).tobytes())
+            self._opened[rank, number] = begin
+        return self._space.gpu.array_at(begin + offset, (n_elems,), dtype, self)
 
-    def _entry(self, place: int, number: int) -> Any:
+    def _entry(self, rank: int, number: int) -> Any:
         return self._memory.array(
-            self._begin + (place * MOST_CHUNKS + number) * HANDLE_BYTES, HANDLE_BYTES, np.dtype(np.uint8)
+            self._begin + (rank * MOST_CHUNKS + number) * HANDLE_BYTES, HANDLE_BYTES, np.dtype(np.uint8)
         )
 
     def close(self) -> Operation:
-        """Close the others' memory, when all that the space has begun is done. A request that is done when all have.
+        """Close the other ranks' memory. Returns a request that is done when all ranks have; then memory may be freed.
 
-        Only then may a rank free what it has exported. Collective. Blocks for what is under way on this rank's GPU.
+        Collective. Blocks until the work under way on this rank's GPU is done.
         """
-        self._space.settle()
+        self._space.synchronize()
         opened, self._opened = self._opened, {}
         for address in opened.values():
             _close(self._space.gpu, address)
@@ -112,13 +113,13 @@ def _close(gpu: Gpu, address: int) -> None:
 
 
 def why_not_shared(gpu: Gpu | None, rank: int, allgather: Callable[[bytes], list[bytes]]) -> str:
-    """Try whether the ranks of a host can read each other's device memory; what is in the way, "" for nothing.
+    """Try whether the ranks of a host can read each other's device memory. Returns why not; "" if they can.
 
-    Each writes a pattern of its own, and reads those of the others by a copy and by a kernel: behind some IOMMUs a GPU
-    reads zeros of another one, and CUDA calls that a success (NVIDIA's open-gpu-kernel-modules, issue 1257).
+    Each rank writes a pattern of its own, and reads those of the others by a copy and by a kernel: behind some IOMMUs a
+    GPU reads zeros of another one, and CUDA reports success (NVIDIA's open-gpu-kernel-modules, issue 1257).
 
-    gpu: of this rank; None: it has none. rank: among those of its host. allgather: brings the bytes of every rank of
-    the host to each of them. Collective, blocks as `allgather` does. The same text on all ranks of the host.
+    gpu: of this rank; None: it has none. rank: among those of its host. allgather: returns the bytes of every rank of
+    the host to each of them. Collective, blocks as `allgather` does. All ranks of the host return the same text.
     """
     memory: Any = None
     exported, problem = b"", ""
@@ -128,10 +129,10 @@ def why_not_shared(gpu: Gpu | None, rank: int, allgather: Callable[[bytes], list
         try:
             with gpu.current("tries to let other processes read its memory"):
                 memory = gpu.cupy.cuda.Memory(ALLOCATION_BYTES)
-                gpu.at(memory.ptr, (TRIAL_ELEMS,), _PATTERN, memory).set(_pattern(rank))
+                gpu.array_at(memory.ptr, (TRIAL_ELEMS,), _PATTERN, memory).set(_pattern(rank))
                 gpu.cupy.cuda.get_current_stream().synchronize()
             exported = _export(gpu, memory.ptr)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others have to hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must get to know it
             problem = f"rank {rank} of the host cannot export memory of {gpu}: {error}"
     for other, theirs in enumerate(allgather(exported)):
         if gpu is None or problem or other == rank or not theirs:
@@ -143,7 +144,7 @@ def why_not_shared(gpu: Gpu | None, rank: int, allgather: Callable[[bytes], list
         if wrong:
             problem = f"rank {rank} of the host, on {gpu}, {wrong}"
     problems = [text.decode() for text in allgather(problem.encode()) if text]
-    del memory  # all have closed it: they have said how it went
+    del memory  # all ranks have closed it, since their outcomes are here
     return "; ".join(problems)
 
 
@@ -159,7 +160,7 @@ def _reads_wrong(gpu: Gpu, handle: bytes, other: int) -> str:
     address = _open(gpu, handle)
     try:
         with gpu.current("reads memory of another process"):
-            theirs = gpu.at(address, (TRIAL_ELEMS,), _PATTERN, None)
+            theirs = gpu.array_at(address, (TRIAL_ELEMS,), _PATTERN, None)
             copied = gpu.cupy.empty(TRIAL_ELEMS, _PATTERN)
             np.copyto(copied, theirs)
             computed = np.add(theirs, _PATTERN.type(1))

@@ -1,11 +1,11 @@
-"""Page-locked host memory of one store: what it copies to and from a GPU through, and what copies were made.
+"""Page-locked host memory of one store, for copies to and from a GPU, and counts of these copies.
 
-A copy between device and host goes on by itself only where the host's pages are locked, and locking them takes far
-longer than most copies. So memory that is taken for a moment comes from CuPy's pool (`take`), and memory that ranks
-share is locked where it lies, once (`lock`). CUDA takes whole pages, which must not be locked twice, and copies nothing
-that crosses from one locking into another: what is locked is widened to whole pages, and joined with what it touches.
+A copy between device and host is asynchronous only if the host's pages are locked, and locking takes far longer than
+most copies. So memory for a short time comes from CuPy's pool of locked memory (`take`), and memory that ranks share is
+locked once (`lock`). CUDA locks whole pages, none of them twice, and refuses to copy a range that was locked in two
+calls. So a range is widened to whole pages, and locked anew as one with the locked ranges that it touches.
 
-Cost: CuPy's pool keeps what was used at a time.
+Cost: CuPy's pool keeps as much memory as was in use at one time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
 
 
 class Pinned:
-    """Of one GPU. Threads may share it."""
+    """The page-locked memory for one GPU. Threads may share it."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -33,7 +33,7 @@ class Pinned:
         self._locked: list[_Locked] = []
 
     def take(self, n_bytes: int) -> HostArray:
-        """(n_bytes,) of uint8 and any content, which goes back with the last reference to it.
+        """Return (n_bytes,) of uint8, uninitialised. The memory returns to the pool with the last reference to it.
 
         No copy may be under way in it then.
         """
@@ -45,9 +45,9 @@ class Pinned:
         return array
 
     def lock(self, array: HostArray) -> HostArray:
-        """Lock the pages that a contiguous array lies in, unless they are. Returns the array.
+        """Lock the pages of a contiguous array, unless they are locked already. Returns the array.
 
-        No copy may be under way in these pages. What lies in the same pages stays locked with it.
+        No copy may be under way in these pages. Other memory in the same pages is locked, too.
         """
         begin = array.__array_interface__["data"][0]
         end = begin + array.nbytes
@@ -63,7 +63,7 @@ class Pinned:
                     begin, end = min(begin, one.begin), max(end, one.end)
                 with self._gpu.current(f"locks {end - begin} bytes of host memory (`ulimit -l` may limit that)"):
                     self._gpu.cupy.cuda.runtime.hostRegister(begin, end - begin, PORTABLE)
-                # What keeps them mapped: another process may have let go of its end.
+                # `owners` keeps the pages mapped here, even if another process unmaps them.
                 pages = np.frombuffer((ctypes.c_uint8 * (end - begin)).from_address(begin), np.uint8)
                 self._locked.append(_Locked(begin, end, pages, [array, *(one.owners for one in touched)]))
         return array
@@ -73,7 +73,7 @@ class Pinned:
             self._gpu.cupy.cuda.runtime.hostUnregister(one.begin)
 
     def close(self) -> None:
-        """Unlock what `lock` has locked. No copy may be under way."""
+        """Unlock all that `lock` has locked. No copy may be under way."""
         with self._lock:
             locked, self._locked = self._locked, []
         for one in locked:
@@ -81,7 +81,7 @@ class Pinned:
 
 
 class _Locked(NamedTuple):
-    """Pages from `begin` to `end`. owners: what keeps them mapped."""
+    """Locked pages from `begin` to `end`. owners: objects that keep them mapped."""
 
     begin: int
     end: int
@@ -97,12 +97,12 @@ class CopyCounts:
         self._counts: Counter[str] = Counter()
 
     def count(self, kind: str, n_bytes: int) -> None:
-        """One more. A lock, since callers' threads and the progress thread count."""
+        """Count a copy. A lock is needed, since callers' threads and the progress thread count."""
         with self._lock:
             self._counts[kind] += 1
             self._counts[kind + "_bytes"] += n_bytes
 
     def stats(self) -> dict[str, int]:
         """As `store.stats()` names them."""
-        kinds = [kind + unit for kind in ("down", "up", "device") for unit in ("", "_bytes")]
+        kinds = [kind + suffix for kind in ("down", "up", "device") for suffix in ("", "_bytes")]
         return {f"copies_{kind}": self._counts[kind] for kind in kinds}

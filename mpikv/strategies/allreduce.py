@@ -26,8 +26,8 @@ from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.states import Part
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
@@ -185,9 +185,9 @@ class AllreduceStrategy(Strategy):
         self._drain(SAVE)
         self._session.agree(SAVE, None, SAVE)  # wait until all workers are ready to send theirs
         dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
-        mine = parts_to_bytes([*dense, *self._rows.states()])
+        mine = records_to_bytes([*dense, *self._rows.states()])
         gathered = self._session.gather(SAVE, mine)
-        self._session.decide(SAVE, lambda: write([parts_from_bytes(blob) for blob in gathered]))
+        self._session.decide(SAVE, lambda: write([records_from_bytes(blob) for blob in gathered]))
 
     def load_states(self, read: Read) -> Loaded:
         """Worker 0 reads the file and sends each worker the states of its shards."""
@@ -198,29 +198,29 @@ class AllreduceStrategy(Strategy):
             file = read()
             for rank in range(self._session.num_workers):
                 owned = [*self.keys.owned(rank), *self._rows.client.owned(rank)]
-                blobs.append(parts_to_bytes(distribute(file, owned)))
+                blobs.append(records_to_bytes(distribute(file, owned)))
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, cut)
         given = self._session.scatter(LOAD, blobs)
         replaced = [self._session.infos[key].id for key in keys]
-        mine = parts_from_bytes(given)
+        mine = records_from_bytes(given)
         with self._session.engine.lock:
             self._rows.load(mine, replaced)
             for key_id in replaced:
                 self.keys.owner.states.pop(key_id, None)
             for part in mine:
                 if not self._session.infos[part.key].sparse:
-                    self.keys.owner.take_state(self._session.infos[part.key], part.state)
+                    self.keys.owner.set_state(self._session.infos[part.key], part.state)
         return keys, configs
 
-    def codec_states(self, call: str) -> list[Part]:
+    def codec_states(self, call: str) -> list[StateRecord]:
         """Wait for the rounds that this worker has pushed, then return the states."""
         self.keys.drain(call)
         self._session.agree(call, None, call)  # wait until all workers are ready to send theirs
         return self.keys.codec_states()
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         """Replace the codec states of each key; `load_states` has waited for all rounds."""
         self.keys.take_codec_states(parts)
 

@@ -19,7 +19,7 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import StatesFile
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
@@ -29,7 +29,7 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 Loaded = tuple[list[Key], list[Any]]
 """What all workers must know about a loaded states file: its keys, and each key's optimizer config if it was saved."""
 
-Write = Callable[[Sequence[Sequence[Part]]], None]
+Write = Callable[[Sequence[Sequence[StateRecord]]], None]
 """Writes a states file. Takes, for each owner, the states of the shards that it owns."""
 
 Read = Callable[[], StatesFile]
@@ -60,7 +60,7 @@ class Sink:
 
     def __init__(self, info: KeyInfo, outs: Sequence[Any], spaces: Spaces) -> None:
         self._info, self._spaces = info, spaces
-        self._outs = spaces.callers(outs)
+        self._outs = spaces.callers_arrays(outs)
         self._direct: HostArray | None = None  # the caller's array that is the buffer
 
     def buffer(self) -> HostArray:
@@ -75,7 +75,7 @@ class Sink:
     @property
     def space_names(self) -> set[str]:
         """The names of the memory spaces (host, device) that the caller's arrays are in."""
-        return {self._spaces.where(out) for out in self._outs}
+        return {self._spaces.space_of(out) for out in self._outs}
 
     def deliver(self, value: SpaceArray, on_host: HostArray | None = None) -> None:
         """Write the flat value into every array. value: in the key's space or in host memory.
@@ -84,7 +84,7 @@ class Sink:
         """
         for out in self._outs:
             if out is not self._direct:
-                source = value if on_host is None or self._spaces.where(out) == DEVICE else on_host
+                source = value if on_host is None or self._spaces.space_of(out) == DEVICE else on_host
                 space = HOST if isinstance(source, np.ndarray) else self._info.space
                 self._spaces.write(space, out, source, "out")
 
@@ -192,11 +192,11 @@ class Strategy(ABC):
         Raises what `read` raises, on every worker, and has changed nothing then.
         """
 
-    def codec_states(self, call: str) -> list[Part]:
+    def codec_states(self, call: str) -> list[StateRecord]:
         """The states of this worker's codecs, piece by piece, after all of its pushes. Collective, blocks."""
         return []
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:  # noqa: B027 - most modes have no codecs
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:  # noqa: B027 - most modes have no codecs
         """Replace the states of this worker's codecs. Local."""
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:

@@ -19,7 +19,7 @@ from mpikv.common.checks import shown
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.owner import Joined, Owner
+from mpikv.optimizers.owner import JoinedKey, Owner
 from mpikv.placement import buckets
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Labels
@@ -112,8 +112,8 @@ class Bucket(RoundQueue):
     def device_values(self, round_: Round) -> Steps[SpaceArray]:
         """Concatenate the keys' values, of which a round on a GPU has a dict by the keys' numbers until it begins."""
         for values in round_.values.values():
-            yield self.space.arrived(values)
-        self.space.follow(*round_.values.values())
+            yield self.space.written(values)
+        self.space.wait_for_callers(*round_.values.values())
         buf = self._buffer()
         arrays = [round_.values.get(info.id) for info in self._infos]
         for i, info in enumerate(self._infos):
@@ -133,8 +133,8 @@ class Bucket(RoundQueue):
             of_key, one = self._spans[info.id], under[info.id]
             first, last = max(span[0], of_key.start), min(span[1], of_key.stop)
             if first < last and one is not None:
-                joined.append(Joined(info, first, last, one.number))
-        owner.apply_together(joined, self.stored, buf)
+                joined.append(JoinedKey(info, first, last, one.number))
+        owner.apply_joined(joined, self.stored, buf)
 
     def finish(self, buf: SpaceArray) -> None:
         """See `RoundQueue`; keeps the buffer for a later round."""

@@ -166,7 +166,7 @@ class ClientKey:
         if self._timed:
             self._timed = False
             self.choice.end(now_s)
-            if self.choice.asks:
+            if self.choice.exchange_due:
                 self.choice.agree([self.choice.times])
 
     # --- states

@@ -19,8 +19,8 @@ from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
 from mpikv.errors import StatesFileError
-from mpikv.optimizers.states import Part
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
@@ -35,7 +35,7 @@ def compresses(session: Session, keys: Iterable[Key] | None = None) -> bool:
     return any(compression.of_text(info.codec).push != IDENTITY for info in infos)
 
 
-def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[Part]:
+def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[StateRecord]:
     """Gather the states of all workers' codecs of `keys` (None: of all) at worker 0; other workers get none.
 
     Collective, blocks, if pushes of one of the keys are encoded; else local.
@@ -43,11 +43,11 @@ def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] 
     if not isinstance(session, Workers) or not compresses(session, keys):
         return []
     found = [part for part in strategy.codec_states(call) if keys is None or part.key in keys]
-    mine = parts_to_bytes(part._replace(worker=session.rank) for part in found)
-    return [part for blob in session.gather(call, mine) for part in parts_from_bytes(blob)]
+    mine = records_to_bytes(part._replace(worker=session.rank) for part in found)
+    return [part for blob in session.gather(call, mine) for part in records_from_bytes(blob)]
 
 
-def check(saved: Iterable[Part], path: str) -> None:
+def check(saved: Iterable[StateRecord], path: str) -> None:
     """Raise StatesFileError where a residual has another dtype or length than its piece requires."""
     for part in saved:
         residual = part.state.get(RESIDUAL)
@@ -58,7 +58,7 @@ def check(saved: Iterable[Part], path: str) -> None:
             )
 
 
-def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part]) -> None:
+def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[StateRecord]) -> None:
     """Replace the states of all workers' codecs by those that were saved.
 
     saved: of all workers, at worker 0. Collective, blocks, if pushes of some key of the store are encoded; else local.
@@ -68,11 +68,11 @@ def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part
     parts = None
     if session.rank == 0:
         known = [part for part in saved if part.key in session.infos]
-        parts = [parts_to_bytes(given) for given in shares(known, session.num_workers)]
-    strategy.take_codec_states(parts_from_bytes(session.scatter(call, parts)))
+        parts = [records_to_bytes(given) for given in shares(known, session.num_workers)]
+    strategy.take_codec_states(records_from_bytes(session.scatter(call, parts)))
 
 
-def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
+def shares(saved: Sequence[StateRecord], num_workers: int) -> list[list[StateRecord]]:
     """The codec states for each of `num_workers` workers, from those that some workers had saved.
 
     They are unchanged if the number of workers is the same. Else each worker gets an equal share of all residuals, so
@@ -81,7 +81,7 @@ def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
     workers = sorted({part.worker for part in saved if part.worker is not None})
     if workers == list(range(num_workers)):
         return [[part for part in saved if part.worker == worker] for worker in workers]
-    sums: dict[tuple[Key, int, int], Part] = {}
+    sums: dict[tuple[Key, int, int], StateRecord] = {}
     for part in saved:
         piece = (part.key, part.begin, part.end)
         first = sums.setdefault(piece, part._replace(state=dict(part.state)))

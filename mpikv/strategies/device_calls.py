@@ -124,13 +124,13 @@ class DeviceCalls:
         try:
             for item in items:  # waits for the caller's stream, so that the store's need not
                 if item.total is not None and item.key.info.space == DEVICE:
-                    yield self.space.arrived(item.total)
+                    yield self.space.written(item.total)
             keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
             sent = [item for item in items if item.key.info.space != DEVICE]
             sent += [item for key in keys for item in key.items]
             ready = [request for key in keys for request in key.arrivals]
             if keys:
-                ready.append(self.space.begun())
+                ready.append(self.space.stream_event())
             yield turn
             yield from ready
             needed = self._client.tags_needed(sent)
@@ -197,13 +197,13 @@ class _KeyCall:
         from_mpi = self._on_device if self._space_names == {DEVICE} else self._result
         self.arrivals: list[Operation] = []
         if total is not None and (by_mpi or in_process):
-            self.arrivals.append(calls.space.arrived(total))
+            self.arrivals.append(calls.space.written(total))
         pushed = self._on_host
         if encodes:
             pushed = self._encoded(item.key, total)
         elif total is not None:
             for begin, end in _runs(self._staged):
-                calls.space.fetch(self._on_host[begin:end], total[begin:end])
+                calls.space.download(self._on_host[begin:end], total[begin:end])
         self.items = [
             item._replace(
                 total=None if total is None else array,
@@ -229,9 +229,9 @@ class _KeyCall:
         """Encode a push on the GPU and start to copy it to the host. Returns its messages."""
         messages = self._memory_of(key.encoded)
         assert isinstance(key.encoded, DevicePieces)
-        self._calls.space.follow(total)
+        self._calls.space.wait_for_callers(total)
         for piece, data in key.encoded.encode_all(total, messages).items():
-            self._calls.space.fetch(messages[piece], data)
+            self._calls.space.download(messages[piece], data)
         return PieceMessages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
@@ -254,7 +254,7 @@ class _KeyCall:
             elif self._on_host is not None:
                 every = HOST in self._space_names
                 for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
-                    space.bring(self._on_device[begin:end], self._on_host[begin:end])
+                    space.upload(self._on_device[begin:end], self._on_host[begin:end])
             self._sink.deliver(self._on_device, self._on_host if HOST in self._space_names else None)
         elif self._sink is not None:
             self._sink.deliver(self._result)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.base import Codec, State, state_brought
+from mpikv.codecs.base import Codec, State, state_on_device
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
@@ -43,7 +43,7 @@ class DevicePieces(Pieces):
         return self._state_on_device(self._codec.init(n_elems))
 
     def _state_on_device(self, state: State) -> State:
-        return state_brought(self._codec, state, self.space.from_host)
+        return state_on_device(self._codec, state, self.space.from_host)
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
         """Encode several pieces, each once. Returns their bytes, in device memory."""
@@ -55,7 +55,7 @@ class DevicePieces(Pieces):
             return data
         self._codec.check(self._as_encoded(data), n_elems)
         on_device = self.space.empty(data.nbytes, np.dtype(np.uint8))
-        self.space.bring(on_device, data)
+        self.space.upload(on_device, data)
         return on_device
 
     def decode(self, data: Any, out: SpaceArray) -> None:
@@ -88,7 +88,7 @@ class DevicePieces(Pieces):
 
     def end(self) -> Steps[None]:
         """See `Pieces`."""
-        yield self.space.begun()
+        yield self.space.stream_event()
         self._message_memory.clear()
 
     # --- states
@@ -131,8 +131,8 @@ class DeviceEncoding(Encoding):
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
         self._messages = {piece: self.pieces.message_buffer(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():
-            space.fetch(self._messages[piece], data)
-        yield space.begun()
+            space.download(self._messages[piece], data)
+        yield space.stream_event()
 
     def __getitem__(self, i: int, /) -> tuple[int, HostArray]:
         dest, piece = self._outgoing[i]

@@ -102,12 +102,12 @@ class EncodedPath(KeyPath):
             return
         values = space.pinned.take(self.value.nbytes).view(self.value.dtype)
         if self._group.rank == 0:
-            space.fetch(values, self.value)
-            yield space.begun()
+            space.download(values, self.value)
+            yield space.stream_event()
         yield from broadcast(self._group, values, 0, self._tag(0))
         if self._group.rank != 0:
-            space.bring(self.value, values)
-            yield space.begun()  # `values` is in use until then
+            space.upload(self.value, values)
+            yield space.stream_event()  # `values` is in use until then
 
     # --- a round
 

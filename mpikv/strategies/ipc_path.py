@@ -52,7 +52,7 @@ class IpcPath(KeyPath):
         """Worker 0 publishes the address of its value, and the others copy it from there."""
         if self._group.rank == 0:
             self._key.publish(TOTALS, self.value)
-            yield self._device.begun()
+            yield self._device.stream_event()
             self._hosts.publish(self._place)
         else:
             yield self._hosts.published(self._place)

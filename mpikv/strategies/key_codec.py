@@ -97,7 +97,7 @@ class KeyCodec:
         """End a round whose time is measured. After some rounds, the same on all workers, exchange times with all."""
         assert self.choice is not None
         self.choice.end(self._clock.now_s())
-        if self.choice.asks:
+        if self.choice.exchange_due:
             group = self._group
             times: list[HostArray] = [self.choice.times for _ in range(group.size)]
             others = [(group.rank + step) % group.size for step in range(1, group.size)]

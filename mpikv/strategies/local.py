@@ -79,13 +79,13 @@ class LocalStrategy(Strategy):
         """Update the stored value now."""
         stored, space = self._stored[info.id], self._session.spaces.of(info)
         if self._session.updater is not None:
-            space.follow(total, stored)
-            with space.here():
+            space.wait_for_callers(total, stored)
+            with space.in_stream():
                 self._session.updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
             total = space.cast(total, sum_dtype(info.dtype))
-            space.follow(total, stored)
-            with space.here():
+            space.wait_for_callers(total, stored)
+            with space.in_stream():
                 self._owner.apply(info, stored, total, AS_SET)
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
@@ -128,14 +128,14 @@ class LocalStrategy(Strategy):
         loaded = restored(file)
         for info in (self._infos[key] for key in loaded[0]):
             if info.sparse:
-                self._tables[info.id].take_states(self._owner, None)
+                self._tables[info.id].set_states(self._owner, None)
             self._owner.states.pop(info.id, None)
         for part in distribute(file, self._all()):
             info = self._infos[part.key]
             if info.sparse:
-                self._tables[info.id].take_states(self._owner, part.state)
+                self._tables[info.id].set_states(self._owner, part.state)
             else:
-                self._owner.take_state(info, part.state)
+                self._owner.set_state(info, part.state)
         return loaded
 
     def close(self) -> None:

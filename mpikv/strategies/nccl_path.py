@@ -7,9 +7,9 @@ all workers, and a call blocks the GPU's stream until all others have made it. B
 may wait for one before they push the next. So a round of a key begins with short messages in host memory. By the first
 of them each worker learns that all have pushed the key, and with which labels (collectives/label_exchange.py). Then
 worker 0 gives the round the next number and sends it to all. All workers start rounds on the GPU in the order of their
-numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays whose
-shards are padded to equal lengths; or an allreduce, where nothing updates the key; or a reduction and a broadcast,
-where one worker updates all of it. Keys on other paths have no such number and wait for none: docs/adr/0021 says why
+numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays
+whose shards are padded to equal lengths; or an allreduce, where nothing updates the key; or a reduction and a
+broadcast, where one worker updates all of it. Keys on other paths have no such number and wait for none: docs/adr/0021 says why
 both kinds can be in progress at the same time.
 
 A round that cannot end, because a worker has died after it had sent its first messages, is aborted after the store's
@@ -134,7 +134,7 @@ class NcclPath(KeyPath):
         elif not self._all_have_all:
             self._call(comm.all_gather, self._whole, self._device.stream)
         comm.begun += 1
-        yield _Ended(self._device.begun(), comm, self._group, self._info, self._timeout_s)
+        yield _Ended(self._device.stream_event(), comm, self._group, self._info, self._timeout_s)
 
     def _call(self, call: Any, *arguments: Any) -> None:
         assert self._comm is not None

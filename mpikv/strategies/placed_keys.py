@@ -22,7 +22,7 @@ from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import Part, part_of
+from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Comparison, PushLabel
 from mpikv.placement.members import Members
@@ -197,7 +197,7 @@ class PlacedKeys:
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
-            queue.space.settle()
+            queue.space.synchronize()
 
     def _agreed(self, info: KeyInfo) -> None:
         if self.communicators is not None and not info.sparse:
@@ -206,7 +206,7 @@ class PlacedKeys:
     def _wait_for_copies(self, queues: Sequence[RoundQueue]) -> None:
         """Wait for copies that still use memory of the queues' paths, which are about to be replaced."""
         for space in {id(queue.space): queue.space for queue in queues}.values():
-            space.settle()
+            space.synchronize()
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Give a queue its paths and the memory of its value. reserved: its place in shared memory, or None."""
@@ -318,22 +318,22 @@ class PlacedKeys:
     def compressed_keys(self) -> dict[str, Any]:
         """For each key with a choice: whether it is sent encoded now, and the times that the choice has measured."""
         return {
-            str(info.key): choice.told(info.codec)
+            str(info.key): choice.stats(info.codec)
             for queue, codec in self._encoded()
             if (choice := codec.choice) is not None
             for info in queue.keys
         }
 
-    def codec_states(self) -> list[Part]:
+    def codec_states(self) -> list[StateRecord]:
         """The states of the codecs of this worker's pushes. Not to be called while rounds are in progress."""
         return [
-            part_of(info, begin, end, state)
+            record_of(info, begin, end, state)
             for queue, codec in self._encoded()
             for info in queue.keys
             for begin, end, state in codec.pushed.states_in(queue.span(info))
         ]
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         """Replace the states of these codecs. Not to be called while rounds are in progress."""
         with self._session.engine.lock:
             for queue, codec in self._encoded():

@@ -29,8 +29,8 @@ from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import Part, part_of
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord, record_of
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.placement.on_servers import add_load, as_announced, on_server
@@ -215,7 +215,7 @@ class PsStrategy(Strategy):
             spaces = self._session.spaces
             for new in values:
                 if not isinstance(new.value, RowSparse):
-                    value = new.value if new.space == HOST else spaces.named(new.space).to_host(new.value)
+                    value = new.value if new.space == HOST else spaces.by_name(new.space).to_host(new.value)
                     self._first_values[new.key] = value
         self._rows.propose(values)
         _, error = self._session.agree_on_keys(values)
@@ -451,7 +451,7 @@ class PsStrategy(Strategy):
         self._settle(SAVE)
 
         def ask() -> None:
-            write([parts_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)])
+            write([records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)])
 
         self._session.decide(SAVE, ask)
 
@@ -463,23 +463,23 @@ class PsStrategy(Strategy):
             file = read()
             forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
             owned = [self._owned(server) for server in range(len(self._servers))]
-            blobs = [wire.with_text(forget, parts_to_bytes(distribute(file, shards))) for shards in owned]
+            blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
             self._ask(wire.LOAD, blobs, LOAD)
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, give)
         return keys, configs
 
-    def codec_states(self, call: str) -> list[Part]:
+    def codec_states(self, call: str) -> list[StateRecord]:
         """Wait until all pushes have been sent, and so encoded, then return the states."""
         self._wait_for_device_calls()
         return [
-            part_of(key.info, begin, end, state)
+            record_of(key.info, begin, end, state)
             for key in self._keys.values()
             for begin, end, state in key.codec_states()
         ]
 
-    def take_codec_states(self, parts: Sequence[Part]) -> None:
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         """Replace the codec states of each key."""
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:
@@ -532,7 +532,7 @@ class PsStrategy(Strategy):
         """
         keys = tuple(self._keys.values())
         encoded: dict[str, Any] = dict(encoded_bytes(key.encoded for key in keys))
-        if chosen := {str(key.info.key): key.choice.told(key.info.codec) for key in keys if key.choice is not None}:
+        if chosen := {str(key.info.key): key.choice.stats(key.info.codec) for key in keys if key.choice is not None}:
             encoded["compressed_keys"] = chosen
         local = self._local
         if local is None:

@@ -154,7 +154,7 @@ class RoundQueue:
         First waits until the caller's own stream has written them. The store's stream does not wait for that, so that
         it can do other keys' rounds meanwhile.
         """
-        yield self.space.arrived(round_.values)
+        yield self.space.written(round_.values)
         return self.space.cast(round_.values, self.paths.dtype)
 
     def labels(self, under: Unders) -> Labels:

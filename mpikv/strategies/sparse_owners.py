@@ -16,7 +16,7 @@ import cloudpickle
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.engine.operation import Predicate, Steps
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import PushLabel
 from mpikv.session.base import NewKey
@@ -31,11 +31,11 @@ class OwnedRows(Protocol):
 
     owner: Owner
 
-    def states(self) -> list[Part]:
+    def states(self) -> list[StateRecord]:
         """The states of all rows that have been updated."""
         ...
 
-    def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
+    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None:
         """Replace the states of these keys by `parts`. replaced: the keys' numbers; some may have none in `parts`."""
         ...
 
@@ -114,14 +114,14 @@ class WorkersRows:
             with self._session.engine.lock:
                 self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
 
-    def states(self) -> list[Part]:
+    def states(self) -> list[StateRecord]:
         """The states of the rows that this worker owns."""
         if self._server is None:
             return []
         with self._session.engine.lock:
             return self._server.states()
 
-    def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
+    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None:
         """See `OwnedRows.load`. Under the engine's lock."""
         if self._server is not None:
             self._server.load(parts, replaced)

@@ -96,11 +96,11 @@ class Staging:
         """
         on_host = self._locked(on_host)
         if is_first:
-            self._space.fetch(on_host, self.value)
-            yield self._space.begun()
+            self._space.download(on_host, self.value)
+            yield self._space.stream_event()
         yield from steps
         if not is_first:
-            self._space.bring(self.value, on_host)
+            self._space.upload(self.value, on_host)
 
     def first_half(self, values: SpaceArray, updates: Span) -> AbstractContextManager[HostArray]:
         """While the path adds: copy `values` to the host for it, and the sum of the span `updates` into `values`."""

@@ -16,7 +16,7 @@ from mpikv.errors import MpikvError, StatesFileError
 from mpikv.optimizers import states, states_file
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import Part, check_rows, join_rows, part_of, slice_rows
+from mpikv.optimizers.states import StateRecord, check_rows, join_rows, record_of, slice_rows
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import Session
@@ -28,11 +28,11 @@ SAVE, LOAD = "save_optimizer_states", "load_optimizer_states"  # the calls, as e
 Owned = Sequence[tuple[KeyInfo, int, int]]  # keys, each with begin and end of the shard that is owned
 
 
-def collect(owner: Owner, owned: Owned) -> list[Part]:
+def collect(owner: Owner, owned: Owned) -> list[StateRecord]:
     """The states of the shards that an owner owns, in host memory; keys that were never updated have none."""
-    with owner.here():
+    with owner.in_stream():
         return [
-            part_of(info, begin, end, states.on_host(owner.states[info.id]))
+            record_of(info, begin, end, states.on_host(owner.states[info.id]))
             for info, begin, end in owned
             if begin < end and info.id in owner.states
         ]
@@ -45,7 +45,7 @@ def save_file(
     keys: Sequence[Key] | None = None,
     *,
     dump_optimizer: bool,
-    of_codecs: Sequence[Part] = (),
+    of_codecs: Sequence[StateRecord] = (),
 ) -> None:
     """Write the optimizer states of `keys` (None: of all) into one file, whole or not at all. Collective, blocks.
 
@@ -55,7 +55,7 @@ def save_file(
     of_codecs = [*of_codecs, *codec_states.gather(session, strategy, SAVE, keys)]
     stateless = not codec_states.compresses(session, keys)
 
-    def write(parts: Sequence[Sequence[Part]]) -> None:
+    def write(parts: Sequence[Sequence[StateRecord]]) -> None:
         infos = [info for info in session.in_order() if keys is None or info.key in keys]
         optimizers = {info.key: one for info in infos if (one := session.optimizer_of(info)) is not None}
         if not optimizers and stateless:
@@ -65,13 +65,13 @@ def save_file(
     strategy.save_states(write)
 
 
-def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]:
+def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[StateRecord]:
     """Read a states file. Collective, blocks.
 
     Optimizer attributes from the file reach the owners with the next push. Returns the codec states of the file, at
     worker 0. Raises StatesFileError or OSError on every worker and changes nothing then.
     """
-    of_codecs: list[Part] = []  # at worker 0
+    of_codecs: list[StateRecord] = []  # at worker 0
 
     def read() -> states_file.StatesFile:
         stateless = not codec_states.compresses(session)
@@ -91,10 +91,10 @@ def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]
 
 def _write_file(
     path: str,
-    parts: Sequence[Sequence[Part]],
+    parts: Sequence[Sequence[StateRecord]],
     infos: Sequence[KeyInfo],
     optimizers: Mapping[Key, Optimizer],
-    of_codecs: Sequence[Part],
+    of_codecs: Sequence[StateRecord],
     *,
     dump_optimizer: bool,
 ) -> None:
@@ -102,7 +102,7 @@ def _write_file(
 
     optimizers: the user's optimizers of these keys, with their current attributes.
     """
-    by_key: dict[Key, list[Part]] = {}
+    by_key: dict[Key, list[StateRecord]] = {}
     for part in (part for some in parts for part in some):
         by_key.setdefault(part.key, []).append(part)
     whole = []
@@ -111,7 +111,7 @@ def _write_file(
             whole.append(join_rows(info, by_key[info.key]))
         elif info.key in by_key:
             pieces = [(part.begin, part.end, part.state) for part in by_key[info.key]]
-            whole.append(part_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
+            whole.append(record_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
     # The file also names keys that were never updated, so that loading it removes the states that they have by then.
     kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
     configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
@@ -172,7 +172,7 @@ def restored(file: states_file.StatesFile) -> Loaded:
     return [key for key, _ in file.meta["optimizers"]], file.meta["configs"]
 
 
-def distribute(file: states_file.StatesFile, owned: Owned) -> list[Part]:
+def distribute(file: states_file.StatesFile, owned: Owned) -> list[StateRecord]:
     """The states of an owner's shards, cut out of a file."""
     return [
         _cut(info, file.entries[info.key].state, begin, end)
@@ -181,8 +181,8 @@ def distribute(file: states_file.StatesFile, owned: Owned) -> list[Part]:
     ]
 
 
-def _cut(info: KeyInfo, state: State, begin: int, end: int) -> Part:
+def _cut(info: KeyInfo, state: State, begin: int, end: int) -> StateRecord:
     if info.sparse:
         columns = info.n_elems // info.shape[0]
         return slice_rows(info, state, begin // columns, end // columns)
-    return part_of(info, begin, end, states.slice_state(state, begin, end, info.n_elems))
+    return record_of(info, begin, end, states.slice_state(state, begin, end, info.n_elems))

@@ -1,7 +1,8 @@
-"""Tensors as NumPy arrays and back, without a copy where both are in host memory.
+"""Converts tensors to NumPy arrays and back, without a copy if they are in host memory.
 
-bfloat16, which `Tensor.numpy` does not know, goes through its bits. `Views` are the arrays of one collective call of
-`torch.distributed`: what is not contiguous in host memory goes through a copy that is, and outputs are written back.
+bfloat16, which `Tensor.numpy` does not support, is converted as 16-bit integers. `Views` are the arrays of one
+collective call of `torch.distributed`: a tensor that is not contiguous in host memory is copied to memory that is, and
+outputs are copied back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mpikv.spaces.callers import gpu_of
 
 
 def array_of(tensor: torch.Tensor) -> HostArray:
-    """Return the values of a tensor: a view where they are in host memory, a copy elsewhere. Local."""
+    """Return the values of a tensor: a view if they are in host memory, else a copy. Local."""
     return tensors.view(tensor.detach().to("cpu").resolve_conj().resolve_neg())
 
 
@@ -33,27 +34,27 @@ def flat_array_of(tensor: torch.Tensor) -> HostArray:
         return bits.view(BFLOAT16)
     try:
         found: HostArray = flat.numpy()
-    except TypeError:  # float8 and the like: they can be moved, and adding them as bytes is refused
+    except TypeError:  # float8 and the like can be moved as bytes, whose sum is refused
         found = flat.view(torch.uint8).numpy().view("V1")
     return found
 
 
 def tensor_of(array: HostArray) -> torch.Tensor:
-    """Make a tensor in the memory of an array that can be written to. Local."""
+    """Make a tensor in the memory of a writable array. Local."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the name of a dtype, 'float32' for torch.float32. UnsupportedError for one that a store cannot add."""
+    """Return the name of a tensor's dtype, such as 'float32'. Raises UnsupportedError if a store cannot add it."""
     name = str(tensor.dtype).removeprefix("torch.")
     dtype_named(name)
     return name
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the values can be exchanged where they are."""
+    """Return whether a tensor is in host memory."""
     return bool(tensors.device_of(tensor).type == "cpu")
 
 
@@ -63,13 +64,13 @@ def on_store(tensor: torch.Tensor, store: KVStore) -> bool:
 
 
 def warn_of_host_memory(what: str, parameters: Iterable[torch.Tensor], store: KVStore, stacklevel: int) -> None:
-    """Warn where gradients of these parameters are on a device, and not on the one that the store uses."""
+    """Warn if these parameters are on a device that the store does not use."""
     if all(in_host_memory(parameter) or on_store(parameter, store) for parameter in parameters):
         return
     if store.device is None:
         why = f"the store uses no GPU ({store.session.spaces.missing})"
     else:
-        why = f"the store uses GPU {store.device}: bring the model there, or set MPIKV_LOCAL_DEVICE"
+        why = f"the store uses GPU {store.device}: move the model there, or set MPIKV_LOCAL_DEVICE"
     warnings.warn(
         f"{what}: gradients of parameters on a device go through host memory, which is slow: {why}",
         stacklevel=stacklevel + 1,
@@ -77,7 +78,7 @@ def warn_of_host_memory(what: str, parameters: Iterable[torch.Tensor], store: KV
 
 
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor like this fills its memory without gaps, in whatever order of dimensions."""
+    """Return whether a tensor of this size and stride fills its memory without gaps, in any order of dimensions."""
     expected = 1
     for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
         if step != expected:
@@ -98,18 +99,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Views:
-    """The arrays of one call's tensors. late: whether the thread that makes the call must write outputs back."""
+    """The arrays of one call's tensors. in_caller: whether the calling thread must copy outputs back."""
 
     def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # output, and the copy to be written back to it
-        self.late = False
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # output, and the copy on the host to copy back
+        self.in_caller = False
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[HostArray]:
         """Return arrays of tensors that are only read."""
         return [flat_array_of(self._hosted(tensor)) for tensor in tensors]
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[HostArray]:
-        """Return arrays of tensors that are written; they may be read, too."""
+        """Return arrays of tensors that are written, and may be read, too."""
         arrays = []
         for tensor in tensors:
             hosted = self._hosted(tensor)
@@ -124,7 +125,7 @@ class Views:
         return bool(self._copies)
 
     def write_back(self) -> None:
-        """Copy the results into the tensors that were not used where they are."""
+        """Copy the results into the tensors that have a copy on the host."""
         with torch.no_grad():
             for tensor, hosted in self._copies:
                 tensor.copy_(hosted)
@@ -144,7 +145,7 @@ class Views:
             RuntimeWarning,
             stacklevel=2,
         )
-        self.late = True  # the copy belongs to the stream of the thread that calls
+        self.in_caller = True  # the copies have to be in the stream of the calling thread
         return tensor.detach().cpu().contiguous()
 
 

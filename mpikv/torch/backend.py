@@ -1,11 +1,12 @@
 """The backend "mpikv" of `torch.distributed`: its registration, how ranks find each other, how a process group is made.
 
-Ranks find each other through MPI, without an address or a port. PyTorch wants a store of keys for that: ours sends
-requests to the first rank, by messages (groups/rendezvous.py). It is used for `mpikv://`, and where no `init_method` is
-given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. Where a launcher of
-PyTorch has set them, PyTorch's own store is used as ever.
+Ranks find each other through MPI, without an address or a port. PyTorch needs a key-value store for that: ours sends
+requests to the first rank, by messages (groups/rendezvous.py). It is used for `mpikv://`, and if no `init_method` is
+given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. If a launcher of PyTorch has
+set them, PyTorch's own store is used.
 
-Every group of ranks gets a number, unique in the job, which its first rank draws and writes into PyTorch's store.
+Every group of ranks has a number, unique in the job, which its first rank gets from a counter and writes into PyTorch's
+store.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
 def register() -> None:
-    """Make the backend known, and how its ranks find each other.
+    """Register the backend, and the handlers by which its ranks find each other.
 
     Idempotent, local; MPI is initialised by `init_process_group`.
     """
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    # The package has a function of this name. A scheme that is there cannot be registered again, but replaced.
+    # Imported by name, since the package has a function `rendezvous`. A registered scheme can only be replaced so.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers.setdefault(NAME, of_mpi)
     usual = handlers["env"]
@@ -48,12 +49,12 @@ def register() -> None:
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
     """Make a process group of some ranks.
 
-    PyTorch calls it on each of them; it blocks until the group's first rank has come.
+    PyTorch calls it on each of them. Blocks until the group's first rank has called it.
     """
     world = opened()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     _check(world, ranks, options)
-    # PyTorch's own default for a backend that it does not know is half an hour.
+    # PyTorch's own default, half an hour, is replaced by ours.
     timeout_s = options.timeout.total_seconds()
     if options.timeout == dist.distributed_c10d.default_pg_timeout:
         timeout_s = world.config.timeout_s
@@ -75,9 +76,9 @@ def _check(world: World, ranks: list[int], options: Any) -> None:
 
 
 class BoardStore(dist.Store):
-    """The rendezvous store as PyTorch's store. prefix: what all its keys begin with.
+    """The rendezvous store as PyTorch's key-value store. prefix: of all its keys.
 
-    Methods also have the names that PyTorch's C++ code looks for.
+    Methods also have the names that PyTorch's C++ code uses.
     """
 
     def __init__(self, world: World, prefix: str) -> None:
@@ -149,16 +150,16 @@ class BoardStore(dist.Store):
 
 
 def of_mpi(url: str, **_options: Any) -> Rendezvous:
-    """Handle `mpikv://`: rank and size are MPI's. Collective; blocks until all ranks have come."""
+    """Handle `mpikv://`: rank and size are MPI's. Collective; blocks until all ranks have called it."""
     world = opened()
     store = BoardStore(world, f"{len(world.sessions)}/")
-    world.sessions.append(store)  # PyTorch holds what is of C++ in it, and calls the Python object through that
+    world.sessions.append(store)  # keeps the Python object alive, to which PyTorch has only a reference in C++
     yield store, world.rank, world.size
-    raise RuntimeError("ranks of MPI meet once: call init_process_group again")
+    raise RuntimeError("the rendezvous of MPI's ranks is made once: call init_process_group again")
 
 
 def _or_of_mpi(usual: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
-    """Handle `env://`: as PyTorch does where its variables are set, or where no MPI launcher has started us."""
+    """Return a handler of `env://`: PyTorch's if its variables are set or no MPI launcher started us, else ours."""
 
     def handler(url: str, **options: Any) -> Rendezvous:
         are_set = all(os.environ.get(name) or f"{name.lower()}=" in url for name in VARIABLES)

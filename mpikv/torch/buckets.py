@@ -1,15 +1,16 @@
-"""Buckets: flat arrays in which gradients of several parameters lie side by side.
+"""Buckets: flat arrays with the gradients of several parameters, one after another.
 
-A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it where it is:
-in host memory, or on the store's GPU for parameters that are there. Each parameter has a view into one bucket, a tensor
-with the parameter's own strides, which becomes its `grad`; on a GPU a copy does. Where buckets are compressed, the tail
+A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it in place: in
+host memory, or on the store's GPU for parameters that are there. Each parameter has a view of one bucket, a tensor with
+the parameter's own strides, which becomes its `grad`; on a GPU a copy of it does. If buckets are compressed, the tail
 has a key of its own, which is not.
 
-A program may keep a gradient, clear `grad`, and run another backward pass. Before that is written, a view finds out
-whether anybody holds its memory; then the bucket goes on in other memory, and what was kept stays as it is.
+A program may keep a gradient, clear `grad`, and run another backward pass. Before a view is written again, it checks
+whether its memory is still referred to. If so, the bucket continues in new memory, and the kept gradient does not
+change.
 
-Gradients of one bucket may be produced in several streams of a GPU. A bucket knows in which ones its memory was written
-to, and a stream that uses all of it waits for these. The host waits for nothing of that.
+Gradients of one bucket may be computed in several streams of a GPU. A bucket notes the streams in which its memory was
+written, and a stream that uses all of it waits for these. The host does not wait.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ TAIL = -1  # in place of a parameter's number: the tail (tail.py)
 
 
 class Form(NamedTuple):
-    """What workers have agreed on of one parameter."""
+    """The properties of one parameter that are the same on all workers."""
 
     name: str
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
-    on_gpu: bool = False  # the store's
+    on_gpu: bool = False  # whether it is on the store's GPU
 
     @property
     def n_elems(self) -> int:
-        """Elements of the parameter."""
+        """The number of elements of the parameter."""
         return int(torch.Size(self.size).numel())
 
 
 def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
-    """The form of a parameter. Where its memory has gaps, the gradient lies in C order."""
+    """Return the form of a parameter. If its memory has gaps, the gradient is in C order."""
     size, stride = tuple(parameter.shape), tuple(parameter.stride())
     if not is_dense(size, stride):
         stride = tuple(torch.empty(size, device="meta").stride())
@@ -58,7 +59,7 @@ def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
 
 
 def gradient_of(form: Form, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's `grad`. UnsupportedError where it cannot be exchanged."""
+    """Return a parameter's `grad`. Raises UnsupportedError if it cannot be exchanged."""
     name = repr(form.name)
     size, dtype = tensors.shape_and_dtype(parameter)
     if (size, dtype) != (form.size, form.dtype):
@@ -86,9 +87,10 @@ def gradient_of(form: Form, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class GradientBucket:
-    """One key, its memory, and which parameters lie there. flat: NumPy's, or a tensor on the store's GPU.
+    """One key, its memory and the views of its parameters. flat: a NumPy array, or a tensor on the store's GPU.
 
-    views: of the parameters, by their numbers.
+    views: of the parameters, by their numbers. missing: number of gradients without which it is not sent. sent: whether
+    it was sent in this round.
     """
 
     def __init__(self, key: str, flat: Any, tail_elems: int = 0) -> None:
@@ -99,25 +101,25 @@ class GradientBucket:
         self.views: dict[int, GradientView] = {}
         self.has_tail = tail_elems > 0
         self._tail_elems = tail_elems
-        self.waits_for = 0  # gradients, before it can leave
-        self.left = False  # in this round
+        self.missing = 0
+        self.sent = False
         self.compressed = False
         self.request: Request | None = None
 
     @property
     def tail(self) -> HostArray:
-        """The memory of the tail, at the end."""
+        """The memory of the tail, at the end of the bucket."""
         tail: HostArray = self.flat[self.flat.size - self._tail_elems :]
         return tail
 
     def written(self) -> None:
-        """Note that the memory was written to in the stream that is current in this thread."""
+        """Note that the memory was written in the stream that is current in this thread."""
         if self.on_gpu:
             stream = torch.cuda.current_stream(tensors.device_of(self.flat))
             self._streams[stream.cuda_stream] = stream
 
-    def follow(self) -> None:
-        """Let the current stream wait for all in which the memory was written to."""
+    def wait_for_streams(self) -> None:
+        """Make the current stream wait for all streams in which the memory was written."""
         if self.on_gpu:
             current = torch.cuda.current_stream(tensors.device_of(self.flat))
             for number, stream in self._streams.items():
@@ -126,18 +128,18 @@ class GradientBucket:
             self._streams = {current.cuda_stream: current}
 
     def end_round(self, trained: HostArray) -> None:
-        """Get ready for the next round. trained: whether a gradient is waited for, by the parameters' numbers."""
-        self.left, self.request = False, None
-        self.waits_for = sum(bool(trained[i]) for i in self.views)
+        """Prepare for the next round. trained: whether a parameter will have a gradient, by its number."""
+        self.sent, self.request = False, None
+        self.missing = sum(bool(trained[i]) for i in self.views)
         for view in self.views.values():
             view.scaled = view.unscaled = False
 
 
 class GradientView:
-    """Where a parameter's gradient lies: the elements of a bucket from `begin` on. tensor: made of them.
+    """The elements of a bucket, from `begin` on, for a parameter's gradient. tensor: a view of them.
 
-    scaled: it holds the gradient of this round, times the factor. unscaled: PyTorch has added the gradient to it, and
-    may add more before the round ends; the factor comes then.
+    scaled: it holds the gradient of this round, times the factor. unscaled: PyTorch has added the gradient to it and
+    may add more before the round ends, so it is multiplied by the factor then.
     """
 
     tensor: torch.Tensor
@@ -145,16 +147,16 @@ class GradientView:
     def __init__(self, bucket: GradientBucket, form: Form, parameter: torch.nn.Parameter, begin: int) -> None:
         self.bucket = bucket
         self._form, self._parameter, self._begin = form, parameter, begin
-        self._memory: weakref.ref[Any] | None = None
+        self._in_use: weakref.ref[Any] | None = None
         self.scaled = self.unscaled = False
-        self._make()
+        self.make_tensor()
 
-    def _make(self) -> None:
-        """Make the tensor, where the bucket's memory is now."""
+    def make_tensor(self) -> None:
+        """Make the tensor in the bucket's present memory."""
         form, flat, begin = self._form, self.bucket.flat, self._begin
-        self._given = False  # as a `grad`, so that the program may hold it
+        self._was_grad = False  # whether the tensor was a `grad`, which the program may have kept
         if not self.bucket.on_gpu:
-            flat, self._memory = tensors.in_memory_of(flat[begin : begin + form.n_elems])
+            flat, self._in_use = tensors.in_memory_of(flat[begin : begin + form.n_elems])
             begin = 0
         self.tensor = flat.as_strided(form.size, form.stride, begin)
 
@@ -163,41 +165,41 @@ class GradientView:
         """Whether the tensor is the parameter's `grad`."""
         return self._parameter.grad is self.tensor
 
-    def take(self, scale: float, *, at_once: bool = False) -> None:
-        """Bring the parameter's `grad` here, times a factor. at_once: it is final now, and may be this tensor."""
+    def copy_grad(self, scale: float, *, as_grad: bool = False) -> None:
+        """Copy the parameter's `grad` into the view, times a factor. as_grad: the view may replace a final `grad`."""
         grad = gradient_of(self._form, self._parameter)
         if grad is self.tensor:
-            self.scaled, self.unscaled = at_once, not at_once
-            if at_once:
+            self.scaled, self.unscaled = as_grad, not as_grad
+            if as_grad:
                 grad.mul_(scale)
             return
-        self._keep_what_is_held(scale)
+        self._protect_kept_gradient(scale)
         same_device = tensors.device_of(grad) == tensors.device_of(self.tensor)
         if same_device:
             torch.mul(grad, scale, out=self.tensor)
         else:
             self.tensor.copy_(grad).mul_(scale)
         self.scaled = True
-        if at_once and same_device and not self.bucket.on_gpu:
-            self._give()
+        if as_grad and same_device and not self.bucket.on_gpu:
+            self._assign_grad()
 
     def complete(self, scale: float, *, fired: bool) -> None:
-        """Let this be what the worker adds to the sum. fired: whether the parameter got a gradient in this round."""
+        """Complete this worker's gradient in the view. fired: whether the parameter got a gradient in this round."""
         parameter = self._parameter
         if fired:
             if self.unscaled:
                 self.tensor.mul_(scale)
             return
         if self.is_grad:
-            parameter.grad = self.tensor.clone()  # it stays as it is if no worker has used it
+            parameter.grad = self.tensor.clone()  # since it must not change if no worker has used the parameter
         if parameter.grad is None or not parameter.requires_grad:
-            self._keep_what_is_held(scale)
+            self._protect_kept_gradient(scale)
             self.tensor.zero_()
         else:
-            self.take(scale)
+            self.copy_grad(scale)
 
     def deliver(self, copies: dict[GradientBucket, torch.Tensor]) -> None:
-        """Let the sum be the parameter's `grad`. copies: of buckets on a GPU, in this round."""
+        """Make the sum the parameter's `grad`. copies: of this round's buckets on a GPU."""
         parameter, total, bucket = self._parameter, self.tensor, self.bucket
         if parameter.grad is total:
             return
@@ -206,37 +208,37 @@ class GradientView:
                 parameter.grad = total.to(parameter.device)
             else:
                 parameter.grad.detach().copy_(total)
-        elif bucket.on_gpu:  # a copy there takes less time than to find out whether anybody holds the memory
+        elif bucket.on_gpu:  # a copy takes less time there than to find out whether the memory is referred to
             if bucket not in copies:
                 copies[bucket] = bucket.flat.clone()
             parameter.grad = copies[bucket].as_strided(total.size(), total.stride(), self._begin)
         else:
-            self._give()
+            self._assign_grad()
 
-    def _give(self) -> None:
+    def _assign_grad(self) -> None:
         self._parameter.grad = self.tensor
-        self._given = True
+        self._was_grad = True
 
-    def _keep_what_is_held(self, scale: float) -> None:
-        """Make sure that what is written here changes no gradient that the program holds.
+    def _protect_kept_gradient(self, scale: float) -> None:
+        """Make sure that writing into the view changes no gradient that the program has kept.
 
-        Where it holds one, the bucket goes on in memory of this worker's own.
+        If it has kept one, the bucket continues in memory of this worker's own.
         """
-        if not self._given:
+        if not self._was_grad:
             return
         del self.tensor
-        if self._memory is None or self._memory() is None:  # nobody has it, nor a view of it
-            self._make()
+        if self._in_use is None or self._in_use() is None:  # no tensor of this memory is referred to
+            self.make_tensor()
             return
         bucket = self.bucket
         views = bucket.views.values()
         added_to = [view for view in views if view is not self and view.unscaled and view.is_grad]
         bucket.flat = np.array(bucket.flat)
         for view in views:
-            view._make()
-        for view in added_to:  # PyTorch goes on adding where it was
+            view.make_tensor()
+        for view in added_to:  # PyTorch continues to add to the old tensor, which is still the `grad`
             view.unscaled = False
-            view.take(scale)
+            view.copy_grad(scale)
 
 
 def make_buckets(
@@ -250,10 +252,10 @@ def make_buckets(
     tail_elems: int,
     compression: KeyCompression,
 ) -> list[GradientBucket]:
-    """Buckets for parameters in the order in which their gradients appear. Collective, blocks.
+    """Make buckets for parameters in the order in which their gradients are computed. Collective, blocks.
 
-    name: begin of the keys. members: numbers of the parameters, the same on every worker. tail_elems: float32 values
-    behind the last of them; 0 for none. compression: of all but the tail, whatever the store's own is.
+    name: prefix of the keys. members: numbers of the parameters, the same on every worker. tail_elems: number of
+    float32 values after the last gradient; 0: no tail. compression: of all but the tail; the store's own is not used.
     """
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
@@ -284,19 +286,19 @@ def make_buckets(
         store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
         found.append(bucket)
     for bucket in found:
-        store.init(bucket.key, bucket.flat)  # one after another: the store makes a copy of what it is given
+        store.init(bucket.key, bucket.flat)  # one after another, since each call copies its arrays
         bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
     return found
 
 
 def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:
-    """Tensors of zeros in the store's memory on its GPU. Collective, blocks."""
+    """Return tensors of zeros in the store's memory on its GPU. Collective, blocks."""
     # Not every version of CuPy has a name for bfloat16, but all have 16 bits.
     made = store.zeros(list(shapes), "float16" if dtype == "bfloat16" else dtype, device=store.device)
     return [tensors.on_gpu(array).view(getattr(torch, dtype)) for array in made]
 
 
 def _for_form(compression: KeyCompression, form: Form) -> KeyCompression:
-    """That of a parameter's gradient, which has a bucket of its own if its shape makes a difference."""
+    """Return the compression of a parameter's gradient, which has a bucket of its own if the shape matters to it."""
     in_order = form.stride == tuple(torch.empty(form.size, device="meta").stride())
     return compression.for_shape(form.size) if in_order else compression

@@ -1,11 +1,11 @@
 """Horovod's calls on tensors: allreduce, allgather, broadcast, alltoall, and their `_`, `_async` and grouped forms.
 
 Every worker makes the same calls in the same order, with tensors of the same shapes and dtypes: anything else is a
-ShapeMismatch on every worker (a `name` is compared, not searched for, as Horovod does). store: default as in `init`.
+ShapeMismatch on every worker (a `name` is only compared; Horovod matches calls by it). store: default as in `init`.
 Results are new tensors, detached, on the tensor's device; the forms with `_` write into the tensor. All calls are
-collective and block: what `_async` gives is done already, and waits for nothing.
+collective and block, also those with `_async`, whose handle is done when they return.
 
-Cost: see collective_calls.py. Gradients are for DistributedModel or DistributedOptimizer, which are much faster.
+Cost: see calls/keyless.py. For gradients use DistributedModel or DistributedOptimizer, which are much faster.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
 
 
 class Compression:
-    """Horovod's compressions. Any other: the name of a codec, or a dict as `set_gradient_compression` takes it.
+    """Horovod's compressions. For others use the name of a codec, or a dict as for `set_gradient_compression`.
 
-    none: what `set_gradient_compression` of the store says, which without such a call is none. fp16: gradients and
-    their sums travel as float16; they are added in float32.
+    none: the compression that `set_gradient_compression` of the store has set; without such a call none. fp16:
+    gradients and their sums are sent as float16 and added in float32.
 
     >>> print(mt.Compression.none, dict(mt.Compression.fp16))
     None {'type': 'fp16', 'pull': 'fp16'}
@@ -42,7 +42,7 @@ class Compression:
 
 
 class Handle:
-    """The result of an `_async` call; it is there already."""
+    """The handle of an `_async` call, with its result."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self.result = result
@@ -69,8 +69,8 @@ def grouped_allreduce(
     """Return the mean over the workers of each tensor. Collective, blocks.
 
     op: Average, Sum, Min, Max or Product; Average needs a floating dtype. prescale_factor, postscale_factor: the
-    tensors are multiplied by the one before, and by the other after. name: compared between the workers. Raises
-    ShapeMismatch on every worker where the calls differ; UnsupportedError for sparse tensors.
+    tensors are multiplied by the first one before, and by the second one after. name: compared between the workers.
+    Raises ShapeMismatch on every worker if the calls differ; UnsupportedError for sparse tensors.
 
     >>> mt.grouped_allreduce([torch.ones(2), torch.ones(1)], op=mt.Sum, store=kv.create('local'))
     [tensor([1., 1.]), tensor([1.])]
@@ -125,7 +125,7 @@ def allreduce_(tensor: torch.Tensor, name: str | None = None, **options: Any) ->
 
 
 def allreduce_async(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
-    """Do what `allreduce` does; `synchronize` gives the result. Collective, blocks.
+    """Do what `allreduce` does; `synchronize` returns the result. Collective, blocks.
 
     >>> handle = mt.allreduce_async(torch.ones(2), store=kv.create('local'))
     >>> mt.poll(handle), mt.synchronize(handle)
@@ -135,7 +135,7 @@ def allreduce_async(tensor: torch.Tensor, name: str | None = None, **options: An
 
 
 def allreduce_async_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
-    """Do what `allreduce_` does; `synchronize` gives the tensor. Collective, blocks.
+    """Do what `allreduce_` does; `synchronize` returns the tensor. Collective, blocks.
 
     >>> mt.synchronize(mt.allreduce_async_(torch.ones(2), store=kv.create('local')))
     tensor([1., 1.])
@@ -144,7 +144,7 @@ def allreduce_async_(tensor: torch.Tensor, name: str | None = None, **options: A
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, store: KVStore | None = None) -> torch.Tensor:
-    """Return all workers' tensors one behind the other; their first dimensions may differ. Collective, blocks.
+    """Return all workers' tensors concatenated; their first dimensions may differ. Collective, blocks.
 
     >>> mt.allgather(torch.ones(2), store=kv.create('local'))
     tensor([1., 1.])
@@ -191,10 +191,10 @@ def alltoall(
     name: str | None = None,
     store: KVStore | None = None,
 ) -> Any:
-    """Give worker i the i-th part of every worker's tensor, one behind the other. Collective, blocks.
+    """Return to worker i the i-th slices of all workers' tensors, concatenated. Collective, blocks.
 
-    splits: the length of each part along the first dimension; None: equal parts. Returns the tensor; where splits are
-    given, also how much of it came from each worker. Cost: all workers' tensors come to every worker.
+    splits: the length of each slice along the first dimension; None: equal lengths. With splits, returns the tensor and
+    the length of each worker's slice in it. Cost: all workers' tensors are sent to every worker.
 
     >>> mt.alltoall(torch.tensor([5, 6, 7]), splits=[3], store=kv.create('local'))
     (tensor([5, 6, 7]), tensor([3]))
@@ -203,18 +203,18 @@ def alltoall(
     calls = calls_of(store)
     rank, n = calls.store.rank, calls.store.num_workers
     length = given.shape[0] if given.ndim else -1
-    mine = [length // n] * n if splits is None else [int(part) for part in splits]
+    mine = [length // n] * n if splits is None else [int(one) for one in splits]
     if length < 0 or len(mine) != n or min(mine) < 0 or sum(mine) != length:
         raise ValueError(
             f"alltoall: the first dimension of a tensor of shape {tuple(given.shape)} is cut into {n} parts that "
             f"make up all of it; got {mine}"
         )
-    parts = calls.allgather(np.array([mine], np.int64), name)
+    lengths = calls.allgather(np.array([mine], np.int64), name)
     everything = _allgather(calls, given, name)
-    starts = np.cumsum([0, *parts.sum(axis=1)])[:-1] + parts[:, :rank].sum(axis=1)
-    received = [int(part) for part in parts[:, rank]]
-    pieces = [everything[begin : begin + k] for begin, k in zip(starts.tolist(), received, strict=True)]
-    result = torch.cat(pieces)
+    starts = np.cumsum([0, *lengths.sum(axis=1)])[:-1] + lengths[:, :rank].sum(axis=1)
+    received = [int(one) for one in lengths[:, rank]]
+    slices = [everything[begin : begin + k] for begin, k in zip(starts.tolist(), received, strict=True)]
+    result = torch.cat(slices)
     return result if splits is None else (result, torch.tensor(received))
 
 
@@ -225,7 +225,7 @@ def synchronize(handle: Handle) -> torch.Tensor:
     tensor([1., 1.])
     """
     if not isinstance(handle, Handle):
-        raise TypeError(f"synchronize: what an _async call returned is needed, not {type(handle).__name__}")
+        raise TypeError(f"synchronize: the handle of an _async call is needed, not {type(handle).__name__}")
     return handle.result
 
 

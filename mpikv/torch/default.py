@@ -1,7 +1,7 @@
-"""The store of those who pass none, as in Horovod, where there is one set of processes.
+"""The default store, for calls without a `store`, as all calls of Horovod are.
 
-It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it. Horovod's `init`, `rank`,
-`allreduce` and the like name no store, so what they use can only be a state of the process: the one here.
+It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it. Since Horovod's `init`,
+`rank`, `allreduce` and the like name no store, it must be a state of the process.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from mpikv.kvstore import KVStore
 
 @dataclass
 class _Default:
-    """The one value of this module that changes.
-
-    Horovod's calls name no store: a process has one set of workers, between `init` and `shutdown`, and so it is here.
-    """
+    """The mutable state of this module, set between `init` and `shutdown`."""
 
     calls: CollectiveCalls | None = None
-    here: tuple[int, int] = (0, 1)  # rank and size among the workers of this host
+    local: tuple[int, int] = (0, 1)  # rank and size among the workers of this host
 
 
 _default = _Default()
 
 
 def init(store: KVStore | None = None) -> None:
-    """Make the default store, or let `store` be it. Collective, blocks. Does nothing where there is one already.
+    """Make the default store, or use `store` as such. Collective, blocks. Does nothing if there is one already.
 
     >>> mt.init(kv.create('local'))  # without an argument: a dist_sync store over all ranks
     >>> mt.rank(), mt.size(), mt.local_rank(), mt.local_size()
@@ -46,7 +43,7 @@ def init(store: KVStore | None = None) -> None:
     name = np.frombuffer(socket.gethostname().encode().ljust(256)[:256], np.uint8).reshape(1, 256)
     hosts = [bytes(row) for row in calls.allgather(name)]
     rank = calls.store.rank
-    _default.here = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    _default.local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     _default.calls = calls
 
 
@@ -60,7 +57,7 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Close the default store. Collective, blocks. Does nothing where there is none.
+    """Close the default store. Collective, blocks. Does nothing if there is none.
 
     >>> mt.init(kv.create('local'))
     >>> mt.shutdown()
@@ -73,7 +70,7 @@ def shutdown() -> None:
 
 
 def calls_of(store: KVStore | None) -> CollectiveCalls:
-    """Collective calls on a store; None: on the default one, which is made if need be."""
+    """Return the collective calls of a store; None: of the default one, which is made if necessary."""
     if store is not None:
         return CollectiveCalls(store)
     init()
@@ -125,7 +122,7 @@ def local_rank() -> int:
     >>> mt.shutdown()
     """
     calls_of(None)
-    return _default.here[0]
+    return _default.local[0]
 
 
 def local_size() -> int:
@@ -137,7 +134,7 @@ def local_size() -> int:
     >>> mt.shutdown()
     """
     calls_of(None)
-    return _default.here[1]
+    return _default.local[1]
 
 
 def barrier(store: KVStore | None = None) -> None:

@@ -1,11 +1,11 @@
 """Horovod's allreduce, broadcast and allgather of tensors on the store's GPU, without a copy to the host.
 
-As in `CollectiveCalls`, workers first compare what they brought, and values travel through a few keys that are used
-again and again: one for each dtype and size class, whose memory is the store's own, on the GPU. Long values go in
-steps of 4 MiB, short ones are filled up with zeros. Broadcast and allgather are sums of bytes, to which all workers
-but one add zero.
+As in `CollectiveCalls`, workers first compare the shapes and dtypes of their tensors. Values are then pushed and pulled
+under a few keys that are reused: one for each dtype and size class, whose memory is the store's, on the GPU. Long
+tensors are exchanged in steps of 4 MiB, short ones are padded with zeros. Broadcast and allgather are sums of bytes, to
+which all workers but one add zero.
 
-Cost of a call: one small exchange in host memory, an exchange for each piece, and a copy in and out on the GPU.
+Cost of a call: one small exchange in host memory, an exchange for each step, and a copy in and out on the GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mpikv.session.workers import Workers
 from mpikv.torch.arrays import dtype_name, on_store
 from mpikv.torch.buckets import zeros_on_gpu
 
-PIECE_BYTES = 4 << 20  # bounds the memory that the store keeps for these keys
+STEP_BYTES = 4 << 20  # bounds the memory that the store keeps for these keys
 LEAST_BYTES = 64
 
 
 def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, name: str | None) -> list[torch.Tensor]:
-    """Return what the workers' tensors become, as new tensors. Collective, blocks. op: of `KVStore.pushpull`.
+    """Return the workers' tensors combined by `op`, as new tensors. Collective, blocks. op: of `KVStore.pushpull`.
 
-    float16 and bfloat16 are worked on in float32, and rounded once.
+    float16 and bfloat16 are combined in float32, and rounded once.
     """
     forms = ", ".join(f"{dtype_name(one)} {tuple(one.shape)}" for one in tensors)
     _check_call(calls, f"allreduce({op}, {name!r}) on a GPU of {forms}")
@@ -46,14 +46,14 @@ def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, 
 
 
 def everywhere(calls: CollectiveCalls, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there are tensors, and all of every worker are on its store's GPU. Collective where keys can be there."""
+    """Whether every worker has tensors, all of them on its store's GPU. Collective, unless no key can be on a GPU."""
     store, session = calls.store, calls.store.session
-    here = bool(tensors) and all(on_store(tensor, store) for tensor in tensors)
+    mine = bool(tensors) and all(on_store(tensor, store) for tensor in tensors)
     if not isinstance(session, Workers) or store.num_workers == 1:
-        return here
+        return mine
     if session.members.device_path == "host":
         return False
-    return int(calls.allreduce([np.array([here], np.int64)])[0][0]) == store.num_workers
+    return int(calls.allreduce([np.array([mine], np.int64)])[0][0]) == store.num_workers
 
 
 def broadcast(
@@ -67,12 +67,12 @@ def broadcast(
     if calls.store.rank != root:
         flat.zero_()
     _add(calls.store, flat, "sum")
-    parts = flat.split([one.nbytes for one in tensors])
-    return [_from_bytes(part, one.dtype, one.shape) for part, one in zip(parts, tensors, strict=True)]
+    contents = flat.split([one.nbytes for one in tensors])
+    return [_from_bytes(content, one.dtype, one.shape) for content, one in zip(contents, tensors, strict=True)]
 
 
 def allgather(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Return all workers' tensors one behind the other, as a new tensor. Collective, blocks."""
+    """Return all workers' tensors concatenated, as a new tensor. Collective, blocks."""
     if not tensor.ndim:
         raise ValueError("allgather: a tensor without dimensions cannot be put behind others; give it one")
     rest = tuple(tensor.shape[1:])
@@ -97,31 +97,31 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """In memory of its own, which begins where the dtype can."""
+    """Return a tensor in new memory, which is aligned for its dtype."""
     return flat.clone().view(dtype).view(tuple(shape))
 
 
 def _add(store: KVStore, flat: torch.Tensor, op: str) -> None:
-    """What the workers' values become, in their place."""
-    piece = PIECE_BYTES // flat.itemsize
-    for begin in range(0, flat.numel(), piece):
-        part = flat[begin : begin + piece]
-        key, memory = _key(store, part)
-        memory[: part.numel()].copy_(part)
-        memory[part.numel() :].zero_()
+    """Combine the workers' values by `op`, in place."""
+    step = STEP_BYTES // flat.itemsize
+    for begin in range(0, flat.numel(), step):
+        values = flat[begin : begin + step]
+        key, memory = _key(store, values)
+        memory[: values.numel()].copy_(values)
+        memory[values.numel() :].zero_()
         store.pushpull(key, memory, op=op)
-        part.copy_(memory[: part.numel()])
+        values.copy_(memory[: values.numel()])
 
 
 def _key(store: KVStore, values: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The key for values of this size, and its memory, which the store keeps. Collective at the first time."""
+    """Return the key for values of this size, and its memory, which the store keeps. Collective at the first time."""
     kept: dict[str, torch.Tensor] = vars(store).setdefault("_torch_memory", {})
     dtype = dtype_name(values)
     size = size_class(values.nbytes) // dtype_of(dtype).itemsize
     key = f"mpikv collective calls on a GPU/{dtype} {size}"
     if key not in kept:
         (kept[key],) = zeros_on_gpu(store, [(size,)], dtype)
-        store.session.compressions.exempt(key)  # what one call owes is not for the next one
+        store.session.compressions.exempt(key)  # the residual of one call must not be added to the next one
         store.init(key, kept[key])
     return key, kept[key]
 

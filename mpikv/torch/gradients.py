@@ -1,33 +1,35 @@
-"""The exchange of a model's gradients: the sum over the workers, each times its own factor, in place of every `grad`.
+"""The exchange of a model's gradients: every `grad` becomes the sum over the workers, each times its own factor.
 
-In the first round the order in which gradients appear is noted, and worker 0's becomes the order of the buckets for
-all. From then on a gradient is copied into its bucket, times the factor, as soon as it is there. Between hosts, and on
-GPUs, a bucket leaves when it is full, while the backward pass goes on; in host memory that the workers share all are
-added in one call at the end, which sends no message. A parameter's `grad` then is a view into the bucket.
+In the first round each worker notes the order in which its gradients are computed; worker 0's becomes the order of the
+buckets for all. From then on a gradient is copied into its bucket, times the factor, as soon as it is complete. Between
+hosts, and on GPUs, a bucket is sent when all its gradients are there, while the backward pass continues. In host memory
+that all workers share, all buckets are added in one call at the end, without a message. After the round a parameter's
+`grad` is a view of the bucket.
 
-A `DistributedModel` lets `grad` be that view at once: the memory that autograd has taken for a gradient is free, and in
-the processor's cache, for the next one. Whatever PyTorch adds to such a view later in the same pass would lack the
-factor. That can only be where a pass runs inside another one, so models in which passes.py has seen that keep a
-gradient as it is until the round ends, as a `DistributedOptimizer` does, whose rounds end in `step`.
+In a `DistributedModel` that view becomes the `grad` as soon as it is written, so that autograd's memory for the
+gradient is free, and in the processor's cache, for the next one. What PyTorch adds to such a view later in the same
+pass would lack the factor. This only happens if a pass runs inside another one. So when passes.py has detected that in
+a model, its gradients are kept until the round ends, as those of a `DistributedOptimizer` are, whose rounds end in
+`step`.
 
-Gradients on the store's GPU stay there: buckets are in its memory, and all that is done with them is put into streams,
-so that no backward pass waits for the host. The tail then is a key of its own in host memory. So it is where gradients
-are compressed: flags and buffers travel as they are.
+Gradients on the store's GPU stay there: buckets are in its memory, and all work on them is put into streams, so that no
+backward pass waits for the host. The tail is then a key of its own in host memory. So it is if gradients are
+compressed, since flags and buffers are sent unencoded.
 
-A round is complete when every worker has called `finish`; what it brings for each parameter:
+A round is complete when every worker has called `finish`. Its result for each parameter:
 
-- used by some workers: the sum, in which those that did not use it count with the `grad` that they had, or zero;
-- used by none: its `grad` is as it was;
+- used by some workers: the sum, to which workers that did not use it add the `grad` that they had, or zero;
+- used by none: its `grad` does not change;
 - trained on some workers and frozen on others: ConfigError on all;
-- trained from now on, frozen before: it is exchanged at once, and gets a bucket if it has none.
+- frozen before, and trained from now on: it is exchanged in this round, and gets a bucket if it has none.
 
-Where gradients are compressed, what a codec has sent of parameters that none has used comes again (`Untaken`).
+If gradients are compressed, the sums of parameters that no worker has used are pushed again (`UnusedSums`).
 
-Buckets of which all parameters are frozen stay where they are. Names, shapes and dtypes were compared before.
+Buckets of which all parameters are frozen are not sent. Names, shapes and dtypes were compared before.
 
-Cost per round and worker: one pass over the gradients, and what `pushpull` costs; memory: the gradients once, and the
-tail, and until the round ends a second time what is not a view at once. Idea of the buckets: Li et al., PyTorch
-Distributed, VLDB 2020.
+Cost per round and worker: one pass over the gradients, and the cost of `pushpull`. Memory: the gradients once, and the
+tail; until the round ends, a second time those whose view is not yet their `grad`. Idea of the buckets: Li et al.,
+PyTorch Distributed, VLDB 2020.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 class Gradients:
     """The gradients of named parameters.
 
-    calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. settings: lines
-    about the optimizers (steps.py), for each round; none: there is nothing to compare. compression: as DistributedModel
-    takes it. buffers: travel with the gradients; None: they do not. source: the worker whose buffers all workers get.
-    views_at_once: whether a `grad` is a view into its bucket before the round ends.
+    calls: of the store. name: prefix of its keys. scale: the factor of this worker's gradients. settings: returns lines
+    about the optimizers (steps.py), in each round; no lines: there is nothing to compare. compression: see
+    DistributedModel. buffers: are sent with the gradients; None: no buffers are. source: the worker whose buffers all
+    workers get. views_as_grads: whether a view replaces the `grad` before the round ends.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Gradients:
         settings: Callable[[], Sequence[str]],
         compression: Any = None,
         buffers: Buffers | None = None,
-        views_at_once: bool = False,
+        views_as_grads: bool = False,
     ) -> None:
         self.calls = calls
         self._store = calls.store
@@ -80,32 +82,32 @@ class Gradients:
         self.forms: list[Form] = [form_of(*one, self._store) for one in named]
         self.scale = scale
         self.source = 0
-        self.views_at_once = views_at_once
+        self.views_as_grads = views_as_grads
         self._bucket_bytes = bucket_bytes
-        # That of the store is asked for now: all workers agree on it before they agree on keys.
+        # The store's own is read now, since all workers agree on it before they agree on keys.
         self.compression = self._store.session.compressions.of_new_keys if compression is None else make(compression)
-        self._untaken = Untaken()
+        self._unused = UnusedSums()
         self._buffers = buffers
         self._settings = settings
-        # Where all add in host memory that they share, one call for everything is faster.
+        # If all workers add in shared host memory, one call for all buckets is faster.
         self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
         self._buckets: list[GradientBucket] = []
         self._views: dict[int, GradientView] = {}
-        self._last: GradientBucket | None = None  # the one with the tail
-        self._call: PreparedCall | None = None  # the last one that added buckets in shared memory, and those
-        self._called: list[Any] = []
+        self._tail_bucket: GradientBucket | None = None
+        self._call: PreparedCall | None = None  # the last one that added buckets in shared memory
+        self._called: list[Any] = []  # its arrays
         self._tail = GradientTail(self._store.num_workers, len(named), 0)
-        self._trained: Flags = self._requires_grad()  # as agreed
+        self._trained: Flags = self._requires_grad()  # as all workers have agreed
         self._groups = 0
         self.fired: dict[int, None] = {}  # parameters with a gradient in this round, in order
-        self._early = False  # whether buckets leave in this round as soon as they are full
+        self._sends_early = False  # whether buckets of this round are sent before the pass ends
         self._used = np.zeros(len(named), np.bool_)  # since the last exchange
 
     def _requires_grad(self) -> Flags:
         return np.fromiter((parameter.requires_grad for parameter in self.parameters), np.bool_, len(self.parameters))
 
     def lines(self) -> list[str]:
-        """Return what must be the same on all workers, one line for each parameter."""
+        """Return the properties that must be the same on all workers, one line for each parameter."""
         return [
             f"parameter {form.name!r}: {form.dtype} {form.size}, strides {form.stride}, "
             + ("trained" if parameter.requires_grad else "frozen")
@@ -116,90 +118,90 @@ class Gradients:
     # --- during a backward pass
 
     def note(self, i: int) -> None:
-        """Note that parameter i got a gradient in a pass that is not exchanged."""
+        """Note that parameter i got a gradient that is not exchanged yet."""
         self._used[i] = True
 
     def ready(self, i: int) -> None:
-        """Take the gradient of parameter i, which is complete for this round. Never blocks."""
+        """Copy the gradient of parameter i, which is complete for this round, into its bucket. Never blocks."""
         view = self._views.get(i)
         new = i not in self.fired
-        if not new and view is not None and (view.bucket.left or (view.scaled and view.is_grad)):
+        if not new and view is not None and (view.bucket.sent or (view.scaled and view.is_grad)):
             raise UnsupportedError(
                 f"parameter {self.forms[i].name!r} got a gradient twice in one backward pass, and the first has been "
                 "taken (checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
             )
         if not self.fired:
-            # A parameter that is unfrozen just now may come when its bucket has left.
-            self._early = self._overlap and bool((self._requires_grad() == self._trained).all())
+            # Else a parameter that is unfrozen since the last round could get its gradient after its bucket was sent.
+            self._sends_early = self._overlap and bool((self._requires_grad() == self._trained).all())
         self._used[i] = True
         self.fired[i] = None
         if view is None:
             gradient_of(self.forms[i], self.parameters[i])  # raises for one that cannot be exchanged
             return
-        view.take(self.scale, at_once=self.views_at_once)
+        view.copy_grad(self.scale, as_grad=self.views_as_grads)
         bucket = view.bucket
         bucket.written()
         if new:
-            bucket.waits_for -= 1
-            if self._early and not bucket.waits_for and not bucket.has_tail:
-                self._leave(bucket)
+            bucket.missing -= 1
+            if self._sends_early and not bucket.missing and not bucket.has_tail:
+                self._send(bucket)
 
-    def _leave(self, bucket: GradientBucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         self._fill(bucket)
         session = self._store.session
         session.check_open("backward")
         if bucket.on_gpu or not self._store.strategy.lends:
             bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
-        else:  # what that would look at is known: the key, and that the array is in no other call
-            call = self._store.strategy.prepare(self._lent([bucket.key], [bucket.flat]), SUM)
+        else:  # faster: the checks of `pushpull_async` are not needed for this key and array
+            call = self._store.strategy.prepare(self._entries([bucket.key], [bucket.flat]), SUM)
             bucket.request = Request(session, call.start())
 
-    def _lent(self, keys: Sequence[str], flats: Sequence[Any]) -> list[Entry]:
-        """The entries of a call that adds these arrays where they are."""
+    def _entries(self, keys: Sequence[str], flats: Sequence[Any]) -> list[Entry]:
+        """Return the entries of a call that adds these arrays in place."""
         infos = self._store.session.infos
         return [Entry(infos[key], flat, None, (flat,)) for key, flat in zip(keys, flats, strict=True)]
 
     def _fill(self, bucket: GradientBucket) -> None:
-        """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
-        bucket.follow()
+        """Complete all gradients of a bucket, also of parameters that got none in this round."""
+        bucket.wait_for_streams()
         for i, view in bucket.views.items():
             view.complete(self.scale, fired=i in self.fired)
             if bucket.compressed:
-                self._untaken.fill(i, view.tensor, used=i in self.fired)
-        bucket.left = True
+                self._unused.fill(i, view.tensor, used=i in self.fired)
+        bucket.sent = True
 
-    # --- its end
+    # --- at the end of a pass
 
     def finish(self, failed: bool = False) -> None:
-        """Exchange what has not left yet, and wait for all. Collective, blocks.
+        """Send the buckets that were not sent yet, and wait for all sums. Collective, blocks.
 
-        failed: this worker's backward pass ended early: PeerError on the others. Raises ConfigError where parameters
-        are frozen on some workers only, or optimizers' settings differ, and what `pushpull` raises.
+        failed: whether this worker's backward pass ended early; then the others raise PeerError. Raises ConfigError if
+        parameters are frozen on some workers only, or optimizers' settings differ, and what `pushpull` raises.
         """
         if self._store.has_optimizer:
             raise UnsupportedError("the store has an optimizer for all keys, so it gives no sums; use another store")
         if failed:
-            self.fired.clear()  # their gradients may be gone, and are of no use
+            self.fired.clear()  # their gradients may not exist any more, and are not used
             self._used[:] = False
-        if self._last is None:
-            self._start()
-        assert self._last is not None
+        if self._tail_bucket is None:
+            self._make_buckets()
+        assert self._tail_bucket is not None
         mine = self._store.rank == self.source
         buffers = self._buffers
         settings = "\n".join(self._settings())
         if ": betas=" in settings and any(bucket.compressed for bucket in self._buckets):
             warn_of_codec(self.compression.push.name)
         self._tail.fill(
-            self._last.tail,
+            self._tail_bucket.tail,
             self._requires_grad(),
             self._used,
             failed=self._store.rank if failed else None,
-            more_buffers=buffers is not None and buffers.changed_otherwise(),
+            more_buffers=buffers is not None and buffers.others_changed(),
             buffers=buffers.collect() if mine and buffers is not None else None,
             settings=settings,
         )
         self._exchange([bucket for bucket in self._buckets if bucket.has_tail or self._is_trained(bucket)])
-        outcome = self._tail.read(self._last.tail)
+        outcome = self._tail.read(self._tail_bucket.tail)
         try:
             if not failed:
                 self._check(outcome, settings)
@@ -209,24 +211,24 @@ class Gradients:
             self._reset()
 
     def _deliver_all(self, outcome: RoundOutcome, mine: bool) -> None:
-        assert self._last is not None
+        assert self._tail_bucket is not None
         taken = outcome.used & outcome.trained
         copies: dict[GradientBucket, torch.Tensor] = {}
         for i in np.flatnonzero(taken).tolist():
             self._views[i].deliver(copies)
         for bucket in self._buckets:
-            if bucket.left and bucket.compressed:
+            if bucket.sent and bucket.compressed:
                 for i, view in bucket.views.items():
                     if not taken[i]:
-                        self._untaken.keep(i, view.tensor, first=self._store.rank == 0)
+                        self._unused.keep(i, view.tensor, first=self._store.rank == 0)
         if self._buffers is not None:
             if not mine:
-                self._buffers.deliver(self._tail.buffers(self._last.tail))
+                self._buffers.deliver(self._tail.buffers(self._tail_bucket.tail))
             if outcome.more_buffers:
-                self._buffers.send_otherwise(self.source)
+                self._buffers.broadcast_others(self.source)
 
-    def _start(self) -> None:
-        """In the first round, agree on the order of the buckets and make them."""
+    def _make_buckets(self) -> None:
+        """Agree on the order of the parameters, and make the buckets, in the first round."""
         rest = [i for i in reversed(range(len(self.parameters))) if self._trained[i] and i not in self.fired]
         order = np.full(len(self.parameters), -1, np.int64)
         mine = [*(i for i in self.fired if self._trained[i]), *rest]
@@ -250,12 +252,12 @@ class Gradients:
         )
         self._groups += 1
         self._buckets += found
-        self._last = next((bucket for bucket in found if bucket.has_tail), self._last)
+        self._tail_bucket = next((bucket for bucket in found if bucket.has_tail), self._tail_bucket)
         for bucket in found:
             self._views |= bucket.views
             for i, view in bucket.views.items():
-                if i in self.fired and self.parameters[i].grad is not None:  # else somebody has cleared it since
-                    view.take(self.scale, at_once=True)  # the pass has ended
+                if i in self.fired and self.parameters[i].grad is not None:  # else the program has cleared it
+                    view.copy_grad(self.scale, as_grad=True)  # the pass has ended
 
     def _is_trained(self, bucket: GradientBucket) -> bool:
         return any(self._trained[i] for i in bucket.views)
@@ -263,26 +265,26 @@ class Gradients:
     def _exchange(self, chosen: list[GradientBucket]) -> None:
         if self._overlap:
             for bucket in chosen:
-                if not bucket.left:
-                    self._leave(bucket)
+                if not bucket.sent:
+                    self._send(bucket)
             for bucket in chosen:
                 assert bucket.request is not None
                 bucket.request.wait()
-                bucket.follow()
+                bucket.wait_for_streams()
             return
         for bucket in chosen:
             self._fill(bucket)
         on_host = [bucket for bucket in chosen if not bucket.on_gpu]
-        on_gpu = [bucket for bucket in chosen if bucket.on_gpu]  # keys of both cannot be added where they are
+        on_gpu = [bucket for bucket in chosen if bucket.on_gpu]  # in a call of its own, so that both add in place
         if on_host:
             self._add_in_shared_memory([bucket.key for bucket in on_host], [bucket.flat for bucket in on_host])
         if on_gpu:
             self._store.pushpull([bucket.key for bucket in on_gpu], [bucket.flat for bucket in on_gpu])
 
     def _add_in_shared_memory(self, keys: list[str], flats: list[Any]) -> None:
-        """Make one call for all keys.
+        """Add the arrays of all keys in one call, which is prepared at the first time and then made again.
 
-        It is kept from the first time on: what `pushpull` does not keep, it copies to the keys' own memory.
+        A call that is not prepared would copy the arrays into the keys' own memory.
         """
         self._store.session.check_open("backward")
         if not self._store.strategy.lends:
@@ -292,7 +294,7 @@ class Gradients:
         if call is None or not call.valid or len(flats) != len(self._called) or any(map(is_not, flats, self._called)):
             if call is not None:
                 call.release()
-            call = self._call = self._store.strategy.prepare(self._lent(keys, flats), SUM, waits=True)
+            call = self._call = self._store.strategy.prepare(self._entries(keys, flats), SUM, waits=True)
             self._called = flats
         if pending := call.start():
             call.wait(pending)
@@ -318,61 +320,58 @@ class Gradients:
             )
 
     def _exchange_new(self, trained: Flags) -> None:
-        """Exchange the gradients of parameters that were frozen when the buckets were chosen.
-
-        Collective where there are any.
-        """
+        """Exchange the gradients of parameters that were frozen in the last round. Collective if there are any."""
         new = np.flatnonzero(trained & ~self._trained)
         self._trained = trained
-        new_here = [int(i) for i in reversed(new) if int(i) not in self._views]
-        if new_here:
-            self._add_group(new_here, 0)
+        without_bucket = [int(i) for i in reversed(new) if int(i) not in self._views]
+        if without_bucket:
+            self._add_group(without_bucket, 0)
         late = dict.fromkeys(self._views[int(i)].bucket for i in new)
-        chosen = [bucket for bucket in late if not bucket.left]
+        chosen = [bucket for bucket in late if not bucket.sent]
         if chosen:
             self._exchange(chosen)
 
     def _reset(self) -> None:
         self.fired.clear()
         self._used[:] = False
-        self._untaken.end_round()
+        self._unused.end_round()
         for bucket in self._buckets:
             bucket.end_round(self._trained)
 
 
-class Untaken:
-    """What was pushed and what came in a round, of parameters whose sum nobody has taken; by the parameter's number.
+class UnusedSums:
+    """Sums of compressed parameters that no worker has used, and what was pushed for them; by the parameter's number.
 
-    What a codec sends of a parameter in one round is not what was pushed in it: it may belong to earlier pushes, whose
-    residual the codec keeps. A bucket also has parameters whose sum no worker takes, because none has used them. So
-    that nothing is lost, each worker takes back in the next round what it pushed, and worker 0 pushes the sum again.
-    Memory: twice the gradients of parameters that are in a bucket but not used.
+    A codec sends values of earlier pushes, too, from its residual. A bucket also contains parameters that no worker has
+    used in this round, so that no worker takes their sum. So that these values are not lost, each worker subtracts in
+    the next round what it pushed in this one, and worker 0 pushes the sum again. Memory: twice the gradients of
+    parameters that are in a bucket but not used.
     """
 
     def __init__(self) -> None:
-        self._pushed: dict[int, torch.Tensor] = {}  # in this round, of parameters that this worker has not used
-        self._rest: dict[int, torch.Tensor] = {}  # for the next one
+        self._pushed: dict[int, torch.Tensor] = {}  # in this round, for parameters that this worker has not used
+        self._corrections: dict[int, torch.Tensor] = {}  # to be added to the next push
 
     def fill(self, i: int, view: torch.Tensor, *, used: bool) -> None:
-        """Add to a push, which is in `view`, what is left of the round before. used: whether this worker used it.
+        """Add the correction of the round before to a push, which is in `view`. used: whether this worker used it.
 
-        What is left stays pushed: what was pushed before is taken back alone.
+        Only what was pushed without the correction is subtracted later.
         """
         if not used:
             self._pushed[i] = view.clone()
-        if i in self._rest:
-            view.add_(self._rest.pop(i))
+        if i in self._corrections:
+            view.add_(self._corrections.pop(i))
 
     def keep(self, i: int, total: torch.Tensor, *, first: bool) -> None:
-        """Note that nobody takes this sum. first: whether this is worker 0. Numbers that are not finite are dropped."""
-        rest = self._pushed.pop(i, None)
-        if rest is None:
-            return  # it was frozen between its backward pass and the exchange
-        rest.neg_()
+        """Note a sum that no worker takes. first: whether this is worker 0. NaN and infinities are dropped."""
+        correction = self._pushed.pop(i, None)
+        if correction is None:
+            return  # the parameter was frozen between its backward pass and the exchange
+        correction.neg_()
         if first:
-            rest.add_(total)
-        self._rest[i] = rest.nan_to_num_(0.0, 0.0, 0.0)
+            correction.add_(total)
+        self._corrections[i] = correction.nan_to_num_(0.0, 0.0, 0.0)
 
     def end_round(self) -> None:
-        """Forget what was pushed."""
+        """Forget what was pushed in this round."""
         self._pushed.clear()

@@ -4,10 +4,10 @@
     loss_fn(model(x), y).backward()
     optimizer.step()
 
-It is the wrapped module in all but its forward pass: parameters, buffers and submodules are the same objects under the
-same names, so that `state_dict`, `named_parameters`, `train` and optimizers see the module itself.
+Except for its forward pass it behaves as the wrapped module: parameters, buffers and submodules are the same objects
+under the same names, so that `state_dict`, `named_parameters`, `train` and optimizers work on the module itself.
 
-How gradients travel: gradients.py. When: passes.py. Buffers: buffers.py. Uneven data: join.py.
+How gradients are exchanged: gradients.py. When: passes.py. Buffers: buffers.py. Uneven data: join.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
 from mpikv.torch.steps import Steps
-from mpikv.trainer.torch_parameter import came_later
+from mpikv.trainer.torch_parameter import added_parameters
 
 _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})
 
@@ -35,29 +35,29 @@ _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_j
 class DistributedModel(torch.nn.Module):
     """`module` on every worker of `store`, with one set of weights.
 
-    module: the same on all workers, down to names, shapes, dtypes, memory formats and `requires_grad` of its parameters
-    and buffers (ShapeMismatch on all where they differ). store: `dist_sync`, with or without servers, without an
+    module: the same on all workers, including names, shapes, dtypes, memory formats and `requires_grad` of its
+    parameters and buffers (else ShapeMismatch on all). store: `dist_sync`, with or without servers, without an
     optimizer of its own; or `local`; default as in `init`. average: gradients are the mean over the workers, else the
-    sum. compression: how gradients travel: `Compression.fp16`, the name of a codec, or a dict as
-    `set_gradient_compression` takes it; default: as that call has said for all keys. Each bucket is compressed as one
-    key, of gradients that are divided by the number of workers already; the module's buffers never are. bucket_bytes:
-    how many bytes of gradients travel together between hosts. sync_buffers: whether buffers are worker 0's after every
-    backward pass that is exchanged, else they are only at the start.
+    sum. compression: of gradients: `Compression.fp16`, the name of a codec, or a dict as for
+    `set_gradient_compression`; default: what that call has set for all keys. Each bucket is compressed as one key,
+    after its gradients are divided by the number of workers; the module's buffers are never compressed. bucket_bytes:
+    how many bytes of gradients are sent as one key between hosts. sync_buffers: whether buffers become worker 0's after
+    every backward pass that is exchanged, else only at the start.
 
     Making it is collective, blocks, and gives every worker the parameters and buffers of worker 0. Every `backward`
-    through it is collective: all workers make equally many, and wait for each other at their ends. Then `grad` of every
-    parameter that any worker has used is the mean, in which a worker that has not used it counts as 0; the `grad` of
-    other parameters is as it was. It is the same on all workers, so that `torch.nn.utils.clip_grad_norm_` after
-    `backward` clips by the global norm. Parameters may be frozen and unfrozen between passes, on all workers alike
+    through it is collective: all workers make equally many, and wait for each other at the end of each. Then `grad` of
+    every parameter that any worker has used is the mean, in which a worker that has not used it counts as 0; the `grad`
+    of other parameters does not change. It is the same on all workers, so that `torch.nn.utils.clip_grad_norm_` after
+    `backward` clips by the global norm. Parameters may be frozen and unfrozen between passes, alike on all workers
     (else ConfigError on all).
 
-    A backward pass raises ConfigError on all workers where the steps since the last one were made by optimizers of
-    `torch.optim` with different settings, such as learning rates. Gradients of a pass that ended by an error are of no
-    use: clear them.
+    A backward pass raises ConfigError on all workers if the steps since the last one were made by optimizers of
+    `torch.optim` with different settings, such as learning rates. Clear the gradients of a pass that ended by an error:
+    they are not valid.
 
     `module` stays usable; gradients of its own forward passes are exchanged, too, unless these contain checkpointing
     with use_reentrant=True. Raises UnsupportedError for sparse gradients, gradients with a graph (create_graph=True),
-    `dist_async` stores, dtypes that a store cannot add, and in `forward` for parameters that came later.
+    `dist_async` stores, dtypes that a store cannot add, and in `forward` for parameters that were added later.
 
     >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
     >>> model(torch.ones(4, 2)).mean().backward()
@@ -98,7 +98,7 @@ class DistributedModel(torch.nn.Module):
             settings=Steps(one for _, one in named).take if store.num_workers > 1 else list,
             compression=compression,
             buffers=kept if sync_buffers else None,
-            views_at_once=True,
+            views_as_grads=True,
         )
         calls.agree(
             [
@@ -134,7 +134,7 @@ class DistributedModel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass.
 
-        Local; but after a backward pass that an error ended, it first completes that pass.
+        Local; but if an error ended the last backward pass, it first completes that pass, which is collective.
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> model(torch.ones(4, 2)).shape  # PyTorch calls forward
@@ -153,7 +153,7 @@ class DistributedModel(torch.nn.Module):
         return result
 
     def _check_new(self) -> None:
-        names = [repr(name) for name in came_later(self._wrapped, self._known)]
+        names = [repr(name) for name in added_parameters(self._wrapped, self._known)]
         if names:
             raise UnsupportedError(
                 f"parameter {', '.join(names[:8])} came to the module after the DistributedModel was made, and is not "
@@ -162,7 +162,7 @@ class DistributedModel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside add to this worker's gradients only; the next one outside exchanges all.
+        """Return a context in which backward passes only add to this worker's gradients; the next pass exchanges them.
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> with model.no_sync():
@@ -183,15 +183,15 @@ class DistributedModel(torch.nn.Module):
     def join(
         self, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
     ) -> AbstractContextManager[None]:
-        """Train on data of which workers have unequally many batches: `with model.join(optimizer): for x, y in loader:
+        """Return a context for training with unequally many batches: `with model.join(optimizer): for x, y in loader:
         ...`.
 
         Inside, gradients are weighted by the number of examples: the first dimension of the first tensor argument of
         the forward passes since the last exchange, for a loss that is a mean over them. (With average=False they are
-        added up.) A worker that leaves the block, at the end of its data or by `break`, waits there until all others
-        have, and then has their parameters and buffers, and the states of `optimizer` and `scheduler`, if given.
-        scheduler: one of `torch.optim.lr_scheduler`, where it is stepped inside. Collective: all workers enter it. An
-        exception leaves the block at once, and the other workers then wait for this one in vain.
+        added.) A worker that leaves the block, at the end of its data or by `break`, waits there until all others have
+        left it, and then has their parameters and buffers, and the states of `optimizer` and `scheduler`, if given.
+        scheduler: one of `torch.optim.lr_scheduler` that is stepped inside. Collective: all workers enter it. After an
+        exception in the block the other workers wait for this one in vain.
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> with model.join():
@@ -201,7 +201,7 @@ class DistributedModel(torch.nn.Module):
         """
         return self._join.joined(optimizer, scheduler)
 
-    # --- the module's own
+    # --- the interface of the wrapped module
 
     @property
     def module(self) -> torch.nn.Module:
@@ -247,13 +247,13 @@ class DistributedModel(torch.nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own, without a prefix. Equal on all workers, but for buffers with sync_buffers=False.
+        """Return the module's state, without a prefix. Equal on all workers, except buffers with sync_buffers=False.
         Local.
         """
         return self._wrapped.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load it into the module. Local: load the same on every worker.
+        """Load a state into the module. Local: load the same one on every worker.
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> model.load_state_dict(model.state_dict())
@@ -265,14 +265,14 @@ class DistributedModel(torch.nn.Module):
         self._wrapped._load_from_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        """TypeError: the store belongs to this process. torch.save, copy.deepcopy and AveragedModel end here."""
+        """Raise TypeError, for torch.save, copy.deepcopy and AveragedModel: the store belongs to this process."""
         raise TypeError(
             "a DistributedModel cannot be copied or pickled: its store belongs to this process; use its .module or "
             "its state_dict()"
         )
 
     def extra_repr(self) -> str:
-        """Say of what module it is, and on which store.
+        """Return the module's class and the store, for `repr`.
 
         >>> mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local')).extra_repr()
         'Linear on <KVStore local: worker 0 of 1>'
@@ -281,25 +281,25 @@ class DistributedModel(torch.nn.Module):
 
 
 def _examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The first dimension of the first tensor argument."""
+    """Return the first dimension of the first tensor argument."""
     for tensor in arrays.tensors_in([*args, *kwargs.values()]):
         return int(tensor.shape[0]) if tensor.ndim else 1
     raise UnsupportedError("join: the forward pass has no tensor argument whose first dimension counts the examples")
 
 
 def _check_parameters(module: torch.nn.Module, store: KVStore) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
+    for name, layer in module.named_modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
             raise UnsupportedError(
                 f"{name or 'the module'} has sparse gradients, which a store cannot add; make it with sparse=False"
             )
-        if any(isinstance(one, torch.nn.UninitializedParameter) for one in part.parameters(recurse=False)):
+        if any(isinstance(one, torch.nn.UninitializedParameter) for one in layer.parameters(recurse=False)):
             raise UnsupportedError(f"{name or 'the module'} has parameters without a shape; run a forward pass first")
     arrays.warn_of_host_memory("DistributedModel", module.parameters(), store, 3)
 
 
 def _lines(module: torch.nn.Module, gradients: Gradients) -> Iterator[str]:
-    """What must be the same on all workers."""
+    """Yield the properties that must be the same on all workers, one line for each parameter and buffer."""
     yield from gradients.lines()
     for name, buffer in module.named_buffers():
         yield f"buffer {name!r}: {buffer.dtype} {tuple(buffer.shape)}"

@@ -5,8 +5,9 @@
     loss_fn(net(x), y).backward()
     optimizer.step()
 
-The gradients leave during the backward pass (gradients.py); `step`, or `synchronize` before it, waits for them. The
-result is an instance of the optimizer's own class, with the same groups and the same state, so that schedulers take it.
+Gradients are sent during the backward pass (gradients.py); `step`, or `synchronize` before it, waits for the sums. The
+result is an instance of a class derived from the optimizer's, with the same groups and the same state, so that
+schedulers accept it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mpikv.torch.steps import lines_of
 
 
 class _Exchanging:
-    """The part of the new class that is before the optimizer's own."""
+    """The first base of the derived class; the second one is the optimizer's own class."""
 
     _mpikv_gradients: Gradients
     _mpikv_passes: int
@@ -56,23 +57,23 @@ class _Exchanging:
             gradients.note(i)
 
     def synchronize(self) -> None:
-        """Wait for the gradients of all workers: every `grad` is the mean, or the sum, then. Collective, blocks.
+        """Wait for the gradients of all workers: then every `grad` is the mean, or the sum. Collective, blocks.
 
-        It is there for clipping: `step` follows in `with optimizer.skip_synchronize():`, or outside of it, where `step`
-        finds that nothing is left to wait for.
+        Call it to clip gradients before `step`. `step` may follow in `with optimizer.skip_synchronize():`, or outside,
+        where it does not synchronize again.
         """
         gradients = self._mpikv_gradients
         if gradients.calls.store.num_workers > 1:
             for i in self._mpikv_counts:
                 if i not in gradients.fired:
-                    gradients.ready(i)  # used in some of the passes only, or changed by later hooks
+                    gradients.ready(i)  # the parameter was used in some of the passes only, or has later hooks
             self._mpikv_counts.clear()
             gradients.finish()
         self._mpikv_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` do no more than the optimizer itself."""
+        """Return a context in which `step` does no more than the optimizer's own."""
         self._mpikv_skip = True
         try:
             yield
@@ -80,7 +81,7 @@ class _Exchanging:
             self._mpikv_skip = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """`synchronize`, then the optimizer's own step. closure: each of its calls is followed by `synchronize`."""
+        """Call `synchronize`, then the optimizer's own step. closure: each call of it is followed by `synchronize`."""
         own: Callable[..., Any] = super().step  # type: ignore[misc]
         if closure is not None:
 
@@ -96,13 +97,13 @@ class _Exchanging:
         return own()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The optimizer's own. RuntimeError between `backward` and `step`, when gradients may be on their way."""
+        """Do what the optimizer's own does. RuntimeError between `backward` and `step`, while gradients are sent."""
         if self._mpikv_gradients.fired:
-            raise RuntimeError("zero_grad after backward, but before step or synchronize: gradients are on their way")
+            raise RuntimeError("zero_grad after backward, but before step or synchronize: gradients are being sent")
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """UnsupportedError: the workers have agreed on the parameters."""
+        """Raise UnsupportedError: the workers have agreed on the parameters."""
         raise UnsupportedError("add_param_group: make the DistributedOptimizer when all groups are there")
 
 
@@ -117,16 +118,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient_predivide_factor: float = 1.0,
     bucket_bytes: int = LIMIT_BYTES,
 ) -> Any:
-    """Make an optimizer like `optimizer` whose `step` takes the gradients of all workers. Collective, blocks.
+    """Make an optimizer like `optimizer` whose `step` uses the gradients of all workers. Collective, blocks.
 
-    named_parameters: names for errors, of all parameters of the optimizer; None: they are counted. store: `dist_sync`
+    named_parameters: names for errors, of all parameters of the optimizer; None: they are numbered. store: `dist_sync`
     or `local`; default as in `init`. compression, bucket_bytes: see DistributedModel. backward_passes_per_step: how
-    many gradients of a parameter are added up on each worker first. op: Average or Sum. gradient_predivide_factor: for
-    Horovod's sake; gradients are multiplied by 1 / number of workers before they are added.
+    many gradients of a parameter are added on each worker before. op: Average or Sum. gradient_predivide_factor:
+    accepted as in Horovod, not used; gradients are multiplied by 1 / number of workers before they are added.
 
-    Parameters, states and buffers are not touched: call `broadcast_parameters` and `broadcast_optimizer_state` at the
-    start. Raises ShapeMismatch or ConfigError on every worker where the parameters or arguments differ;
-    UnsupportedError for other values of op and sparse gradients; what `set_gradient_compression` raises.
+    Parameters, states and buffers are not changed: call `broadcast_parameters` and `broadcast_optimizer_state` at the
+    start. Raises ShapeMismatch or ConfigError on every worker if the parameters or arguments differ; UnsupportedError
+    for other values of op and sparse gradients; what `set_gradient_compression` raises.
 
     >>> net = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -188,7 +189,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The optimizer's parameters with their names, in its order."""
+    """Return the optimizer's parameters with their names, in its order."""
     wanted = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return [(f"parameter {i}", parameter) for i, parameter in enumerate(wanted)]

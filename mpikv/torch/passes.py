@@ -1,12 +1,12 @@
-"""Backward passes: when one begins, which of its gradients are there, and when it ends.
+"""Detects when a backward pass begins, when each gradient is complete, and when the pass ends.
 
-A pass is one run of PyTorch's autograd engine. It begins, as seen from here, with the gradient of the forward pass's
-result, or of a parameter; each parameter reports when PyTorch has added to its `grad`; the engine calls back when
-nothing is left to do. Where the program has added a hook of its own to a parameter, which runs after ours, the gradient
-is taken at the end of the pass. A pass inside another one (checkpointing with use_reentrant=True) is part of the outer
-one, which the result's gradient belongs to; a parameter may then get several gradients before the outer one ends. A
-pass that ends by an error is not reported: it is seen at the next forward pass, and its round is then completed, so
-that the workers stay in step.
+A pass is one run of PyTorch's autograd engine. It begins when the first hook is called: for the gradient of the forward
+pass's result, or for a parameter. A hook of each parameter is called when PyTorch has added to its `grad`. At the end
+the engine calls a callback. If the program has added a hook of its own to a parameter, which runs after ours, the
+gradient is taken at the end of the pass. A pass inside another one (checkpointing with use_reentrant=True) counts as a
+section of the outer one, to which the result's gradient belongs; a parameter may then get several gradients before the
+outer one ends. A pass that ends by an error calls no callback. It is detected at the next forward pass, which then
+completes its round, so that the workers stay in step.
 
 Hooks run in the thread in which the gradient is computed; on a CPU that is the one that called `backward`.
 """
@@ -25,26 +25,26 @@ from mpikv.torch.gradients import Gradients
 
 
 class Passes:
-    """The backward passes of a model. before_round: called when the first gradient of a round is there; may block."""
+    """The backward passes of a model. before_round: called at the first gradient of a round; may block."""
 
     def __init__(self, gradients: Gradients, before_round: Callable[[], None]) -> None:
         self._gradients = gradients
         self._before_round = before_round
         self.synchronize = True  # whether passes that begin now are exchanged
-        self._task: int | None = None  # the number that PyTorch gives to the pass that is open
+        self._task: int | None = None  # PyTorch's number of the pass that is under way
         self._exchanged = False
-        self._begun = False  # whether a gradient came in this pass
-        self._late: dict[int, None] = {}  # parameters of this pass with hooks that were added later than ours
+        self._begun = False  # whether this pass has completed a gradient
+        self._late: dict[int, None] = {}  # parameters of this pass whose gradients are taken at its end
         self._hooks = [hook(one, partial(self._on_gradient, i)) for i, one in enumerate(gradients.parameters)]
 
     def after_forward(self, result: Any) -> None:
-        """Watch for the backward pass that begins at the result of this forward pass."""
+        """Add hooks that detect the backward pass which begins at the result of this forward pass."""
         for tensor in tensors_in(result):
-            if tensor.requires_grad and not tensor.is_leaf:  # a parameter that is given back reports by itself
+            if tensor.requires_grad and not tensor.is_leaf:  # a parameter has a hook already
                 tensor.register_hook(self._on_result)
 
     def before_forward(self) -> None:
-        """Complete the round of a pass that ended by an error. Blocks then."""
+        """Complete the round of a pass that ended by an error, if there is one. Blocks then."""
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._task = None
             self._late.clear()
@@ -65,7 +65,7 @@ class Passes:
         if self._task is None:
             self._begin()
         elif self._task != torch._C._current_graph_task_id():
-            self._gradients.views_at_once = False
+            self._gradients.views_as_grads = False
         if not self._exchanged:
             self._gradients.note(i)
             return
@@ -95,7 +95,7 @@ class Passes:
 
 
 def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """Let a function be called whenever PyTorch has added to a parameter's `grad`, even if that is frozen now."""
+    """Register a function to be called whenever PyTorch has added to a parameter's `grad`, also of a frozen one."""
     if not parameter.is_floating_point():
         return None  # it never has a gradient
     frozen = not parameter.requires_grad
@@ -107,6 +107,6 @@ def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) ->
 
 
 def is_last(handle: RemovableHandle | None) -> bool:
-    """Return whether no hook of the program's comes after this one and may still change the gradient."""
+    """Return whether no hook of the program runs after this one, which could change the gradient."""
     hooks = None if handle is None else handle.hooks_dict_ref()
     return not hooks or handle is None or next(reversed(hooks)) == handle.id

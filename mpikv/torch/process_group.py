@@ -1,8 +1,8 @@
 """A process group of `torch.distributed` over the ranks of MPI.
 
-Each method checks its tensors, sees them as arrays, and makes one call of a `RankGroup` (groups/group.py); a `CallWork`
-is what it returns. Methods have the names that PyTorch gave them at different times: from 2.13 on `all_gather_single`
-is what was `_allgather_base`, and so on.
+Each method checks its tensors, converts them to arrays, makes one call of a `RankGroup` (groups/group.py), and returns
+a `CallWork`. Methods have the names of several versions of PyTorch: from 2.13 on `_allgather_base` is called
+`all_gather_single`, and so on.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _OPERATORS = (
 
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-# Before 2.7 what PyTorch's C++ holds of a work does not hold its Python object (pytorch/pytorch#146376): DDP asks a
-# work for its future at once, and waits for two broadcasts at a time.
+# Before 2.7 PyTorch's C++ code does not keep a work's Python object alive (pytorch/pytorch#146376), so the last ones
+# are kept here: DDP asks a work for its future at once, and waits for two broadcasts at a time.
 HELD_WORKS = 0 if VERSION >= (2, 7) else 8
 
 
 class NamedBackend(Backend):
-    """What PyTorch's C++ code finds where it looks for a group's backend: a name, and nothing that it can do.
+    """A group's backend for PyTorch's C++ code, with a name and without any function.
 
-    Calls never come here: they are made on the group. PyTorch asks a group's backend what it supports from 2.14 on, and
-    keeps the group's flight recorder with it from 2.15 on; before, a backend could not be made in Python.
+    No call reaches it, since calls are made on the group. PyTorch asks a group's backend what it supports from 2.14 on,
+    and keeps the group's flight recorder in it from 2.15 on; before, a backend could not be made in Python.
     """
 
     supports_coalescing = supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
@@ -64,7 +64,7 @@ class NamedBackend(Backend):
 
 
 def operator_of(op: Any) -> Operator:
-    """Return the operator that a ReduceOp stands for. Raises UnsupportedError."""
+    """Return the operator of a ReduceOp. Raises UnsupportedError."""
     for known, name in _OPERATORS:
         if op == known:
             return OPERATORS[name]
@@ -72,7 +72,7 @@ def operator_of(op: Any) -> Operator:
 
 
 def collective(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
-    """Let the other ranks know of a collective call whose arguments are wrong here: they wait for this rank in it."""
+    """Report a collective call with wrong arguments to the other ranks, which would wait for this rank in it."""
 
     @functools.wraps(method)
     def refusing(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
@@ -102,7 +102,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._register_backend(CPU, custom, NamedBackend(group.rank, group.size))
             self._set_default_backend(custom)
 
-    # --- what it is
+    # --- name, rank and size
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         """Return the backend's name, "mpikv"."""
@@ -122,7 +122,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     getRank, getSize = rank, size  # noqa: N815
 
-    # The base class keeps these with its backends in C++, of which this one has none.
+    # The base class keeps names in its C++ backend, which this class does not have.
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set PyTorch's name of the group."""
@@ -154,7 +154,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @collective
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> CallWork:
-        """Combine each tensor over all ranks, in place. PyTorch gives one alone as it is, too."""
+        """Combine each tensor over all ranks, in place. PyTorch passes a single one without a list, too."""
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if any(tensor.layout != torch.strided for tensor in tensors):
@@ -163,7 +163,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             return CallWork([], tensors, self._completer.submit)
         views = Views()
         arrays = views.write(tensors)
-        return self._made(views, tensors, opts, lambda o: self._group.allreduce(arrays, _operator(opts), o))
+        return self._work_of(views, tensors, opts, lambda o: self._group.allreduce(arrays, _operator(opts), o))
 
     allreduce_coalesced = allreduce
 
@@ -172,21 +172,21 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Combine over all ranks into the root's tensor."""
         views, (tensor,) = Views(), tensors
         (array,) = (views.write if opts.rootRank == self.rank() else views.read)([tensor])
-        return self._made(
+        return self._work_of(
             views, tensors, opts, lambda o: self._group.reduce(array, array, _operator(opts), opts.rootRank, o)
         )
 
     @collective
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
-        """Each rank's output becomes its part of every rank's inputs, combined."""
+        """Combine the inputs of all ranks; rank i's output becomes the combination of all inputs i."""
         views, pairs = Views(), []
-        for output, parts in zip(outputs, inputs, strict=True):
-            same_kind("reduce_scatter", [output, *parts])
-            pairs.append((views.read(parts), views.write([output])[0]))
-        return self._made(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
+        for output, ins in zip(outputs, inputs, strict=True):
+            same_kind("reduce_scatter", [output, *ins])
+            pairs.append((views.read(ins), views.write([output])[0]))
+        return self._work_of(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> CallWork:
-        """Do what `reduce_scatter` does, with one tensor that holds all inputs one behind the other."""
+        """Do what `reduce_scatter` does, with one tensor in which all inputs are concatenated."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     @collective
@@ -195,17 +195,17 @@ class MpiProcessGroup(dist.ProcessGroup):
         views, pairs = Views(), []
         for output, whole in zip(outputs, wholes, strict=True):
             same_kind("reduce_scatter", [output, whole])
-            pairs.append((self._parts(views.read([whole])[0], output.numel()), views.write([output])[0]))
-        return self._made(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
+            pairs.append((self._slices(views.read([whole])[0], output.numel()), views.write([output])[0]))
+        return self._work_of(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
 
-    # --- what only moves
+    # --- collectives without a reduction
 
     @collective
     def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
         """Copy the root's tensors to all ranks."""
         views = Views()
         arrays = (views.read if opts.rootRank == self.rank() else views.write)(tensors)
-        return self._made(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
+        return self._work_of(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
 
     @collective
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
@@ -215,14 +215,14 @@ class MpiProcessGroup(dist.ProcessGroup):
             same_kind("all_gather", [tensor, *outs])
             pairs.append((views.read([tensor])[0], views.write(outs)))
         flat = [out for outs in outputs for out in outs]
-        return self._made(views, flat, opts, lambda o: self._group.allgather(pairs, o))
+        return self._work_of(views, flat, opts, lambda o: self._group.allgather(pairs, o))
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
-        """Do what `allgather` does, where `outputs` has one list for each rank, with an output for each input."""
+        """Do what `allgather` does, but `outputs` has one list for each rank, with an output for each input."""
         return self.allgather([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CallWork:
-        """Do what `allgather` does, into one tensor that holds all outputs one behind the other."""
+        """Do what `allgather` does, into one tensor in which all outputs are concatenated."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     @collective
@@ -231,8 +231,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         views, pairs = Views(), []
         for output, tensor in zip(outputs, inputs, strict=True):
             same_kind("all_gather", [output, tensor])
-            pairs.append((views.read([tensor])[0], self._parts(views.write([output])[0], tensor.numel())))
-        return self._made(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
+            pairs.append((views.read([tensor])[0], self._slices(views.write([output])[0], tensor.numel())))
+        return self._work_of(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
 
     @collective
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
@@ -243,9 +243,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each("gather", tensor, outputs[0])
             incoming = dict(enumerate(views.write(outputs[0])))
         outgoing = {root: views.read([tensor])[0]}
-        same = f"to {root} of {tensor.dtype}"  # of another length: found where it comes
+        same = f"to {root} of {tensor.dtype}"  # a wrong length is detected by the rank that receives
         flat = [out for outs in outputs for out in outs]
-        return self._made(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
+        return self._work_of(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
 
     @collective
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
@@ -257,7 +257,9 @@ class MpiProcessGroup(dist.ProcessGroup):
             outgoing = dict(enumerate(views.read(inputs[0])))
         incoming = {root: views.write([tensor])[0]}
         same = f"from {root} of {tensor.dtype}"
-        return self._made(views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o))
+        return self._work_of(
+            views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o)
+        )
 
     @collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
@@ -269,7 +271,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         views = Views()
         outgoing, incoming = dict(enumerate(views.read(inputs))), dict(enumerate(views.write(outputs)))
         same = f"of {inputs[0].dtype}"
-        return self._made(
+        return self._work_of(
             views, outputs, opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
         )
 
@@ -277,22 +279,22 @@ class MpiProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> CallWork:
-        """Do what `alltoall` does, with one tensor each, cut along its first dimension; no splits: into equal parts."""
+        """Do what `alltoall` does, with one tensor each, cut along its first dimension; no splits: equal lengths."""
         same_kind("all_to_all", [output, tensor])
         views = Views()
         outgoing = dict(enumerate(self._split(views.read([tensor])[0], tensor, input_splits)))
         incoming = dict(enumerate(self._split(views.write([output])[0], output, output_splits)))
         same = f"of {tensor.dtype}"
-        return self._made(
+        return self._work_of(
             views, [output], opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
         )
 
     def barrier(self, opts: Any = None) -> CallWork:
         """Return a work that is done when all ranks have called this."""
-        return self._made(Views(), [], opts, self._group.barrier)
+        return self._work_of(Views(), [], opts, self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks. The error names all ranks that are missing, whatever `wait_all_ranks` says."""
+        """Wait for all ranks. The error names all missing ranks, whatever `wait_all_ranks` is."""
         limit_s = None if timeout is None else timeout.total_seconds()
         self._group.barrier(Options(limit_s)).wait()
 
@@ -302,16 +304,16 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Send a tensor to a rank of the group."""
         views, (tensor,) = Views(), tensors
         (array,) = views.read([tensor])
-        return self._made(views, tensors, None, lambda o: self._group.send(array, dest, tag, o))
+        return self._work_of(views, tensors, None, lambda o: self._group.send(array, dest, tag, o))
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> CallWork:
         """Receive a tensor of exactly this size from a rank of the group."""
         views, (tensor,) = Views(), tensors
         (array,) = views.write([tensor])
-        return self._made(views, tensors, None, lambda o: self._group.receive(array, source, tag, o))
+        return self._work_of(views, tensors, None, lambda o: self._group.receive(array, source, tag, o))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> CallWork:
-        """Receive a tensor from whoever sends one; the work's `_source_rank` says who did."""
+        """Receive a tensor from any rank; the work's `_source_rank` returns which one."""
         return self.recv(tensors, None, tag)
 
     # --- names of other versions of PyTorch
@@ -334,10 +336,10 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
-    # --- the end
+    # --- shutdown
 
     def shutdown(self) -> None:
-        """Give back what the group holds; calls that are under way fail."""
+        """Free the group's resources; calls that are under way fail."""
         self._world.drop(self._group)
         self._completer.shutdown(wait=False)
 
@@ -345,12 +347,12 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- helpers
 
-    def _made(self, views: Views, result: Tensors, opts: Any, make: Callable[[Options], GroupCall]) -> CallWork:
+    def _work_of(self, views: Views, result: Tensors, opts: Any, make: Callable[[Options], GroupCall]) -> CallWork:
         timeout = getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        finish = views.write_back if views.copies and not views.late else None
+        finish = views.write_back if views.copies and not views.in_caller else None
         call = make(Options(timeout_s, finish))
-        if views.late:
+        if views.in_caller:
             call.wait()
             views.write_back()
         work = CallWork([call], result, self._completer.submit)
@@ -359,7 +361,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _parts(self, array: HostArray, n_elems: int) -> list[HostArray]:
+    def _slices(self, array: HostArray, n_elems: int) -> list[HostArray]:
         if array.size != n_elems * self.size():
             raise ValueError(
                 f"a tensor of {n_elems} elements for each of {self.size()} ranks is not one of {array.size}"
@@ -380,11 +382,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         if len(splits) != self.size() or sum(splits) != rows or min(splits) < 0:
             raise ValueError(f"all_to_all: the splits {list(splits)} do not make {rows} rows for {self.size()} ranks")
         row_elems = array.size // rows if rows else 0
-        parts, begin = [], 0
+        slices, begin = [], 0
         for split in splits:
-            parts.append(array[begin : begin + split * row_elems])
+            slices.append(array[begin : begin + split * row_elems])
             begin += split * row_elems
-        return parts
+        return slices
 
 
 def _operator(opts: Any) -> Operator:

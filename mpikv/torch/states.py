@@ -1,4 +1,4 @@
-"""One worker's parameters, optimizer states and objects for all workers."""
+"""Broadcasts one worker's parameters, optimizer states and objects to all workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def broadcast_parameters(
 ) -> None:
     """Write worker `root_rank`'s values into these tensors on every worker. Collective, blocks.
 
-    params: a `state_dict`, or names with tensors (`named_parameters`); what is no tensor is left alone. Raises
-    ShapeMismatch on every worker where the names differ.
+    params: a `state_dict`, or names with tensors (`named_parameters`); other values are ignored. Raises ShapeMismatch
+    on every worker if the names differ.
 
     >>> mt.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), store=kv.create('local'))
     """
@@ -37,7 +37,7 @@ def broadcast_parameters(
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, store: KVStore | None = None) -> Any:
-    """Return worker `root_rank`'s object, which must be picklable; on other workers `obj` does not matter.
+    """Return worker `root_rank`'s object, which must be picklable; on other workers `obj` is not used.
 
     Collective, blocks.
 
@@ -52,50 +52,50 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, stor
     return obj if mine else cloudpickle.loads(found.tobytes())
 
 
-class _Place(NamedTuple):
-    """Stands for a tensor that travels by itself."""
+class _TensorSlot(NamedTuple):
+    """Takes the position of a tensor, which is sent separately, in a nest of dicts, lists and tuples."""
 
     number: int
     dtype: str
     shape: tuple[int, ...]
 
 
-def _taken_out(value: Any, found: list[torch.Tensor]) -> Any:
-    """Copy a nest of dicts, lists and tuples, with a place in it for each tensor; the tensors go into `found`."""
+def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
+    """Copy a nest of dicts, lists and tuples, with a slot for each tensor; the tensors are appended to `found`."""
     if isinstance(value, torch.Tensor):
         found.append(value)
-        return _Place(len(found) - 1, str(array_of(value).dtype), tuple(value.shape))
+        return _TensorSlot(len(found) - 1, str(array_of(value).dtype), tuple(value.shape))
     if isinstance(value, dict):
-        return {key: _taken_out(one, found) for key, one in value.items()}
+        return {key: _without_tensors(one, found) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_taken_out(one, found) for one in value)
+        return type(value)(_without_tensors(one, found) for one in value)
     return value
 
 
-def _places(value: Any) -> list[_Place]:
-    if isinstance(value, _Place):
+def _slots(value: Any) -> list[_TensorSlot]:
+    if isinstance(value, _TensorSlot):
         return [value]
     if isinstance(value, dict):
-        return [place for one in value.values() for place in _places(one)]
-    return [place for one in value for place in _places(one)] if isinstance(value, (list, tuple)) else []
+        return [slot for one in value.values() for slot in _slots(one)]
+    return [slot for one in value for slot in _slots(one)] if isinstance(value, (list, tuple)) else []
 
 
-def _put_back(value: Any, found: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
+def _with_tensors(value: Any, found: list[torch.Tensor]) -> Any:
+    if isinstance(value, _TensorSlot):
         return found[value.number]
     if isinstance(value, dict):
-        return {key: _put_back(one, found) for key, one in value.items()}
+        return {key: _with_tensors(one, found) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_put_back(one, found) for one in value)
+        return type(value)(_with_tensors(one, found) for one in value)
     return value
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, store: KVStore | None = None
 ) -> None:
-    """Give the optimizer worker `root_rank`'s state and options (learning rates, ...). Collective, blocks.
+    """Set the optimizer's state and options (learning rates, ...) to worker `root_rank`'s. Collective, blocks.
 
-    ShapeMismatch on every worker where the optimizers are of another kind or have other numbers of parameters.
+    Raises ShapeMismatch on every worker if the optimizers differ in class or numbers of parameters.
 
     >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.5)
     >>> mt.broadcast_optimizer_state(optimizer, store=kv.create('local'))
@@ -105,13 +105,13 @@ def broadcast_optimizer_state(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     calls.agree([f"{kind} of groups of {counts} parameters"], "broadcast_optimizer_state", ShapeMismatch)
     tensors: list[torch.Tensor] = []
-    nest = _taken_out(optimizer.state_dict(), tensors) if calls.store.rank == root_rank else None
+    nest = _without_tensors(optimizer.state_dict(), tensors) if calls.store.rank == root_rank else None
     nest = broadcast_object(nest, root_rank, "state of an optimizer", calls.store)
     arrays = (
         [array_of(tensor) for tensor in tensors]
         if calls.store.rank == root_rank
-        else [np.empty(place.shape, dtype_of(place.dtype)) for place in _places(nest)]
+        else [np.empty(slot.shape, dtype_of(slot.dtype)) for slot in _slots(nest)]
     )
     arrays = calls.broadcast(arrays, root_rank, "state of an optimizer")
     if calls.store.rank != root_rank:
-        optimizer.load_state_dict(_put_back(nest, [tensor_of(array) for array in arrays]))
+        optimizer.load_state_dict(_with_tensors(nest, [tensor_of(array) for array in arrays]))

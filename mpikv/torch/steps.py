@@ -1,10 +1,10 @@
-"""With which settings the optimizers of `torch.optim` have stepped: learning rates and all else in their groups.
+"""Records the settings with which optimizers of `torch.optim` step: learning rates and all else in their groups.
 
-Every worker steps with an optimizer of its own. Where settings differ, weights drift apart though all gradients are the
-same. So a digest of the settings travels with the gradients of the next round (tail.py).
+Every worker steps with an optimizer of its own. If their settings differ, weights become different though all gradients
+are equal. So a digest of the settings is sent with the gradients of the next round (tail.py).
 
 A model does not know its optimizers. PyTorch calls `_before_step` before each step of any optimizer of the process, and
-the models whose parameters it has take note.
+the models with parameters of that optimizer note its settings.
 
 Cost: some 10 us for each group and step.
 """
@@ -26,11 +26,11 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 class Steps:
-    """The steps that were made on some parameters."""
+    """The settings of steps on some parameters."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._ids = {id(parameter) for parameter in parameters}
-        self._lines: dict[str, None] = {}  # each once, in order
+        self._lines: dict[str, None] = {}  # each line once, in order
         with _lock:
             _all.add(self)
 
@@ -40,13 +40,13 @@ class Steps:
         self._lines |= dict.fromkeys(lines_of(optimizer, groups))
 
     def take(self) -> list[str]:
-        """Return what the steps since the last call were made with, one line for each setting."""
+        """Return the settings of all steps since the last call, one line for each."""
         lines, self._lines = list(self._lines), {}
         return lines
 
 
 _lock = threading.Lock()  # ranks may be threads
-_all: weakref.WeakSet[Steps] = weakref.WeakSet()  # PyTorch's hooks, too, are the process's
+_all: weakref.WeakSet[Steps] = weakref.WeakSet()  # of the process, as PyTorch's hooks are
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -56,14 +56,14 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         steps.note(optimizer)
 
 
-# Once, and never taken back: PyTorch may be in the midst of its hooks whenever the garbage collector runs.
+# Registered once and never removed: the garbage collector may run while PyTorch iterates over its hooks.
 register_optimizer_step_pre_hook(_before_step)
 
 
 def lines_of(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Describe the settings in these groups, one line for each; alike where they do alike.
+    """Describe the settings of these groups, one line for each; equal settings have equal lines.
 
-    Tensors on a device are left out: to read them would wait for it.
+    Tensors on a device are omitted, since reading them would wait for the device.
     """
     kind = type(optimizer).__name__
     return [
@@ -80,7 +80,7 @@ def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str | None:
-    """A value as text, the same for equal numbers of any type; None for what has no value to compare."""
+    """Return a value as text, the same for equal numbers of any type; None if it cannot be compared."""
     if isinstance(value, torch.Tensor):
         if not in_host_memory(value):
             return None

@@ -1,12 +1,12 @@
-"""The tail: what travels behind the gradients, in the last bucket, so that it needs no message of its own.
+"""The tail: flags and buffers after the gradients, in the last bucket, so that they need no message of their own.
 
-For each worker it says whether its backward pass ended early; for all, whether buffers have changed that do not travel
-here; for each parameter, whether it is trained, whether it is frozen, and whether it was used; for each bit of a digest
-of the optimizers' settings (steps.py), whether it is 1 and whether it is 0. The buffers of one worker stand at its end.
+It has a flag for each worker: its backward pass ended early; one flag for all: buffers have changed that are not in the
+tail; three for each parameter: it is trained, it is frozen, it was used; two for each bit of a digest of the
+optimizers' settings (steps.py): it is 1, it is 0. The buffers of one worker are at its end.
 
-It consists of float32 numbers, which are added over the workers like gradients. Of a sum of flags only whether it is
-zero matters. The buffers' bytes are taken in pairs, as whole numbers below 65536, and the other workers add zero, so
-that they arrive exactly, whatever they are.
+The tail consists of float32 numbers, which are added over the workers like gradients. A flag is set if its sum is not
+zero. Two bytes of the buffers are one whole number below 65536, to which the other workers add zero, so that all bytes
+arrive exactly.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _DIGEST_BYTES = 4
 
 
 class RoundOutcome(NamedTuple):
-    """What all workers know after an exchange."""
+    """The flags of a round, the same on all workers."""
 
     failed: list[int]  # workers whose backward pass ended early
-    more_buffers: bool  # somewhere buffers have changed that are not in the tail
-    trained: Flags  # (n_params,), somewhere
-    frozen: Flags  # (n_params,), somewhere
-    used: Flags  # (n_params,), somewhere
-    other_settings: bool  # workers brought settings that differ
+    more_buffers: bool  # whether some worker's buffers have changed that are not in the tail
+    trained: Flags  # (n_params,): on some worker
+    frozen: Flags  # (n_params,): on some worker
+    used: Flags  # (n_params,): on some worker
+    other_settings: bool  # whether workers have different settings
 
 
 class GradientTail:
-    """How the tail of some gradients is laid out."""
+    """The layout of the tail of some gradients."""
 
     def __init__(self, n_workers: int, n_params: int, buffers_bytes: int) -> None:
         self._n_workers = n_workers
@@ -55,9 +55,9 @@ class GradientTail:
         buffers: HostArray | None,
         settings: str,
     ) -> None:
-        """Write this worker's part. failed: its number, if its pass ended early.
+        """Write this worker's numbers. failed: its rank, if its pass ended early.
 
-        buffers: bytes; None: they are not wanted. settings: are compared with those of all workers that bring some.
+        buffers: their bytes; None: another worker sends them. settings: compared between all workers that have some.
         """
         tail[:] = 0
         if failed is not None:
@@ -73,7 +73,7 @@ class GradientTail:
             tail[self._flags :] = even.view(np.uint16)
 
     def read(self, tail: HostArray) -> RoundOutcome:
-        """Return what the sum over the workers says."""
+        """Return the flags in the sum over the workers."""
         n = self._n_workers
         trained, frozen, used = tail[n + 1 : self._digest].reshape(3, self._n_params) > 0
         ones, zeros = tail[self._digest : self._flags].reshape(2, -1) > 0
@@ -81,5 +81,5 @@ class GradientTail:
         return RoundOutcome(np.flatnonzero(tail[:n]).tolist(), bool(tail[n] > 0), trained, frozen, used, differ)
 
     def buffers(self, tail: HostArray) -> HostArray:
-        """Return the bytes of the buffers, maybe with one more."""
+        """Return the bytes of the buffers, and a last one of padding if their number is odd."""
         return tail[self._flags :].astype(np.uint16).view(np.uint8)

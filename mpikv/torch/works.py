@@ -1,7 +1,7 @@
-"""What an asynchronous call of `torch.distributed` returns, and its future.
+"""The work object that an asynchronous call of `torch.distributed` returns, and its future.
 
-`wait` itself moves the transfers on. A future is made when somebody asks for it, and completed by a thread of its own:
-functions that are chained to it may make further calls and wait for them, and the thread that moves transfers on must
+`wait` itself advances the transfers. A future is made when it is first asked for, and completed by a separate thread:
+functions that are chained to it may make further calls and wait for them, and the thread that advances transfers must
 never wait.
 """
 
@@ -18,19 +18,19 @@ from torch._C._distributed_c10d import Work
 from mpikv.groups.call import GroupCall
 
 Submit = Callable[[Callable[[], None]], Any]
-COMPLETERS = 64  # threads at most: as many futures may wait for others in what is chained to them
+COMPLETERS = 64  # the most threads: the functions chained to as many futures may wait for others at the same time
 
 
 def completer() -> ThreadPoolExecutor:
     """Return the executor that completes futures.
 
-    It starts a thread only when there is something to do and none is free.
+    It starts a thread only if there is a future to complete and no thread is free.
     """
     return ThreadPoolExecutor(COMPLETERS, "mpikv-futures")
 
 
 class CallWork(Work):
-    """Some calls that are waited for as one. result: the output tensors. submit: lets another thread run a function."""
+    """Some calls that are waited for as one. result: the output tensors. submit: runs a function in another thread."""
 
     def __init__(self, calls: Sequence[GroupCall], result: list[torch.Tensor], submit: Submit) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class CallWork(Work):
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all calls are done. Raises what went wrong; StallError after `timeout`, where one is given."""
+        """Block until all calls are done. Raises a call's error, and StallError after `timeout`, if one is given."""
         limit_s = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         for call in self.calls:
             call.wait(limit_s)
@@ -49,7 +49,7 @@ class CallWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all calls are done, with an error or without."""
+        """Return whether all calls are done, with or without an error."""
         return all(call.done for call in self.calls)
 
     def is_success(self) -> bool:
@@ -83,7 +83,7 @@ class CallWork(Work):
         return self.get_future()
 
     def _complete(self, i: int) -> None:
-        """Complete the future, or go on with this when call number i is done."""
+        """Complete the future if all calls from number i on are done; else do this again when the next one is."""
         for j in range(i, len(self.calls)):
             if self.calls[j].when_done(lambda: self._submit(lambda: self._complete(j))):  # noqa: B023 - returns
                 return

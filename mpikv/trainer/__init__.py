@@ -1,1 +1,1 @@
-"""The training loop's side: gradients in, weights out, and what of it is saved."""
+"""The Trainer of a training loop: pushes gradients, pulls weights, saves checkpoints."""

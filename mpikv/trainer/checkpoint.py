@@ -1,10 +1,11 @@
-"""A file with everything that a training run needs to go on: weights, optimizer states, number of steps and examples.
+"""A checkpoint: a file with all that a training run needs to continue.
 
-One archive (optimizers/archive.py): the weights by their parameters' names, the file of states as bytes, both numbers,
-and what each worker keeps for itself (worker_states.py). It is written whole or not at all (files.py).
+It is one archive (optimizers/archive.py): the weights by their parameters' names, the file of optimizer states as
+bytes, the numbers of steps and examples, and each worker's own state (worker_states.py). An error leaves an existing
+file unchanged (files.py).
 
-Weights come back into a store through its own calls: for one round the keys get an optimizer that stores what is
-pushed. Worker 0 pushes the values, and the others -0.0, which changes no number it is added to, a zero's sign included.
+Weights are restored into a store by its own calls: for one round the keys get an optimizer that stores the pushed sum.
+Worker 0 pushes the values, and the others push -0.0, which changes no number it is added to, not even a zero's sign.
 
 Cost: a file of the size of weights and states, which worker 0 holds in memory once more while it writes or reads;
 resuming sends every weight as one step does.
@@ -33,10 +34,10 @@ KIND = "mpikv checkpoint"
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds. examples: how many the steps were made of. states: the bytes of a file of states.
+    """The contents of a file. examples: how many the steps have used. states: the bytes of a file of states.
 
-    of_workers: the bytes of what each worker keeps, or nothing. agreed: the factor that workers agreed on, and how many
-    there were; nothing where they have not.
+    of_workers: the bytes of each worker's own state, or empty. agreed: the factor that workers agreed on and the number
+    of workers, or empty if they have not agreed.
     """
 
     steps: int
@@ -48,7 +49,7 @@ class Checkpoint(NamedTuple):
 
 
 def write(path: str, checkpoint: Checkpoint) -> None:
-    """Write a file, whole or not at all. Local. Raises OSError."""
+    """Write a file; on an error an existing one does not change. Local. Raises OSError."""
     content: dict[str, Any] = {
         "steps": checkpoint.steps,
         "examples": checkpoint.examples,
@@ -61,7 +62,7 @@ def write(path: str, checkpoint: Checkpoint) -> None:
 
 
 def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
-    """Read a file, and compare it with a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
+    """Read a file, and check that it fits a model. parameters: arrays by name. Local. StatesFileError, OSError."""
     with open_regular(path) as file:
         header, values = read_archive(file, KIND, path)
     steps: Any = header.get("steps")
@@ -83,9 +84,9 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
             f"{path}: is of another model: it lacks {shown(lacking)} and has {shown(foreign)} that this one lacks"
         )
     for name, array in parameters.items():
-        here, there = shape_and_dtype(array, f"parameter {shown(name)}"), (weights[name].shape, weights[name].dtype)
-        if here != there:
-            text = f"{there[1]} {there[0]} there and {here[1]} {here[0]} here"
+        ours, saved = shape_and_dtype(array, f"parameter {shown(name)}"), (weights[name].shape, weights[name].dtype)
+        if ours != saved:
+            text = f"{saved[1]} {saved[0]} there and {ours[1]} {ours[0]} here"
             raise StatesFileError(f"{path}: parameter {shown(name)} is {text}")
     return Checkpoint(steps, examples, weights, values[len(names)], values[len(names) + 1 :], agreed)
 
@@ -101,7 +102,7 @@ def states_of(path: str) -> HostArray:
 
 
 class _StoreRows(Optimizer):
-    """The pushed rows become the stored ones."""
+    """Stores the pushed rows."""
 
     lazy = True
 
@@ -116,23 +117,23 @@ def _store_pushed(weight: HostArray, grad: HostArray, _state: Any) -> None:
     weight[...] = grad
 
 
-def spread(
+def distribute(
     store: KVStore, keys: Sequence[Key], values: Sequence[Any], outs: Sequence[Any], optimizer: Optimizer | None
 ) -> None:
-    """Make worker 0's `values` those of the keys, and bring them into `outs`. Collective, blocks.
+    """Set the keys to worker 0's `values`, and copy these into `outs` on all workers. Collective, blocks.
 
-    values: arrays, on other workers than 0 any of their shapes and dtypes. optimizer: that serves the keys afterwards,
-    with no states yet; None: the store has none for them.
+    values: on other workers than 0 any arrays of the same shapes and dtypes. optimizer: of the keys afterwards, without
+    states; None: the store has none for them.
     """
     with store.session.compressions.suspend():
         for sparse in (False, True):
             some = [i for i, key in enumerate(keys) if store.session.infos[key].sparse == sparse]
             if some:
                 these = [keys[i] for i in some], [values[i] for i in some], [outs[i] for i in some]
-                _spread(store, *these, optimizer, sparse=sparse)
+                _distribute(store, *these, optimizer, sparse=sparse)
 
 
-def _spread(
+def _distribute(
     store: KVStore,
     keys: Sequence[Key],
     values: Sequence[Any],
@@ -152,7 +153,7 @@ def _spread(
     storing: Optimizer = _StoreRows()
     if not sparse:
         storing = Function(_store_pushed)
-        storing.elementwise = optimizer.elementwise  # so that keys stay cut, or whole, as they are
+        storing.elementwise = optimizer.elementwise  # so that the keys' shards do not change
     store.strategy.set_optimizer(storing, keys)
     if "async" not in store.type:
         store.push(list(keys), list(values))
@@ -162,7 +163,7 @@ def _spread(
         store.barrier()
     store.pull(list(keys), list(outs), ignore_sparse=False)
     if "async" in store.type:
-        store.barrier()  # nobody's first step may come before somebody's pull
+        store.barrier()  # no worker may make its first step before all have pulled
     store.strategy.set_optimizer(optimizer, keys)
 
 

@@ -1,12 +1,12 @@
-"""Clipping by the global norm: the gradients of one update are scaled down together.
+"""Clipping by the global norm: all gradients of one update are scaled down by one factor.
 
-The norm is that of the gradient which the update applies, the mean over all examples: not of each worker's, and not of
-each parameter's. It is worked out from the sums, which have the same bits on all workers, and in an order of additions
-that depends on no processor: so all workers find the same norm, and their weights stay the same.
+The norm is that of the gradient which the update applies, the mean over all examples, and of all parameters together.
+It is computed from the sums, which have the same bits on all workers, and in an order of additions that does not depend
+on the processor. So all workers compute the same norm, and their weights stay the same.
 
 Gradients on a GPU are squared and added there, with the same bits as on the host (spaces/folded.py).
 
-Cost: a pass over all gradients; nothing is sent. From a GPU one number for each array comes to the host.
+Cost: a pass over all gradients; nothing is sent. One number for each array is copied from a GPU to the host.
 Source of the formula: torch.nn.utils.clip_grad_norm_.
 """
 
@@ -23,9 +23,9 @@ from mpikv.spaces.named import Spaces
 
 
 def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Spaces) -> float:
-    """Return the norm of what `optimizer` will apply. grads: sums by name, the same on every device. Local.
+    """Return the norm of the gradients that `optimizer` will apply. grads: sums by name, equal on all devices. Local.
 
-    Raises FloatingPointError where the norm is not finite.
+    Raises FloatingPointError if the norm is not finite.
     """
     whats = [f"the gradient of {name!r}" for name in grads]
     sums = spaces.sums_of_squares([replicas[0] for replicas in grads.values()], whats)
@@ -36,5 +36,5 @@ def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Sp
 
 
 def factor_for(norm: float, limit: float) -> float:
-    """Return the factor that brings gradients of this norm to at most `limit`."""
+    """Return the factor that scales gradients of this norm to a norm of at most `limit`."""
     return min(1.0, limit / (norm + 1e-6))

@@ -1,8 +1,8 @@
-"""What a Trainer writes and reads: optimizer states, and checkpoints of everything, by itself when the workers stop.
+"""The files of a Trainer: optimizer states, and checkpoints, which it also writes by itself when the workers stop.
 
 Every step of a trainer reads its store's `stop_requested`. When the workers have agreed to stop, and `MPIKV_STOP_FILE`
-names a file, the trainer saves weights, states and the numbers of steps and examples there and ends the program with
-status 0, on all workers; `resume` of the next run goes on from there.
+names a file, the trainer saves a checkpoint there and ends the program with status 0, on all workers; `resume` of the
+next run continues from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.common.files import place_of
 from mpikv.errors import MpikvError, StatesFileError
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.strategies import codec_states
 from mpikv.strategies.states import LOAD, SAVE, save_file
 from mpikv.trainer import checkpoint, worker_states
@@ -28,18 +28,18 @@ from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
 from mpikv.trainer.weights import TrainedWeights
 
-STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
+UNPACKED_STATES = re.compile(r"\S*mpikv-resume-\w+/states")  # the file to which worker 0 unpacks states, in errors
 
 
 def _folder_of(path: str) -> str:
-    """Return where a file that is written to `path` comes to lie. Raises OSError where there is no such folder."""
+    """Return the folder of a file that is written to `path`. Raises OSError if there is no such folder."""
     folder = os.path.dirname(place_of(path))
     os.stat(folder)
     return folder
 
 
 class TrainerFiles(TrainedWeights):
-    """What of a Trainer is saved, by whom and when. worker_state: as for `Trainer`; options: of `TrainedWeights`."""
+    """The calls of a Trainer that write and read files. worker_state: see `Trainer`; options: see `TrainedWeights`."""
 
     _examples: float = 0
     _begun = False  # whether this object has made a step
@@ -52,11 +52,11 @@ class TrainerFiles(TrainedWeights):
     # --- states
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
+        """Write the optimizer's states for this trainer's parameters into one file.
 
-        Where the store makes the updates the call is collective, and worker 0 writes. Otherwise it is local, and all
-        workers would write the same: let one of them do it. With gradient compression each worker remembers something
-        else: then it is collective, too, and worker 0 writes.
+        If the store makes the updates the call is collective, and worker 0 writes. Otherwise it is local, and all
+        workers would write the same: call it on one of them. With gradient compression each worker has codec states of
+        its own: then it is collective, too, and worker 0 writes. On an error an existing file does not change.
 
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'adam')
         >>> trainer.save_states('states')
@@ -72,18 +72,18 @@ class TrainerFiles(TrainedWeights):
         else:
             self._local.save_states(checks.path("fname", fname))
 
-    def _of_codecs(self) -> Sequence[Part]:
-        """What the store's codecs remember, at worker 0. Collective where something is compressed."""
+    def _of_codecs(self) -> Sequence[StateRecord]:
+        """Return the states of the store's codecs, at worker 0. Collective if a key is compressed."""
         if self._store is None:
             return ()
         return codec_states.gather(self._store.session, self._store.strategy, SAVE, list(self._keys.values()))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Read what `save_states` wrote, with any number of workers, servers and devices.
+        """Read a file of `save_states`, with any number of workers, servers and devices.
 
-        Collective as `save_states` is. The trainer that reads must be the one that wrote: the first, second, ... of its
-        store, with the same names. Raises StatesFileError or OSError, on every worker, and has changed nothing then.
-        Example: see `save_states`.
+        Collective as `save_states` is. The trainer that reads must correspond to the one that wrote: the first, second,
+        ... of its store, with the same names. Raises StatesFileError or OSError, on every worker; nothing is changed
+        then. Example: see `save_states`.
         """
         if self._on_store and self._store is not None:
             self._store.load_optimizer_states(fname)
@@ -106,9 +106,9 @@ class TrainerFiles(TrainedWeights):
 
     @property
     def steps(self) -> int:
-        """The steps made, with those of earlier runs that it has resumed. `save` keeps the number.
+        """The number of steps made, including those of earlier runs that it has resumed. `save` saves it.
 
-        May be set, to the same number on every worker, where the weights at the start came from elsewhere.
+        May be set, to the same number on every worker, if the first weights come from a checkpoint of another kind.
 
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
         >>> trainer.step()
@@ -123,10 +123,10 @@ class TrainerFiles(TrainedWeights):
 
     @property
     def examples(self) -> float:
-        """The examples that these steps were made of: the sum of what `step` was given as `batch_size`.
+        """The number of examples that these steps have used: the sum of the `batch_size` arguments of `step`.
 
-        `save` keeps it. It is an int where every `batch_size` was a whole number. Where that is the number of examples
-        of all workers, it says how far the training is, for any number of workers: `epoch, start =
+        `save` saves it. It is an int if every `batch_size` was a whole number. If that is the number of examples of all
+        workers, the position in the data follows from it, for any number of workers: `epoch, start =
         divmod(trainer.examples, n)`, and `SplitSampler.set_epoch(epoch, start)`. May be set, to the same number on
         every worker.
 
@@ -142,12 +142,12 @@ class TrainerFiles(TrainedWeights):
         self._examples = _whole_or_float(examples)
 
     def save(self, fname: str | os.PathLike[str]) -> None:
-        """Write weights, optimizer states and the numbers of steps and examples into one file, whole or not at all.
+        """Write weights, optimizer states and the numbers of steps and examples into one file.
 
-        `resume` reads the file. Collective, blocks. Worker 0 writes, with what every worker's `worker_state` has; of
-        parameters that are not trained it writes its own values. In an asynchronous store the file has what all pushes
-        that any worker has made before led to, and worker 0's numbers. Raises OSError, also where `fname` is no regular
-        file, and UnsupportedError, on every worker; a file that is there already then stays as it was.
+        `resume` reads the file. Collective, blocks. Worker 0 writes, including every worker's `worker_state`; of
+        parameters that are not trained it writes its own values. In an asynchronous store the weights include all
+        pushes that any worker has made before, and the numbers are worker 0's. Raises OSError, also if `fname` is no
+        regular file, and UnsupportedError, on every worker; an existing file does not change then.
 
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
         >>> trainer.step()
@@ -163,7 +163,7 @@ class TrainerFiles(TrainedWeights):
             self._store.barrier()
             self.pull_weights()
         folder = self._decide("save", lambda: _folder_of(path))
-        # Worker 0's counts. Not made of the file's name, which may be as long as names can be, nor foreseen by anybody.
+        # Only worker 0's is used. Not made of the file's name, which may have the greatest length, and not predictable.
         states = os.path.join(folder, f".mpikv-{uuid.uuid4().hex[:16]}.states")
         try:
             if self._on_store:
@@ -194,13 +194,13 @@ class TrainerFiles(TrainedWeights):
                 os.remove(states)
 
     def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
-        """Go on from what `save` wrote: read weights, states and attributes; return the number of steps.
+        """Continue from a file of `save`: read weights, states and attributes; return the number of steps.
 
-        fname: by default what `MPIKV_STOP_FILE` names. Where there is no such file, or no name, nothing changes, and
-        the call returns 0. It comes before the first step. Any number of workers, servers and devices may read. What
-        workers kept for themselves (`worker_state`) comes back to as many workers; others begin with none, which
-        worker 0 says. Collective, blocks; worker 0 reads (with update_on_kvstore=False all workers do). Raises
-        StatesFileError on every worker for a file that is damaged or of another model, and has changed nothing then.
+        fname: by default the name in `MPIKV_STOP_FILE`. If there is no such file, or no name, nothing changes, and the
+        call returns 0. To be called before the first step. Any number of workers, servers and devices may read. Each
+        worker's `worker_state` is restored if there are as many workers; else none is, and worker 0 prints that.
+        Collective, blocks; worker 0 reads (with update_on_kvstore=False all workers do). Raises StatesFileError on
+        every worker for a file that is damaged or of another model; nothing is changed then.
 
         >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').resume('no-such-file')
         0
@@ -232,34 +232,34 @@ class TrainerFiles(TrainedWeights):
         try:
             self._restore(found[0] if found else None)
         except StatesFileError as error:
-            raise StatesFileError(STATES_PLACE.sub(path, str(error))) from None
-        self._give_back(found[0].of_workers if found else (), path)
+            raise StatesFileError(UNPACKED_STATES.sub(path, str(error))) from None
+        self._restore_worker_states(found[0].of_workers if found else (), path)
         self._steps, self._examples, *agreed = progress
         self._resume_factor(agreed)
         return self._steps
 
     def _restore(self, found: checkpoint.Checkpoint | None) -> None:
-        """Bring weights and states to where they belong. found: None on workers that did not read it."""
+        """Restore weights and states. found: None on workers that have not read the file."""
         with tempfile.TemporaryDirectory(prefix="mpikv-resume-") as folder:
             states = os.path.join(folder, "states")
             if found is not None:
                 found.states.tofile(states)
-            self.load_states(states)  # before anything is changed: they may be another optimizer's
+            self.load_states(states)  # fails before anything is changed if they are of another optimizer
             self._restore_weights(found.weights if found is not None else self._data())
-            self.load_states(states)  # the weights came without any
+            self.load_states(states)  # once more, since restoring the weights has removed them
 
-    def _give_back(self, of_workers: Sequence[Any], path: str) -> None:
-        """Bring what workers kept for themselves to them. of_workers: empty on those that did not read it."""
+    def _restore_worker_states(self, of_workers: Sequence[Any], path: str) -> None:
+        """Give each worker its own state. of_workers: empty on workers that have not read the file."""
         first, num_workers = (True, 1) if self._store is None else (self._store.rank == 0, self._store.num_workers)
         if of_workers and len(of_workers) != num_workers:
             if first and self._worker_state is not None:
-                told = f"mpikv: {path} has what each of {len(of_workers)} workers kept (worker_state)"
-                print(f"{told}, and {num_workers} go on: they begin with none of it", file=sys.stderr, flush=True)
+                text = f"mpikv: {path} has what each of {len(of_workers)} workers kept (worker_state)"
+                print(f"{text}, and {num_workers} go on: they begin with none of it", file=sys.stderr, flush=True)
             of_workers = ()
-        worker_states.spread(self._store, self._worker_state, of_workers, path)
+        worker_states.distribute(self._store, self._worker_state, of_workers, path)
 
     def _restore_weights(self, weights: Mapping[str, Any]) -> None:
-        """Bring weights to the owners and into the parameters. Of several workers' weights worker 0's count."""
+        """Copy weights to the owners and into the parameters. Worker 0's are used if several workers have read them."""
         if self._store is None:
             for name, parameter in self._params.items():
                 for replica in list_data(parameter):
@@ -268,7 +268,7 @@ class TrainerFiles(TrainedWeights):
             fixed = [name for name in self._params if name not in self._trained]
             for names, updated in ((self._trained, self._on_store), (fixed, self._asynchronous)):
                 if names:
-                    checkpoint.spread(
+                    checkpoint.distribute(
                         self._store,
                         [self._keys[name] for name in names],
                         [weights[name] for name in names],
@@ -279,9 +279,9 @@ class TrainerFiles(TrainedWeights):
             data_written(parameter)
 
     def sync_buffers(self) -> None:
-        """Give every worker worker 0's buffers of the module, before an evaluation that they share, say.
+        """Copy worker 0's buffers of the module to every worker, for example before an evaluation by all of them.
 
-        Collective, blocks. Nothing happens where the trainer was not given a module, or where there is no store.
+        Collective, blocks. Does nothing if the trainer was not given a module, or if there is no store.
 
         >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').sync_buffers()
         """
@@ -290,7 +290,7 @@ class TrainerFiles(TrainedWeights):
             values = [list_data(self._params[name]) for name in names]
             optimizer = self._optimizer if self._asynchronous else None
             keys = [self._keys[name] for name in names]
-            checkpoint.spread(self._store, keys, [replicas[0] for replicas in values], values, optimizer)
+            checkpoint.distribute(self._store, keys, [replicas[0] for replicas in values], values, optimizer)
             for name in names:
                 data_written(self._params[name])
 
@@ -298,9 +298,9 @@ class TrainerFiles(TrainedWeights):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the last step was the one after which all workers stop: save what is to be kept, and leave the loop.
+        """Whether all workers stop after the last step. Then save what you need, and leave the training loop.
 
-        Every step reads `stop_requested` of the store, so that a program need not read that one. Local.
+        Every step reads `stop_requested` of the store, so that a program does not have to read that one. Local.
 
         >>> store = kv.create('local')
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd', kvstore=store)
@@ -312,7 +312,7 @@ class TrainerFiles(TrainedWeights):
         return self._stopped
 
     def _count_step(self, batch_size: float) -> None:
-        """After each step."""
+        """Count a step; save a checkpoint and end the program if the workers have agreed to stop."""
         self._steps += 1
         self._examples += batch_size if type(batch_size) is int else _whole_or_float(batch_size)
         self._begun = True
@@ -338,6 +338,6 @@ class TrainerFiles(TrainedWeights):
 
 
 def _whole_or_float(number: float) -> float:
-    """A number of examples as JSON has it: an int where it is whole."""
-    plain = checks.number("examples", number, 0.0)
-    return int(number) if plain.is_integer() else plain
+    """Return a number of examples for JSON: an int if it is a whole number."""
+    checked = checks.number("examples", number, 0.0)
+    return int(number) if checked.is_integer() else checked

@@ -1,8 +1,7 @@
-"""Updates where no store makes them: a worker applies the optimizer to its own weights.
+"""Updates that no store makes: a worker applies the optimizer to its own weights.
 
-The first device's replica is updated where it is, in host memory or on its GPU, in place where it is contiguous there,
-and copied to the others. So replicas cannot drift apart, and an optimizer's state is held once per worker, not once per
-device.
+The first device's replica is updated in its memory (host or GPU), in place if it is contiguous, and copied to the other
+devices. So replicas stay equal, and each worker holds the optimizer's states once, not once per device.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 
 from mpikv.common.checks import shown
 from mpikv.optimizers import Optimizer
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key
 from mpikv.session.base import NewKey, Session
 from mpikv.spaces.base import SpaceArray
@@ -24,7 +23,7 @@ from mpikv.strategies.states import load_file, save_file
 
 
 class WeightUpdate(NamedTuple):
-    """What is updated: the weight on every device, and by what: the sum of the gradients over devices and workers."""
+    """A weight on every device, and its gradient, the sum over devices and workers."""
 
     key: Key
     weights: Sequence[Any]
@@ -32,9 +31,9 @@ class WeightUpdate(NamedTuple):
 
 
 class LocalUpdates:
-    """An optimizer with the states of some keys, in this process. Local calls, nothing is sent.
+    """An optimizer with the states of some keys, in this process. Its calls are local.
 
-    spaces: where weights may be; by default host memory alone, to which all others then come.
+    spaces: in which weights are updated; by default in host memory alone, to which weights on a GPU are then copied.
     """
 
     def __init__(self, optimizer: Optimizer, spaces: Spaces | None = None) -> None:
@@ -45,11 +44,11 @@ class LocalUpdates:
         self._held: dict[Key, SpaceArray] = {}
 
     def add(self, key: Key, weight: Any) -> None:
-        """Begin to update the key with this weight (an array of any library)."""
+        """Add a key with this weight (an array of any library)."""
         spaces, what = self._spaces, f"the weight of {shown(key)}"
-        (caller,) = spaces.callers([weight])
-        space = spaces.where(caller)
-        held = spaces.in_place(space, caller, what)  # the updates are then made in the model's memory
+        (caller,) = spaces.callers_arrays([weight])
+        space = spaces.space_of(caller)
+        held = spaces.in_place(space, caller, what)  # so that updates are made in the model's memory
         if held is None or (isinstance(held, np.ndarray) and not held.flags.writeable):
             held = spaces.total(space, [caller], what, on_device=True)
         self._held[key] = held
@@ -58,24 +57,24 @@ class LocalUpdates:
     def apply(self, updates: Sequence[WeightUpdate]) -> None:
         """Make one update of each key; each of its weights gets the new value."""
         spaces = self._spaces
-        seen = [spaces.callers([update.grad, *update.weights]) for update in updates]
+        callers = [spaces.callers_arrays([update.grad, *update.weights]) for update in updates]
         in_place = [
-            self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, seen, strict=True)
+            self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, callers, strict=True)
         ]
-        for update, (_, *weights), done in zip(updates, seen, in_place, strict=True):
+        for update, (_, *weights), done in zip(updates, callers, in_place, strict=True):
             for weight in weights[done:]:
                 space = self._session.infos[update.key].space
                 spaces.write(space, weight, self._held[update.key], f"the weight of {shown(update.key)}")
-        spaces.hand_back([array for arrays in seen for array in arrays])
+        spaces.make_callers_wait([array for arrays in callers for array in arrays])
 
     def _apply(self, key: Key, weight: Any, grad: Any) -> bool:
-        """Update the key's first weight. Returns whether that was made in its own memory."""
+        """Update the key's first weight. Returns whether it was updated in its own memory."""
         spaces, info = self._spaces, self._session.infos[key]
         space, held, what = info.space, self._held[key], f"the weight of {shown(key)}"
-        in_place = spaces.lies_in(space, held, weight)
+        in_place = spaces.is_view_of(space, held, weight)
         if not in_place:
-            # The model may have changed it, or moved it to other memory.
-            spaces.named(space).copy(held, spaces.total(space, [weight], what, on_device=True))
+            # The model may have changed the weight, or moved it to other memory.
+            spaces.by_name(space).copy(held, spaces.total(space, [weight], what, on_device=True))
         of_grad = f"the gradient of {shown(key)}"
         total = spaces.in_place(space, grad, of_grad)
         if total is None:
@@ -83,16 +82,16 @@ class LocalUpdates:
         self._strategy.push(info, total)
         return in_place
 
-    def save_states(self, path: str, of_codecs: Sequence[Part] = ()) -> None:
-        """Write the states into one file, whole or not at all, in the format of a store's file.
+    def save_states(self, path: str, of_codecs: Sequence[StateRecord] = ()) -> None:
+        """Write the states into one file, in the format of a store's file. On an error an existing file is unchanged.
 
-        of_codecs: what codecs remember that a store has for the same keys.
+        of_codecs: the states of a store's codecs for the same keys.
         """
         save_file(self._session, self._strategy, path, dump_optimizer=True, of_codecs=of_codecs)
 
-    def load_states(self, path: str) -> Sequence[Part]:
+    def load_states(self, path: str) -> Sequence[StateRecord]:
         """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError.
 
-        Returns what the file has of codecs.
+        Returns the states of codecs in the file.
         """
         return load_file(self._session, self._strategy, path)

@@ -1,12 +1,12 @@
-"""Gradients that leave during the backward pass: the rules that keep them right.
+"""Pushes gradients during the backward pass (`overlap=True`), and checks that they do not change afterwards.
 
-A hook on each PyTorch parameter is called when a backward pass has added to its gradient. The trainer then sends it,
-and `step` sends the rest. What was sent cannot be called back. So until the step no other pass may add to it, and
-nobody may change it (to clip it, say): both are errors, found by the version that PyTorch counts for every tensor.
-Passes that are only to be added up are made in `no_sync`.
+A hook on each PyTorch parameter is called when a backward pass has added to its gradient. The trainer then pushes it,
+and `step` pushes the others. A pushed gradient cannot be taken back. So until the step no other pass may add to it, and
+the program must not change it, for example to clip it. Both are errors, which are detected by PyTorch's version counter
+of each tensor. Passes whose gradients are only accumulated are made in `no_sync`.
 
-The rules hold in every mode, also on one host, where nothing is sent before the step: a program that works there works
-on a cluster.
+The rules apply in every mode, also on one host, where nothing is sent before the step: so a program that works there
+works on a cluster, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mpikv.errors import MpikvError
 from mpikv.trainer.torch_parameter import Tensor, TorchParameter
 
 
-class _Sent(NamedTuple):
-    """A gradient as it was when it was handed over."""
+class _Pushed(NamedTuple):
+    """A gradient, and its version when it was pushed."""
 
     grad: Tensor
     version: int
@@ -32,20 +32,20 @@ class Overlap:
 
     def __init__(self, parameters: Mapping[str, TorchParameter], ready: Callable[[str], None]) -> None:
         self._parameters = parameters
-        self._ready = weakref.WeakMethod(ready)  # in no cycle, so that a trainer is gone with its last reference
-        self._sent: dict[str, _Sent] = {}
+        self._ready = weakref.WeakMethod(ready)  # no cycle, so that a trainer is freed with its last reference
+        self._pushed: dict[str, _Pushed] = {}
         self._paused = 0
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
 
     def accumulated(self, name: str) -> None:
-        """Take note that a backward pass has added to this gradient."""
+        """Push this gradient, to which a backward pass has added."""
         if self._paused:
             return
-        if name in self._sent:
+        if name in self._pushed:
             raise MpikvError(
-                f"a second backward pass before the step: the gradient of {name!r} was handed over after the first one "
+                f"a second backward pass before the step: the gradient of {name!r} was pushed after the first one "
                 "(overlap=True). Make all passes but the last one in `with trainer.no_sync():`"
             )
         ready = self._ready()
@@ -53,25 +53,25 @@ class Overlap:
             return
         ready(name)
         grad = self._parameters[name].tensor.grad
-        self._sent[name] = _Sent(grad, grad._version)
+        self._pushed[name] = _Pushed(grad, grad._version)
 
     def check(self) -> None:
-        """Raise MpikvError, before the step, where a gradient is not any more what was handed over."""
-        for name, sent in self._sent.items():
+        """Raise MpikvError, before the step, if a gradient has changed since it was pushed."""
+        for name, pushed in self._pushed.items():
             grad = self._parameters[name].tensor.grad
-            if grad is not sent.grad or grad._version != sent.version:
+            if grad is not pushed.grad or grad._version != pushed.version:
                 raise MpikvError(
-                    f"the gradient of {name!r} was changed after the backward pass, when it had been handed over "
+                    f"the gradient of {name!r} was changed after the backward pass, when it had been pushed "
                     "(overlap=True). Clip with clip_global_norm=, call zero_grad after the step, or leave overlap out"
                 )
 
     def clear(self) -> None:
-        """Forget what was handed over, after the step."""
-        self._sent.clear()
+        """Forget the pushed gradients, after the step."""
+        self._pushed.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which backward passes only add up."""
+        """Return a context in which backward passes push nothing, so that gradients accumulate."""
         self._paused += 1
         try:
             yield
@@ -81,7 +81,7 @@ class Overlap:
 
 def _hook(overlap: weakref.ref[Overlap], name: str) -> Callable[[Tensor], None]:
     def accumulated(_: Any) -> None:
-        found = overlap()  # a trainer that is gone takes its hooks with it
+        found = overlap()  # None once the trainer is freed
         if found is not None:
             found.accumulated(name)
 

@@ -1,8 +1,8 @@
 """A parameter of a model: a weight and its gradient, one replica of each per device.
 
-For models written with NumPy or CuPy. The backward pass writes the gradient into `grad` (or one of `list_grad()`
-per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` needs none of this: a trainer
-takes it as it is (torch_parameter.py).
+For models written with NumPy or CuPy. The backward pass writes the gradient into `grad` (or one of `list_grad()` per
+device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` is given to a trainer directly
+(torch_parameter.py).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
 class Parameter:
     """A weight with its gradient.
 
-    value: a NumPy or CuPy array, which is then used itself and not copied, so that a model that holds it sees every
-    update; or anything that `numpy.asarray` takes. Instead of a value, `shape` with `init`: a number to fill with, or a
-    function of the shape that returns the values. name: what errors and files call it; a Trainer gives a name to one
-    that has none. devices: where the replicas are, as in `split_and_load`; None is one replica, where the value is.
-    grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the model's
-    backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult: factors on
-    the learning rate and the weight decay of this parameter. sparse: `grad` is a `RowSparse`, and a Trainer sends and
-    updates its rows alone (docs/row-sparse.md); the model assigns it, or the sparse value of another library, after
-    each backward pass. The weight stays a dense NumPy array.
+    value: a NumPy or CuPy array, which is used itself and not copied, so that a model that holds it sees every update;
+    or anything that `numpy.asarray` accepts. Instead of a value, `shape` with `init`: a number to fill with, or a
+    function of the shape that returns the values. name: for errors and files; a Trainer names a parameter without one.
+    devices: of the replicas, as in `split_and_load`; None: one replica, on the value's device. grad_req: with 'null' a
+    Trainer does not change the weight. 'write' and 'add' are the same here: it is the model's backward pass that
+    overwrites its gradient or adds to it (and then calls `zero_grad`). lr_mult, wd_mult: factors of the learning rate
+    and the weight decay of this parameter. sparse: `grad` is a `RowSparse`, and a Trainer sends and updates its rows
+    alone (docs/row-sparse.md); the model assigns it, or the sparse value of another library, after each backward pass.
+    The weight stays a dense NumPy array.
 
     Local. Raises TypeError for values that are no arrays, ValueError for contradicting arguments or a read-only array.
 
@@ -76,14 +76,14 @@ class Parameter:
         if devices is None:
             self._data = [first]
         else:
-            # A copy each: two replicas on the host, or a replica and the caller's array, must not be the same memory.
+            # Each is a copy, so that no two replicas on the host, or a replica and the caller's array, share memory.
             self._data = []
             for device in several(devices):
                 with use(device):  # CuPy copies to the current device
                     self._data.append(put(first, device).copy())
         for replica in self._data:
             as_numpy.check_writable(replica, f"parameter {name or ''}".strip())
-        self._grads: list[Any] | None = None  # made when they are first asked for: a Trainer may know a better place
+        self._grads: list[Any] | None = None  # made at the first use, since a Trainer may call `place_grad` before
 
     @property
     def _grad(self) -> list[Any]:
@@ -95,10 +95,10 @@ class Parameter:
         return self._grads
 
     def place_grad(self, memory: Any) -> None:
-        """Keep the gradient in `memory`, unless somebody has asked for the gradient before, or the weight is elsewhere.
+        """Keep the gradient in `memory`, unless the gradient was used before, or the weight is in other memory.
 
         memory: zeros of the shape and dtype of the weight, of NumPy or, on a GPU, of CuPy. A Trainer calls it, so that
-        gradients lie in memory of the store. Local.
+        gradients are in memory of the store. Local.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> weight.place_grad(memory := np.zeros(2))
@@ -185,14 +185,14 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
         array = as_numpy.as_host("what init returned", filled, found)
         if array.shape != wanted:
             raise ValueError(f"init returned values of shape {array.shape}; the parameter has shape {wanted}")
-        # A new array: init may hand out the same one each time.
+        # Copied, since init may return the same array each time.
         return array.copy()
     if not isinstance(value, np.ndarray) and not as_numpy.is_device(value):
         if as_numpy.is_array(value):
             kind = type(value).__module__.partition(".")[0]
             raise TypeError(
-                f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; a torch.nn.Parameter goes to the "
-                "Trainer as it is"
+                f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; give a torch.nn.Parameter to the "
+                "Trainer itself"
             )
         value = as_numpy.as_host("a parameter", value, dtype)
     if dtype is not None:
@@ -210,7 +210,7 @@ def _same_memory(array: Any, other: Any) -> bool:
 
 def _zeros_like(array: Any) -> Any:
     with array.device if as_numpy.is_device(array) and hasattr(array, "device") else nullcontext():
-        zeros = array.copy()  # NumPy's and CuPy's alike
+        zeros = array.copy()  # a method that NumPy's and CuPy's arrays both have
         zeros[...] = 0
     return zeros
 
@@ -230,9 +230,9 @@ def _copy_into(replica: Any, value: Any, what: str) -> None:
 
 
 def named(params: Any) -> dict[str, Any]:
-    """name -> parameter, in the order in which they go through the store; tensors as `TorchParameter`.
+    """Return the parameters by name, in the order of their keys in the store; tensors as `TorchParameter`.
 
-    params: as a Trainer takes them. Raises TypeError or ValueError for what is none.
+    params: see `Trainer`. Raises TypeError or ValueError for anything else.
     """
     if is_module(params):
         pairs: list[tuple[Any, Any]] = list(of_module(params))
@@ -259,8 +259,8 @@ def named(params: Any) -> dict[str, Any]:
             if id(parameter) in seen:
                 continue  # tied weights: one parameter with two names
             seen.add(id(parameter))
-            parameter = TorchParameter(parameter, name)  # noqa: PLW2901 - what it is from here on
-        # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
+            parameter = TorchParameter(parameter, name)  # noqa: PLW2901 - the parameter from here on
+        # `hasattr(parameter, "grad")` is not called for a Parameter, which would make its gradient before `place_grad`.
         if not isinstance(parameter, (Parameter, TorchParameter, TorchBuffer)) and not (
             hasattr(parameter, "data") and hasattr(parameter, "grad")
         ):
@@ -287,10 +287,10 @@ def named(params: Any) -> dict[str, Any]:
     return result
 
 
-def _pair(place: int, element: Any) -> tuple[Any, Any]:
-    if isinstance(element, tuple) and len(element) == 2:  # as named_parameters() gives them
+def _pair(index: int, element: Any) -> tuple[Any, Any]:
+    if isinstance(element, tuple) and len(element) == 2:  # as named_parameters() yields them
         return element
-    return getattr(element, "name", None) or str(place), element
+    return getattr(element, "name", None) or str(index), element
 
 
 def list_data(parameter: Any) -> list[Any]:
@@ -304,12 +304,12 @@ def list_grad(parameter: Any) -> list[Any]:
 
 
 def is_frozen(parameter: Any) -> bool:
-    """Whether a parameter of any kind is not trained now."""
+    """Whether a parameter of any kind is not trained at present."""
     return getattr(parameter, "grad_req", "write") == "null" or not getattr(parameter, "requires_grad", True)
 
 
 def zero_grad(parameter: Any) -> None:
-    """Make the gradient of a parameter of any kind 0, also where there is none yet."""
+    """Set the gradient of a parameter of any kind to 0; make it if there is none yet."""
     if hasattr(parameter, "zero_grad"):
         parameter.zero_grad()
     else:
@@ -319,7 +319,7 @@ def zero_grad(parameter: Any) -> None:
 
 
 def clear_grad(parameter: Any, *, set_to_none: bool) -> None:
-    """Forget the gradient of a parameter of any kind: None where it may be that, else 0."""
+    """Set the gradient of a parameter of any kind to None if its kind allows that and `set_to_none`, else to 0."""
     if isinstance(parameter, TorchParameter):
         parameter.zero_grad(set_to_none=set_to_none)
     elif isinstance(parameter, Parameter) or not set_to_none:
@@ -329,18 +329,18 @@ def clear_grad(parameter: Any, *, set_to_none: bool) -> None:
 
 
 def place_grad(parameter: Any, memory: np.ndarray[Any, Any]) -> None:
-    """Let the gradient lie in `memory`, zeros of its shape and dtype, where the kind of parameter allows it."""
+    """Keep the gradient in `memory`, zeros of its shape and dtype, if the kind of parameter allows it."""
     if isinstance(parameter, (Parameter, TorchParameter)):
         parameter.place_grad(memory)
 
 
 def data_written(parameter: Any) -> None:
-    """The arrays of `list_data` hold a new weight: to be called after each write."""
+    """Note that the arrays of `list_data` hold a new weight; to be called after each write."""
     if isinstance(parameter, (TorchParameter, TorchBuffer)):
         parameter.data_written()
 
 
 def grad_written(parameter: Any) -> None:
-    """The arrays of `list_grad` hold another value: to be called after each write."""
+    """Note that the arrays of `list_grad` hold a new value; to be called after each write."""
     if isinstance(parameter, TorchParameter):
         parameter.grad_written()

@@ -1,7 +1,7 @@
-"""Row-sparse parameters of a Trainer: their gradients go to the store by rows, and changed rows come back.
+"""Row-sparse parameters of a Trainer: a worker pushes the rows of their gradients, and pulls the changed rows.
 
-The weight is a dense array on every worker, as models read it. Of the store's rows a worker fetches those that were
-changed since it last asked, by whichever worker: as many as all workers' gradients have.
+The weight is a dense array on every worker, as models read it. A worker pulls the rows that any worker's push has
+changed since its last pull: in each step those that are in some worker's gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpikv.trainer.parameter import list_data
 def sparse_names(
     params: Mapping[str, Any], trained: Sequence[str], store: KVStore | None, optimizer: Optimizer, *, on_store: bool
 ) -> list[str]:
-    """Return the names of the trained parameters that are row-sparse. UnsupportedError where they cannot be."""
+    """Return the names of the trained row-sparse parameters. Raises UnsupportedError if one cannot be row-sparse."""
     names = [name for name in trained if getattr(params[name], "sparse", False)]
     for name in names:
         why = ""
@@ -39,22 +39,22 @@ def sparse_names(
 
 
 def start(store: KVStore, key: str, parameter: Any) -> None:
-    """Give the store worker 0's weight, and bring it into all replicas. Collective, blocks."""
+    """Initialise the store's key with worker 0's weight, and pull it into all replicas. Collective, blocks."""
     replicas = list_data(parameter)
     store.init(key, RowSparse.of(replicas[0]))
-    ChangedRows(store, key, parameter, 0).wait()  # from now on the owners note which rows change
+    ChangedRows(store, key, parameter, 0).wait()  # after this first call the owners note which rows change
     store.pull(key, replicas, ignore_sparse=False)
 
 
 class ChangedRows:
-    """The changed rows that are being pulled into a weight. They are waited for as a `Request` is."""
+    """A pull of the changed rows into a weight, which is waited for like a `Request`."""
 
     def __init__(self, store: KVStore, key: str, parameter: Any, priority: int) -> None:
         self._session, self._parameter = store.session, parameter
         self._pending, self._finish = store.strategy.changed_rows(store.session.infos[key], priority)
 
     def wait(self) -> None:
-        """Block until they are there, and write them into all replicas."""
+        """Block until the rows have arrived, and write them into all replicas."""
         for pending in self._pending:
             self._session.wait(pending)
         changed = self._finish()

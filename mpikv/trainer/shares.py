@@ -1,8 +1,8 @@
-"""What each worker brings to a step, and so what its gradients are divided by.
+"""The share of each worker's examples in a step, which decides what its gradients are divided by.
 
-Where workers count their examples, or some of them have run out of data (`Trainer.join`), all learn what all bring by
-one small `pushpull` of a table with a column for each worker. They then work out the same numbers, and a mistake is an
-error on all of them.
+If workers count their examples, or some of them have run out of data (`Trainer.join`), they exchange their numbers of
+examples by one small `pushpull` of a table with a column for each worker. Then all compute the same divisor, and a
+wrong call is an error on all of them.
 
 Cost: one exchange of 24 bytes per worker, in such steps only.
 """
@@ -21,15 +21,18 @@ from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Function, Optimizer
 
-# What a worker's gradients are. 0: it has none.
+# The kinds of a worker's gradients. 0: it has none.
 SUMS = 1  # over its examples
 MEANS = 2  # over its examples
-UNCOUNTED = 3  # means over examples whose number is not said
+UNCOUNTED = 3  # means over an unknown number of examples
 _CALLS = {SUMS: "step(batch_size)", MEANS: "step(examples=)", UNCOUNTED: "step()"}
 
 
 class _Table(NamedTuple):
-    """What the workers bring: one number for each worker, (num_workers,), in each field."""
+    """What the workers have exchanged; each field has one number for each worker, (num_workers,).
+
+    kinds: of gradients. examples: number of examples. rates: learning rates.
+    """
 
     kinds: HostArray
     examples: HostArray
@@ -37,10 +40,9 @@ class _Table(NamedTuple):
 
 
 class Share(NamedTuple):
-    """By what the sum of all gradients is divided, and by what this worker's are multiplied before.
+    """How a step scales gradients. divisor: of the sum over all workers. factor: of this worker's gradients before.
 
-    The factor makes them weigh as much as the worker's examples do. examples: how many all workers bring, 0 where
-    nobody says.
+    With the factor a worker's mean has the weight of its number of examples. examples: of all workers, 0 if unknown.
     """
 
     divisor: float
@@ -49,9 +51,9 @@ class Share(NamedTuple):
 
 
 class Shares:
-    """Knows what the workers of a trainer bring to its steps.
+    """Determines the share of each step of a trainer.
 
-    key: one that nobody else uses. devices: how many have a gradient of each parameter.
+    key: of the table, not used otherwise. devices: number of devices that have a gradient of each parameter.
     """
 
     def __init__(self, store: KVStore | None, key: str, devices: int, optimizer: Optimizer) -> None:
@@ -64,10 +66,10 @@ class Shares:
         self.joined = False
 
     def of_step(self, batch_size: float | None, examples: float | None) -> Share:
-        """Return the share with which the sum of all workers' gradients is what `Trainer.step` promises.
+        """Return the share for a `Trainer.step` with these arguments.
 
-        Collective where workers count or are in `join`. Raises ValueError for numbers that are none, and on all workers
-        where they call in different ways.
+        Collective if workers count examples or are in `join`. Raises ValueError for a wrong number, and on all workers
+        if they pass different arguments.
         """
         if batch_size is not None and examples is not None:
             raise ValueError(
@@ -86,10 +88,10 @@ class Shares:
         return self._share(self._exchange(kind, number), self._rank)
 
     def of_others(self) -> Share | None:
-        """Say that this worker has run out of data.
+        """Take part in the others' next step, after this worker has run out of data.
 
-        Returns its share in the others' next step, None if nobody makes one. Takes over their learning rate, which they
-        may have set in their loop.
+        Returns its share in that step; None: no worker makes one. Sets the learning rate to theirs, which they may have
+        changed in their loop.
         """
         table = self._exchange(0, 0.0)
         present = np.flatnonzero(table.kinds)
@@ -101,17 +103,17 @@ class Shares:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Return a context in which steps are made with the workers that have data. Entering it is collective."""
+        """Return a context in which a step includes only workers that have data. Entering it is collective."""
         if self.joined:
             raise MpikvError("join inside join of the same trainer: one block is around the whole loop")
-        self._begin("join")
+        self._init_table("join")
         self.joined = True
         try:
             yield
         finally:
             self.joined = False
 
-    def _begin(self, call: str) -> HostArray:
+    def _init_table(self, call: str) -> HostArray:
         if self._array is None:
             if self._store is not None and "async" in self._store.type:
                 raise UnsupportedError(
@@ -122,12 +124,12 @@ class Shares:
             if self._store is not None:
                 self._store.session.compressions.exempt(self._key)
                 self._store.init(self._key, self._array)
-                # Else an optimizer that the program gave the store would serve the key.
+                # Without it, an optimizer that the program has set for the store would update the key.
                 self._store.strategy.set_optimizer(Function(_keep), [self._key])
         return self._array
 
     def _exchange(self, kind: int, examples: float) -> _Table:
-        array = self._begin("step(examples=)")
+        array = self._init_table("step(examples=)")
         array[...] = 0
         array[:, self._rank] = kind, examples, self._optimizer.learning_rate
         if self._store is not None:
@@ -147,12 +149,12 @@ class Shares:
         total = float(np.sum(table.examples))
         if kinds == {SUMS}:
             return Share(total, examples=total)
-        # The divisor is the same in every step, as long as the same workers are there.
+        # This divisor stays the same from step to step, as long as the same workers have data.
         return Share(float(present.size) * self._devices, float(table.examples[worker]) * present.size / total, total)
 
 
 def positive(value: Any, what: str) -> float:
-    """Return a finite number above 0; ValueError that says `what` it is for anything else."""
+    """Return a finite number above 0. Raises ValueError, which begins with `what`, for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or not 0 < float(value) < math.inf:
         raise ValueError(f"{what} is a number above 0; got {value!r}")
     return float(value)

@@ -1,4 +1,4 @@
-"""Which store a Trainer uses, who makes the updates, and where the gradients lie."""
+"""Decides which store a Trainer uses, whether the store or the workers make the updates, and where gradients are."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mpikv.trainer.parameter import list_data, place_grad
 
 
 def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
-    """Return the store that a Trainer's argument means."""
+    """Return the store for a Trainer's argument `kvstore`."""
     if isinstance(kvstore, KVStore):
         return kvstore
     if kvstore is not None and not isinstance(kvstore, str):
         raise checks.wrong("kvstore", "a type such as 'dist_sync', a store or None", kvstore)
-    # An unknown name must not pass, even where no store is made.
+    # `spec.parse` raises for an unknown name, even if no store is made.
     if kvstore is not None and (spec.parse(kvstore).distributed or several_devices):
         return kv.create(kvstore)
     notices.warn_of_unread()
@@ -36,7 +36,7 @@ def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | 
 
 
 def check_stop_file(store: KVStore | None) -> None:
-    """Raise ConfigError where the stop file cannot be written: when the stop comes it is too late."""
+    """Raise ConfigError if the stop file cannot be written, since an error at the stop would lose the training."""
     path = "" if store is None or store.rank != 0 else store.session.stop_file
     if not path:
         return
@@ -50,7 +50,7 @@ def check_stop_file(store: KVStore | None) -> None:
 
 
 def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:
-    """Decide whether the store makes the updates. wanted: what the user says; None: whatever is better."""
+    """Decide whether the store makes the updates. wanted: the user's choice; None: it does if it can."""
     if wanted is not None and not isinstance(wanted, bool):
         raise checks.wrong("update_on_kvstore", "True, False or None", wanted)
     if clips and store is not None and "async" in store.type:
@@ -69,17 +69,17 @@ def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool)
 
 
 def warn_of_codec(store: KVStore, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-    """Warn where an optimizer like Adam gets gradients of a codec that spoils them for it. Local."""
+    """Warn if an optimizer like Adam gets gradients of a codec with which it trains badly. Local."""
     if isinstance(optimizer, RunningMeans) or hasattr(optimizer, "betas"):
         for codec in {store.session.infos[key].codec for key in keys}:
             notices.warn_of_codec(compression.of_text(codec).push.name)
 
 
 def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str]) -> None:
-    """Put the gradients into memory that the host's workers share, side by side, where no copy of them is needed.
+    """Allocate the gradients in memory that the host's workers share, so that they are added without a copy.
 
-    There is a place for each parameter, also for one that this worker has on another device than its key: all workers
-    must allocate alike, and memory that nobody writes to takes no room.
+    Each parameter gets a place, also one that this worker has on another device than its key: all workers must allocate
+    alike, and pages that are never written take no memory.
     """
     kinds: dict[str, list[str]] = {}
     for name in trained:

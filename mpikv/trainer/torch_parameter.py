@@ -1,18 +1,19 @@
-"""A PyTorch parameter, and a buffer of a module, as a `Trainer` sees them: arrays of weight and gradient.
+"""A PyTorch parameter, or a buffer of a module, as a `Trainer` uses it: arrays of weight and gradient.
 
-They are NumPy's, of a tensor in host memory. A tensor on a GPU is handed out itself, where the trainer has a GPU.
+For a tensor in host memory these are NumPy arrays. For one on a GPU they are tensors, if the trainer uses a GPU.
 
-PyTorch is not imported here. Whoever has a tensor has imported it, and that is how a tensor is recognised.
+PyTorch is not imported here: a program that has tensors has imported it.
 
-Weight: the array is the tensor's own memory, and stays the same object as long as the tensor stays where it is, so that
-a store knows it again. Memory that neither NumPy nor the trainer sees is copied to the host and back. Every update
-counts the tensor's version on: a backward pass through weights that have changed is then PyTorch's usual error.
+Weight: the array is a view of the tensor's own memory. The same object is returned as long as the tensor does not move,
+so that a store recognises it. Memory that neither NumPy nor the trainer can access is copied to the host and back.
+Every update increases the tensor's version, so that a backward pass through changed weights raises PyTorch's usual
+error.
 
-Gradient: where the host's workers share memory, the trainer gives each parameter a place there. The backward pass puts
-a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon as it is complete: one copy, of values
-that are still in the cache. From then on `.grad` is that place, and later passes add to it there. If the program has
-kept the gradient when the next one is moved, that one goes to other memory. On a GPU the place is in the store's
-memory, and gets a copy of the gradient in the step.
+Gradient: if the host's workers share memory, the trainer gives each parameter a place there. After `zero_grad()` the
+backward pass assigns a new tensor to `.grad`. A hook copies it to the place as soon as it is complete, while its values
+are still in the cache. From then on `.grad` is a tensor of that place, and later passes add to it. If the program still
+has the old gradient when the next one is copied, that one goes to other memory. On a GPU the place is in the store's
+memory, and the step copies the gradient to it.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ def is_module(value: object) -> bool:
 
 def of_module(module: Any) -> Iterator[tuple[str, TorchParameter | TorchBuffer]]:
     """Yield parameters, those with two names once, and then buffers, with the module's names and in its order."""
-    # Layers such as Embedding(sparse=True), whose gradients are some rows of the weight.
-    sparse = {id(getattr(part, "weight", None)) for part in module.modules() if getattr(part, "sparse", False) is True}
+    # Weights of layers such as Embedding(sparse=True), whose gradients are some of the rows.
+    layers = [layer for layer in module.modules() if getattr(layer, "sparse", False) is True]
+    sparse = {id(getattr(layer, "weight", None)) for layer in layers}
     for name, tensor in module.named_parameters():
         yield name, TorchParameter(tensor, name, sparse=id(tensor) in sparse)
     for name, _ in module.named_buffers():
         yield name, TorchBuffer(module, name)
 
 
-def came_later(module: Any, known: Container[int]) -> dict[str, Tensor]:
-    """Return by name the parameters whose tensors' ids are not known. Quick where there are none, as in most steps."""
+def added_parameters(module: Any, known: Container[int]) -> dict[str, Tensor]:
+    """Return by name the parameters whose tensors' ids are not known. Fast if there are none, as in most steps."""
     if all(id(tensor) in known for tensor in module.parameters()):
         return {}
     return {name: tensor for name, tensor in module.named_parameters() if id(tensor) not in known}
@@ -65,7 +67,7 @@ def came_later(module: Any, known: Container[int]) -> dict[str, Tensor]:
 class TorchParameter:
     """A tensor that is trained, or not (`requires_grad`). Raises ValueError for the result of a computation.
 
-    sparse: its gradient is handed out as a `RowSparse`.
+    sparse: `list_grad` returns its gradient as a `RowSparse`.
     """
 
     def __init__(self, tensor: Tensor, name: str, *, sparse: bool = False) -> None:
@@ -74,39 +76,40 @@ class TorchParameter:
         self.tensor = tensor
         self.name = name
         self.sparse = sparse
-        self.through_host = False  # whether a tensor on a GPU is handed out as a copy in host memory
+        self.through_host = False  # whether a tensor on a GPU is returned as a copy in host memory
         self._address = -1
         self._weight: Any = None
-        self._copy: Tensor = None  # of a weight that the host cannot see
-        self._placed: Tensor = None  # where the gradient is to lie
-        self._memory: Any = None  # the same as it is handed out
-        self._lives: weakref.ref[Any] | None = None  # dead if nobody has a tensor there; None: it is never a `.grad`
-        self._version: int | None = None  # of the tensor when a weight was written last
+        self._copy: Tensor = None  # on the host, of a weight that the host cannot access
+        self._placed: Tensor = None  # a tensor of the gradient's place
+        self._memory: Any = None  # the array that `list_grad` returns for it
+        # Dead if no tensor of the gradient's place is referred to; None: the place never becomes `.grad`.
+        self._place_in_use: weakref.ref[Any] | None = None
+        self._version: int | None = None  # of the tensor after a weight was last written
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the tensor is trained now."""
+        """Whether the tensor is trained at present."""
         return bool(self.tensor.requires_grad)
 
     @property
     def lr_mult(self) -> float:
-        """The tensor's attribute of this name; 1 where it has none."""
+        """The tensor's attribute of this name; 1 if it has none."""
         return float(getattr(self.tensor, "lr_mult", 1.0))
 
     @property
     def wd_mult(self) -> float:
-        """The tensor's attribute of this name; 1 where it has none."""
+        """The tensor's attribute of this name; 1 if it has none."""
         return float(getattr(self.tensor, "wd_mult", 1.0))
 
     # --- the weight
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def _stays_on_gpu(self, tensor: Tensor) -> bool:
         return not self.through_host and on_gpu(tensor)
 
     def list_data(self) -> list[Any]:
         """Return the weight's array, in a list."""
         tensor = self.tensor
-        if self._stays(tensor):
+        if self._stays_on_gpu(tensor):
             self._copy, self._weight = None, tensor.detach()
         elif not _on_host(tensor):
             self._copy, self._weight = _host_copy(tensor, self._copy, f"parameter {self.name!r}")
@@ -125,8 +128,8 @@ class TorchParameter:
         self._version = self.tensor._version
 
     @property
-    def changed_otherwise(self) -> bool:
-        """Whether others have written to the weight since a new one was written into the array."""
+    def changed_by_others(self) -> bool:
+        """Whether the program has written to the weight since the trainer last wrote a new one."""
         return self._version is not None and self.tensor._version != self._version
 
     # --- the gradient
@@ -134,23 +137,23 @@ class TorchParameter:
     def place_grad(self, memory: Any) -> None:
         """Keep the gradient in `memory`, of its shape and dtype (or as many bits), from now on.
 
-        memory: NumPy's, or an array on a GPU, of CuPy or the like; that must be the GPU that the tensor is on.
+        memory: a NumPy array, or an array on the tensor's GPU, of CuPy or the like; one on another GPU is ignored.
         """
         torch = sys.modules["torch"]
         if isinstance(memory, np.ndarray):
-            if self._stays(self.tensor):
-                return  # the key is in host memory, and the gradient goes there by itself
+            if self._stays_on_gpu(self.tensor):
+                return  # the key is in host memory, to which the store copies the gradient
             self._memory = memory
-            self._placed, lives = tensors.in_memory_of(memory)
-            self._lives = lives if _together(self.tensor, self._placed) else None
+            self._placed, in_use = tensors.in_memory_of(memory)
+            self._place_in_use = in_use if _same_device(self.tensor, self._placed) else None
         else:
-            if not self._stays(self.tensor) or gpu_of(self.tensor) != memory.device.id:
+            if not self._stays_on_gpu(self.tensor) or gpu_of(self.tensor) != memory.device.id:
                 return
             self._placed = tensors.on_gpu(memory)
             if self.tensor.dtype == torch.bfloat16:
                 self._placed = self._placed.view(torch.bfloat16)
             self._memory = self._placed
-        if self.tensor.requires_grad and self._lives is not None:
+        if self.tensor.requires_grad and self._place_in_use is not None:
             myself = weakref.ref(self)
 
             def accumulated(_: Tensor) -> None:
@@ -161,7 +164,7 @@ class TorchParameter:
             self.tensor.register_post_accumulate_grad_hook(accumulated)
 
     def list_grad(self) -> list[Any]:
-        """Return the gradient's array in a list, in its place where it has one; [None] where there is no gradient."""
+        """Return the gradient's array in a list, in its place if it has one; [None] if there is no gradient."""
         grad = self.tensor.grad
         if grad is None:
             return [None]
@@ -173,35 +176,35 @@ class TorchParameter:
                 "the torch.nn.Module itself, and not its parameters"
             )
         if self._placed is None:
-            if self._stays(grad):
+            if self._stays_on_gpu(grad):
                 return [grad.detach()]
             if _on_host(grad):
                 return [host_view(grad.detach(), f"the gradient of parameter {self.name!r}")]
             self._placed, self._memory = _host_copy(grad, None, f"the gradient of parameter {self.name!r}")
         elif grad is not self._placed:
-            self._take_back()
+            self._free_place()
             self._placed.copy_(grad.detach())
-            # A gradient that requires one is of a pass that is itself differentiated.
-            if self._lives is not None and _together(grad, self._placed) and not grad.requires_grad:
+            # A gradient that requires a gradient belongs to a pass that is itself differentiated.
+            if self._place_in_use is not None and _same_device(grad, self._placed) and not grad.requires_grad:
                 self.tensor.grad = self._placed
         return [self._memory]
 
-    def _take_back(self) -> None:
-        """Make sure that what is written to the place changes no gradient that the program has kept."""
-        if self._lives is not None:
+    def _free_place(self) -> None:
+        """Take other memory if the program still has a gradient in the place, which must not change then."""
+        if self._place_in_use is not None:
             self._placed = None
-            if self._lives() is not None:
+            if self._place_in_use() is not None:
                 self._memory = np.empty_like(self._memory)
-            self._placed, self._lives = tensors.in_memory_of(self._memory)
+            self._placed, self._place_in_use = tensors.in_memory_of(self._memory)
 
     def grad_written(self) -> None:
-        """Note that another value has been written into the gradient's array."""
+        """Note that a new value has been written into the gradient's array."""
         grad = self.tensor.grad
         if grad is not None and self._placed is not None and grad is not self._placed:
             grad.detach().copy_(self._placed)
 
     def zero_grad(self, *, set_to_none: bool = False) -> None:
-        """Set the gradient to None, or make it 0, also where there is none yet."""
+        """Set the gradient to None or to 0; make it if there is none yet."""
         if set_to_none:
             self.tensor.grad = None
             return
@@ -210,8 +213,8 @@ class TorchParameter:
             self.tensor.grad = torch.zeros_like(self.tensor, layout=torch.sparse_coo)
             return
         if self.tensor.grad is None:
-            self._take_back()
-            in_place = self._lives is not None and _together(self.tensor, self._placed)
+            self._free_place()
+            in_place = self._place_in_use is not None and _same_device(self.tensor, self._placed)
             self.tensor.grad = self._placed if in_place else sys.modules["torch"].empty_like(self.tensor)
         self.tensor.grad.detach().zero_()
 
@@ -222,9 +225,8 @@ class TorchParameter:
 class TorchBuffer:
     """A buffer of a module, such as the statistics of a batch normalisation: not trained, but worker 0's at the start.
 
-    The module may put another tensor in its place at any time, so it is looked up at each use. Its values are copied in
-    host memory.
-    Of a dtype that no store holds the bytes are taken.
+    The module may replace the tensor at any time, so it is looked up at each use. On the host its array is a copy. If
+    no store holds its dtype, the array is its bytes.
     """
 
     requires_grad = False
@@ -253,7 +255,7 @@ class TorchBuffer:
         return [array]
 
     def data_written(self) -> None:
-        """Write the array's values into the module's tensor, where the array is not in its memory."""
+        """Write the array's values into the module's tensor, if the array is a copy."""
         if self._copy is not None:
             self.tensor.detach().copy_(self._copy)
 
@@ -262,7 +264,7 @@ def _on_host(tensor: Tensor) -> bool:
     return bool(tensors.device_of(tensor).type == "cpu")
 
 
-def _together(tensor: Tensor, other: Tensor) -> bool:
+def _same_device(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are on the same device."""
     return bool(tensors.device_of(tensor) == tensors.device_of(other))
 
@@ -273,11 +275,11 @@ def _is_held(tensor: Tensor) -> bool:
 
 
 def _host_copy(tensor: Tensor, copy: Tensor, what: str) -> tuple[Tensor, HostArray]:
-    """Return a tensor in host memory with the same values, and its array; `copy` is used again where there is one."""
+    """Return a tensor in host memory with the same values, and its array. copy: an earlier one to reuse, or None."""
     torch = sys.modules["torch"]
     if tensor.device.type == "meta":
         raise UnsupportedError(
-            f"{what} is on the device 'meta' and has no values: bring the module to a real one first"
+            f"{what} is on the device 'meta' and has no values: move the module to a real device first"
         )
     if copy is None:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""Trainer: gluon's. It takes the gradients of a model's parameters through a store and brings the new weights back.
+"""The Trainer of gluon: it pushes the gradients of a model's parameters to a store, and pulls the new weights.
 
     trainer = Trainer(parameters, 'sgd', {'learning_rate': 0.1}, kvstore='dist_sync')
     ...                                  # forward and backward
@@ -6,10 +6,11 @@
     trainer.step(batch_size)             # they are sums; batch_size: examples of all workers and devices together
 
 With `update_on_kvstore` the store holds the optimizer: a step is one `pushpull` of gradients and new weights, and in a
-`dist` store every optimizer state exists once over all owners. Without, `pushpull` adds up the gradients, and every
-worker updates for itself: what gradient clipping over the sum needs, between `allreduce_grads` and `update`.
+`dist` store every optimizer state exists once over all owners. Without it, `pushpull` adds the gradients, and every
+worker updates its weights itself, so that the sum can be clipped between `allreduce_grads` and `update`.
 
-Keys are 'trainerN/name', N counting the trainers of one store, so that two trainers on one store do not meet.
+Keys are 'trainerN/name', where N counts the trainers of one store, so that two trainers on one store have different
+keys.
 
 Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model.py (_create_kvstore).
 """
@@ -38,14 +39,14 @@ from mpikv.trainer.overlap import Overlap
 from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
 from mpikv.trainer.store import place_gradients
-from mpikv.trainer.torch_parameter import TorchBuffer, came_later
+from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
 from mpikv.trainer.worker_states import WorkerState
 
 
-class ContributedGradient(NamedTuple):
-    """A gradient that was handed over before the step.
+class PushedGradient(NamedTuple):
+    """A gradient that was pushed before the step.
 
-    request: what brings the sum of the workers' gradients into `replicas`; None where the store makes the update.
+    request: done when the sum of the workers' gradients is in `replicas`; None if the store makes the update.
     """
 
     request: Request | None
@@ -58,37 +59,38 @@ class Trainer(TrainerFiles):
     params: the parameters, in one of these forms:
     - a torch.nn.Module, with its own names;
     - a dict from names to parameters, which are taken in the order of their names, as in gluon;
-    - an iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` gives them.
+    - an iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` yields them.
 
     A parameter is an `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()`
     and `list_grad()`). Names must be the same on all workers. A tensor with two names counts once. A parameter with
-    `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is left alone afterwards, and so
-    are the buffers of a module (statistics of a batch normalisation), which `sync_buffers` makes equal again.
+    `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is not changed afterwards. So do
+    the buffers of a module (statistics of a batch normalisation), which `sync_buffers` makes equal again.
 
     optimizer: as in `optimizers.create`; optimizer_params: its arguments. `lr_mult` and `wd_mult` of the optimizer may
-    name parameters, and an `mpikv.Parameter` may bring its own; the two are multiplied.
+    name parameters, and an `mpikv.Parameter` may have factors of its own; the two are multiplied.
 
-    kvstore: a type for `kv.create`, a store, or None. A type without 'dist' makes a store only where a parameter has
-    several devices. Without a store, the devices of this process are summed all the same (**differs**: in gluon their
-    weights drift apart). compression_params: for `set_gradient_compression` of the store.
+    kvstore: a type for `kv.create`, a store, or None. A type without 'dist' makes a store only if a parameter has
+    several devices. Without a store, the gradients of this process's devices are still summed (**differs**: in gluon
+    their weights drift apart). compression_params: for `set_gradient_compression` of the store.
 
-    update_on_kvstore: whether the store makes the updates; None: it does where there is a store. A `dist_async` store
+    update_on_kvstore: whether the store makes the updates; None: it does if there is a store. A `dist_async` store
     always makes them (False is a ValueError).
 
     clip_global_norm: scale each update down so that the norm of all its gradients together, of the mean that is
-    applied, is at most this number. That takes the sum of all gradients before the update: so every worker updates for
-    itself, with optimizer states for the whole model (update_on_kvstore=True is a ValueError, and so is `dist_async`).
+    applied, is at most this number. This needs the sum of all gradients before the update, so every worker makes the
+    updates itself, with optimizer states for the whole model (update_on_kvstore=True is a ValueError, and so is
+    `dist_async`).
 
-    overlap: let the gradients of PyTorch parameters leave during the backward pass; see `no_sync`.
+    overlap: push the gradients of PyTorch parameters during the backward pass; see `no_sync`.
 
-    worker_state: what this worker keeps for itself and `save` and `resume` are to keep, too, such as velocities of its
-    own gradients: an object with `state_dict()`, arrays by name, and `load_state_dict(state)`, which gets NumPy arrays.
+    worker_state: a state of this worker that `save` and `resume` include, such as velocities of its own gradients: an
+    object with `state_dict()`, which returns arrays by name, and `load_state_dict(state)`, which gets NumPy arrays.
 
-    Making a trainer is collective over the workers of a `dist` store, and worker 0's weights have reached every worker
-    and device when it returns (**differs**: gluon sends them in the first step). Where the store makes the updates, its
-    next step overwrites weights that the model changes later: load a checkpoint before making the trainer.
+    Making a trainer is collective over the workers of a `dist` store. When it returns, every worker and device has
+    worker 0's weights (**differs**: gluon sends them in the first step). If the store makes the updates, its next step
+    overwrites weights that the model changes later: load a checkpoint before making the trainer.
 
-    Raises TypeError or ValueError for parameters or optimizers that are none; what `kv.create` and `init` raise.
+    Raises TypeError or ValueError for wrong parameters or optimizers; what `kv.create` and `init` raise.
 
     >>> weight = mpikv.Parameter(np.ones(2))
     >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore='local')
@@ -126,20 +128,20 @@ class Trainer(TrainerFiles):
             worker_state=worker_state,
         )
         self.last_global_norm: float | None = None  # before clipping, of the last step; None without clip_global_norm
-        self._contributed: dict[str, ContributedGradient] = {}  # gradients since the last step
-        self._contributed_with: Mapping[str, Any] = {}  # attributes of the optimizer
-        self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
-        self._travelling: BucketedKeys | None = None
+        self._pushed: dict[str, PushedGradient] = {}  # gradients pushed since the last step
+        self._pushed_with: Mapping[str, Any] = {}  # the optimizer's attributes when they were pushed
+        self._bucketed: list[str] = []  # parameters whose keys may be sent in buckets
+        self._buckets: BucketedKeys | None = None
         dense = [name for name in self._trained if name not in self._sparse]
-        self._in_memory = self._store is not None and self._store.session.adds_in_memory(
+        self._adds_in_memory = self._store is not None and self._store.session.adds_in_memory(
             [self._keys[name] for name in dense]
         )
-        if self._store is not None and self._in_memory:
+        if self._store is not None and self._adds_in_memory:
             place_gradients(self._store, self._params, dense)
         elif self._store is not None:
-            # A backward pass comes to the last parameters first.
+            # A backward pass computes the gradients of the last parameters first.
             self._bucketed = list(reversed(dense))
-            self._travelling = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
+            self._buckets = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
         devices = len(list_data(self._params[self._trained[0]]))
         self._shares = Shares(self._store, f"examples of trainer{self._number}", devices, self._optimizer)
         self._overlap = Overlap(self._tensors if overlap else {}, self._gradient_ready)
@@ -147,19 +149,19 @@ class Trainer(TrainerFiles):
     # --- the step
 
     def push_grad(self, parameter: Any, batch_size: float | None = None) -> None:
-        """Hand over a gradient as soon as the backward pass has it, so that it travels while the pass goes on.
+        """Push a gradient as soon as the backward pass has completed it, so that it is sent while the pass continues.
 
-        parameter: one of this trainer's, or its name. batch_size: as `step` will be called with; by default that of the
-        last step. The gradient is not needed any more when this returns. Only with `update_on_kvstore=False` it is:
-        then the sum over the workers will be written into it, before `step` returns. Does not wait for other workers,
-        but once in the first step, in which they agree on what the store divides by.
+        parameter: one of this trainer's, or its name. batch_size: the one that `step` will get; by default that of the
+        last step. The gradient may be overwritten when this returns, except with `update_on_kvstore=False`: then the
+        sum over the workers is written into it, before `step` returns. Does not wait for other workers, but for once in
+        the first step, in which they agree on the divisor.
 
-        `step` sends every gradient that was not handed over. It also sends those of the first step, if no batch_size
-        was given here, and all gradients in host memory where the workers are on one host and share it: there no link
-        has to be kept busy, and one call for all of them is faster.
+        `step` sends every gradient that was not pushed. In two cases nothing is sent before `step`: in the first step,
+        if no batch_size is given here; and for gradients in memory that all workers share on one host, since there is
+        no link to keep busy, and one call for all of them is faster.
 
-        Raises ValueError for a parameter that is not this trainer's, one handed over before in this step, a missing
-        gradient, or a batch_size other than that of gradients handed over before.
+        Raises ValueError for a parameter that is not this trainer's, one that was pushed before in this step, a missing
+        gradient, or a batch_size that differs from that of earlier pushes.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore=kv.create('local'))
@@ -172,12 +174,12 @@ class Trainer(TrainerFiles):
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
             raise ValueError(f"push_grad: {shown(parameter)} is not among this trainer's parameters")
-        if name in self._contributed:
-            raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
+        if name in self._pushed:
+            raise ValueError(f"push_grad: the gradient of {shown(name)} was pushed already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
-        if self._store is None or self._is_frozen(name) or batch_size is None or self._in_memory:
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._adds_in_memory:
             return
-        if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
+        if self._shares.joined or name not in self._trainable:  # `step` exchanges examples, or raises for the parameter
             return
         self._check_batch_size(batch_size)
         replicas = list_grad(self._params[name])
@@ -186,30 +188,29 @@ class Trainer(TrainerFiles):
         self._finish_waiting()
         self._rescale(batch_size)
         self._agree_on_factor()
-        if not self._contributed:
-            self._contributed_with = self._optimizer.attributes()
+        if not self._pushed:
+            self._pushed_with = self._optimizer.attributes()
         if self._on_store:
             self._store.push(self._keys[name], replicas, self._priority(name))
-            self._contributed[name] = ContributedGradient(None, [])
-        elif not self._own or self._factor() == self._optimizer.rescale_grad:  # else `step` scales it, in a copy
+            self._pushed[name] = PushedGradient(None, [])
+        elif not self._workers_update or self._factor() == self._optimizer.rescale_grad:  # else `step` scales a copy
             with self._scaling():
                 request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
-            self._contributed[name] = ContributedGradient(request, replicas)
+            self._pushed[name] = PushedGradient(request, replicas)
 
     def _gradient_ready(self, name: str) -> None:
-        """Hand over this gradient, which a backward pass has completed."""
+        """Push this gradient, which a backward pass has completed."""
         if not self._is_frozen(name):
             self.push_grad(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """`with trainer.no_sync():` is put around backward passes whose gradients are only added up, for a later step.
-        Local.
+        """Return a context for backward passes whose gradients are only accumulated: `with trainer.no_sync():`. Local.
 
-        Without overlap=True it changes nothing. With it, and with several hosts or servers, a gradient leaves as soon
-        as a backward pass has completed it, for the batch_size of the last step (before the first step, and in `join`,
-        it leaves with the step). So each step has just one backward pass outside of `no_sync`, the last one. After that
-        pass nobody changes gradients or the optimizer before the step, and the step has the same batch_size as the one
-        before: all else is an error. A step that needs another batch_size makes all its passes inside.
+        Without overlap=True it changes nothing. With it, and with several hosts or servers, a gradient is pushed as
+        soon as a backward pass has completed it, for the batch_size of the last step (before the first step, and in
+        `join`, the step sends it). So only the last backward pass of a step may be outside of `no_sync`. Between that
+        pass and the step the program must not change gradients or the optimizer, and the step must have the batch_size
+        of the one before; anything else is an error. If a step needs another batch_size, make all its passes inside.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
@@ -223,20 +224,20 @@ class Trainer(TrainerFiles):
         return self._overlap.paused()
 
     def _check_batch_size(self, batch_size: float) -> None:
-        if self._contributed and batch_size != self._batch_size:
+        if self._pushed and batch_size != self._batch_size:
             raise ValueError(
-                f"gradients of this step were handed over for a batch of {self._batch_size:g}, not {batch_size:g}: "
+                f"gradients of this step were pushed for a batch of {self._batch_size:g}, not {batch_size:g}: "
                 "pass the same batch_size to push_grad and step (with overlap=True, call backward in no_sync() where "
                 "the batch_size changes)"
             )
 
-    def _check_contributed(self) -> None:
-        """Gradients that were handed over must be those of now, and for the same update as the others."""
+    def _check_pushed(self) -> None:
+        """Raise an error if pushed gradients, or the optimizer, have changed since they were pushed."""
         self._overlap.check()
-        if self._contributed and self._on_store and self._optimizer.attributes() != self._contributed_with:
+        if self._pushed and self._on_store and self._optimizer.attributes() != self._pushed_with:
             raise ValueError(
-                "the optimizer was changed after gradients of this step had been handed over: set the learning rate "
-                "before the backward pass"
+                "the optimizer was changed after gradients of this step had been pushed: set the learning rate before "
+                "the backward pass"
             )
 
     def step(
@@ -247,31 +248,31 @@ class Trainer(TrainerFiles):
         examples: float | None = None,
         wait: bool = True,
     ) -> None:
-        """Make one update of all parameters. Which argument is right depends on what the gradients are.
+        """Make one update of all parameters. The argument tells what the gradients are.
 
-        `step()`: each gradient is a mean over the examples of its worker (and device), as PyTorch's losses give them.
-        The update is made with the mean of these over the workers and devices.
+        `step()`: each gradient is a mean over the examples of its worker (and device), as of PyTorch's losses. The
+        update is made with the mean of these over the workers and devices.
 
         `step(examples=n)`: the same, and n is the number of examples of this worker. The update is made with the mean
-        over all examples; that costs a small exchange more.
+        over all examples; that costs one more small exchange.
 
         `step(batch_size)`: each gradient is a sum over examples, as in gluon. The update is made with (their sum over
         devices and workers) / batch_size; batch_size is the number of examples of all workers together, in `join` of
         this one.
 
-        Where workers give different batch sizes, as in the last, short batch of an epoch, each worker's gradient is
+        If workers pass different batch sizes, as in the last, short batch of an epoch, each worker's gradient is
         divided by its own. Any other attribute of the optimizer that differs between workers is a ConfigError on all of
         them, and nothing is updated; in a `dist_async` store each worker's gradients are applied with its own.
 
-        Blocks; in a synchronous store until all workers have come. Raises FloatingPointError, on every worker and with
-        all weights as they were, where clip_global_norm finds a norm that is not finite.
+        Blocks; in a synchronous store until all workers have called it. Raises FloatingPointError, on every worker and
+        without changing weights, if clip_global_norm finds a norm that is not finite.
 
-        ignore_stale_grad: a parameter without a gradient (`grad` is None) counts as one with gradient 0, so that
-        workers stay in step; otherwise it is a ValueError that names it, and nothing is sent. (A NumPy array does not
-        tell whether it was written since the last step.)
+        ignore_stale_grad: treat a parameter without a gradient (`grad` is None) as one with gradient 0, so that workers
+        stay in step; otherwise it is a ValueError that names it, and nothing is sent. (A NumPy array is never taken for
+        a missing gradient, even if it was not written since the last step.)
 
-        wait=False: return at once where the store makes the updates. `wait(parameter)` then blocks until that
-        parameter's weight is there, and the next step, push_grad or close waits for all of them.
+        wait=False: return at once if the store makes the updates. `wait(parameter)` then blocks until that parameter's
+        weight has arrived, and the next step, push_grad or close waits for all of them.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
@@ -282,9 +283,9 @@ class Trainer(TrainerFiles):
         """
         checks.flag("ignore_stale_grad", ignore_stale_grad)
         checks.flag("wait", wait)
-        waits_for = self._steps + (not self._awaited)  # after wait=False the last step is to end first
+        waits_for = self._steps + (not self._pulls)  # after wait=False the last step has to end first
         if self._shares.joined or examples is not None:
-            self._grads(ignore_stale_grad)  # what is missing must be found before others count on this worker
+            self._grads(ignore_stale_grad)  # raises for a missing gradient before others count on this worker
         try:
             self._step(self._shares.of_step(batch_size, examples), ignore_stale_grad, wait=wait)
         except (PeerError, StallError) as error:
@@ -295,7 +296,7 @@ class Trainer(TrainerFiles):
         self._check_batch_size(batch_size)
         self._finish_waiting()
         self._rescale(batch_size)
-        self._check_contributed()
+        self._check_pushed()
         grads = self._grads(ignore_stale_grad)
         if share.factor != 1.0:
             self._weigh(grads, share.factor)
@@ -304,34 +305,33 @@ class Trainer(TrainerFiles):
             self._step_on_store(self._store, grads, wait=wait)
         else:
             self._allreduce(grads)
-            self._update(grads, self._factor() if self._own else None)
-        self._all_sent()
+            self._update(grads, self._factor() if self._workers_update else None)
+        self._forget_pushed()
         self._count_step(share.examples)
 
     def _weigh(self, grads: dict[str, list[Any]], factor: float) -> None:
-        """Let this worker's gradients, means, weigh as much as its examples do."""
-        if self._contributed:
+        """Scale this worker's gradients, which are means, so that they have the weight of its number of examples."""
+        if self._pushed:
             raise ValueError(
-                "step(examples=) with other numbers on other workers, after gradients were handed over: with "
-                "overlap=True call backward in no_sync() where they may differ"
+                "step(examples=) with other numbers on other workers, after gradients were pushed: with overlap=True "
+                "call backward in no_sync() where they may differ"
             )
         self._scale_grads(grads, factor)
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """`with trainer.join():` is put around a loop that makes more steps on some workers than on others.
+        """Return a context for a loop that makes more steps on some workers than on others: `with trainer.join():`.
 
-        A worker that comes to the end of the block goes on taking part in the others' steps, with gradients of 0, until
-        all workers have come there. So it may leave its loop whenever it has no more data, also by `break`. Every
-        update is the mean over the examples that were there: `step(examples=n)` or `step(batch_size)` with this
-        worker's own number, or `step()` for the mean over the workers that were there. All workers have the same
-        weights at the end.
+        A worker that reaches the end of the block takes part in the others' steps, with gradients of 0, until all
+        workers have reached it. So it may leave its loop whenever it has no more data, also by `break`. Every update is
+        the mean over the examples of the workers that have data: `step(examples=n)` or `step(batch_size)` with this
+        worker's own number, or `step()` for the mean over these workers. All workers have the same weights at the end.
 
-        A step in the block costs one small exchange more, and gradients leave with the step. `learning_rate` may be set
-        in the loop, to the same on all workers that are in it. Entering and leaving is collective, and blocks. An
-        exception leaves the block at once, and the worker then takes no part: the others get the errors of a worker
-        that is gone. Raises MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`, where
-        nobody waits for anybody.
+        A step in the block costs one more small exchange, and sends no gradient before `step`. `learning_rate` may be
+        set in the loop, alike on all workers that are in it. Entering and leaving is collective, and blocks. After an
+        exception the worker does not take part in the others' steps, which raise the errors of a worker that is gone.
+        Raises MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`, where workers do not
+        wait for each other.
 
         >>> from mpikv.testing.stores import spawn_stores
         >>> def train(store):
@@ -345,8 +345,8 @@ class Trainer(TrainerFiles):
         >>> spawn_stores('dist_sync', 2, train)
         [[2.0], [2.0]]
         """
-        if self._contributed:
-            raise MpikvError("join after gradients were handed over: begin it before the backward pass")
+        if self._pushed:
+            raise MpikvError("join after gradients were pushed: begin it before the backward pass")
         with self._shares.join(), self.no_sync():
             yield
             while (share := self._shares.of_others()) is not None:
@@ -356,9 +356,9 @@ class Trainer(TrainerFiles):
                 self._step(share, ignore_stale_grad=False, wait=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, as a torch.optim.Optimizer does. Those of an `mpikv.Parameter` become 0. Local.
+        """Set all gradients to None, as a torch.optim.Optimizer does. Those of an `mpikv.Parameter` become 0. Local.
 
-        set_to_none=False makes the gradients of PyTorch parameters 0, too, which is neither quicker nor slower.
+        set_to_none=False sets the gradients of PyTorch parameters to 0, too, which is neither faster nor slower.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> trainer = mpikv.Trainer([weight], 'sgd')
@@ -372,40 +372,40 @@ class Trainer(TrainerFiles):
                 parameters.clear_grad(parameter, set_to_none=set_to_none)
 
     def _skip_frozen(self) -> None:
-        """Tell the store which parameters are not trained any more, so that other keys of their buckets do not wait."""
-        if self._travelling is not None:
-            self._travelling.skip([self._keys[name] for name in self._bucketed if self._is_frozen(name)])
+        """Tell the store which parameters are frozen now, so that other keys of their buckets do not wait for them."""
+        if self._buckets is not None:
+            self._buckets.skip([self._keys[name] for name in self._bucketed if self._is_frozen(name)])
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()
-        changed = [shown(name) for name, one in self._tensors.items() if name in grads and one.changed_otherwise]
+        changed = [shown(name) for name, one in self._tensors.items() if name in grads and one.changed_by_others]
         if changed:
             notices.warn_of_lost_weights(changed)
         dense = {name: replicas for name, replicas in grads.items() if name not in self._sparse}
         outs = {name: list_data(self._params[name]) for name in dense}
-        together = wait and not self._contributed
+        in_one_call = wait and not self._pushed
         for name, replicas in grads.items():
-            if name not in self._contributed and not (together and name in dense):
+            if name not in self._pushed and not (in_one_call and name in dense):
                 store.push(self._keys[name], replicas, self._priority(name))
-        if together:
+        if in_one_call:
             store.pushpull([self._keys[name] for name in dense], list(dense.values()), out=list(outs.values()))
             self._data_written(dense)
         for name in sorted(grads, key=self._order.__getitem__):
             if name in self._sparse:
-                self._awaited[name] = self._changed_rows(store, name)
-            elif not together:
-                self._awaited[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
+                self._pulls[name] = self._changed_rows(store, name)
+            elif not in_one_call:
+                self._pulls[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
         if wait:
             self._finish_waiting()
 
-    def _all_sent(self) -> None:
-        self._contributed.clear()
+    def _forget_pushed(self) -> None:
+        self._pushed.clear()
         self._overlap.clear()
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Replace every gradient by the sum over devices and workers. Only with `update_on_kvstore=False`.
 
-        Collective, blocks. `update` follows; in between the sums may be changed, in the same way on every worker.
+        Collective, blocks. `update` follows; in between the sums may be changed, alike on every worker.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, update_on_kvstore=False)
@@ -422,7 +422,7 @@ class Trainer(TrainerFiles):
         self._allreduce(self._grads(ignore_stale_grad), scales=False)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
-        """Update the weights from the sums that `allreduce_grads` left. Only with `update_on_kvstore=False`.
+        """Update the weights with the sums of `allreduce_grads`. Only with `update_on_kvstore=False`.
 
         batch_size: as for `step`, but the same on every worker, since the gradients have been added already.
 
@@ -435,30 +435,30 @@ class Trainer(TrainerFiles):
         self._rescale(share.divisor)
         grads = self._grads(ignore_stale_grad)
         self._update(grads)
-        if self._own and self._store is not None:
+        if self._workers_update and self._store is not None:
             self._store.session.attributes.updated(self._slot())
         self._count_step(share.examples)
 
     def _allreduce(self, grads: dict[str, list[Any]], *, scales: bool = True) -> None:
-        """scales: where this worker's factor is not the agreed one, its gradients are scaled before they are added."""
+        """Add gradients. scales: scale this worker's gradients before, if its factor differs from the agreed one."""
         if self._store is not None:
             self._skip_frozen()
-            rest = [name for name in grads if name not in self._contributed]
+            rest = [name for name in grads if name not in self._pushed]
             with self._scaling() if scales else nullcontext():
                 self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
-            for gradient in self._contributed.values():
+            for gradient in self._pushed.values():
                 if gradient.request is not None:
                     gradient.request.wait()
-                    # They may have been handed over in another stream than the one that goes on with the sums.
-                    self._spaces.hand_back(self._spaces.callers(gradient.replicas))
+                    # They may have been pushed in another stream than the one in which the program uses the sums.
+                    self._spaces.make_callers_wait(self._spaces.callers_arrays(gradient.replicas))
             for name in grads if self._tensors else ():
                 parameters.grad_written(self._params[name])
-            self._all_sent()
+            self._forget_pushed()
             return
         for name, replicas in grads.items():
             if len(replicas) > 1:
                 what = f"the gradient of parameter {shown(name)}"
-                self._spread(replicas, replicas, what)
+                self._write_sum(replicas, replicas, what)
 
     def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():
@@ -469,7 +469,7 @@ class Trainer(TrainerFiles):
                 self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
 
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
-        """factor: what the sums are multiplied by, where it is not this worker's own factor."""
+        """Update the weights by the sums. factor: of the sums; None: this worker's rescale_grad."""
         own = self._optimizer.rescale_grad
         self._optimizer.rescale_grad = own if factor is None else factor
         try:
@@ -487,11 +487,11 @@ class Trainer(TrainerFiles):
         self._data_written(grads)
 
     def _grads(self, ignore_stale_grad: bool) -> dict[str, list[Any]]:
-        """The gradients of every trained parameter, one per device; nothing is sent before all are there."""
+        """Return the gradients of every trained parameter, one per device. Raises ValueError if any is missing."""
         result: dict[str, list[Any]] = {}
         missing = []
-        later = {} if self._module is None else came_later(self._module, self._names)
-        new = [name for name, tensor in later.items() if tensor.requires_grad]
+        added = {} if self._module is None else added_parameters(self._module, self._names)
+        new = [name for name, tensor in added.items() if tensor.requires_grad]
         if new:
             raise ValueError(
                 f"parameter {', '.join(map(repr, new))} came to the module after the Trainer was made, and has no "
@@ -500,8 +500,8 @@ class Trainer(TrainerFiles):
         for name, parameter in self._params.items():
             if parameters.is_frozen(parameter):
                 continue
-            if name in self._contributed:
-                result[name] = self._contributed[name].replicas
+            if name in self._pushed:
+                result[name] = self._pushed[name].replicas
                 continue
             if name not in self._trainable:
                 raise ValueError(
@@ -525,7 +525,7 @@ class Trainer(TrainerFiles):
 
     def _need_own_updates(self, call: str) -> None:
         if self._shares.joined:
-            raise UnsupportedError(f"{call} in join: the workers that have come to its end take part in step alone")
+            raise UnsupportedError(f"{call} in join: workers that have reached its end take part in step alone")
         if self._on_store:
             raise UnsupportedError(
                 f"{call}: the store updates the weights here, so there are no summed gradients to see; "

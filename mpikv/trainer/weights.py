@@ -1,7 +1,7 @@
-"""What a Trainer holds: the parameters, the store that they are keys of, and who updates them.
+"""The base of a Trainer: its parameters, the store in which they are keys, and whether store or workers update them.
 
-Worker 0's weights reach all workers and devices when it is made. Where the store makes the updates, new weights come
-back by `wait` and `pull_weights`.
+When it is made, worker 0's weights are copied to all workers and devices. If the store makes the updates, `wait` and
+`pull_weights` return when new weights have arrived.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ class TrainedWeights:
         self._local = LocalUpdates(self._optimizer, self._spaces)
         self._order = {name: i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
-        self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
+        self._batch_size: float | None = None  # the one for which the optimizer's rescale_grad is set
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
         self._trained = [name for name in self._params if name in self._trainable]
-        self._awaited: dict[str, Request | rows.ChangedRows] = {}  # weights that nobody has waited for yet
-        self._own = False  # whether several workers update by themselves
-        # Until the first step, in which several workers agree on the factor that owners apply.
+        self._pulls: dict[str, Request | rows.ChangedRows] = {}  # of weights that were not waited for yet
+        self._workers_update = False  # whether there are several workers, each of which makes the updates by itself
+        # True until the first step, in which workers agree on the factor that owners apply.
         self._factor_open = self._store is not None and self._store.session.synchronous and self._store.num_workers > 1
         self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
         self._sparse = sparse_names(self._params, self._trained, self._store, self._optimizer, on_store=self._on_store)
         self._start()
 
     def _start(self) -> None:
-        """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
+        """Copy worker 0's weights to all workers and devices, and set the optimizer of the store or of this worker."""
         data = {name: list_data(parameter) for name, parameter in self._params.items()}
         trained = self._trained
         if self._store is not None:
-            # Parameters that are not trained too: statistics of a batch normalisation must agree at the start.
+            # Also parameters that are not trained: statistics of a batch normalisation must be equal at the start.
             for name in self._sparse:
                 rows.start(self._store, self._keys[name], self._params[name])
             dense = [name for name in data if name not in self._sparse]
@@ -94,14 +94,14 @@ class TrainedWeights:
             self._data_written(data)
         else:
             for name, replicas in data.items():
-                self._spread(replicas[:1], replicas[1:], f"parameter {shown(name)}")
+                self._write_sum(replicas[:1], replicas[1:], f"parameter {shown(name)}")
         if self._on_store and self._store is not None:
             self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
         else:
             for name in trained:
                 self._local.add(self._keys[name], data[name][0])
             if self._store is not None and self._store.num_workers > 1:
-                self._own = True
+                self._workers_update = True
                 self._store.strategy.compare_updates(self._optimizer, [self._keys[name] for name in trained])
         if self._store is not None:
             warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
@@ -109,7 +109,7 @@ class TrainedWeights:
     # --- the weights
 
     def wait(self, parameter: Any) -> None:
-        """Block until the weight that `step(wait=False)` did not wait for has arrived; return at once if it has.
+        """Block until this parameter's weight of the last `step(wait=False)` has arrived.
 
         parameter: one of this trainer's, or its name; ValueError for any other.
 
@@ -124,16 +124,16 @@ class TrainedWeights:
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
             raise ValueError(f"wait: {shown(parameter)} is not among this trainer's parameters")
-        request = self._awaited.pop(name, None)
+        request = self._pulls.pop(name, None)
         if request is not None:
             request.wait()
             self._data_written([name])
 
     def pull_weights(self) -> None:
-        """Bring the weights that the store has now to this worker's devices. Blocks.
+        """Pull the present weights of the store into this worker's devices. Blocks.
 
         It is for `dist_async`, where other workers' pushes change the weights between this worker's steps; after a
-        `barrier` of the store it brings the final result. Nothing changes with other stores.
+        `barrier` of the store it pulls the final result. With other stores nothing changes.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> mpikv.Trainer([weight], 'sgd', kvstore=kv.create('local')).pull_weights()
@@ -144,15 +144,15 @@ class TrainedWeights:
         if self._on_store and self._store is not None:
             trained = [name for name in self._params if not self._is_frozen(name)]
             dense = [name for name in trained if name not in self._sparse]
-            coming = [self._changed_rows(self._store, name) for name in trained if name in self._sparse]
+            pulls = [self._changed_rows(self._store, name) for name in trained if name in self._sparse]
             self._store.pull([self._keys[name] for name in dense], [list_data(self._params[name]) for name in dense])
-            for rows in coming:
-                rows.wait()
+            for pull in pulls:
+                pull.wait()
             self._data_written(trained)
 
     def _finish_waiting(self) -> None:
-        while self._awaited:
-            self.wait(next(iter(self._awaited)))
+        while self._pulls:
+            self.wait(next(iter(self._pulls)))
 
     def _changed_rows(self, store: KVStore, name: str) -> rows.ChangedRows:
         return rows.ChangedRows(store, self._keys[name], self._params[name], self._priority(name))
@@ -162,17 +162,17 @@ class TrainedWeights:
             for name in names:
                 parameters.data_written(self._params[name])
 
-    def _spread(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
-        """Write the sum of one worker's arrays into others, in the space of the first one."""
+    def _write_sum(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
+        """Write the sum of one worker's arrays into others; it is added in the space of the first array."""
         if outs:
-            callers = self._spaces.callers(sources)
-            space = self._spaces.where(callers[0])
+            callers = self._spaces.callers_arrays(sources)
+            space = self._spaces.space_of(callers[0])
             total = self._spaces.total(space, callers, what, on_device=True)
-            for out in self._spaces.callers(outs):
+            for out in self._spaces.callers_arrays(outs):
                 self._spaces.write(space, out, total, what)
 
     def _priority(self, name: str) -> int:
-        """The next forward pass needs the first parameters first."""
+        """Return the priority of a parameter: the next forward pass needs the first parameters first."""
         return -self._order[name]
 
     def _is_frozen(self, name: str) -> bool:
@@ -181,36 +181,36 @@ class TrainedWeights:
     # --- the factor of a worker's gradients (placement/labels.py)
 
     def _slot(self) -> int:
-        """That of its optimizer."""
+        """Return the slot of this trainer's optimizer."""
         assert self._store is not None
         session = self._store.session
         return session.slot_of(session.infos[self._keys[self._trained[0]]])
 
     def _factor(self) -> float:
-        """What all workers multiply the sum of their gradients by."""
+        """Return the factor of the sum of gradients that all workers have agreed on."""
         assert self._store is not None
         return self._store.session.attributes.factor(self._slot())
 
     def _scaling(self) -> AbstractContextManager[None]:
-        """A block in which gradients are contributed to a step that this worker updates with by itself."""
-        if self._store is None or not self._own:
+        """Return a context in which pushed gradients are scaled for an update that this worker makes by itself."""
+        if self._store is None or not self._workers_update:
             return nullcontext()
         return self._store.session.attributes.scaling(self._slot())
 
     def _agree_on_factor(self) -> None:
-        """In the first step. Gradients are relative to what workers agree on here, which is nearly always their own."""
+        """Agree on the factor in the first step. Gradients are scaled relative to it, which is rarely necessary."""
         if self._factor_open and self._store is not None:
             self._store.session.agree_on_factor(self._keys[self._trained[0]])
             self._factor_open = False
 
     def _agreed_factor(self) -> Sequence[float]:
-        """What workers agreed on in the first step, and how many they were; nothing where they did not."""
+        """Return the factor that workers agreed on in the first step, and their number; () if they have not."""
         if self._store is None or self._factor_open or not self._store.session.synchronous:
             return ()
         return (self._factor(), self._store.num_workers) if self._store.num_workers > 1 else ()
 
     def _resume_factor(self, agreed: Sequence[float]) -> None:
-        """Go on with the same factor, so that the bits are the same: as many workers then need no other one."""
+        """Use the factor of the checkpoint if there are as many workers, so that the results have the same bits."""
         if self._factor_open and self._store is not None and agreed and agreed[1] == self._store.num_workers:
             self._store.session.attributes.agree(self._slot(), agreed[0])
             self._factor_open = False
@@ -219,22 +219,22 @@ class TrainedWeights:
 
     @property
     def optimizer(self) -> optimizers.Optimizer:
-        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on: see `step`."""
+        """The optimizer. Change its attributes alike on every worker; they apply from the next step on. See `step`."""
         return self._optimizer
 
     @property
     def kvstore(self) -> KVStore | None:
-        """The store, or None where there is none."""
+        """The store; None if there is none."""
         return self._store
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate; with a schedule that of the last step (`steps`)."""
+        """The learning rate; with a schedule the one of the last step (`steps`)."""
         schedule = self._optimizer.lr_scheduler
         return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate from the next step on, the same on every worker. UnsupportedError with a schedule.
+        """Set the learning rate from the next step on; call it alike on every worker. UnsupportedError with a schedule.
         Local.
 
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
@@ -245,7 +245,7 @@ class TrainedWeights:
         self._optimizer.set_learning_rate(lr)
 
     def _rescale(self, batch_size: float) -> None:
-        """Let the optimizer divide gradients by `batch_size`."""
+        """Make the optimizer divide gradients by `batch_size`."""
         try:
             number = checks.number("batch_size", batch_size)
         except (TypeError, ValueError):
@@ -258,7 +258,7 @@ class TrainedWeights:
         self._apply_factors()
 
     def _apply_factors(self) -> None:
-        """Give the optimizer, which knows keys, the factors that were set by parameters' names."""
+        """Set the factors of the optimizer, which are by key, from those that were set by parameters' names."""
         for attribute in ("lr_mult", "wd_mult"):
             factors: dict[Any, float] = getattr(self._optimizer, attribute)
             for name, parameter in self._params.items():

@@ -1,11 +1,11 @@
-"""What each worker keeps for itself, on its way between the workers and a checkpoint.
+"""Each worker's own state in a checkpoint: how it is gathered on worker 0 and given back.
 
-A program may keep something on each worker that is another worker's only by accident: velocities of its own gradients,
-the state of its random numbers. It has PyTorch's two methods for that: `state_dict()`, arrays by name, and
-`load_state_dict(state)`. Worker 0 writes what all have, each worker's as an archive of its own (optimizers/archive.py),
-and a run with as many workers gives each its own back.
+A program may have a state that differs between workers: velocities of their own gradients, or of random number
+generators. It passes an object with PyTorch's two methods: `state_dict()`, which returns arrays by name, and
+`load_state_dict(state)`. Worker 0 writes the states of all workers, each as an archive (optimizers/archive.py), and a
+run with as many workers gives each worker its own back.
 
-Cost: two messages for each worker, and memory on worker 0 for what all of them keep.
+Cost: two messages for each worker, and memory on worker 0 for the states of all.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from mpikv.kvstore import KVStore
 from mpikv.optimizers.archive import DTYPES, are_names, read_archive, write_archive
 
 KIND = "mpikv state of a worker"
-WRONG = b"!"  # before the text of what is wrong with a worker's; an archive begins in another way
+ERROR = b"!"  # precedes the text of a worker's error; an archive begins with another byte
 
 
 class WorkerState(Protocol):
-    """Something that one worker keeps."""
+    """An object with a worker's own state."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return arrays by name, of any library."""
 
     def load_state_dict(self, state: dict[str, HostArray]) -> None:
-        """Take NumPy arrays that `state_dict` has returned in another process."""
+        """Restore a state from NumPy arrays that `state_dict` has returned in another process."""
 
 
 def check(kept: Any) -> WorkerState | None:
-    """Return it, or None. Raises TypeError for what has not both methods."""
+    """Return the argument. Raises TypeError if it is not None and does not have both methods."""
     for name in ("state_dict", "load_state_dict"):
         if kept is not None and not callable(getattr(kept, name, None)):
             raise TypeError(f"worker_state: {shown(kept)} has no method {name}")
@@ -46,33 +46,33 @@ def check(kept: Any) -> WorkerState | None:
 
 
 def gather(store: KVStore | None, kept: WorkerState | None, call: str) -> list[HostArray]:
-    """Return the bytes of every worker's, at worker 0; elsewhere, and where no worker keeps anything, nothing.
+    """Return the bytes of every worker's state at worker 0. Returns [] elsewhere, and if no worker has a state.
 
-    Collective, blocks. What is wrong with one of them `check_all` says, where all workers hear of it.
+    Collective, blocks. A worker's error is among the bytes, for `check_all` to raise in a call that all workers share.
     """
     try:
         mine = _to_bytes(kept, call)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other workers wait in this call
-        mine = WRONG + str(error).encode()
+        mine = ERROR + str(error).encode()
     found = [mine] if store is None else store.session.gather(call, mine)
     return [np.frombuffer(data, np.uint8) for data in found] if any(found) else []
 
 
 def check_all(gathered: Sequence[HostArray]) -> None:
-    """Raise UnsupportedError where some worker's `state_dict` failed, or gave what cannot be saved. Local."""
+    """Raise UnsupportedError if some worker's `state_dict` failed, or returned what cannot be saved. Local."""
     for worker, data in enumerate(gathered):
-        if data[:1].tobytes() == WRONG:
+        if data[:1].tobytes() == ERROR:
             raise UnsupportedError(f"worker {worker}: {data[1:].tobytes().decode()}")
 
 
-def spread(store: KVStore | None, kept: WorkerState | None, saved: Sequence[HostArray], path: str) -> None:
-    """Give each worker what it kept. saved: what `gather` returned, at worker 0. Collective, blocks.
+def distribute(store: KVStore | None, kept: WorkerState | None, saved: Sequence[HostArray], path: str) -> None:
+    """Give each worker its own state. saved: what `gather` returned, at worker 0. Collective, blocks.
 
-    As many workers as there were, or `saved` is empty. Raises StatesFileError for what is damaged, and what
+    `saved` has a state for each worker, or is empty. Raises StatesFileError for a damaged state, and what
     `load_state_dict` raises, on this worker.
     """
-    parts = [one.tobytes() for one in saved] or [b""] * (1 if store is None else store.num_workers)
-    mine = parts[0] if store is None else store.session.scatter("resume", parts)
+    archives = [one.tobytes() for one in saved] or [b""] * (1 if store is None else store.num_workers)
+    mine = archives[0] if store is None else store.session.scatter("resume", archives)
     if not mine or kept is None:
         return
     header, values = read_archive(io.BytesIO(mine), KIND, path)
@@ -101,7 +101,7 @@ def _to_bytes(kept: WorkerState | None, call: str) -> bytes:
 
 
 def _on_host(value: Any, what: str) -> HostArray:
-    if hasattr(value, "cpu"):  # a tensor, on whatever device
+    if hasattr(value, "cpu"):  # a tensor, on any device
         value = value.detach().cpu()
     array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else host_view(value, what)
     if array.dtype not in DTYPES:

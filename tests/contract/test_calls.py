@@ -18,7 +18,7 @@ from installed import cupy, parameters
 
 from mpikv import optimizers
 from mpikv.codecs import registry
-from mpikv.codecs.base import state_brought
+from mpikv.codecs.base import state_on_device
 from mpikv.config import Config
 from mpikv.spaces.gpu import Gpu
 from mpikv.testing.stores import spawn_stores
@@ -45,7 +45,7 @@ def recorded_calls(subject: str) -> set[Call]:
         values, grad, sums = zeros(N, dtype), zeros(N, dtype), zeros(N, "f8" if dtype == np.float64 else "f4")
         if kind == "codec":
             codec = registry.create(name)
-            state = state_brought(codec, codec.init(N), partial(np.asarray, like=values))
+            state = state_on_device(codec, codec.init(N), partial(np.asarray, like=values))
             data = [codec.encode(values, state) for _ in range(2)][1]
             for act in (codec.decode, codec.add, codec.subtract):
                 act(data, sums)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mpikv import optimizers
 from mpikv.optimizers import blocks
-from mpikv.optimizers.states import Part, join_states, slice_state
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord, join_states, slice_state
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 
 ELEMENTWISE = [name for name in optimizers.names() if optimizers.create(name).elementwise]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32]
@@ -63,10 +63,12 @@ def test_slices_and_the_whole(name: str, data: st.DataObject) -> None:
     assert all(same_bits(joined[key], value) for key, value in state.items() if isinstance(value, np.ndarray))
     # Cut anew, sent, and carried on: still the same.
     cut = data.draw(st.integers(0, n))
-    sent = parts_to_bytes([Part("w", (n,), dtype, b, e, slice_state(joined, b, e, n)) for b, e in ((0, cut), (cut, n))])
+    sent = records_to_bytes(
+        [StateRecord("w", (n,), dtype, b, e, slice_state(joined, b, e, n)) for b, e in ((0, cut), (cut, n))]
+    )
     halves = [whole[:cut].copy(), whole[cut:].copy()]
     optimizer.update("w", whole, grads[0], state)
-    for half, part in zip(halves, parts_from_bytes(sent), strict=True):
+    for half, part in zip(halves, records_from_bytes(sent), strict=True):
         optimizer.check_state(half, part.state)
         optimizer.update("w", half, grads[0][part.begin : part.end], part.state)
     assert same_bits(np.concatenate(halves), whole)

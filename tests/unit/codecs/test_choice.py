@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from choice_rounds import EACH, FIRST, LOOKS, TWO_BITS, pushed
+from choice_rounds import EACH, FIRST, SECOND, TWO_BITS, pushed
 from codecs_of_tests import Reversed
 from grids import examples
 from hypothesis import given, settings
@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from mpikv import optimizers
 from mpikv.codecs.choice import (
     CHECK_ROUNDS,
-    CLEAR,
-    GLANCE_ROUNDS,
+    CLEARLY_SLOWER,
     KEPT_ROUNDS,
-    LONGEST_STRETCH_ROUNDS,
-    LOST,
+    LONGEST_INTERVAL_ROUNDS,
     MARGIN,
-    PERIOD_ROUNDS,
+    SHORT_TRIAL_ROUNDS,
+    TRIAL_ROUNDS,
+    TRIAL_SHARE,
     Choices,
     CodecChoice,
     RoundTimes,
@@ -52,8 +52,8 @@ def go_on(choices: list[CodecChoice], rounds: int, seconds: Callable[[int, int, 
             begun_s = 1e3 * round_ + worker
             choice.begin(begun_s)
             choice.end(begun_s + seconds(worker, round_, plain))
-        assert len({choice.asks for choice in choices}) == 1
-        if choices[0].asks:
+        assert len({choice.exchange_due for choice in choices}) == 1
+        if choices[0].exchange_due:
             times = [choice.times for choice in choices]
             for worker, choice in enumerate(choices):
                 choice.agree(times[worker:] + times[:worker])
@@ -73,37 +73,37 @@ def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: boo
     travelled = go_on([choice], FIRST + 1, constant(encoded_s, plain_s))
     assert travelled == [False] * EACH + [True] * EACH + [ends_plain]
     assert choice.seconds == pytest.approx([encoded_s, plain_s])
-    assert choice.looks == 1
+    assert choice.comparisons == 1
 
 
-def test_what_is_clearly_slower_is_given_up_at_a_glance() -> None:
-    """After one round that counts, in the first look and in later ones, whichever form it is."""
+def test_a_form_that_is_clearly_slower_gets_a_short_trial() -> None:
+    """It ends after one measured round, in the first trial and in later ones, whichever form it is."""
     choice = CodecChoice(RoundTimes())
-    travelled = go_on([choice], EACH + GLANCE_ROUNDS + 1, constant(1.0, 2.1))
-    assert travelled == [False] * EACH + [True] * GLANCE_ROUNDS + [False]
+    travelled = go_on([choice], EACH + SHORT_TRIAL_ROUNDS + 1, constant(1.0, 2.1))
+    assert travelled == [False] * EACH + [True] * SHORT_TRIAL_ROUNDS + [False]
     assert choice.seconds == pytest.approx([1.0, 2.1])
     choice = CodecChoice(RoundTimes())
     travelled = go_on([choice], 2000, constant(2.1, 1.0))
     begins = np.flatnonzero(np.diff(travelled))
     assert travelled[:FIRST] == [False] * EACH + [True] * EACH
-    assert (np.diff(begins)[1::2] == GLANCE_ROUNDS).all()
-    assert choice.looks > 3
+    assert (np.diff(begins)[1::2] == SHORT_TRIAL_ROUNDS).all()
+    assert choice.comparisons > 3
 
 
 @pytest.mark.parametrize("slower", [1.1, 1.5, 4.0, 15.0])
-def test_what_is_no_faster_is_tried_ever_more_seldom(slower: float) -> None:
-    """The first time once what a try loses is a small part of the time since the last one; then half of that, ..."""
+def test_a_form_that_is_no_faster_is_tried_ever_more_seldom(slower: float) -> None:
+    """First when a trial costs a small share of the time since the last one; then half as much of it, and so on."""
     rounds = 20_000
     travelled = np.array(go_on([CodecChoice(RoundTimes())], rounds, constant(1.0, slower)))
     changes = np.diff(travelled.astype(int))
     begins, ends = np.flatnonzero(changes > 0), np.flatnonzero(changes < 0)
-    each = PERIOD_ROUNDS if slower <= CLEAR else GLANCE_ROUNDS
+    each = TRIAL_ROUNDS if slower <= CLEARLY_SLOWER else SHORT_TRIAL_ROUNDS
     assert (ends - begins == each).all()
-    first = max(CHECK_ROUNDS, math.ceil(each * (slower - 1) / LOST))
-    stretches = (begins[1:] - ends[:-1]).tolist()
-    assert stretches == [math.ceil(first * 2**i / CHECK_ROUNDS) * CHECK_ROUNDS for i in range(len(stretches))]
-    assert len(stretches) >= 3
-    assert travelled[FIRST:].sum() * (slower - 1) < LOST * rounds
+    first = max(CHECK_ROUNDS, math.ceil(each * (slower - 1) / TRIAL_SHARE))
+    intervals = (begins[1:] - ends[:-1]).tolist()
+    assert intervals == [math.ceil(first * 2**i / CHECK_ROUNDS) * CHECK_ROUNDS for i in range(len(intervals))]
+    assert len(intervals) >= 3
+    assert travelled[FIRST:].sum() * (slower - 1) < TRIAL_SHARE * rounds
 
 
 def test_it_is_tried_again_however_seldom() -> None:
@@ -111,7 +111,7 @@ def test_it_is_tried_again_however_seldom() -> None:
     for _ in range(40):
         choice.plain = True  # it is what is tried
         choice._decide([1.0, 1.5])
-    assert choice._stretch == LONGEST_STRETCH_ROUNDS
+    assert choice._interval == LONGEST_INTERVAL_ROUNDS
 
 
 def test_a_decision_in_a_noisy_moment_is_soon_looked_at_again() -> None:
@@ -119,7 +119,7 @@ def test_a_decision_in_a_noisy_moment_is_soon_looked_at_again() -> None:
     choice = CodecChoice(RoundTimes())
     noisy = lambda worker, round_, plain: 1.2 if round_ in range(EACH, FIRST) else 0.8 if plain else 1.0  # noqa: E731
     travelled = go_on([choice], FIRST + 3 * CHECK_ROUNDS, noisy)
-    assert (choice.plain, choice.looks) == (True, 2)
+    assert (choice.plain, choice.comparisons) == (True, 2)
     assert travelled[FIRST : FIRST + 2 * CHECK_ROUNDS] == [False] * 2 * CHECK_ROUNDS
     assert all(travelled[FIRST + 2 * CHECK_ROUNDS :])
 
@@ -131,11 +131,11 @@ def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
     choice = CodecChoice(RoundTimes())
     before, after = (slow, fast) if slow_first else (fast, slow)
     go_on([choice], FIRST + 2 * CHECK_ROUNDS, before)
-    assert (choice.plain, choice.looks) == (not slow_first, 1)
-    if slow_first:  # 2 seconds are 1.5 now: not by MOVED
+    assert (choice.plain, choice.comparisons) == (not slow_first, 1)
+    if slow_first:  # 2 seconds are 1.5 now: not by CHANGED
         after = constant(1.0, 0.5)
     go_on([choice], CHECK_ROUNDS + EACH, after)
-    assert (choice.plain, choice.looks) == (slow_first, 2)
+    assert (choice.plain, choice.comparisons) == (slow_first, 2)
 
 
 def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
@@ -183,7 +183,7 @@ def calls(choices: list[CodecChoice], n_calls: int, ends_s: Callable[[bool], lis
             choice.begin(begun_s)
         for i in np.argsort(ends):
             choices[i].end(begun_s + ends[i])
-            if choices[i].asks:
+            if choices[i].exchange_due:
                 choices[i].agree([choices[i].times])
     return found
 
@@ -229,14 +229,14 @@ def test_which_keys_are_timed_together() -> None:
     """Those of one codec that begin with the same round; of their rounds few are kept."""
     choices = Choices()
     first, second, other = choices.of("fp16"), choices.of("fp16"), choices.of("2bit")
-    assert first._together is second._together is not other._together
+    assert first._round_times is second._round_times is not other._round_times
     for round_ in range(2 * KEPT_ROUNDS):
         first.begin(round_)
         first.end(round_ + 0.5)
     late = choices.of("fp16")
-    assert late._together is not first._together
-    assert choices.of("2bit")._together is other._together
-    assert list(first._together.seconds) == list(range(KEPT_ROUNDS, 2 * KEPT_ROUNDS))
+    assert late._round_times is not first._round_times
+    assert choices.of("2bit")._round_times is other._round_times
+    assert list(first._round_times.seconds) == list(range(KEPT_ROUNDS, 2 * KEPT_ROUNDS))
 
 
 def test_keys_of_a_store_decide_together() -> None:
@@ -441,12 +441,12 @@ def test_all_that_is_pushed_arrives(hosts: str, link: str, optimizer: bool) -> N
         fast = link == "fast" or (link == "faster at last" and round_ >= FIRST)
         return (1.0 if plain else 1.5) if fast else (8.0 if plain else 4.0)
 
-    found = train(TWO_BITS, seconds, LOOKS + 1, hosts=hosts, optimizer=optimizer)
+    found = train(TWO_BITS, seconds, SECOND + 1, hosts=hosts, optimizer=optimizer)
     values, travelled, _, stats = found[0]
     assert all(np.array_equal(one[0], values) and one[1] == travelled for one in found)
     arrived = -values[-1] if optimizer else values.sum(axis=0)
     total = sum(
-        pushed(worker, round_).astype(np.float64) for worker in range(len(hosts)) for round_ in range(LOOKS + 1)
+        pushed(worker, round_).astype(np.float64) for worker in range(len(hosts)) for round_ in range(SECOND + 1)
     )
     assert np.array_equal(arrived + sum(owed for _, _, owed, _ in found), total)
     assert travelled[:FIRST] == [False] * EACH + [True] * EACH

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from choice_rounds import EACH, FIRST, LOOKS, TWO_BITS, pushed
+from choice_rounds import EACH, FIRST, SECOND, TWO_BITS, pushed
 
 from mpikv import optimizers
 from mpikv.codecs.compression import make
@@ -40,7 +40,7 @@ def with_servers(
 
         key.begin_round, key.end_round = lambda total, _: begin(total, now[0]), ends
         found, plain = [], []
-        for round_ in range(LOOKS + 1):
+        for round_ in range(SECOND + 1):
             value = pushed(store.rank, round_).astype(dtype)
             plain.append(key.choice is not None and key.choice.plain)
             if call == "pushpull":
@@ -72,11 +72,11 @@ def test_with_servers_each_worker_chooses_for_its_own_link(kind: str, call: str,
         assert np.array_equal(found[0][0], found[1][0])
     for worker, (_, travelled, _, _, stats) in enumerate(found):
         assert travelled[:FIRST] == [False] * EACH + [True] * EACH
-        assert travelled[FIRST:-1] == [bool(worker)] * (LOOKS - FIRST)
+        assert travelled[FIRST:-1] == [bool(worker)] * (SECOND - FIRST)
         row = stats["compressed_keys"]["w"]
         assert row["travels"] == ("encoded", "as it is")[worker]
         assert (row["encoded_s"], row["plain_s"], row["looks"]) == (4.0, (8.0, 1.0)[worker], 1)
-    total = sum(pushed(worker, round_).astype(np.float64) for worker in range(2) for round_ in range(LOOKS + 1))
+    total = sum(pushed(worker, round_).astype(np.float64) for worker in range(2) for round_ in range(SECOND + 1))
     assert np.array_equal(-found[0][3] + found[0][2] + found[1][2], total)
     assert not found[1][2].any()
 
@@ -98,4 +98,4 @@ def test_with_servers_what_is_forced_is_never_measured() -> None:
     for _, travelled, _, _, stats in with_servers(TWO_BITS | {"force": True}, lambda *_: 1.0, call="pushpull"):
         assert not any(travelled)
         assert "compressed_keys" not in stats
-        assert stats["encoded_from_bytes"] == (LOOKS + 1) * 67 * 4
+        assert stats["encoded_from_bytes"] == (SECOND + 1) * 67 * 4

@@ -13,7 +13,7 @@ from fake_cupy import Machine
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.codecs import registry
-from mpikv.codecs.base import Codec, state_brought
+from mpikv.codecs.base import Codec, state_on_device
 from mpikv.codecs.blocks import BLOCK_ELEMS
 from mpikv.errors import MpikvError
 
@@ -66,7 +66,7 @@ class Pair:
         self.codec, self.n, self.machine = codec, n, Machine(memory_bytes=1 << 33)
         self.cupy = self.machine.process()
         self.here = codec.init(n)
-        self.there = state_brought(codec, codec.init(n), self.cupy.asarray)
+        self.there = state_on_device(codec, codec.init(n), self.cupy.asarray)
 
     def push(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """What travels from here and from there, and in how many launches it was made."""

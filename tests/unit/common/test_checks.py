@@ -26,7 +26,7 @@ from mpikv.common import checks
 
 HUGE = 10**400
 
-# MXNet 1.9.1, python/mxnet/optimizer/: what its classes take first, by its place. None: nothing.
+# MXNet 1.9.1, python/mxnet/optimizer/: what its classes take first, by position. None: nothing.
 FIRST_IN_MXNET = {
     **dict.fromkeys(("SGD", "NAG", "LARS", "DCASGD"), "momentum"),
     **dict.fromkeys(("Adam", "AdamW", "RMSProp", "LAMB", "Signum"), "learning_rate"),
@@ -39,7 +39,7 @@ def test_by_its_place_nothing_means_something_else_than_in_mxnet(name: str) -> N
     cls = getattr(optimizers, name)
     if FIRST_IN_MXNET[name] == "learning_rate":
         assert cls(0.25).learning_rate == 0.25
-        with pytest.raises(TypeError, match=f"{name} takes learning_rate by its place and others by name: .*wd"):
+        with pytest.raises(TypeError, match=f"{name} takes learning_rate by position and others by name: .*wd"):
             cls(0.25, 0.5)
     else:
         with pytest.raises(TypeError, match=f"{name} takes all by name: learning_rate, .*{FIRST_IN_MXNET[name] or ''}"):

@@ -17,7 +17,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import registry
 from mpikv.codecs.compression import make
 from mpikv.codecs.residuals import cut_anew
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import load_states
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.codec_states import shares
@@ -217,8 +217,8 @@ def test_saving_has_no_part_in_what_pulls_owe(mode: Mode, tmp_path: Path) -> Non
 # --- by themselves
 
 
-def part(worker: int, begin: int, end: int, **state: Any) -> Part:
-    return Part("w", (10,), np.dtype(np.float32), begin, end, state, worker)
+def part(worker: int, begin: int, end: int, **state: Any) -> StateRecord:
+    return StateRecord("w", (10,), np.dtype(np.float32), begin, end, state, worker)
 
 
 def test_shares_of_workers_that_owe_nothing() -> None:

@@ -52,7 +52,7 @@ def expected(name: str, workers: int, steps: int, batches: Any = BATCHES) -> Any
 
 @pytest.mark.grid
 @ON_STORE
-@pytest.mark.parametrize("how", ["step", "push_grad", "some handed over", "later"])
+@pytest.mark.parametrize("how", ["step", "push_grad", "some pushed", "later"])
 @pytest.mark.parametrize("batches", [BATCHES, (LAST, LAST, BATCHES[0])], ids=["alike at first", "different at first"])
 @EVERY_FORM
 def test_each_gradient_is_divided_by_its_own_batch_size(store, W, batches, how: str, on_store: bool) -> None:
@@ -60,7 +60,7 @@ def test_each_gradient_is_divided_by_its_own_batch_size(store, W, batches, how: 
     for step, sizes in enumerate(batches):
         write(parameters, store.rank, step)
         size = sizes[store.rank]
-        if how in {"push_grad", "some handed over"}:
+        if how in {"push_grad", "some pushed"}:
             for name in list(reversed(parameters))[: None if how == "push_grad" else 2]:
                 trainer.push_grad(name, size)
         trainer.step(size, wait=how != "later")

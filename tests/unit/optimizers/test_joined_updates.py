@@ -9,7 +9,7 @@ import pytest
 from fake_gpus import one_gpu
 
 from mpikv import optimizers
-from mpikv.optimizers.owner import AS_SET, Joined, Owner
+from mpikv.optimizers.owner import AS_SET, JoinedKey, Owner
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
@@ -19,9 +19,9 @@ SIZES = (3, 40, 1, 7, 200)
 INFOS = [KeyInfo(f"w{i}", i, (n,), F4) for i, n in enumerate(SIZES)]
 
 
-def parts(skipped: int | None = None) -> list[Joined]:
+def parts(skipped: int | None = None) -> list[JoinedKey]:
     ends = np.cumsum([0, *SIZES]).tolist()
-    return [Joined(info, ends[i], ends[i + 1], 0) for i, info in enumerate(INFOS) if i != skipped]
+    return [JoinedKey(info, ends[i], ends[i + 1], 0) for i, info in enumerate(INFOS) if i != skipped]
 
 
 def run(kind: str, together: bool, dtype: Any = F4, *, mult: bool = False, skipped: int | None = None) -> Any:
@@ -34,12 +34,12 @@ def run(kind: str, together: bool, dtype: Any = F4, *, mult: bool = False, skipp
         total = np.linspace(step, -2, sum(SIZES), dtype=F4)
         some = parts(skipped if step == 1 else None)
         if together:
-            owner.apply_together(some, weight, total)
+            owner.apply_joined(some, weight, total)
         else:
             for one in some:
                 owner.apply(one.info, weight[one.begin : one.end], total[one.begin : one.end], AS_SET)
         if step == 2:  # as from a file
-            owner.take_state(INFOS[1], {n: v.copy() if hasattr(v, "dtype") else v for n, v in owner.states[1].items()})
+            owner.set_state(INFOS[1], {n: v.copy() if hasattr(v, "dtype") else v for n, v in owner.states[1].items()})
     return weight.tobytes(), {
         i: {n: v.tobytes() if hasattr(v, "dtype") else v for n, v in one.items()} for i, one in owner.states.items()
     }
@@ -61,10 +61,10 @@ def test_many_keys_cost_as_many_launches_as_one() -> None:
         owner.set_optimizer(0, optimizers.create("adam"), [])
         on_gpu = [one._replace(info=one.info._replace(space="device")) for one in some]
         weight, total = space.zeros(sum(SIZES), F4), space.from_host(np.ones(sum(SIZES), F4))
-        with space.here():
-            owner.apply_together(on_gpu, weight, total)
+        with space.in_stream():
+            owner.apply_joined(on_gpu, weight, total)
             before = cupy.machine.counts["launches"]
-            owner.apply_together(on_gpu, weight, total)
+            owner.apply_joined(on_gpu, weight, total)
         counts.append(cupy.machine.counts["launches"] - before)
     assert counts[0] == counts[1]
 
@@ -81,5 +81,5 @@ def test_formulas_of_the_users_are_run_key_by_key() -> None:
     owner.set_optimizer(0, Mine(), [])
     weight = np.zeros(sum(SIZES), F4)
     infos = [one._replace(info=one.info._replace(key="a" * (i + 1))) for i, one in enumerate(parts())]
-    owner.apply_together(infos, weight, np.ones(sum(SIZES), F4))
+    owner.apply_joined(infos, weight, np.ones(sum(SIZES), F4))
     assert [weight[one.begin] for one in infos] == [-1, -2, -3, -4, -5]

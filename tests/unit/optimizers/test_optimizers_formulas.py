@@ -458,7 +458,7 @@ def test_on_a_gpu(name: str) -> None:
             there, on_gpu = space.from_host(weight), space.from_host(grad)
             before = [cupy.machine.counts[one] for one in ("syncs", "gets", "sets")]
             launches = cupy.machine.counts["launches"]
-            with space.here():
+            with space.in_stream():
                 state = optimizer.init(there)
                 for _ in range(2):
                     state = optimizer.update(key, there, on_gpu, state)

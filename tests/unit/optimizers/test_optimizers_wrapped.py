@@ -17,8 +17,8 @@ from mpikv import optimizers
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers import function
 from mpikv.optimizers.identity import identity
-from mpikv.optimizers.states import Part
-from mpikv.optimizers.states_file import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 
 # --- callables
 
@@ -108,7 +108,9 @@ def same(a, b) -> bool:
 def test_states_of_callables_that_can_be_saved(value) -> None:
     packed = function.pack(value)
     assert same(value, function.unpack({"t": 1, **packed}))
-    (part,) = parts_from_bytes(parts_to_bytes([Part("k", (3,), np.dtype(np.float32), 0, 3, {"t": 1, **packed})]))
+    (part,) = records_from_bytes(
+        records_to_bytes([StateRecord("k", (3,), np.dtype(np.float32), 0, 3, {"t": 1, **packed})])
+    )
     assert same(value, function.unpack(part.state))
 
 
@@ -118,7 +120,7 @@ def test_states_of_callables_that_cannot(value) -> None:
     state = optimizer.update("k", np.ones(1), np.ones(1), {"t": 0})
     assert function.unpack(state) is value  # they serve while the program runs
     with pytest.raises(UnsupportedError, match=r"state of key 'k' cannot be saved or moved.* flat dict, list or tuple"):
-        parts_to_bytes([Part("k", (1,), np.dtype(np.float64), 0, 1, state)])
+        records_to_bytes([StateRecord("k", (1,), np.dtype(np.float64), 0, 1, state)])
 
 
 def test_identity_tells_functions_apart() -> None:
@@ -180,7 +182,9 @@ def ours(optimizer, weight, grads):
     for grad in grads:
         before = grad.copy()
         # Through bytes each time: the state is all there is.
-        (part,) = parts_from_bytes(parts_to_bytes([Part("k", weight.shape, weight.dtype, 0, weight.size, state)]))
+        (part,) = records_from_bytes(
+            records_to_bytes([StateRecord("k", weight.shape, weight.dtype, 0, weight.size, state)])
+        )
         state = optimizer.update("k", weight, grad, part.state)
         assert np.array_equal(grad, before)
     return weight

@@ -162,7 +162,7 @@ def test_states_are_cut_and_joined_by_rows():
         k: np.asarray(v).tolist() for k, v in part.state.items()
     }
     again = table_of(info, whole.rows(np.arange(N_ROWS)))
-    again.take_states(owner, joined.state)
+    again.set_states(owner, joined.state)
     for ids, total in rounds(5):
         whole.update(owner, ids, total.copy(), AS_SET)
         again.update(owner, ids, total.copy(), AS_SET)

@@ -17,14 +17,14 @@ import pytest
 from mpikv import optimizers
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.optimizers import states_file
-from mpikv.optimizers.states import Part, join_states, slice_state
-from mpikv.optimizers.states_file import StatesFile, load_states, parts_from_bytes, parts_to_bytes, save_states
+from mpikv.optimizers.states import StateRecord, join_states, slice_state
+from mpikv.optimizers.states_file import StatesFile, load_states, records_from_bytes, records_to_bytes, save_states
 
 FLOAT32 = np.dtype(np.float32)
 
 
-def whole(key, shape: tuple[int, ...], dtype, state: dict) -> Part:
-    return Part(key, shape, np.dtype(dtype), 0, int(np.prod(shape)), state)
+def whole(key, shape: tuple[int, ...], dtype, state: dict) -> StateRecord:
+    return StateRecord(key, shape, np.dtype(dtype), 0, int(np.prod(shape)), state)
 
 
 def equal_states(a: dict, b: dict) -> bool:
@@ -36,7 +36,7 @@ def equal_states(a: dict, b: dict) -> bool:
     return set(a) == set(b) and all(same(a[name], b[name]) for name in a)
 
 
-def equal_parts(a: Part, b: Part) -> bool:
+def equal_parts(a: StateRecord, b: StateRecord) -> bool:
     return a._replace(state={}) == b._replace(state={}) and equal_states(a.state, b.state)
 
 
@@ -74,7 +74,7 @@ def saved(path: pathlib.Path, file: StatesFile) -> bytes:
     return path.read_bytes()
 
 
-SMALL = parts_to_bytes(example(small=True).entries.values())  # what is sent of it
+SMALL = records_to_bytes(example(small=True).entries.values())  # what is sent of it
 
 
 def test_round_trip(tmp_path: pathlib.Path) -> None:
@@ -95,8 +95,8 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
 def test_a_file_and_a_message_are_the_same_record(tmp_path: pathlib.Path) -> None:
     file = StatesFile(example().entries)
     data = saved(tmp_path / "states", file)
-    assert data == parts_to_bytes(file.entries.values())
-    assert all(equal_parts(part, file.entries[part.key]) for part in parts_from_bytes(data))
+    assert data == records_to_bytes(file.entries.values())
+    assert all(equal_parts(part, file.entries[part.key]) for part in records_from_bytes(data))
 
 
 def test_numpy_reads_it_too(tmp_path: pathlib.Path) -> None:
@@ -108,19 +108,19 @@ def test_numpy_reads_it_too(tmp_path: pathlib.Path) -> None:
 def test_parts(tmp_path: pathlib.Path) -> None:
     state = optimizers.create("adam").init(np.ones(4, np.float32))
     parts = [
-        Part("w", (8,), FLOAT32, 0, 4, state),
-        Part(7, (3,), FLOAT32, 3, 3, {"t": 2}),
-        Part("w", (8,), FLOAT32, 4, 8, state),
+        StateRecord("w", (8,), FLOAT32, 0, 4, state),
+        StateRecord(7, (3,), FLOAT32, 3, 3, {"t": 2}),
+        StateRecord("w", (8,), FLOAT32, 4, 8, state),
     ]
-    back = parts_from_bytes(parts_to_bytes(parts))
+    back = records_from_bytes(records_to_bytes(parts))
     assert all(equal_parts(a, b) for a, b in zip(back, parts, strict=True))
-    assert parts_from_bytes(parts_to_bytes([])) == []
-    (tmp_path / "parts").write_bytes(parts_to_bytes(parts))
+    assert records_from_bytes(records_to_bytes([])) == []
+    (tmp_path / "parts").write_bytes(records_to_bytes(parts))
     with pytest.raises(StatesFileError, match=r"it holds elements \[0, 4\) of key 'w' alone"):
         load_states(tmp_path / "parts")
-    overlapping = [parts[0], Part("w", (8,), FLOAT32, 3, 8, {"t": 2})]
+    overlapping = [parts[0], StateRecord("w", (8,), FLOAT32, 3, 8, {"t": 2})]
     with pytest.raises(StatesFileError, match="element 3 of key 'w' is there twice"):
-        parts_from_bytes(parts_to_bytes(overlapping))
+        records_from_bytes(records_to_bytes(overlapping))
 
 
 # --- damage
@@ -290,7 +290,7 @@ def test_foreign_files(kind: str, tmp_path: pathlib.Path) -> None:
     assert str(caught.value).startswith(f"{path}: ")
     assert "share" not in kind or "its members claim to be larger than the file together" in str(caught.value)
     with pytest.raises(StatesFileError):
-        parts_from_bytes(FOREIGN[kind])
+        records_from_bytes(FOREIGN[kind])
     path.write_bytes(rewritten())  # so it is the change that is refused
     assert equal_files(load_states(path), StatesFile(example(small=True).entries))
 
@@ -303,7 +303,7 @@ def test_a_plain_npz_is_foreign(tmp_path: pathlib.Path) -> None:
 
 
 def test_damaged_parts() -> None:
-    good = parts_to_bytes([Part("w", (2,), FLOAT32, 0, 2, {"t": 1})])
+    good = records_to_bytes([StateRecord("w", (2,), FLOAT32, 0, 2, {"t": 1})])
     for bad in ({"begin": -1}, {"begin": 3}, {"end": None}, {"end": 1.5}):
         source = zipfile.ZipFile(io.BytesIO(good))
         header = json.loads(source.read("header.json"))
@@ -311,8 +311,8 @@ def test_damaged_parts() -> None:
         target = io.BytesIO()
         with zipfile.ZipFile(target, "w") as archive:
             archive.writestr("header.json", json.dumps(header))
-        with pytest.raises(StatesFileError, match="a part of elements"):
-            parts_from_bytes(target.getvalue(), "from rank 1")
+        with pytest.raises(StatesFileError, match="a record of elements"):
+            records_from_bytes(target.getvalue(), "from rank 1")
 
 
 def test_a_missing_file(tmp_path: pathlib.Path) -> None:
@@ -390,12 +390,12 @@ def test_join_takes_the_largest_count_and_no_other_difference() -> None:
 @pytest.mark.parametrize(
     ("text", "parts", "n"),
     [
-        ("no parts", [], None),
+        ("no slices", [], None),
         ("do not cover", [(1, 2, {"t": 0})], 2),
         ("do not cover", [(0, 1, {"t": 0}), (2, 3, {"t": 0})], 3),
         ("do not cover", [(0, 2, {"t": 0}), (1, 3, {"t": 0})], 3),
-        (r"parts \[0, 2\) do not cover a key of 3", [(0, 2, {"t": 0})], 3),
-        ("hold different things", [(0, 1, {"t": 0}), (1, 2, {"t": 0, "x": 1})], 2),
+        (r"slices \[0, 2\) do not cover a key of 3", [(0, 2, {"t": 0})], 3),
+        ("have different entries", [(0, 1, {"t": 0}), (1, 2, {"t": 0, "x": 1})], 2),
         ("not one value per element", [(0, 1, {"t": 0, "m": np.ones(1)}), (1, 2, {"t": 0, "m": 3.0})], 2),
         ("not one value per element", [(0, 1, {"t": 0, "m": np.ones(1)}), (1, 2, {"t": 0, "m": np.ones(2)})], 2),
         ("not one value per element", [(0, 1, {"m": np.ones(1)}), (1, 2, {"m": np.ones(1, np.float32)})], 2),

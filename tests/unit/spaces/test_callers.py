@@ -14,7 +14,7 @@ from fake_gpus import gpu_of as fake_gpu_of
 from mpikv.arrays import tensors
 from mpikv.errors import UnsupportedError
 from mpikv.spaces import callers
-from mpikv.spaces.callers import PER_THREAD, Caller, gpu_of, on_gpu
+from mpikv.spaces.callers import PER_THREAD, CallersGpuArray, gpu_of, on_gpu
 
 
 class Shown:
@@ -26,13 +26,13 @@ class Shown:
             self.device = SimpleNamespace(id=number)
 
 
-def seen(array: Any, number: int = 1) -> Caller:
+def seen(array: Any, number: int = 1) -> CallersGpuArray:
     """On one of three GPUs, whose memory nobody looks into."""
     machine = Machine(3)
     machine.strangers = True
     cupy = machine.process()
     cupy.streams[77] = cupy.streams[1]
-    return callers.seen(array, fake_gpu_of(cupy, number))
+    return callers.callers_gpu_array(array, fake_gpu_of(cupy, number))
 
 
 @pytest.mark.parametrize(

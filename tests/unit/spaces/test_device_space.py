@@ -30,7 +30,7 @@ def made() -> tuple[Any, DeviceSpace]:
 
 
 def total(space: DeviceSpace, *arrays: Any, **more: Any) -> Any:
-    return space.total(space.callers(arrays), "a value", on_device=True, **more)
+    return space.total(space.callers_arrays(arrays), "a value", on_device=True, **more)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64])
@@ -45,7 +45,7 @@ def test_arrays_of_callers_come_and_go(made: Any, dtype: Any) -> None:
     assert space.to_host(total(space, on_gpu, on_gpu, values)).tolist() == (3 * values).reshape(-1).tolist()
     assert space.to_host(total(space, on_gpu, on_gpu, combine=np.maximum)).tolist() == values.reshape(-1).tolist()
     out, strided = cupy.zeros((4, 3), dtype), cupy.zeros((3, 4, 2), dtype)
-    (one, two) = space.callers([out, strided[:, :, 1]])
+    (one, two) = space.callers_arrays([out, strided[:, :, 1]])
     space.write(one, total(space, on_gpu), "out")
     space.write(two, total(space, on_gpu), "out")
     assert out.get().tolist() == values.reshape(4, 3).tolist()
@@ -65,16 +65,16 @@ def test_memory_within_the_space(made: Any) -> None:
     space.copy(b, np.ones(8, F4))
     assert space.to_host(b).tolist() == [1] * 8
     host = space.pinned.take(32).view(F4)
-    space.fetch(host, a)
+    space.download(host, a)
     assert host.view(np.uint8).tolist() == [0xFF] * 32  # not before the host has seen the copy end
-    space.settle()
+    space.synchronize()
     assert host.tolist() == list(range(8))
     host[:] = 5
-    space.bring(b, host, beside=True)
-    with pytest.raises(RaceError), space.here():
+    space.upload(b, host, second_stream=True)
+    with pytest.raises(RaceError), space.in_stream():
         np.add(b, a, out=a)
-    space.join()
-    with space.here():
+    space.join_second_stream()
+    with space.in_stream():
         np.add(b, b, out=b)
     assert space.to_host(b).tolist() == [10] * 8
 
@@ -89,11 +89,11 @@ def test_a_caller_may_go_on_at_once_and_is_not_waited_for(made: Any) -> None:
         grad += 1
         pushed = total(space, grad)
         grad += 1  # the caller's next pass: not in what was pushed
-        (out,) = space.callers([grad])
-    assert not space.arrived(pushed).test()
-    space.settle()  # nothing of that is behind the held stream
+        (out,) = space.callers_arrays([grad])
+    assert not space.written(pushed).test()
+    space.synchronize()  # nothing of that is behind the held stream
     machine.hold(stream, held=False)
-    while not space.arrived(pushed).test():
+    while not space.written(pushed).test():
         pass
     assert space.to_host(pushed).tolist() == [2] * 4
     space.write(out, pushed, "out")
@@ -107,18 +107,18 @@ def test_memory_of_a_push_is_used_again_only_behind_the_stores_stream() -> None:
     grad = cupy.asarray(np.ones(4, F4))
     for _ in range(5):
         pushed = total(space, grad)
-        space.follow(pushed)
-        with space.here():
+        space.wait_for_callers(pushed)
+        with space.in_stream():
             pushed += 1
         del pushed
         grad += 1  # in another stream, in the order of which the next push is copied
     gc.collect()
-    space.settle()
+    space.synchronize()
     before = cupy.machine.counts["mallocs"]
     for _ in range(20):
         pushed = total(space, grad)
-        space.follow(pushed)
-        space.settle()
+        space.wait_for_callers(pushed)
+        space.synchronize()
     assert cupy.machine.counts["mallocs"] <= before + 1
     total(space, grad)  # nobody has read it
     gc.collect()
@@ -129,16 +129,16 @@ def test_in_place(made: Any) -> None:
     cupy, space = made
     spaces = Spaces(device=space)
     weight = cupy.asarray(np.ones((2, 2), F4))
-    (caller,) = spaces.callers([weight])
+    (caller,) = spaces.callers_arrays([weight])
     held = space.in_place(caller, "a weight")
-    space.follow(held)
-    with space.here():
+    space.wait_for_callers(held)
+    with space.in_stream():
         held *= np.float32(3)
-    spaces.hand_back([caller])
+    spaces.make_callers_wait([caller])
     assert (weight + 0).get().tolist() == [[3, 3], [3, 3]]
-    assert space.lies_in(held, spaces.callers([weight])[0])
-    assert not space.lies_in(held, spaces.callers([weight.copy()])[0])
-    assert space.in_place(spaces.callers([weight.T[:1]])[0], "a weight") is None
+    assert space.is_view_of(held, spaces.callers_arrays([weight])[0])
+    assert not space.is_view_of(held, spaces.callers_arrays([weight.copy()])[0])
+    assert space.in_place(spaces.callers_arrays([weight.T[:1]])[0], "a weight") is None
     assert spaces.sums_of_squares([weight, np.full(3, 2.0)], ["a", "b"]) == [36.0, 12.0]
     spaces.scale(weight, 0.5, "a weight")
     assert weight.get().tolist() == [[1.5, 1.5], [1.5, 1.5]]
@@ -150,8 +150,8 @@ def test_another_gpus_arrays() -> None:
     with cupy.cuda.Device(1):
         other = cupy.asarray(np.arange(4, dtype=F4))
     assert space.to_host(total(space, other)).tolist() == [0, 1, 2, 3]
-    assert space.in_place(space.callers([other])[0], "a value") is None
-    space.write(space.callers([other])[0], total(space, np.ones(4, F4)), "out")
+    assert space.in_place(space.callers_arrays([other])[0], "a value") is None
+    space.write(space.callers_arrays([other])[0], total(space, np.ones(4, F4)), "out")
     with cupy.cuda.Device(1):
         assert other.get().tolist() == [1] * 4
 
@@ -164,7 +164,7 @@ def test_a_thread_goes_back_to_the_gpu_that_its_caller_has_used_and_to_no_other(
     assert cupy.cuda.runtime.getDevice() == 2
     with cupy.cuda.Device(1):
         cupy.zeros(1)
-        space.settle()
+        space.synchronize()
         assert cupy.cuda.runtime.getDevice() == 1
     current: list[int] = []
     thread = threading.Thread(target=lambda: (space.zeros(4, F4), current.append(cupy.cuda.runtime.getDevice())))
@@ -176,7 +176,7 @@ def test_a_thread_goes_back_to_the_gpu_that_its_caller_has_used_and_to_no_other(
 def test_memory_that_runs_out_says_what_to_do() -> None:
     _, gpu = one_gpu(memory_bytes=1 << 20)
     space = DeviceSpace(gpu)
-    with pytest.raises(OutOfDeviceMemory, match=r"GPU 0 \(Fake GPU\) has no room: .* torch.cuda.empty_cache"):
+    with pytest.raises(OutOfDeviceMemory, match=r"GPU 0 \(Fake GPU\) is out of memory: .* torch.cuda.empty_cache"):
         space.empty(1 << 20, F4)
     assert isinstance(OutOfDeviceMemory("x"), MemoryError)
     space.empty(1 << 10, F4)
@@ -184,9 +184,9 @@ def test_memory_that_runs_out_says_what_to_do() -> None:
 
 def test_a_gpu_that_fails_ends_every_wait_with_an_error(made: Any) -> None:
     cupy, space = made
-    request = space.begun()
+    request = space.stream_event()
     cupy.machine.failed = 700
-    for call in (request.test, space.settle, lambda: space.zeros(1, F4)):
+    for call in (request.test, space.synchronize, lambda: space.zeros(1, F4)):
         with pytest.raises(MpikvError, match=r"GPU 0 .* cannot use the GPU any more.* compute-sanitizer"):
             call()
 
@@ -194,10 +194,10 @@ def test_a_gpu_that_fails_ends_every_wait_with_an_error(made: Any) -> None:
 def test_who_waits_for_the_gpu_sleeps_and_is_woken(made: Any) -> None:
     cupy, space = made
     rung, woken = threading.Event(), threading.Event()
-    space.rings(rung.set)
+    space.on_done(rung.set)
     cupy.machine.hold(space.stream)
     space.zeros(4, F4)
-    request = space.begun()
+    request = space.stream_event()
 
     class Waiter:
         def wake(self) -> None:

@@ -133,7 +133,7 @@ def test_from_the_gradient_hook_to_the_transport(path: str, monkeypatch: pytest.
         for _ in range(3):
             model(torch.ones(2, 40)).sum().backward()
 
-    longest = longest_of(path, "_leave", body, monkeypatch)
+    longest = longest_of(path, "_send", body, monkeypatch)
     assert len(longest) <= MOST, longest
 
 

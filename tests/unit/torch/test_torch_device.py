@@ -137,11 +137,11 @@ def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: To
         assert on_gpu == (store.stats().get("device_path") == "ipc")
         found = []
         # The first layer's gradient is the last one; before it has been taken, its own bucket cannot have left.
-        net[0].weight.register_hook(lambda grad: found.append([one.left for one in model._gradients._buckets]))
+        net[0].weight.register_hook(lambda grad: found.append([one.sent for one in model._gradients._buckets]))
         for step in range(STEPS):
             x, y = data(step, store.rank, torch.float32)
             nn.functional.cross_entropy(model(x), y).backward()
-            assert not any(one.left for one in model._gradients._buckets)  # all have come
+            assert not any(one.sent for one in model._gradients._buckets)  # all have come
         return found
 
     for found in workers(on_gpu, 2, body, cuda):
@@ -159,11 +159,11 @@ def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -
         bucket.written()
     with cuda.stream() as second:
         bucket.written()
-        bucket.follow()
+        bucket.wait_for_streams()
         assert second.waited == [first.cuda_stream]
-        bucket.follow()
+        bucket.wait_for_streams()
         assert second.waited == [first.cuda_stream]
-    bucket.follow()
+    bucket.wait_for_streams()
     assert cuda.current_stream().waited == [second.cuda_stream]
 
 
@@ -239,4 +239,4 @@ def test_keys_of_calls_on_a_gpu_have_few_sizes() -> None:
         assert n <= size <= max(gpu_calls.LEAST_BYTES, 1.25 * n)
         assert size % 8 == 0
         assert gpu_calls.size_class(size) == size
-    assert gpu_calls.size_class(gpu_calls.PIECE_BYTES) == gpu_calls.PIECE_BYTES
+    assert gpu_calls.size_class(gpu_calls.STEP_BYTES) == gpu_calls.STEP_BYTES

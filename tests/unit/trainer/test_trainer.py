@@ -422,5 +422,5 @@ def test_foreign_states_change_nothing(store: str | None, tmp_path: Path) -> Non
 
 def test_torch_tensor_is_no_parameter() -> None:
     torch = frameworks.need("torch")
-    with pytest.raises(TypeError, match=r"one of torch; a torch.nn.Parameter goes to the Trainer"):
+    with pytest.raises(TypeError, match=r"one of torch; give a torch.nn.Parameter to the Trainer"):
         Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""Gradients handed over during the backward pass: the same weights as with `step` alone, in every mode."""
+"""Gradients pushed during the backward pass: the same weights as with `step` alone, in every mode."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_push_grad_refuses(store: KVStore) -> None:
             call()
     trainer.push_grad(params[0])  # no batch size is known yet: it goes with the step
     trainer.push_grad(params[0], 2)
-    with pytest.raises(ValueError, match="handed over already"):
+    with pytest.raises(ValueError, match="pushed already"):
         trainer.push_grad(params[0], 2)
     for call in (lambda: trainer.push_grad(params[1], 3), lambda: trainer.step(3)):
         with pytest.raises(ValueError, match="a batch of 2, not 3"):

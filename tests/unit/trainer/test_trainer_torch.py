@@ -453,7 +453,7 @@ def other_rate(net: Any, trainer: Trainer, data: Any) -> None:
 
 
 def misuse(store: KVStore, mistake: Any) -> None:
-    """With the second step's gradients handed over."""
+    """With the second step's gradients pushed."""
     net, rank = network(store.rank), store.rank
     trainer = sgd(net, store, overlap=True)
     of.train(net, trainer, rank, [0])
@@ -466,7 +466,7 @@ def misuse(store: KVStore, mistake: Any) -> None:
 @pytest.mark.parametrize("mistake", [second_pass, clipped, forgotten])
 def test_gradients_that_are_changed_after_they_have_left(store: KVStore, mistake: Any) -> None:
     """In every mode, so that it shows on one machine."""
-    with pytest.raises(MpikvError, match="was changed after the backward pass, when it had been handed over"):
+    with pytest.raises(MpikvError, match="was changed after the backward pass, when it had been pushed"):
         misuse(store, mistake)
 
 
@@ -486,10 +486,10 @@ def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
         for _ in range(2):
             trainer.zero_grad()
             output = net[0](torch.ones(1, 100))
-            output.register_hook(lambda _: seen.append(len(trainer._contributed)))
+            output.register_hook(lambda _: seen.append(len(trainer._pushed)))
             net[2](net[1](output)).sum().backward()
             trainer.step()
-        return [*seen, len(trainer._contributed)]
+        return [*seen, len(trainer._pushed)]
 
     assert mode.run(body) == [[0, 4, 0]] * mode.workers  # before the first step no batch size is known
 

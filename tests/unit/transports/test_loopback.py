@@ -16,7 +16,7 @@ def test_messages_meet_in_their_order() -> None:
     space, handed = DeviceSpace(one_gpu()[1]), Loopback()
     arrays = [space.from_host(np.full(3, i, F16)) for i in range(4)]
     targets = [space.zeros(3, F32) for _ in range(4)]
-    with space.here():  # as whoever holds the engine's lock is
+    with space.in_stream():  # as whoever holds the engine's lock is
         first, second = handed.send(arrays[0], 7), handed.send(arrays[1], 7)
         other = handed.receive(targets[3], 8)
         assert not any(one.test() for one in (first, second, other))
