@@ -9,8 +9,8 @@ of them each worker learns that all have pushed the key, and with which labels (
 worker 0 gives the round the next number and sends it to all. All workers start rounds on the GPU in the order of their
 numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays
 whose shards are padded to equal lengths; or an allreduce, where nothing updates the key; or a reduction and a
-broadcast, where one worker updates all of it. Keys on other paths have no such number and wait for none: docs/adr/0021 says why
-both kinds can be in progress at the same time.
+broadcast, where one worker updates all of it. Keys on other paths have no such number and wait for none: docs/adr/0021
+says why both kinds can be in progress at the same time.
 
 A round that cannot end, because a worker has died after it had sent its first messages, is aborted after the store's
 time limit. Whoever waits for the key gets StallError, and the store cannot be used any more.

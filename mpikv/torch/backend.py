@@ -2,8 +2,8 @@
 
 Ranks find each other through MPI, without an address or a port. PyTorch needs a key-value store for that: ours sends
 requests to the first rank, by messages (groups/rendezvous.py). It is used for `mpikv://`, and if no `init_method` is
-given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. If a launcher of PyTorch has
-set them, PyTorch's own store is used.
+given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. If a launcher of PyTorch
+has set them, PyTorch's own store is used.
 
 Every group of ranks has a number, unique in the job, which its first rank gets from a counter and writes into PyTorch's
 store.
