@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import math
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -96,7 +95,7 @@ def _seconds(text: str) -> float:
 
 
 def _seconds_or_off(text: str) -> float:
-    return math.inf if text.lower() in ("off", "inf") else _seconds(text)
+    return LONGEST_S if text.lower() == "off" else _seconds(text)
 
 
 def _one_of(*words: str) -> Callable[[str], str]:

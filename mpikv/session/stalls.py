@@ -42,7 +42,7 @@ def _print(text: str) -> None:
 
 
 class Stalls:
-    """One worker's end. warn_s: how long a wait lasts that is printed; infinite: none is, and no circle is looked for.
+    """One worker's end. warn_s: how long a wait lasts that is printed.
 
     say: prints.
     """

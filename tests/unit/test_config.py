@@ -67,7 +67,7 @@ def test_every_variable():
         "fake_hosts": 2,
         "shared_memory": "off",
         "timeout_s": 2.5,
-        "stall_warn_s": float("inf"),
+        "stall_warn_s": 1e9,
         "progress": "calls",
         "mpi": "system",
         "interface": "eth0,10.0.0.0/8,fd00::/64",
