@@ -103,6 +103,7 @@ def test_linear_regression(n: int | None) -> None:
     assert len((EXAMPLES / "linear_regression.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_job
 def test_torch_mnist(digits: Path) -> None:
     frameworks.need("torch")

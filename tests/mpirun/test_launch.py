@@ -95,6 +95,7 @@ def test_any_program(mpi: Mpi) -> None:
     assert job.stderr.count("] two\n") == 3
 
 
+@pytest.mark.thorough
 def test_servers_that_nobody_uses(mpi: Mpi) -> None:
     """They have come to MPI_Init before the worker ends, which Open MPI's mpirun takes for an error.
 
@@ -270,6 +271,7 @@ def test_the_reader_goes_away(mpi: Mpi, tmp_path: Path) -> None:
     assert job.stdout.endswith("status 0\n")
 
 
+@pytest.mark.thorough
 def test_a_reader_that_stops(mpi: Mpi, tmp_path: Path) -> None:
     """`mpikv launch ... | less`: the time limit counts all the same."""
     ended = tmp_path / "status"

@@ -105,6 +105,7 @@ def test_several_ranks_and_settings() -> None:
     assert {name: found[name] for name in env} == env
 
 
+@pytest.mark.thorough
 @needs_mpi
 @pytest.mark.parametrize(
     ("env", "error"),
@@ -187,6 +188,7 @@ THREE = f"{NO_CUPY}; {fake_driver('H100', 'H100', 'A2')}"
 INSTALL = "CuPy is not installed: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
 
 
+@pytest.mark.thorough
 @needs_mpi
 @pytest.mark.parametrize(
     ("before", "env", "status", "says"),

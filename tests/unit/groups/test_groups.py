@@ -532,6 +532,7 @@ def test_a_request_that_the_board_cannot_answer_is_the_askers_error() -> None:
     spawn_groups(2, body, config=Config(timeout_s=20))
 
 
+@pytest.mark.thorough
 def test_an_error_of_one_rank_is_raised_by_spawn() -> None:
     def body(world: World, group: RankGroup):
         if group.rank == 1:

@@ -9,7 +9,7 @@ import pytest
 from jobs import ROOT, Job, find_mpi, mpirun
 
 MPI = find_mpi("mpich") or find_mpi()  # the one that starts faster
-pytestmark = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")]
 
 CONFTEST = """
 from lockstep import comm

@@ -253,6 +253,7 @@ def test_the_program_decides_without_a_file_and_with_two_trainers(trainers, tmp_
     assert said == trainers - 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", ["no folder/file", ""])
 def test_stop_file_that_cannot_be_written(path, tmp_path):
     with pytest.raises(RankError) as caught:

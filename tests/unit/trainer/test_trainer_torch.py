@@ -97,6 +97,7 @@ def test_arguments_of_a_torch_class_are_attributes(mode: Mode, on_store: bool) -
     assert_close(mode.run(body), reference(even(mode.workers), optimizer=made))
 
 
+@pytest.mark.thorough
 @ON_STORE
 @modes(ONE_HOST, SERVED)
 def test_arguments_of_a_torch_class_that_differ(mode: Mode, on_store: bool) -> None:

@@ -117,6 +117,7 @@ ONE_EACH = place([], 1, 1)
 IT_IS_KILLED = "mpikv launch: all ranks have ended, and mpirun has not: it is killed\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("commands", "options", "starts", "status", "text", "said"),
     [
