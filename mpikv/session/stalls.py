@@ -27,6 +27,7 @@ USUAL = 2.0  # a wait is told when it has lasted so many times longer than the l
 INTERVAL_S, LAST_INTERVAL_S = 0.25, 2.0  # between questions to all
 SILENT_S = 1.0  # a worker that has not answered by then is told as silent; another one takes over from worker 0
 MOST_ITEMS = 100  # that are asked of in one question
+CLOSE = ["close", 1]  # what `close` needs of every worker (`Need.item`)
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
 
 
@@ -172,7 +173,9 @@ class Stalls:
 
         def reached(worker: int, store: str, item: Any) -> int:
             i = places.get(json.dumps((store, item)))
-            return -1 if i is None else answers[worker]["reached"][i]
+            # Who closes a store has left it: whoever waits for it there is given another error, and goes on.
+            left = worker in waits and any(its == store and need[0] == CLOSE for its, need in waits[worker].needs)
+            return -1 if i is None or left else answers[worker]["reached"][i]
 
         facts, missing = compare(waits, answers, reached)
         self._add_items([*waits.values()])

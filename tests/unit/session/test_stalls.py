@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from store_modes import Mode, mode_id
 
-from mpikv import StallError
+from mpikv import PeerError, StallError
 from mpikv.observe.program import Process, state_of, this_process
-from mpikv.session import questions, stalls, waits
+from mpikv.session import leaving, questions, stalls, waits
 
 WARN_S = 0.2
 MODES = [
@@ -128,6 +128,24 @@ def test_workers_that_wait_for_each_other_all_raise_it(mode: Mode, program: str,
         assert re.match(rf"worker {worker} on .* waited \d+(\.\d)? s in {what}", texts[0])
         assert re.search(r"Deadlock: worker . on localhost in .* at test_stalls.py:\d+ in call waits for ", texts[0])
         assert "MPIKV_TIMEOUT_S" not in texts[0]
+
+
+@every_mode
+def test_who_closes_early_gets_no_error_for_those_that_wait_for_it(
+    mode: Mode, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told that it has left, here after several questions to all, and close, too."""
+    monkeypatch.setattr(leaving, "FIRST_S", 5 * WARN_S)
+
+    def body(store: Any) -> None:
+        store.init("w", np.zeros(3, np.float32))
+        store.pushpull("w", ONES.copy())
+        if store.rank != 1:
+            with pytest.raises(PeerError):
+                store.pushpull("w", ONES.copy())
+
+    mode.run(body, stall_warn_s=WARN_S)
+    assert any("in close for" in text for text in printed)
 
 
 def test_a_silent_worker_is_told_of_by_what_its_host_sees(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
