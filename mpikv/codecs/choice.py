@@ -1,4 +1,4 @@
-"""Chooses whether the values of a key are sent encoded or unencoded: the form in which rounds have been faster.
+"""Chooses whether the values of a key are sent encoded or uncompressed: the form in which rounds have been faster.
 
 Keys that are pushed side by side share the link and the cores: encoding one of them may make it end sooner and all
 others later. So the keys of one codec are timed together (`RoundTimes`): the time of a round is how long any of them
@@ -91,12 +91,12 @@ class Choices:
 class CodecChoice:
     """The choice of one key.
 
-    plain: whether its next round is sent unencoded. comparisons: how often both forms have been compared. seconds: of a
-    round, encoded and unencoded, at the last comparison.
+    uncompressed: whether its next round is sent so. comparisons: how often both forms have been compared. seconds: of a
+    round, encoded and uncompressed, at the last comparison.
     """
 
     def __init__(self, round_times: RoundTimes) -> None:
-        self.plain = False
+        self.uncompressed = False
         self.comparisons = 0
         self.seconds: list[float | None] = [None, None]
         self._round_times, self._round = round_times, 0
@@ -121,21 +121,21 @@ class CodecChoice:
         if self._warmup_left:
             self._warmup_left -= 1
         elif (seconds := self._round_times.seconds.get(self._round - 1)) is not None:
-            self._recent[self.plain].append(seconds)
+            self._recent[self.uncompressed].append(seconds)
         self._round += 1
         if not self.comparisons and not self._in_trial and self._rounds_left == 0:
             self._begin_trial()
 
     def _begin_trial(self) -> None:
-        self.plain = not self.plain
-        self._recent[self.plain].clear()
+        self.uncompressed = not self.uncompressed
+        self._recent[self.uncompressed].clear()
         self._begin_period(trial=True)
 
     def stats(self, codec: str) -> dict[str, Any]:
         """Return the key's entry in `store.stats()`."""
         return {
             "codec": codec,
-            "travels": "as it is" if self.plain else "encoded",
+            "travels": "as it is" if self.uncompressed else "encoded",
             "encoded_s": self.seconds[0],
             "plain_s": self.seconds[1],
             "looks": self.comparisons,
@@ -148,7 +148,7 @@ class CodecChoice:
 
     @property
     def times(self) -> HostArray:
-        """This worker's times: float64 (2, SAMPLES), seconds of the newest rounds, encoded and unencoded; 0: none."""
+        """This worker's times: float64 (2, SAMPLES), seconds of the newest rounds, encoded and not; 0: none."""
         found: HostArray = np.zeros((2, SAMPLES))
         for row, times in zip(found, self._recent, strict=True):
             row[: len(times)] = times
@@ -161,7 +161,7 @@ class CodecChoice:
         if self._in_trial:
             self._compare(newest)
             return
-        now_s, then_s = newest[self.plain], self.seconds[self.plain] or 0.0
+        now_s, then_s = newest[self.uncompressed], self.seconds[self.uncompressed] or 0.0
         changed = now_s > CHANGED * then_s or then_s > CHANGED * now_s
         self._interval_left -= CHECK_ROUNDS
         if changed:
@@ -173,16 +173,16 @@ class CodecChoice:
 
     def _compare(self, seconds: list[float]) -> None:
         """Decide; but prolong a short trial, if its form is not clearly slower."""
-        if self._in_short_trial and seconds[self.plain] <= CLEARLY_SLOWER * seconds[not self.plain]:
+        if self._in_short_trial and seconds[self.uncompressed] <= CLEARLY_SLOWER * seconds[not self.uncompressed]:
             self._in_short_trial, self._rounds_left = False, TRIAL_ROUNDS - SHORT_TRIAL_ROUNDS
         else:
             self._decide(seconds)
 
     def _decide(self, seconds: list[float]) -> None:
         """Keep the form of the trial if it is faster; else return to the one before."""
-        tried, before, first = self.plain, not self.plain, not self.comparisons
+        tried, before, first = self.uncompressed, not self.uncompressed, not self.comparisons
         faster = seconds[tried] < seconds[before] * MARGIN if first else seconds[tried] * MARGIN < seconds[before]
-        self.plain = tried if faster else before
+        self.uncompressed = tried if faster else before
         rounds = max(CHECK_ROUNDS, 0 if faster else 2 * self._interval, math.ceil(_trial_cost(*seconds) / TRIAL_SHARE))
         self._interval = self._interval_left = min(rounds, LONGEST_INTERVAL_ROUNDS)
         self.comparisons, self.seconds = self.comparisons + 1, [*seconds]

@@ -36,14 +36,14 @@ class KeyCompression:
     force: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Whether pushes and pulls are sent unencoded."""
+    def uncompressed(self) -> bool:
+        """Whether pushes and pulls are sent uncompressed."""
         return self.push == IDENTITY and self.pull == IDENTITY
 
     @property
     def chosen(self) -> bool:
-        """Whether the store measures if encoded or unencoded values are faster, and uses that form."""
-        return not self.plain and not self.force
+        """Whether the store measures if encoded or uncompressed values are faster, and uses that form."""
+        return not self.uncompressed and not self.force
 
     def for_shape(self, shape: tuple[int, ...]) -> KeyCompression:
         """Return the compression of a key of this shape."""
@@ -80,7 +80,7 @@ def make(params: Mapping[str, Any] | str | None) -> KeyCompression:
         raise TypeError(f"compression: 'force' is True or False, not {shown(force)}")
     push = registry.create({name: value for name, value in given.items() if name not in ("pull", "force")})
     found = KeyCompression(push, registry.create(given.get("pull", IDENTITY), feedback=False), force)
-    return NONE if found.plain else found
+    return NONE if found.uncompressed else found
 
 
 Codecs = Callable[[str], KeyCompression]
@@ -107,7 +107,7 @@ def wire_of(info: KeyInfo) -> Wire:
 class Compressions:
     """The compressions of one store. of_new_keys: of keys that are initialised from now on. of_keys: of single keys.
 
-    suspended: whether values are sent unencoded at present, on all workers alike, as weights must be.
+    suspended: whether values are sent uncompressed at present, on all workers alike, as weights must be.
     """
 
     of_new_keys: KeyCompression = NONE
@@ -117,7 +117,7 @@ class Compressions:
     @property
     def any(self) -> bool:
         """Whether some key may be compressed."""
-        return not self.of_new_keys.plain or not all(one.plain for one in self.of_keys.values())
+        return not self.of_new_keys.uncompressed or not all(one.uncompressed for one in self.of_keys.values())
 
     def set(self, found: KeyCompression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:
         """Set the compression of these keys, or (None) of all without one of their own. known: initialised keys.
@@ -140,7 +140,7 @@ class Compressions:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Send values unencoded inside the `with` block. All workers do so for the same calls."""
+        """Send values uncompressed inside the `with` block. All workers do so for the same calls."""
         before, self.suspended = self.suspended, True
         try:
             yield

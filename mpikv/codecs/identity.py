@@ -1,4 +1,4 @@
-"""The codec of keys that are not compressed: values are sent unencoded, at no cost."""
+"""The codec of keys that are not compressed: values are sent uncompressed, at no cost."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool)
     return max(n * (size - n) * each for n in Counter(members.worker_hosts).values())
 
 
-def unencoded_bytes(members: Members, info: KeyInfo) -> float:
+def uncompressed_bytes(members: Members, info: KeyInfo) -> float:
     """Return the bytes that each host sends to other hosts in a round without a codec: values out, the result back."""
     n_hosts = len(set(members.worker_hosts))
     return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.placement.algorithms import bounds_of, choose, most_owners
-from mpikv.placement.encoding import Wire, bounds_in_steps, encoded_bytes, unencoded_bytes
+from mpikv.placement.encoding import Wire, bounds_in_steps, encoded_bytes, uncompressed_bytes
 from mpikv.placement.keys import KeyInfo, even_bounds, whole_bounds
 from mpikv.placement.members import Members, Path
 from mpikv.placement.on_servers import on_servers
@@ -76,9 +76,11 @@ def place(
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else bounds_in_steps(info, size, wire)
         algorithm = "gather" if gathers else "owners"
         if here:
-            unencoded = None if wire.force else _unencoded_path(members, info, on_host, bounds)
-            host = on_host if unencoded is not None and unencoded[0] == "staged" else None
-            return Placement("encoded", algorithm, tuple(range(size)), bounds, host=host, unencoded_path=unencoded)
+            uncompressed = None if wire.force else _uncompressed_path(members, info, on_host, bounds)
+            host = on_host if uncompressed is not None and uncompressed[0] == "staged" else None
+            return Placement(
+                "encoded", algorithm, tuple(range(size)), bounds, host=host, uncompressed_path=uncompressed
+            )
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if device_path == "nccl":
         algorithm = "nccl" if updated else "nccl_allreduce"
@@ -117,7 +119,9 @@ def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
     return core + (info.n_elems,) * (size + 1 - len(core))
 
 
-def _unencoded_path(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
+def _uncompressed_path(
+    members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]
+) -> tuple[Path, str] | None:
     """Return the path and the algorithm of an encoded key's rounds without a codec; None: the path of encoded rounds.
 
     They are those of a key without compression, but with these bounds. on_host: the path that the key has, or would
@@ -135,7 +139,7 @@ def _unencoded_path(members: Members, info: KeyInfo, on_host: Path, bounds: Sequ
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:
     """Return whether a key's values are sent encoded. on_host: the path that they would take on the host otherwise."""
-    fewer = encoded_bytes(members, info, wire, updated=updated) < unencoded_bytes(members, info)
+    fewer = encoded_bytes(members, info, wire, updated=updated) < uncompressed_bytes(members, info)
     if not wire.codec and not wire.back:
         halves = sum_dtype(info.dtype) != info.dtype and len(members.workers) > 1
         staged = info.space != "device" or members.device_path == "staged"

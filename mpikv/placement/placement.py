@@ -14,9 +14,9 @@ class Placement(NamedTuple):
     """The placement of one key: `owners[i]` owns the shard `[bounds[i], bounds[i+1])`, which may be empty.
 
     owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add; "" for
-    servers. partition_elems: the most elements of one message to or from a server; 0 for workers. unencoded_path: for
-    the path `encoded`: the path and the algorithm of rounds without a codec; None: these take the same path. host: the
-    path on the host, where this path or the unencoded one is `staged`.
+    servers. partition_elems: the most elements of one message to or from a server; 0 for workers. uncompressed_path:
+    for the path `encoded`: the path and the algorithm of rounds without a codec; None: these take the same path. host:
+    the path on the host, where this path or the uncompressed one is `staged`.
     """
 
     path: Path
@@ -25,15 +25,15 @@ class Placement(NamedTuple):
     bounds: tuple[int, ...]
     partition_elems: int = 0
     host: Path | None = None
-    unencoded_path: tuple[Path, str] | None = None
+    uncompressed_path: tuple[Path, str] | None = None
 
     @property
-    def unencoded(self) -> Placement | None:
+    def uncompressed(self) -> Placement | None:
         """The placement of rounds without a codec, with the same owners and bounds; None: this one."""
-        if self.unencoded_path is None:
+        if self.uncompressed_path is None:
             return None
-        path, algorithm = self.unencoded_path
-        return self._replace(path=path, algorithm=algorithm, unencoded_path=None)
+        path, algorithm = self.uncompressed_path
+        return self._replace(path=path, algorithm=algorithm, uncompressed_path=None)
 
     @property
     def shards(self) -> ShardPlan:

@@ -157,9 +157,12 @@ class ServerCore:
         if header.kind != wire.PULL:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
-            unencoded, by_loopback = bool(header.plain & wire.PLAIN_ANSWER), bool(header.plain & wire.HANDED_ANSWER)
+            uncompressed, by_loopback = (
+                bool(header.flags & wire.UNCOMPRESSED_ANSWER),
+                bool(header.flags & wire.LOOPBACK_ANSWER),
+            )
             tag, version, priority = header.reply_tag, header.round, header.priority
-            events += shard.pull(PendingPull(worker, tag, version, priority, batch, index, unencoded, by_loopback))
+            events += shard.pull(PendingPull(worker, tag, version, priority, batch, index, uncompressed, by_loopback))
         return events
 
     # --- keys

@@ -102,7 +102,7 @@ class Batch:
 class PendingPull:
     """A pull of one shard. version: the version that it waits for. partition: the next partition to be answered.
 
-    batch, index: the reply that its answer is a part of, and which one it is there. unencoded: the answer is sent
+    batch, index: the reply that its answer is a part of, and which one it is there. uncompressed: the answer is sent
     without the key's codec. by_loopback: it is passed on in device memory, within the process.
     """
 
@@ -112,6 +112,6 @@ class PendingPull:
     priority: int
     batch: Batch | None
     index: int
-    unencoded: bool
+    uncompressed: bool
     by_loopback: bool
     partition: int = 0

@@ -38,7 +38,7 @@ from mpikv.server.events import Event, Fetch, PendingPull, Refusal, ServerReply
 from mpikv.server.memory import Pool, ReadableMemory
 from mpikv.server.policy import Contribution, Policy, RoundUpdate
 from mpikv.session.rules import refusal
-from mpikv.transports.wire import HANDED_PUSH, PLAIN_PUSH, Header
+from mpikv.transports.wire import LOOPBACK_PUSH, UNCOMPRESSED_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
 
@@ -78,7 +78,7 @@ class Push:
         self.priority = header.priority
         self.op = BY_CODE[header.op]
         self.inline = inline
-        self.by_loopback = bool(header.plain & HANDED_PUSH)
+        self.by_loopback = bool(header.flags & LOOPBACK_PUSH)
         self.fetched = self.arrived = 0
         self.joined: HostArray | None = None
 
@@ -131,7 +131,7 @@ class ServedShard:
         self._values = pool if copies is None else copies.values  # memory for sums and values
         self._labels = labels
         self._sum_dtype = sum_dtype(info.dtype)
-        self._encoded, self._unencoded = _format_of(compression.push, info.dtype), _format_of(IDENTITY, info.dtype)
+        self._encoded, self._uncompressed = _format_of(compression.push, info.dtype), _format_of(IDENTITY, info.dtype)
         self._pull_codec = compression.pull
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
@@ -224,7 +224,7 @@ class ServedShard:
 
     def push(self, worker: int, header: Header, inline: HostArray | None) -> list[Event]:
         """Handle a worker's next push: take it now, or, where it is of a later round, when that round begins."""
-        format_ = self._unencoded if header.plain & PLAIN_PUSH else self._encoded
+        format_ = self._uncompressed if header.flags & UNCOMPRESSED_PUSH else self._encoded
         if inline is not None and inline.size != (n_bytes := format_.codec.wire_bytes(self._n, self.info.dtype)):
             raise MpikvError(
                 f"{self._labels[worker]} pushed {inline.size} bytes of key {shown(self.info.key)}, "
@@ -400,7 +400,7 @@ class ServedShard:
             begin, end = self.partitions[pull.partition]
             values = unit.block.array[begin - unit.begin : end - unit.begin]
             pull.partition += 1
-            if not pull.unencoded and self._pull_codec != IDENTITY:
+            if not pull.uncompressed and self._pull_codec != IDENTITY:
                 values = self._encode(unit, begin, values)
                 if pull.batch is None:
                     events.append(ServerReply(pull.worker, pull.tag, values, pull.priority))

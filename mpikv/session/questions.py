@@ -102,7 +102,7 @@ class Questions:
         return self._processes[self._messages.workers.ranks[worker]]
 
 
-def told(answer: Message) -> str:
-    """What a worker says of itself, as text."""
+def describe(answer: Message) -> str:
+    """An answer as text: what the worker does, and where its program is."""
     doing, where = answer["doing"], answer["where"]
     return f"{doing}; {where}" if where else str(doing)

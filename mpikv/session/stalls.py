@@ -1,9 +1,9 @@
 """Waits that last: who waits for whom is printed, and a circle of waits is an error, long before the time limit.
 
-A worker whose wait lasts longer than usual says so to the first worker that listens, worker 0 as a rule (`waits`,
-`moved`). That one asks everybody where they are (questions.py), again and again while somebody waits: it prints one
-table, again where it has changed, and a line when all go on; and it looks for workers that wait for each other, which
-all get an error (`circle`).
+A worker whose wait lasts longer than usual reports it to worker 0, or to the next worker if that one does not react
+(`waits`, `moved`). The worker that gets reports asks all workers where they are (questions.py), repeatedly while
+somebody waits. It prints a table, again when the table has changed, and a line when all go on. And it looks for workers
+that wait for each other, to which it sends an error (`circle`).
 
 Cost: nothing before a wait has lasted for a quarter of MPIKV_STALL_WARN_S, or as long as this call has ever lasted;
 then a message to worker 0, and two to and from each worker every INTERVAL_S, later every LAST_INTERVAL_S.
@@ -12,6 +12,7 @@ then a message to worker 0, and two to and from each worker every INTERVAL_S, la
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,22 +21,22 @@ from mpikv.observe.activity import Activity
 from mpikv.observe.deadlock import Blocked, Fact, circle, circle_text, compare, hopeless
 from mpikv.observe.stall import Row, Waiting, several, table, without_seconds
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.questions import Question, Questions, StoreItem, told
+from mpikv.session.questions import Question, Questions, StoreItem, describe
 
 EARLY = 0.25  # of the time until a table is printed, after which the others are asked
-USUAL = 2.0  # a wait is told when it has lasted so many times longer than the longest one of its kind before
+USUAL = 2.0  # a wait is printed when it has lasted so many times longer than the longest one of its kind before
 INTERVAL_S, LAST_INTERVAL_S = 0.25, 2.0  # between questions to all
-SILENT_S = 1.0  # a worker that has not answered by then is told as silent; another one takes over from worker 0
+SILENT_S = 1.0  # a worker that has not answered by then is printed as silent; if worker 0 is, the next one asks
 MOST_ITEMS = 100  # that are asked of in one question
 CLOSE = ["close", 1]  # what `close` needs of every worker (`Need.item`)
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
 
 
 class _Lasting(NamedTuple):
-    """A wait that a worker has told. warn_s: when it is to be printed."""
+    """A wait that was reported. owners: see `Waiting`. print_s: when it is to be printed, by this worker's clock."""
 
     owners: Sequence[str]
-    warn_s: float
+    print_s: float
 
 
 def _print(text: str) -> None:
@@ -43,10 +44,7 @@ def _print(text: str) -> None:
 
 
 class Stalls:
-    """One worker's end. warn_s: how long a wait lasts that is printed.
-
-    say: prints.
-    """
+    """One worker's end. warn_s: after how long a wait is printed. say: prints a text."""
 
     def __init__(
         self,
@@ -65,9 +63,10 @@ class Stalls:
 
     def regroup(self) -> None:
         """Go on among the workers that the messages go to now."""
-        self._listener = 0  # the worker to which waits are told
-        self._told_s: float | None = None  # when the wait of now was told
-        self._lasting: dict[int, _Lasting] = {}  # by worker; all else is of who is told of waits
+        self._asker = 0  # the worker to which waits are reported, and which asks the others
+        self._reported_s: float | None = None  # when this worker reported the wait that it is in
+        # Of the worker that asks:
+        self._lasting: dict[int, _Lasting] = {}  # by worker
         self._question: Question | None = None
         self._next_s, self._interval_s = 0.0, INTERVAL_S
         self._begun_s = 0.0
@@ -78,49 +77,49 @@ class Stalls:
     # --- who waits
 
     def early_s(self, waiting: Waiting) -> float:
-        """After how long a wait is told."""
+        """After how long a wait is reported."""
         return max(EARLY * self._warn_s, self._longest_s.get(_kind(waiting), 0.0))
 
-    def lasts(self, waiting: Waiting, waited_s: float) -> None:
-        """Tell, once, that this worker waits, and again to the next worker where that one is silent. Often called."""
+    def report(self, waiting: Waiting, waited_s: float) -> None:
+        """Report that this worker waits: once, and to the next worker if the first one does not ask. Called often."""
         messages, now_s = self._messages, self._messages.engine.clock.now_s()
-        if self._told_s is not None:
-            asked_s = self._questions.asked_by.get(self._listener, 0.0)
-            listens = self._listener == messages.workers.rank or now_s - self._told_s < SILENT_S
-            if listens or now_s - asked_s < 2 * (SILENT_S + LAST_INTERVAL_S):
+        if self._reported_s is not None:
+            asked_s = self._questions.asked_by.get(self._asker, -math.inf)
+            asks = self._asker == messages.workers.rank or now_s - self._reported_s < SILENT_S
+            if asks or now_s - asked_s < 2 * (SILENT_S + LAST_INTERVAL_S):
                 return
-            self._listener += 1
+            self._asker += 1
         blocked = self._activity.blocked() or Blocked("", str(waiting), [])
         usual_s = USUAL * self._longest_s.get(_kind(waiting), 0.0)
         lasting = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s}
         lasting["warn_after_s"] = max(self._warn_s, usual_s)
-        self._told_s = now_s
-        if self._listener == messages.workers.rank:
-            self._waits(self._listener, {"worker": self._listener, **lasting})
+        self._reported_s = now_s
+        if self._asker == messages.workers.rank:
+            self._waits(self._asker, {"worker": self._asker, **lasting})
         else:
-            messages.send_to(self._listener, {"kind": "waits", **lasting})
+            messages.send_to(self._asker, {"kind": "waits", **lasting})
 
     def ended(self, waiting: Waiting, waited_s: float, *, well: bool) -> None:
         """The wait has ended, at last. well: without an error."""
         if well:
             kind = _kind(waiting)
             self._longest_s[kind] = max(waited_s, self._longest_s.get(kind, 0.0))
-        if self._told_s is None:
+        if self._reported_s is None:
             return
-        self._told_s = None
+        self._reported_s = None
         messages = self._messages
         with messages.engine.lock:
-            for worker in range(self._listener + 1):
+            for worker in range(self._asker + 1):
                 if worker == messages.workers.rank:
                     self._lasting.pop(worker, None)
                 else:
                     messages.send_to(worker, {"kind": "moved"})
-        self._listener = 0
+        self._asker = 0
 
     def _circle(self, _source: int, message: Message) -> None:
         self._activity.give_up(message["wait"], message["text"])
 
-    # --- who is told
+    # --- who asks
 
     def _waits(self, _source: int, message: Message) -> None:
         now_s = self._messages.engine.clock.now_s()
@@ -137,7 +136,7 @@ class Stalls:
     def _inquire(self) -> None:
         """Called in each step of the engine: asks, and looks at the answers."""
         if not self._lasting:
-            if self._question is not None or self._items:
+            if self._question is not None or self._items or self._printed is not None:
                 self._end()
             return
         now_s, question = self._messages.engine.clock.now_s(), self._question
@@ -186,7 +185,7 @@ class Stalls:
             self._break(circle_text(found), hopeless([*facts, *known], found), waits)
         silent = [worker for worker in range(self._messages.workers.size) if worker not in answers]
         self._silent = self._questions.states(question, silent)
-        if any(lasting.warn_s <= now_s for lasting in self._lasting.values()):
+        if any(lasting.print_s <= now_s for lasting in self._lasting.values()):
             self._tell(answers, missing, now_s)
 
     def _break(self, text: str, hopeless_waits: set[str], waits: dict[int, Blocked]) -> None:
@@ -202,7 +201,7 @@ class Stalls:
                 self._messages.send_to(worker, {"kind": "circle", "wait": blocked.id, "text": text})
 
     def _tell(self, answers: dict[int, Message], missing: list[int], now_s: float) -> None:
-        doing = {worker: told(answer) for worker, answer in answers.items()}
+        doing = {worker: describe(answer) for worker, answer in answers.items()}
         for worker, seen in self._silent.items():
             doing[worker] = f"no answer for {SILENT_S:.1f} s{'; ' if seen else ''}{seen}"
         # Where a program that computes is differs each time.

@@ -22,7 +22,7 @@ from mpikv.placement.keys import Key
 from mpikv.session.given import GivenErrors
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.questions import Question, Questions, StoreItem, told
+from mpikv.session.questions import Question, Questions, StoreItem, describe
 from mpikv.session.stalls import Stalls
 
 ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers within some milliseconds
@@ -97,7 +97,7 @@ class Waits:
             self.check(waiting)
             waited_s = engine.clock.now_s() - begun_s
             if waited_s >= early_s:
-                stalls.lasts(waiting, waited_s)
+                stalls.report(waiting, waited_s)
                 why = self.activity.why_hopeless()
                 if why is not None:
                     raise self.report(waiting, round(waited_s, 1), why)
@@ -179,7 +179,7 @@ class Waits:
                 state = self.questions.state(worker)
                 silent.append(name + (f" ({state})" if state else ""))
                 continue
-            doing = told(answer)
+            doing = describe(answer)
             if waiting.round is not None:
                 pushes = answer["reached"][0]
                 here = pushes >= waiting.round
@@ -207,7 +207,7 @@ class Waits:
         for worker, host in enumerate(messages.workers.hosts):
             answer, state = question.answers.get(worker), states.get(worker, "")
             seen_s = now_s if worker == messages.workers.rank else self.questions.seen_s.get(worker)
-            doing = f"no answer for {ANSWER_S} s; {state}".removesuffix("; ") if answer is None else told(answer)
+            doing = f"no answer for {ANSWER_S} s; {state}".removesuffix("; ") if answer is None else describe(answer)
             alive = answer is not None or (bool(state) and state not in ENDED)
             ago_s = None if seen_s is None else now_s - seen_s
             found.append(WorkerStatus(worker, host, self.questions.process(worker).pid, alive, ago_s, doing))

@@ -158,7 +158,7 @@ class ClientKey:
         if not self._timed:
             self.choice.begin(now_s)
             self._timed = True
-        return self.encoded.with_residual(total) if self.choice.plain else total
+        return self.encoded.with_residual(total) if self.choice.uncompressed else total
 
     def end_round(self, now_s: float) -> None:
         """End the round, since the answer to a pull has been received."""

@@ -103,12 +103,15 @@ class DeviceCalls:
     def goes_by_mpi(self, key: ClientKey, route: Route) -> bool:
         """Whether MPI sends a shard from device memory and receives its answer there."""
         reachable = self._mpi_takes_device and not self._client.through_memory[route.owner]
-        return reachable and not route.inline and key.compression.plain
+        return reachable and not route.inline and key.compression.uncompressed
 
     def goes_in_process(self, key: ClientKey, route: Route, space_names: set[str]) -> bool:
         """Whether a shard is passed on the GPU to the server in this process. space_names: those of the answer."""
         return (
-            route.owner == self._client.own and not route.inline and key.compression.plain and HOST not in space_names
+            route.owner == self._client.own
+            and not route.inline
+            and key.compression.uncompressed
+            and HOST not in space_names
         )
 
     def is_read_in_place(self, routes: Sequence[Route]) -> bool:
@@ -214,7 +217,7 @@ class _KeyCall:
             for array, into, routes, flags in (
                 (pushed, self._result, self._staged, 0),
                 (self._on_device, from_mpi, by_mpi, 0),
-                (self._on_device, self._on_device, in_process, wire.HANDED_PUSH | wire.HANDED_ANSWER),
+                (self._on_device, self._on_device, in_process, wire.LOOPBACK_PUSH | wire.LOOPBACK_ANSWER),
             )
             if routes
         ]

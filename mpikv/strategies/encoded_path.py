@@ -13,8 +13,8 @@ Where few workers send few bytes and nothing updates the key, each sends its pie
 adds all of them in the same order, so that nothing has to be sent back. This is the algorithm `gather`.
 
 Uncompressed rounds of a key with a codec use the path of a key without one, with the same owners, if the placement
-names such a path (`Placement.plain`); else they use this one, with `owners`. Keys of half precision use this path
-without a codec: they are sent in two bytes for each element, added in float32 and rounded once.
+names such a path (`Placement.uncompressed`); else they use this one, with `owners`. Keys of half precision use this
+path without a codec: they are sent in two bytes for each element, added in float32 and rounded once.
 
 What is sent. Sending, receiving and adding run side by side, with a limited number of messages in flight. A piece is
 encoded just before it is sent, and added when the pieces of all workers of lower rank have been. Labels are compared as

@@ -84,17 +84,17 @@ class Item(NamedTuple):
     round: int
     attributes: int = 0
     op: Reduction = SUM
-    flags: int = wire.PLAIN_ANSWER
+    flags: int = wire.UNCOMPRESSED_ANSWER
 
     @property
     def pushes_uncompressed(self) -> bool:
         """Whether this push is sent uncompressed, whatever the key's codec."""
-        return bool(self.flags & wire.PLAIN_PUSH)
+        return bool(self.flags & wire.UNCOMPRESSED_PUSH)
 
     @property
     def answered_uncompressed(self) -> bool:
         """Whether the answer is sent uncompressed."""
-        return bool(self.flags & wire.PLAIN_ANSWER)
+        return bool(self.flags & wire.UNCOMPRESSED_ANSWER)
 
     def pushed(self, begin: int, end: int) -> HostArray | None:
         """Elements [begin, end) as they are sent; None if nothing is pushed."""
@@ -232,7 +232,7 @@ class Client:
         # The receive is posted before the request is sent, so that MPI need not buffer the answer.
         answer = self.irecv(value, route.owner, tag)
         header = wire.Header(
-            wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, plain=item.flags
+            wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, flags=item.flags
         )
         self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
         return answer, tag

@@ -80,7 +80,7 @@ class KeyCodec:
         """Begin a round. uncompressed: it must be sent so; else the choice decides."""
         choice = None if uncompressed else self.choice
         self.timed = choice is not None
-        self.uncompressed = uncompressed or (choice is not None and choice.plain)
+        self.uncompressed = uncompressed or (choice is not None and choice.uncompressed)
         if choice is not None:
             choice.begin(self._clock.now_s())
 

@@ -61,8 +61,8 @@ class KeyPaths:
         self.dtype: np.dtype[Any] = self.usual.dtype
         self.codec = self.usual.codec
         self.uncompressed: KeyPath | None = None
-        if (plain := placement.unencoded) is not None:
-            self.uncompressed = path_of(resources, info, plain, place, self.value)
+        if (uncompressed := placement.uncompressed) is not None:
+            self.uncompressed = path_of(resources, info, uncompressed, place, self.value)
 
     @property
     def shared(self) -> bool:
@@ -84,7 +84,7 @@ class KeyPaths:
             return self.usual.overwrites
         # If so, the caller's result array is used for the copy that the round needs, rather than new memory.
         overwrites = self.uncompressed is not None and self.uncompressed.overwrites
-        return overwrites and self.codec.choice is not None and self.codec.choice.plain
+        return overwrites and self.codec.choice is not None and self.codec.choice.uncompressed
 
     @property
     def held_bytes(self) -> int:
@@ -98,8 +98,8 @@ class KeyPaths:
     def reshard(self, placement: Placement) -> None:
         """Change the bounds of the owners' shards, and compare labels anew. Not to be called during a round."""
         self.usual.reshard(placement)
-        if self.uncompressed is not None and placement.unencoded is not None:
-            self.uncompressed.reshard(placement.unencoded)
+        if self.uncompressed is not None and placement.uncompressed is not None:
+            self.uncompressed.reshard(placement.uncompressed)
         if self.codec is not None:
             self.codec.reshard(self.placement, placement)
         self.placement = placement

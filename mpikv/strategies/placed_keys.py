@@ -393,4 +393,4 @@ def _is_encoded(placement: Placement) -> bool:
 
 def _goes_hosted(placement: Placement) -> bool:
     """Whether uncompressed rounds of a key with a codec take the path "hosted"."""
-    return placement.unencoded_path is not None and "hosted" in (placement.unencoded_path[0], placement.host)
+    return placement.uncompressed_path is not None and "hosted" in (placement.uncompressed_path[0], placement.host)

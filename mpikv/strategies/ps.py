@@ -282,13 +282,15 @@ class PsStrategy(Strategy):
         with self._engine.lock:
             if item.total is not None:
                 item = item._replace(total=item.key.begin_round(item.total, self._engine.clock.now_s()))
-            return item._replace(flags=wire.PLAIN_PUSH | wire.PLAIN_ANSWER) if choice.plain else item
+            return (
+                item._replace(flags=wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER) if choice.uncompressed else item
+            )
 
     def _uncompressed_flags(self, key: ClientKey, op: Reduction) -> int:
         """The flags of a call: all uncompressed if it is no sum, or while the session has suspended compression."""
         if self._session.compressions.suspended or not op.adds:
-            return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
-        return wire.PLAIN_ANSWER if key.answers_uncompressed else 0
+            return wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
+        return wire.UNCOMPRESSED_ANSWER if key.answers_uncompressed else 0
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Prepare a call that sends from the caller's arrays if they are lent."""
@@ -429,7 +431,7 @@ class PsStrategy(Strategy):
     def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
         """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""
         sink = Sink(key.info, outs, self._session.spaces)
-        item = Item(key, None, sink, key.routes, key.pushed, flags=wire.PLAIN_ANSWER)
+        item = Item(key, None, sink, key.routes, key.pushed, flags=wire.UNCOMPRESSED_ANSWER)
         wait_for_tags(self._session, self._client, *self._client.tags_needed([item]))
         running = self._engine.start(self._steps(wire.PULL, [item], 0), "pull")
         self._session.wait(Pending(running, self._waiting("pull", key)))

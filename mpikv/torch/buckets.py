@@ -268,7 +268,7 @@ def make_buckets(
     named = [
         name if one == compression else f"{name} {at}" for at, (name, one) in enumerate(zip(named, shaped, strict=True))
     ]
-    if tail_elems and not compression.plain:
+    if tail_elems and not compression.uncompressed:
         named[-1] = "tail"
     groups = buckets.plan(n_bytes, named, first_bytes=first_bytes, limit_bytes=limit_bytes)
     flats: dict[int, Any] = {}

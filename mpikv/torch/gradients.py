@@ -14,7 +14,7 @@ a model, its gradients are kept until the round ends, as those of a `Distributed
 
 Gradients on the store's GPU stay there: buckets are in its memory, and all work on them is put into streams, so that no
 backward pass waits for the host. The tail is then a key of its own in host memory. So it is if gradients are
-compressed, since flags and buffers are sent unencoded.
+compressed, since flags and buffers are sent uncompressed.
 
 A round is complete when every worker has called `finish`. Its result for each parameter:
 

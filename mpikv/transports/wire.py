@@ -86,7 +86,7 @@ ROWS_PULL = 14  # payload: ids; answered by their rows once `round` rounds are d
 ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: what changed since this worker's last one
 ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED)
 
-# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, plain, and 6
+# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, flags, and 6
 # bytes more: 48 bytes, so that the payload behind it is aligned for every dtype.
 _HEADER = struct.Struct("<BBHIIIQQqBB6x")
 HEADER_BYTES = _HEADER.size
@@ -94,16 +94,16 @@ ALIGN_BYTES = 16  # of each request in a message of several
 
 PRIORITY_LIMIT = 2**63 - 1
 
-PLAIN_ANSWER, PLAIN_PUSH = 1, 2
-HANDED_ANSWER, HANDED_PUSH = 4, 8  # within the process, in device memory (transports/loopback.py)
+UNCOMPRESSED_ANSWER, UNCOMPRESSED_PUSH = 1, 2
+LOOPBACK_ANSWER, LOOPBACK_PUSH = 4, 8  # within the process, in device memory (transports/loopback.py)
 
 
 class Header(NamedTuple):
     """The fixed part of a request. `round` is the push's round or the version that a pull needs.
 
     payload_tag: where the client holds the payload; 0: it stands behind the header. op: the code of the reduction of a
-    push (reductions.py). plain: what travels as it is, whatever the key's codec, and what is handed over: the sum of
-    PLAIN_ANSWER, PLAIN_PUSH, HANDED_ANSWER and HANDED_PUSH.
+    push (reductions.py). flags: what travels as it is, whatever the key's codec, and what is handed over: the sum of
+    UNCOMPRESSED_ANSWER, UNCOMPRESSED_PUSH, LOOPBACK_ANSWER and LOOPBACK_PUSH.
     """
 
     kind: int
@@ -114,7 +114,7 @@ class Header(NamedTuple):
     payload_tag: int = 0
     priority: int = 0
     op: int = 0
-    plain: int = 0
+    flags: int = 0
 
 
 Payload = HostArray | bytes | None
@@ -144,8 +144,8 @@ def requests(items: Sequence[tuple[Header, Payload]]) -> HostArray:
 
 
 def _put(message: HostArray, at: int, header: Header, data: HostArray | None, length: int) -> None:
-    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, plain = header
-    fields = (VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, plain)
+    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, flags = header
+    fields = (VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, flags)
     _HEADER.pack_into(message.data, at, *fields)
     if data is not None and length:
         begin = at + HEADER_BYTES
@@ -175,7 +175,7 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
         if size - at < HEADER_BYTES:
             raise MpikvError(f"a request of {size - at} bytes is shorter than its header of {HEADER_BYTES}")
         fields = _HEADER.unpack_from(message.data, at)
-        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, plain = fields
+        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, flags = fields
         if version != VERSION:
             raise MpikvError(
                 f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv"
@@ -185,7 +185,7 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
         if payload.size != length or (end > size and at + HEADER_BYTES + length != size):
             brought = size - at - HEADER_BYTES
             raise MpikvError(f"a request of kind {kind} announces {length} bytes and brought {brought}")
-        header = Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, plain)
+        header = Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, flags)
         found.append((header, payload))
         if end >= size:
             return found

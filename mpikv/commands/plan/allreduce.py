@@ -93,7 +93,7 @@ def buckets_of(workload: Workload, hosts: Sequence[str], settings: StepSettings 
     for group in groups if settings.bucketed else [[i] for i in range(len(infos))]:
         keys, n_elems = tuple(order[i] for i in group), sum(infos[i].n_elems for i in group)
         info = infos[group[0]]._replace(shape=(n_elems,))
-        placement = place(members, info, wire=None if travels.plain else wire_of(info), updated=updated)
+        placement = place(members, info, wire=None if travels.uncompressed else wire_of(info), updated=updated)
         found.append(PlannedBucket(keys, info, placement, updated))
     return found
 

@@ -65,7 +65,7 @@ def _costs(options: argparse.Namespace) -> Costs:
 def _settings(options: argparse.Namespace) -> StepSettings:
     """Return how steps are made, with codecs as fast as here. ValueError or TypeError for what no store takes."""
     travels, speeds = _compression(options), {}
-    if not travels.plain:
+    if not travels.uncompressed:
         from mpikv.commands.plan.calibrate import speed_of  # noqa: PLC0415 - a second for each
 
         speeds = {codec: speed_of(codec) for codec in dict.fromkeys((travels.push, travels.pull))}

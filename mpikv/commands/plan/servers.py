@@ -104,7 +104,7 @@ def counted(
     total, value = np.empty(longest, DTYPE), np.empty(longest, DTYPE)  # one for all keys: nobody looks at the values
     items = []
     for key in keys:
-        n, flags = key.info.n_elems, wire.PLAIN_ANSWER if key.answers_uncompressed else 0
+        n, flags = key.info.n_elems, wire.UNCOMPRESSED_ANSWER if key.answers_uncompressed else 0
         items.append(Item(key, total[:n], _Nowhere(value[:n]), key.routes, key.pushed, flags=flags))
     try:
         transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))

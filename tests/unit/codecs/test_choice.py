@@ -45,8 +45,8 @@ def go_on(choices: list[CodecChoice], rounds: int, seconds: Callable[[int, int, 
     """Let workers have rounds; whether each round travelled as it is. seconds: of a worker, a round and that."""
     found = []
     for round_ in range(rounds):
-        plain = choices[0].plain
-        assert all(choice.plain == plain for choice in choices)
+        plain = choices[0].uncompressed
+        assert all(choice.uncompressed == plain for choice in choices)
         found.append(plain)
         for worker, choice in enumerate(choices):
             begun_s = 1e3 * round_ + worker
@@ -109,7 +109,7 @@ def test_a_form_that_is_no_faster_is_tried_ever_more_seldom(slower: float) -> No
 def test_it_is_tried_again_however_seldom() -> None:
     choice = CodecChoice(RoundTimes())
     for _ in range(40):
-        choice.plain = True  # it is what is tried
+        choice.uncompressed = True  # it is what is tried
         choice._decide([1.0, 1.5])
     assert choice._interval == LONGEST_INTERVAL_ROUNDS
 
@@ -119,7 +119,7 @@ def test_a_decision_in_a_noisy_moment_is_soon_looked_at_again() -> None:
     choice = CodecChoice(RoundTimes())
     noisy = lambda worker, round_, plain: 1.2 if round_ in range(EACH, FIRST) else 0.8 if plain else 1.0  # noqa: E731
     travelled = go_on([choice], FIRST + 3 * CHECK_ROUNDS, noisy)
-    assert (choice.plain, choice.comparisons) == (True, 2)
+    assert (choice.uncompressed, choice.comparisons) == (True, 2)
     assert travelled[FIRST : FIRST + 2 * CHECK_ROUNDS] == [False] * 2 * CHECK_ROUNDS
     assert all(travelled[FIRST + 2 * CHECK_ROUNDS :])
 
@@ -131,11 +131,11 @@ def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
     choice = CodecChoice(RoundTimes())
     before, after = (slow, fast) if slow_first else (fast, slow)
     go_on([choice], FIRST + 2 * CHECK_ROUNDS, before)
-    assert (choice.plain, choice.comparisons) == (not slow_first, 1)
+    assert (choice.uncompressed, choice.comparisons) == (not slow_first, 1)
     if slow_first:  # 2 seconds are 1.5 now: not by CHANGED
         after = constant(1.0, 0.5)
     go_on([choice], CHECK_ROUNDS + EACH, after)
-    assert (choice.plain, choice.comparisons) == (slow_first, 2)
+    assert (choice.uncompressed, choice.comparisons) == (slow_first, 2)
 
 
 def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
@@ -145,7 +145,7 @@ def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
     waits = lambda worker, round_, plain: seconds(worker, round_, plain) + 7.0 * ((worker + round_) % 3)  # noqa: E731
     go_on(choices, FIRST, waits)
     assert all(choice.seconds == pytest.approx([1.0, 0.5]) for choice in choices)
-    assert all(choice.plain for choice in choices)
+    assert all(choice.uncompressed for choice in choices)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -164,7 +164,7 @@ def test_all_workers_decide_alike(workers: int, seed: int, encoded_s: float, pla
     go_on(choices, rounds, lambda worker, round_, plain: (plain_s if plain else encoded_s) * (1 + noise * rng.random()))
     choices = [CodecChoice(RoundTimes()) for _ in range(workers)]
     go_on(choices, FIRST, constant(encoded_s, plain_s))
-    assert choices[0].plain == (plain_s < encoded_s * MARGIN)
+    assert choices[0].uncompressed == (plain_s < encoded_s * MARGIN)
 
 
 # --- keys that are pushed together
@@ -177,8 +177,8 @@ def calls(choices: list[CodecChoice], n_calls: int, ends_s: Callable[[bool], lis
     """
     found = []
     for call in range(n_calls):
-        found.append([choice.plain for choice in choices])
-        begun_s, ends = 1e3 * call, ends_s(choices[0].plain)
+        found.append([choice.uncompressed for choice in choices])
+        begun_s, ends = 1e3 * call, ends_s(choices[0].uncompressed)
         for choice in choices:
             choice.begin(begun_s)
         for i in np.argsort(ends):
@@ -512,12 +512,12 @@ def test_which_way_rounds_go_as_they_are(hosts: str, n: int, compression: Any, a
     info = KeyInfo("w", 0, (n,), np.dtype(np.float32), travels.text)
     placement = place(members, info, wire=wire)
     assert placement.path == "encoded"
-    assert placement.unencoded_path == expected
+    assert placement.uncompressed_path == expected
     half = place(members, info._replace(dtype=np.dtype(np.float16)), wire=wire, encoded=True)
-    assert half.unencoded_path is None  # it travels as it is on the encoded path anyway
+    assert half.uncompressed_path is None  # it travels as it is on the encoded path anyway
     for whole in (False, True):
         updated = place(members, info, wire=wire, whole=whole, updated=True, encoded=True)
-        plain = updated.unencoded
+        plain = updated.uncompressed
         assert (plain is None) == (expected is None)
         if plain is not None:
             assert (plain.path, plain.bounds, plain.owners) == (expected[0], updated.bounds, updated.owners)

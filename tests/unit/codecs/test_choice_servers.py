@@ -35,14 +35,14 @@ def with_servers(
         begin, end, now = key.begin_round, key.end_round, [0.0]
 
         def ends(_: float) -> None:
-            now[0] += seconds(store.rank, key.choice.plain)
+            now[0] += seconds(store.rank, key.choice.uncompressed)
             end(now[0])
 
         key.begin_round, key.end_round = lambda total, _: begin(total, now[0]), ends
         found, plain = [], []
         for round_ in range(SECOND + 1):
             value = pushed(store.rank, round_).astype(dtype)
-            plain.append(key.choice is not None and key.choice.plain)
+            plain.append(key.choice is not None and key.choice.uncompressed)
             if call == "pushpull":
                 store.pushpull("w", value)
             else:
