@@ -16,7 +16,7 @@ from typing import Any
 
 from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.observe import program
-from mpikv.observe.deadlock import Blocked, Fact
+from mpikv.observe.deadlock import Blocked, WaitFact
 from mpikv.observe.stall import Waiting
 
 MOST_NEEDS = (
@@ -46,7 +46,7 @@ class Activity:
         self._needs: Sequence[Waiting] = ()
         self.reached: Callable[[Any], int] = lambda _item: 0
         self.others: Callable[[], Iterable[Activity]] = tuple
-        self.facts: list[Fact] = []
+        self.facts: list[WaitFact] = []
         self.hopeless: tuple[str, str] | None = None
 
     @contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Fact(NamedTuple):
+class WaitFact(NamedTuple):
     """`wait` cannot end before `other` has. Both are ids; the texts say who waits, in which call and where."""
 
     wait: str
@@ -38,32 +38,32 @@ class Blocked(NamedTuple):
 
 def compare(
     waits: Mapping[int, Blocked], workers: Iterable[int], reached: Callable[[int, str, Any], int]
-) -> tuple[list[Fact], list[int]]:
+) -> tuple[list[WaitFact], list[int]]:
     """Return the facts of these waits, by worker, and which workers have not come to what somebody waits for.
 
     reached(worker, store, item): how far a worker had come, while it was in the wait that `waits` has of it; -1 where
     nobody knows.
     """
-    facts: list[Fact] = []
+    facts: list[WaitFact] = []
     missing: dict[int, None] = {}
     for blocked in waits.values():
         late: dict[int, None] = {}
         for store, (item, n) in blocked.needs:
             late |= {worker: None for worker in workers if 0 <= reached(worker, store, item) < n}
         others = [waits[worker] for worker in late if worker in waits]
-        facts += [Fact(blocked.id, other.id, blocked.text, other.text) for other in others]
+        facts += [WaitFact(blocked.id, other.id, blocked.text, other.text) for other in others]
         missing |= late
     return facts, [*missing]
 
 
-def circle(facts: Iterable[Fact]) -> list[Fact]:
+def circle(facts: Iterable[WaitFact]) -> list[WaitFact]:
     """Return facts of which each begins with the wait that the one before ends with; [] where there is no circle.
 
-    >>> from mpikv.observe.deadlock import Fact, circle
-    >>> one, back = Fact('a', 'b', 'A', 'B'), Fact('b', 'a', 'B', 'A')
+    >>> from mpikv.observe.deadlock import WaitFact, circle
+    >>> one, back = WaitFact('a', 'b', 'A', 'B'), WaitFact('b', 'a', 'B', 'A')
     >>> circle([one])
     []
-    >>> [fact.wait for fact in circle([one, Fact('c', 'a', 'C', 'A'), back])]
+    >>> [fact.wait for fact in circle([one, WaitFact('c', 'a', 'C', 'A'), back])]
     ['a', 'b']
     """
     by_ends = {(fact.wait, fact.other): fact for fact in facts}
@@ -78,7 +78,7 @@ def circle(facts: Iterable[Fact]) -> list[Fact]:
     return []
 
 
-def hopeless(facts: Iterable[Fact], found: Iterable[Fact]) -> set[str]:
+def hopeless(facts: Iterable[WaitFact], found: Iterable[WaitFact]) -> set[str]:
     """Return the waits of a circle that was found, and those that cannot end before them."""
     waits = {fact.wait for fact in found}
     before: dict[str, set[str]] = {}
@@ -92,7 +92,7 @@ def hopeless(facts: Iterable[Fact], found: Iterable[Fact]) -> set[str]:
     return waits
 
 
-def circle_text(facts: list[Fact]) -> str:
+def circle_text(facts: list[WaitFact]) -> str:
     """Return a circle as a sentence."""
     waits = " waits for ".join(fact.text for fact in facts)
     return f"Deadlock: {waits} waits for {facts[0].text}; none of them can go on."

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpikv.observe.activity import Activity
-from mpikv.observe.deadlock import Blocked, Fact, circle, circle_text, compare, hopeless
+from mpikv.observe.deadlock import Blocked, WaitFact, circle, circle_text, compare, hopeless
 from mpikv.observe.stall import Row, Waiting, several, table, without_seconds
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.questions import Question, Questions, StoreItem, describe
@@ -179,7 +179,7 @@ class Stalls:
         facts, missing = compare(waits, answers, reached)
         self._add_items([*waits.values()])
         self._activity.facts = facts
-        known = [Fact(*fact) for answer in answers.values() for fact in answer["facts"]]
+        known = [WaitFact(*fact) for answer in answers.values() for fact in answer["facts"]]
         found = circle([*facts, *known])
         if found:
             self._break(circle_text(found), hopeless([*facts, *known], found), waits)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grids
 import pytest
 
-from mpikv.observe.deadlock import Blocked, Fact, circle, compare, hopeless
+from mpikv.observe.deadlock import Blocked, WaitFact, circle, compare, hopeless
 
 BARRIER = "barrier"
 Op = tuple[str, int | str]  # a store, and a key of it or BARRIER
@@ -79,7 +79,7 @@ class Model:
         return {f"{i}/{worker.at}" for i, worker in enumerate(self.workers) if worker.waits}
 
 
-def facts_of(model: Model, seen: dict[int, tuple[Blocked | None, Counter[Op]]]) -> list[Fact]:
+def facts_of(model: Model, seen: dict[int, tuple[Blocked | None, Counter[Op]]]) -> list[WaitFact]:
     waits = {i: blocked for i, (blocked, _) in seen.items() if blocked is not None}
 
     def reached(i: int, store: str, item: int | str) -> int:
@@ -121,10 +121,10 @@ def test_a_circle_is_found_where_workers_wait_for_each_other_and_only_there(alik
 
 
 def test_a_circle_begins_and_ends_with_the_same_wait() -> None:
-    chain = [Fact(f"{i}", f"{i + 1}", f"text {i}", f"text {i + 1}") for i in range(2000)]
+    chain = [WaitFact(f"{i}", f"{i + 1}", f"text {i}", f"text {i + 1}") for i in range(2000)]
     assert circle(chain) == []
     # Two ways to one wait are no circle.
-    assert circle([*chain, Fact("0", "5", "", "")]) == []
-    found = circle([*chain, Fact("1500", "700", "text 1500", "text 700")])
+    assert circle([*chain, WaitFact("0", "5", "", "")]) == []
+    found = circle([*chain, WaitFact("1500", "700", "text 1500", "text 700")])
     assert len(found) == 801
     assert all(one.other == next_.wait for one, next_ in zip(found, [*found[1:], found[0]], strict=True))
