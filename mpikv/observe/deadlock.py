@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import graphlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -90,6 +90,15 @@ def hopeless(facts: Iterable[WaitFact], found: Iterable[WaitFact]) -> set[str]:
         waits |= new
         todo += new
     return waits
+
+
+def deadlocks(facts: Iterable[WaitFact]) -> Iterator[tuple[list[WaitFact], set[str]]]:
+    """Find circle after circle, each with the waits that cannot end because of it; no wait is in two of these sets."""
+    left = [*facts]
+    while found := circle(left):
+        waits = hopeless(left, found)
+        yield found, waits
+        left = [fact for fact in left if fact.wait not in waits]
 
 
 def circle_text(facts: list[WaitFact]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpikv.observe.activity import Activity
-from mpikv.observe.deadlock import Blocked, WaitFact, circle, circle_text, compare, hopeless
+from mpikv.observe.deadlock import Blocked, WaitFact, circle_text, compare, deadlocks
 from mpikv.observe.stall import Row, Waiting, several, table, without_seconds
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.questions import Question, Questions, StoreItem, describe
@@ -180,20 +180,19 @@ class Stalls:
         self._add_items([*waits.values()])
         self._activity.facts = facts
         known = [WaitFact(*fact) for answer in answers.values() for fact in answer["facts"]]
-        found = circle([*facts, *known])
-        if found:
-            self._break(circle_text(found), hopeless([*facts, *known], found), waits)
+        for found, hopeless in deadlocks([*facts, *known]):
+            self._break(circle_text(found), hopeless, waits)
         silent = [worker for worker in range(self._messages.workers.size) if worker not in answers]
         self._silent = self._questions.states(question, silent)
         if any(lasting.print_s <= now_s for lasting in self._lasting.values()):
             self._tell(answers, missing, now_s)
 
-    def _break(self, text: str, hopeless_waits: set[str], waits: dict[int, Blocked]) -> None:
+    def _break(self, text: str, hopeless: set[str], waits: dict[int, Blocked]) -> None:
         """Let the workers of this store that are in one of these waits raise an error."""
-        if len({wait.partition("/")[0] for wait in hopeless_waits}) > 1:
+        if len({wait.partition("/")[0] for wait in hopeless}) > 1:
             text += f" They wait in different stores: {SAME_ORDER}."
         for worker, blocked in waits.items():
-            if blocked.id not in hopeless_waits:
+            if blocked.id not in hopeless:
                 continue
             if worker == self._messages.workers.rank:
                 self._activity.give_up(blocked.id, text)
