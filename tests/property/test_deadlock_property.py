@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grids
 import pytest
 
-from mpikv.observe.deadlock import Blocked, WaitFact, circle, compare
+from mpikv.observe.deadlock import Blocked, WaitFact, circle, compare, deadlocks
 
 BARRIER = "barrier"
 Op = tuple[str, int | str]  # a store, and a key of it or BARRIER
