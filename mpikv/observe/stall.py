@@ -90,8 +90,9 @@ class Row(NamedTuple):
     doing: str
 
 
-def table(title: str, rows: Sequence[Row], hosts: Sequence[str]) -> str:
+def table(title: str, rows: Sequence[Row], hosts: Sequence[str], more: Sequence[str] = ()) -> str:
     """The table of a wait that lasts: a line of each worker, or of several that do the same. hosts: of the workers.
+    more: further lines.
 
     >>> from mpikv.observe.stall import Row, table
     >>> rows = [Row(i, 10 + i, f'in barrier for 2.{i} s') for i in range(3)]
@@ -107,7 +108,7 @@ def table(title: str, rows: Sequence[Row], hosts: Sequence[str]) -> str:
     for some in groups.values():
         pids = ", ".join(str(row.pid) for row in some[:SHOWN]) + (", ..." if len(some) > SHOWN else "")
         lines.append(f"  {several([row.worker for row in some], hosts)} (pid {pids}): {some[0].doing}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {line}" for line in more)])
 
 
 def several(workers: Sequence[int], hosts: Sequence[str]) -> str:

@@ -42,6 +42,11 @@ class Members:
         """The host of each worker."""
         return tuple(self.hosts[rank] for rank in self.workers)
 
+    @cached_property
+    def server_labels(self) -> list[str]:
+        """How errors name the owners where these are servers, of their own or inside of workers."""
+        return [f"server {i} (rank {rank} on {self.hosts[rank]})" for i, rank in enumerate(self.owners)]
+
     def only(self, workers: Sequence[int]) -> Members:
         """Return the members of a store with only these workers, in this order, and without servers.
 

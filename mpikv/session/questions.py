@@ -8,7 +8,7 @@ Cost: a message to each other worker, and its answer, only when somebody asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpikv.observe.activity import Activity
@@ -33,10 +33,16 @@ class Question:
 
 
 class Questions:
-    """One worker's end. processes: of all ranks."""
+    """One worker's end. processes: of all ranks. servers: the rank of each, by its name in errors."""
 
-    def __init__(self, messages: ControlMessages, activity: Activity, processes: Sequence[Process]) -> None:
-        self._messages, self.activity, self._processes = messages, activity, processes
+    def __init__(
+        self,
+        messages: ControlMessages,
+        activity: Activity,
+        processes: Sequence[Process],
+        servers: Mapping[str, int],
+    ) -> None:
+        self._messages, self.activity, self._processes, self._servers = messages, activity, processes, servers
         self._open: dict[int, Question] = {}
         self._numbers = 0
         self.asked_by: dict[int, float] = {}  # when each worker has asked last
@@ -84,6 +90,11 @@ class Questions:
             question.answers[worker] = message
             if question.complete:
                 del self._open[question.number]
+
+    def servers(self, names: Iterable[str]) -> list[str]:
+        """What this host's system sees of servers, a line each; nothing of those that are on other hosts."""
+        found = ((name, self._processes[self._servers[name]]) for name in names if name in self._servers)
+        return [f"{name} ({process}): {state}" for name, process in found if (state := state_of(process))]
 
     def states(self, question: Question, silent: Iterable[int]) -> dict[int, str]:
         """What is known of workers that have not answered: what their hosts see, as this one or others have said."""

@@ -215,7 +215,7 @@ class Stalls:
         wait = "waits" if len(self._lasting) == 1 else "wait"
         title = f"{now_s - self._begun_s:.1f} s: {several([*self._lasting], hosts)} {wait} for {for_whom}"
         rows = [Row(worker, self._questions.process(worker).pid, doing[worker]) for worker in sorted(doing)]
-        self._say(table(title, rows, hosts))
+        self._say(table(title, rows, hosts, self._questions.servers(owners)))
 
 
 def _kind(waiting: Waiting) -> str:

@@ -11,7 +11,7 @@ Cost: no message; at the time limit one question to each other worker, and its a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
@@ -31,9 +31,9 @@ ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers 
 class Waits:
     """Of one worker.
 
-    activity: where it notes what it waits for. processes: of all ranks. warn_s: after how long a wait is printed.
-    check_key(key): raises what became of a key that workers did not agree on after all. given: notes the errors that
-    waits raise.
+    activity: where it notes what it waits for. processes: of all ranks. servers: the rank of each, by its name in
+    errors. warn_s: after how long a wait is printed. check_key(key): raises what became of a key that workers did not
+    agree on after all. given: notes the errors that waits raise.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Waits:
         activity: Activity,
         processes: Sequence[Process],
         *,
+        servers: Mapping[str, int],
         timeout_s: float,
         warn_s: float,
         check_key: Callable[[Key], None],
@@ -49,7 +50,7 @@ class Waits:
     ) -> None:
         self._messages, self._engine, self.activity = messages, messages.engine, activity
         self.timeout_s = timeout_s
-        self.questions = Questions(messages, activity, processes)
+        self.questions = Questions(messages, activity, processes, servers)
         self._stalls = Stalls(messages, self.questions, activity, warn_s)
         self._check_key, self._given = check_key, given
         self.all_answered = True  # every worker, the last report

@@ -98,6 +98,7 @@ class Workers(OptimizerSession):
             self.messages,
             activity,
             processes or [this_process()] * transport.size,
+            servers=dict(zip(members.server_labels, members.owners, strict=True)),
             timeout_s=members.config.timeout_s,
             warn_s=members.config.stall_warn_s,
             check_key=self._check_key,

@@ -115,7 +115,7 @@ class PsStrategy(Strategy):
         members = self._members = session.members
         self._servers = members.owners
         check_owners(len(self._servers), "servers")
-        self._labels = [f"server {i} (rank {rank} on {members.hosts[rank]})" for i, rank in enumerate(self._servers)]
+        self._labels = members.server_labels
         self._keys: dict[int, ClientKey] = {}
         self._choices = Choices()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on

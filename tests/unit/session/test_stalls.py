@@ -15,6 +15,7 @@ from store_modes import Mode, mode_id
 from mpikv import PeerError, StallError
 from mpikv.observe.program import Process, state_of, this_process
 from mpikv.session import leaving, questions, stalls, waits
+from mpikv.transports import threads, wire
 
 WARN_S = 0.2
 MODES = [
@@ -255,3 +256,29 @@ def test_workers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         "no answer for 0.2 s",
     ]
     assert [one.rank for one in dead] == [2, 3]
+
+
+def test_a_server_that_stands_still_is_told_of_by_what_its_host_sees(
+    printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers wait for a server, whose transport gives it no message until a table is printed."""
+    monkeypatch.setattr(questions, "state_of", lambda process: "it was stopped")
+    inner = threads.ThreadTransport.probe
+
+    def probe(transport: Any, tag: int, *more: Any) -> Any:
+        held = transport.rank == 2 and not printed and tag == wire.TAG_REQUEST and stopped.is_set()
+        return None if held else inner(transport, tag, *more)
+
+    stopped = threading.Event()
+    monkeypatch.setattr(threads.ThreadTransport, "probe", probe)
+
+    def body(store: Any) -> None:
+        store.init("w", np.zeros(3, np.float32))
+        store.barrier()
+        stopped.set()
+        store.push("w", ONES)
+        store.pull("w")
+
+    Mode("dist_sync", 2, servers=1, memory="off").run(body, stall_warn_s=WARN_S)
+    assert "for server 0 (rank 2 on localhost)\n" in printed[0]
+    assert re.search(r"\n  server 0 \(rank 2 on localhost\) \(pid \d+\): it was stopped$", printed[0])
