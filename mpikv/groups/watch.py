@@ -1,16 +1,20 @@
 """Watches for calls of a group that wait too long, and asks the other ranks how far they are.
 
-When a call has waited ASK_AFTER_S, its rank asks all others. The call fails at once where another rank has made a
-different call under the same number, or has left the job before this call. At its time limit the call fails with the
-names of the ranks that have not made it. Time during which the machine was stopped does not count.
+When a call has waited MPIKV_STALL_WARN_S, at most ASK_AFTER_S, its rank asks all others. The call fails at once where
+another rank has made a different call under the same number, or has left the job before this call. Else the first rank
+that waits prints who is missing, and where its program is. At its time limit the call fails with the names of the ranks
+that have not made it. Time during which the machine was stopped does not count.
 
-Cost: reading the clock, until a call has waited ASK_AFTER_S; then two messages per other rank, and again after 2, 4, 8
+Cost: reading the clock, until a call has waited so long; then two messages per other rank, and again after 2, 4, 8
 times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpikv.engine.engine import Engine
@@ -20,20 +24,39 @@ from mpikv.groups.call import GroupCall
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
+from mpikv.observe import program
 
 TICK_S = 0.25
 ASK_AFTER_S = 3.0  # few ranks are late by more, and asking costs little
 ANSWER_S = 2.0  # a rank that is alive answers at once
 
 
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 class CallWatch:
-    """Watches the calls of all groups of one rank. labels: the names of the transport's ranks in error messages."""
+    """Watches the calls of all groups of one rank. labels: the names of the transport's ranks in error messages.
+
+    warn_s: after how long a wait is printed. say: prints a text. Made by the thread whose place in the program others
+    are told.
+    """
 
     def __init__(
-        self, engine: Engine, service: Service, groups: Mapping[int, RankGroup], rank: int, labels: list[str]
+        self,
+        engine: Engine,
+        service: Service,
+        groups: Mapping[int, RankGroup],
+        rank: int,
+        labels: list[str],
+        *,
+        warn_s: float,
+        say: Callable[[str], None] = _print,
     ) -> None:
         self._engine, self._service, self._groups = engine, service, groups
         self._rank, self._labels = rank, labels
+        self._warn_s, self._say = warn_s, say
+        self._thread = threading.get_ident()
 
     def status(self, about: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's answer to a rank that waits in a call. about: the numbers of that group and call.
@@ -44,10 +67,13 @@ class CallWatch:
         group = self._groups.get(about["group"])
         left = [(rank, calls.get(about["group"], 0)) for rank, calls in self._service.left.items()]
         if group is None:
-            return {"calls": -1, "text": None, "now": "it has left this process group", "left": left}
+            now = "it has left this process group"
+            return {"calls": -1, "text": None, "now": now, "left": left, "where": "", "pid": os.getpid()}
         text = next((text for number, text in group.history if number == about["call"]), None)
         now = f"it is in {group.under_way[0].text}" if group.under_way else "it is in no call of this group"
-        return {"calls": group.calls, "text": text, "now": now, "left": left}
+        place = program.position(self._thread)
+        where = {"where": f"; at {place}" if place else "", "pid": os.getpid()}
+        return {"calls": group.calls, "text": text, "now": now, "left": left, **where}
 
     def serve(self) -> Steps[None]:
         """Watch the calls, for ever. To be run as a service of the engine."""
@@ -60,13 +86,13 @@ class CallWatch:
             for group in tuple(self._groups.values()):
                 for call in tuple(group.under_way):
                     call.waited_s += min(elapsed_s, now_s - call.started_s)
-                    if not call.asked and call.waited_s >= min(ASK_AFTER_S, call.timeout_s):
+                    if not call.asked and call.waited_s >= min(self._warn_s, ASK_AFTER_S, call.timeout_s):
                         call.asked = True
                         self._engine.start(self._inquire(call), "status")
 
     def _inquire(self, call: GroupCall) -> Steps[None]:
         """Ask all other ranks of the group, again whenever the call has waited twice as long, and at its time limit."""
-        group = call.group
+        group, printed = call.group, ""
         while True:
             over = call.waited_s >= call.timeout_s
             about = {"group": group.number, "call": call.number}
@@ -92,10 +118,30 @@ class CallWatch:
             if over:
                 group.fail(call, self.stall(call, call.timeout_s, answers))
                 return
+            missing = self._missing(call, answers)
+            if call.waited_s >= self._warn_s and missing not in ("", printed):
+                waits = f"{self._labels[self._rank]} waits in {call.text}, call {call.number} of its process group"
+                self._say(f"mpikv: stalled for {call.waited_s:.1f} s: {waits}; {missing}")
+                printed = missing
             again_s = min(2 * call.waited_s, call.timeout_s)
             yield Predicate(lambda: call.done or call.waited_s >= again_s)  # noqa: B023
             if call.done:
+                if printed:
+                    self._say(f"mpikv: going on, after a stall of {call.waited_s:.1f} s")
                 return
+
+    def _missing(self, call: GroupCall, answers: Mapping[int, dict[str, Any] | None]) -> str:
+        """Who has not made a call, and where they are; "" where that is for another rank to print, or for nobody."""
+        waiting = [rank for rank, answer in answers.items() if answer and answer["now"] == f"it is in {call.text}"]
+        if call.number < 0 or any(rank < self._rank for rank in waiting):
+            return ""
+        late = {rank: answer for rank, answer in answers.items() if answer is None or answer["calls"] < call.number}
+        texts = (
+            "does not answer" if answer is None else f"{answer['now']}{answer['where']} (pid {answer['pid']})"
+            for answer in late.values()
+        )
+        found = "; ".join(f"{self._labels[rank]}: {text}" for rank, text in zip(late, texts, strict=True))
+        return f"missing: {found}" if found else ""
 
     def _differ(self, call: GroupCall, different: dict[int, str]) -> str:
         theirs = "; ".join(f"{self._labels[rank]} made {text}" for rank, text in different.items())

@@ -58,7 +58,9 @@ class World:
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
         self.service = Service(transport, self._status, self._failed)
-        self._watch = CallWatch(self.engine, self.service, self.groups, self.rank, self.labels)
+        self._watch = CallWatch(
+            self.engine, self.service, self.groups, self.rank, self.labels, warn_s=config.stall_warn_s
+        )
         self.engine.serve(self.service.serve(), "service")
         self.engine.serve(self._watch.serve(), "watch")
         self.sessions: list[object] = []  # what each init_process_group has made; their number keeps their keys apart

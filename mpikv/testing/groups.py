@@ -34,6 +34,8 @@ def spawn_groups(
     [(0, 2), (1, 2)]
     """
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
+    if config.stall_warn_s == Config.stall_warn_s:
+        config = config.with_(stall_warn_s="off")  # see `spawn_stores`
     places = hosts or ["localhost"] * size
     memories = memories_of(places) if config.shared_memory == "auto" else [None] * size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from functools import partial, reduce
@@ -366,6 +367,35 @@ def test_who_is_missing_is_named(way: str) -> None:
         world.group(range(3), 2, 20).barrier().wait()  # all are there until both have asked
 
     run_while_time_passes(way, 3, body, lookers=3, until=2)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_who_is_late_is_printed_by_the_first_that_waits(way: str) -> None:
+    printed = threading.Event()
+    texts: list[str] = []
+
+    def body(world: World, group: RankGroup):
+        def say(text: str) -> None:
+            texts.append(text)
+            printed.set()
+
+        world._watch._say = say
+        group.barrier().wait()
+        if group.rank == 1:
+            assert printed.wait(60)
+        group.allreduce([np.ones(4, "float32")], SUM).wait()
+        if group.rank == 0:
+            wait_until(lambda: len(texts) > 1, lambda: False, 60, lambda: StallError("it is not said"))
+        group.barrier().wait()
+
+    run(way, 3, body, stall_warn_s=0.5)
+    late = (
+        r"mpikv: stalled for \d\.\d s: rank [02] of 3 on localhost waits in all_reduce \(sum\) of float32 4, call 2 of "
+        r"its process group; missing: rank 1 of 3 on localhost: it is in no call of this group; at test_groups.py:\d+ in"
+    )
+    # On a busy machine rank 2 may be missing for a while, too, or wait alone.
+    assert any(re.match(late, text) for text in texts), texts
+    assert any(re.match(r"mpikv: going on, after a stall of \d+\.\d s", text) for text in texts)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
