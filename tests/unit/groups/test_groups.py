@@ -391,7 +391,7 @@ def test_who_is_late_is_printed_by_the_first_that_waits(way: str) -> None:
     run(way, 3, body, stall_warn_s=0.5)
     late = (
         r"mpikv: stalled for \d\.\d s: rank [02] of 3 on localhost waits in all_reduce \(sum\) of float32 4, call 2 of "
-        r"its process group; missing: rank 1 of 3 on localhost: it is in no call of this group; at test_groups.py:\d+ in"
+        r"its process group; missing: rank 1 of 3 on localhost: it is in no call of this group; at test_groups.py:\d+ "
     )
     # On a busy machine rank 2 may be missing for a while, too, or wait alone.
     assert any(re.match(late, text) for text in texts), texts
