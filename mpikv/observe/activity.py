@@ -109,6 +109,8 @@ class Activity:
         """Return the wait that this rank is in, in any of its stores. None where it is in none, or where several of its
         threads wait: one of them may come to what others need while another one waits.
         """
+        if len({one._thread for one in self.all() if one._n_threads}) > 1:  # noqa: SLF001 - of the same class
+            return None
         for one in self.all():
             found = one._blocked()  # noqa: SLF001 - of the same class
             if found is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
 
 from mpikv.common.clock import VirtualClock
 from mpikv.observe.activity import Activity
+from mpikv.observe.stall import Waiting
 
 
 def test_calls_of_a_store_and_of_another_one() -> None:
@@ -32,3 +35,30 @@ def test_calls_of_a_store_and_of_another_one() -> None:
     with other.during("barrier"):
         pass
     assert asked.text().startswith("outside the store for 0.0 s")
+
+
+def test_the_wait_that_others_may_count_on() -> None:
+    """With all that it needs, of any store of the process; none where several threads wait."""
+    asked, other = Activity(store="s", me="worker 0"), Activity(store="t", me="worker 1")
+    asked.others, other.others = lambda: [other], lambda: [asked]
+    other.reached = {7: 3}.__getitem__
+    assert asked.blocked() is None
+    round_, barrier = Waiting("pull", "w", 7, 4), Waiting("barrier", agreed=("barrier", 2))
+    with other.during(round_, (round_, barrier, Waiting("init('w')"))):
+        found = asked.blocked()
+        assert found is not None
+        assert found.id == other.blocked().id
+        assert found.needs == [("t", (7, 4)), ("t", (["barrier", 2], 1))]
+        assert re.match(
+            r"worker 1 \(pid \d+\) in pull of key 'w', round 4 at test_activity.py:\d+ in test_", found.text
+        )
+        assert [asked.reached_of(store, 7) for store in "tu"] == [3, -1]
+        asked.give_up(found.id, "a circle")
+        assert (other.why_hopeless(), asked.why_hopeless()) == ("a circle", None)
+    assert other.why_hopeless() is None
+    with other.during(round_, (round_,)):
+        assert other.why_hopeless() is None  # another wait
+        thread = threading.Thread(target=lambda: asked.during(barrier).__enter__())
+        thread.start()
+        thread.join()
+        assert asked.blocked() is None
