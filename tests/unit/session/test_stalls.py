@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -73,7 +76,18 @@ def test_a_wait_is_told_with_both_sides_and_its_end(mode: Mode, printed: list[st
 
 
 @every_mode
-def test_another_table_where_another_worker_is_missing(mode: Mode, printed: list[str]) -> None:
+def test_another_table_where_another_worker_is_missing(
+    mode: Mode, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    ask = questions.Questions.ask
+
+    def noted(self: Any, items: Any, *more: Any) -> Any:
+        asked.append([json.dumps(item) for item in items])
+        return ask(self, items, *more)
+
+    monkeypatch.setattr(questions.Questions, "ask", noted)
+
     def body(store: Any) -> None:
         if store.rank == 1:
             waits_for_it(printed, "waits for worker 1, 2 on")
@@ -83,6 +97,8 @@ def test_another_table_where_another_worker_is_missing(mode: Mode, printed: list
 
     mode.run(body, stall_warn_s=WARN_S)
     assert len([text for text in printed if "stalled" in text]) >= 2
+    assert ['["", ["barrier", 1]]'] in asked
+    assert all(len(set(items)) == len(items) for items in asked)  # of what several wait for all are asked once
 
 
 def test_what_has_taken_as_long_before_is_not_told(printed: list[str]) -> None:
@@ -209,6 +225,9 @@ def test_what_a_system_tells_of_a_process() -> None:
     assert state_of(me._replace(started="1")) == "its process is gone"
     assert state_of(Process("elsewhere", me.pid, me.started)) == ""
     assert state_of(me._replace(started="")) == ""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert state_of(me._replace(pid=child.pid)) == "its process is gone"  # it began later than this one
+        child.stdin.close()
 
 
 @every_mode
