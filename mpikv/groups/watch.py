@@ -12,7 +12,6 @@ times as long.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,14 +24,11 @@ from mpikv.groups.group import RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
 from mpikv.observe import program
+from mpikv.observe.stall import say
 
 TICK_S = 0.25
 ASK_AFTER_S = 3.0  # few ranks are late by more, and asking costs little
 ANSWER_S = 2.0  # a rank that is alive answers at once
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class CallWatch:
@@ -51,7 +47,7 @@ class CallWatch:
         labels: list[str],
         *,
         warn_s: float,
-        say: Callable[[str], None] = _print,
+        say: Callable[[str], None] = say,
     ) -> None:
         self._engine, self._service, self._groups = engine, service, groups
         self._rank, self._labels = rank, labels
@@ -135,13 +131,27 @@ class CallWatch:
         waiting = [rank for rank, answer in answers.items() if answer and answer["now"] == f"it is in {call.text}"]
         if call.number < 0 or any(rank < self._rank for rank in waiting):
             return ""
-        late = {rank: answer for rank, answer in answers.items() if answer is None or answer["calls"] < call.number}
-        texts = (
-            "does not answer" if answer is None else f"{answer['now']}{answer['where']} (pid {answer['pid']})"
-            for answer in late.values()
+        found = self._late(
+            call,
+            answers,
+            lambda answer: f": {answer['now']}{answer['where']} (pid {answer['pid']})",
+            ": does not answer",
         )
-        found = "; ".join(f"{self._labels[rank]}: {text}" for rank, text in zip(late, texts, strict=True))
-        return f"missing: {found}" if found else ""
+        return f"missing: {'; '.join(found)}" if found else ""
+
+    def _late(
+        self,
+        call: GroupCall,
+        answers: Mapping[int, dict[str, Any] | None],
+        text: Callable[[dict[str, Any]], str],
+        silent: str,
+    ) -> list[str]:
+        """The ranks that have not made a call, or may not have; text: of an answer. silent: of a rank without one."""
+        return [
+            self._labels[rank] + (silent if answer is None else text(answer))
+            for rank, answer in answers.items()
+            if answer is None or call.number < 0 or answer["calls"] < call.number
+        ]
 
     def _differ(self, call: GroupCall, different: dict[int, str]) -> str:
         theirs = "; ".join(f"{self._labels[rank]} made {text}" for rank, text in different.items())
@@ -158,12 +168,12 @@ class CallWatch:
         self, call: GroupCall, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
     ) -> StallError:
         """Return the error of a call that has waited too long."""
-        parts = []
-        for rank, answer in (answers or {}).items():
-            if answer is None:
-                parts.append(f"{self._labels[rank]} does not answer")
-            elif call.number < 0 or answer["calls"] < call.number:
-                parts.append(f"{self._labels[rank]} has made {max(0, answer['calls'])} calls, {answer['now']}")
+        parts = self._late(
+            call,
+            answers or {},
+            lambda answer: f" has made {max(0, answer['calls'])} calls, {answer['now']}",
+            " does not answer",
+        )
         if call.number >= 0 and answers:
             parts = [f"missing: {'; '.join(parts)}"] if parts else ["all ranks are in this call, but it does not end"]
         ranks = ", ".join(map(str, call.group.group.ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,3 +129,8 @@ def several(workers: Sequence[int], hosts: Sequence[str]) -> str:
 def without_seconds(text: str) -> str:
     """The text by which two moments of the same wait are one."""
     return re.sub(r"\b\d+\.\d s\b", "", text)
+
+
+def say(text: str) -> None:
+    """Print what is seen of a wait to stderr, at once."""
+    print(text, file=sys.stderr, flush=True)

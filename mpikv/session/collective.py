@@ -46,16 +46,6 @@ class CollectiveSession(Session):
         """Block until a request of a whole call is done."""
         self.waits.wait(request, Waiting(call, owners=owners))
 
-    def _reached(self, item: Any) -> int:
-        """How far this worker has come in what others may wait for (`Need`)."""
-        if isinstance(item, int):
-            return self._pushes().get(item, 0)
-        topic, count = item
-        return int(self._counts.get(topic, 0) >= count)
-
-    def _pushes(self) -> dict[int, int]:
-        raise NotImplementedError
-
     def _count(self, topic: str) -> int:
         self._counts[topic] = self._counts.get(topic, 0) + 1
         return self._counts[topic]

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mpikv.observe.activity import Activity
 from mpikv.observe.deadlock import Blocked, WaitFact, circle_text, compare, deadlocks
-from mpikv.observe.stall import Row, Waiting, several, table, without_seconds
+from mpikv.observe.stall import Row, Waiting, say, several, table, without_seconds
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.questions import Question, Questions, StoreItem, describe
 
@@ -39,10 +38,6 @@ class _Lasting(NamedTuple):
     print_s: float
 
 
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Stalls:
     """One worker's end. warn_s: after how long a wait is printed. say: prints a text."""
 
@@ -52,10 +47,11 @@ class Stalls:
         questions: Questions,
         activity: Activity,
         warn_s: float,
-        say: Callable[[str], None] = _print,
+        say: Callable[[str], None] = say,
     ) -> None:
         self._messages, self._questions, self._activity = messages, questions, activity
         self._warn_s, self._say = warn_s, say
+        self.early_s = EARLY * warn_s  # before that no wait is looked at
         self._longest_s: dict[str, float] = {}  # by kind of call, of waits that were longer than most
         messages.acts |= {"waits": self._waits, "moved": self._moved, "circle": self._circle}
         messages.due.append(self._inquire)
@@ -76,12 +72,16 @@ class Stalls:
 
     # --- who waits
 
-    def early_s(self, waiting: Waiting) -> float:
-        """After how long a wait is reported."""
-        return max(EARLY * self._warn_s, self._longest_s.get(_kind(waiting), 0.0))
+    def lasts(self, waiting: Waiting, waited_s: float) -> bool:
+        """Report a wait, once it has lasted as long as any of its kind before. Returns whether it has. Called often."""
+        longest_s = self._longest_s.get(_kind(waiting), 0.0)
+        if waited_s < longest_s:
+            return False
+        self._report(waiting, waited_s, max(self._warn_s, USUAL * longest_s))
+        return True
 
-    def report(self, waiting: Waiting, waited_s: float) -> None:
-        """Report that this worker waits: once, and to the next worker if the first one does not ask. Called often."""
+    def _report(self, waiting: Waiting, waited_s: float, warn_after_s: float) -> None:
+        """Report that this worker waits: once, and to the next worker if the first one does not ask."""
         messages, now_s = self._messages, self._messages.engine.clock.now_s()
         if self._reported_s is not None:
             asked_s = self._questions.asked_by.get(self._asker, -math.inf)
@@ -90,9 +90,7 @@ class Stalls:
                 return
             self._asker += 1
         blocked = self._activity.blocked() or Blocked("", str(waiting), [])
-        usual_s = USUAL * self._longest_s.get(_kind(waiting), 0.0)
-        lasting = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s}
-        lasting["warn_after_s"] = max(self._warn_s, usual_s)
+        lasting = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s, "warn_after_s": warn_after_s}
         self._reported_s = now_s
         if self._asker == messages.workers.rank:
             self._waits(self._asker, {"worker": self._asker, **lasting})

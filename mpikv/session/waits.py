@@ -11,12 +11,11 @@ Cost: no message; at the time limit one question to each other worker, and its a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
-from mpikv.observe.activity import Activity
-from mpikv.observe.program import ENDED, Process, WorkerStatus
+from mpikv.observe.program import ENDED, WorkerStatus
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.placement.keys import Key
 from mpikv.session.given import GivenErrors
@@ -31,27 +30,24 @@ ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers 
 class Waits:
     """Of one worker.
 
-    activity: where it notes what it waits for. processes: of all ranks. servers: the rank of each, by its name in
-    errors. warn_s: after how long a wait is printed. check_key(key): raises what became of a key that workers did not
-    agree on after all. given: notes the errors that waits raise.
+    questions: to all workers. warn_s: after how long a wait is printed. check_key(key): raises what became of a key
+    that workers did not agree on after all. given: notes the errors that waits raise.
     """
 
     def __init__(
         self,
         messages: ControlMessages,
-        activity: Activity,
-        processes: Sequence[Process],
+        questions: Questions,
         *,
-        servers: Mapping[str, int],
         timeout_s: float,
         warn_s: float,
         check_key: Callable[[Key], None],
         given: GivenErrors,
     ) -> None:
-        self._messages, self._engine, self.activity = messages, messages.engine, activity
+        self._messages, self._engine, self.questions = messages, messages.engine, questions
+        self.activity = questions.activity
         self.timeout_s = timeout_s
-        self.questions = Questions(messages, activity, processes, servers)
-        self._stalls = Stalls(messages, self.questions, activity, warn_s)
+        self._stalls = Stalls(messages, questions, self.activity, warn_s)
         self._check_key, self._given = check_key, given
         self.all_answered = True  # every worker, the last report
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
@@ -92,13 +88,12 @@ class Waits:
                 self.activity.note(waiting)
                 return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        begun_s, early_s = engine.clock.now_s(), stalls.early_s(waiting)
+        begun_s = engine.clock.now_s()
 
         def look() -> None:
             self.check(waiting)
             waited_s = engine.clock.now_s() - begun_s
-            if waited_s >= early_s:
-                stalls.report(waiting, waited_s)
+            if waited_s >= stalls.early_s and stalls.lasts(waiting, waited_s):
                 why = self.activity.why_hopeless()
                 if why is not None:
                     raise self.report(waiting, round(waited_s, 1), why)
@@ -110,7 +105,7 @@ class Waits:
             well = True
         finally:
             waited_s = engine.clock.now_s() - begun_s
-            if waited_s >= early_s:
+            if waited_s >= stalls.early_s:
                 stalls.ended(waiting, waited_s, well=well)
 
     def check(self, waiting: Waiting) -> None:

@@ -29,6 +29,7 @@ from mpikv.session.agreement import Agreement
 from mpikv.session.base import Pending
 from mpikv.session.epochs import EpochBegins
 from mpikv.session.messages import ControlMessages
+from mpikv.session.questions import Questions
 from mpikv.session.rules import RULES
 from mpikv.session.stopping import Stopping
 from mpikv.session.waits import Waits
@@ -94,11 +95,11 @@ class Workers(OptimizerSession):
         self.messages = ControlMessages(transport, self.group, self.engine)
         activity = Activity(self.engine.clock, store_id, self.messages.names[self.rank])
         activity.reached = self._reached
+        processes = processes or [this_process()] * transport.size
+        servers = dict(zip(members.server_labels, members.owners, strict=True))
         self.waits = Waits(
             self.messages,
-            activity,
-            processes or [this_process()] * transport.size,
-            servers=dict(zip(members.server_labels, members.owners, strict=True)),
+            Questions(self.messages, activity, processes, servers),
             timeout_s=members.config.timeout_s,
             warn_s=members.config.stall_warn_s,
             check_key=self._check_key,
@@ -122,6 +123,13 @@ class Workers(OptimizerSession):
 
     def _pushes(self) -> dict[int, int]:
         return {**super()._pushes(), CALLS_ID: self.calls_made}
+
+    def _reached(self, item: Any) -> int:
+        """How far this worker has come in what others may wait for (`Need`)."""
+        if isinstance(item, int):
+            return self._pushes().get(item, 0)
+        topic, count = item
+        return int(self._counts.get(topic, 0) >= count)
 
     # --- the ranks
 

@@ -35,7 +35,6 @@ every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What all ranks print, a table each or a line."""
     texts: list[str] = []
-    monkeypatch.setattr(stalls, "_print", texts.append)
     monkeypatch.setattr(stalls.Stalls.__init__, "__defaults__", (texts.append,))
     return texts
 
@@ -101,18 +100,28 @@ def test_another_table_where_another_worker_is_missing(
     assert all(len(set(items)) == len(items) for items in asked)  # of what several wait for all are asked once
 
 
-def test_what_has_taken_as_long_before_is_not_told(printed: list[str]) -> None:
-    """The second wait of its kind is as long as the first one, which is told."""
+def test_what_has_taken_as_long_before_is_not_told(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one long wait those of its kind are told when they last so many times longer, here than a test can."""
+    monkeypatch.setattr(stalls, "USUAL", 1e6)
 
-    def body(store: Any) -> None:
+    def tables() -> list[str]:
+        return [text for text in printed if "in barrier" in text]
+
+    def body(store: Any) -> list[str]:
         store.barrier()
-        for _ in range(3):
+        if store.rank == 1:
+            waits_for_it(printed, "stalled")
+        store.barrier()
+        waits_for_it(printed, "going on")
+        before = tables()
+        for _ in range(2):
             if store.rank == 1:
-                time.sleep(3 * WARN_S)
+                until(lambda: re.search(r"in barrier for ([1-9]|0\.[5-9])", store.workers[0].doing))
             store.barrier()
+        return before
 
-    Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S)
-    assert len([text for text in printed if "stalled" in text]) <= 2  # a busy machine may make a later one longer
+    for before in Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S):
+        assert tables() == before
 
 
 # Calls of worker 0, 1 and 2, which all make in the end; "|" is a barrier, a letter a pushpull of that key.
