@@ -46,10 +46,14 @@ def compare(
     """
     facts: list[WaitFact] = []
     missing: dict[int, None] = {}
+    late_for: dict[tuple[str, str, int], dict[int, None]] = {}  # most workers wait for the same
     for blocked in waits.values():
         late: dict[int, None] = {}
         for store, (item, n) in blocked.needs:
-            late |= {worker: None for worker in workers if 0 <= reached(worker, store, item) < n}
+            need = store, str(item), n
+            if need not in late_for:
+                late_for[need] = {worker: None for worker in workers if 0 <= reached(worker, store, item) < n}
+            late |= late_for[need]
         others = [waits[worker] for worker in late if worker in waits]
         facts += [WaitFact(blocked.id, other.id, blocked.text, other.text) for other in others]
         missing |= late

@@ -67,7 +67,7 @@ class Stalls:
         self._next_s, self._interval_s = 0.0, INTERVAL_S
         self._begun_s = 0.0
         self._printed: list[tuple[int, str]] | None = None
-        self._items: list[StoreItem] = []
+        self._items: dict[str, StoreItem] = {}  # what is asked of, by its text
         self._silent: dict[int, str] = {}
 
     # --- who waits
@@ -140,7 +140,7 @@ class Stalls:
         now_s, question = self._messages.engine.clock.now_s(), self._question
         if question is None:
             if now_s >= self._next_s:
-                self._question = self._questions.ask([*self._items], [*self._silent])
+                self._question = self._questions.ask([*self._items.values()], [*self._silent])
         elif question.complete or now_s - question.asked_s > SILENT_S:
             self._question = None
             self._next_s = now_s + self._interval_s
@@ -151,17 +151,15 @@ class Stalls:
         if self._printed is not None:
             waited_s = self._messages.engine.clock.now_s() - self._begun_s
             self._say(f"mpikv: going on, after a stall of {waited_s:.1f} s")
-        self._question, self._printed, self._items, self._silent = None, None, [], {}
+        self._question, self._printed, self._items, self._silent = None, None, {}, {}
         self._activity.facts = []
 
     def _add_items(self, waits: Sequence[Blocked]) -> None:
         """Ask, next time, of what these waits need."""
-        known = {json.dumps(item) for item in self._items}
         for blocked in waits:
             for store, (item, _) in blocked.needs:
-                if json.dumps((store, item)) not in known and len(self._items) < MOST_ITEMS:
-                    known.add(json.dumps((store, item)))
-                    self._items.append((store, item))
+                if len(self._items) < MOST_ITEMS:
+                    self._items.setdefault(json.dumps((store, item)), (store, item))
 
     def _look_at(self, question: Question, now_s: float) -> None:
         answers = question.answers
