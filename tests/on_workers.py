@@ -48,9 +48,10 @@ def counted(store: Any, call: Callable[[], Any], *names: str) -> list[int]:
 def taken_of(body: Test, run: Callable[..., None], *more: str, brings: Sequence[str] = ()) -> Test:
     """A test that calls `run(worker, given)`. given: what pytest gives. worker(store, **others): `body` with that.
 
-    more: what `run` needs of pytest besides the parameters of `body`. brings: those that it gives to the worker itself.
+    The first parameter of `body` is the store, or what else `run` gives to the worker. more: what `run` needs of pytest
+    besides the parameters of `body`. brings: those that it gives to the worker itself.
     """
-    wanted = [name for name in inspect.signature(body).parameters if name not in ("store", *brings)]
+    wanted = [name for name in list(inspect.signature(body).parameters)[1:] if name not in brings]
 
     @functools.wraps(body)
     def test(**given: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -139,21 +137,6 @@ def mode_id(mode: Mode) -> str:
 def modes(*several: Mode) -> pytest.MarkDecorator:
     """The test is given each of these as its `mode`."""
     return pytest.mark.parametrize("mode", several, ids=mode_id)
-
-
-def given_to(
-    test: Callable[..., Any], name: str, run: Callable[[Any, Callable[[Any], Any]], Any]
-) -> Callable[..., None]:
-    """The test whose parameter `name` takes the place of the first one, which `run(value, body)` gives to the body."""
-
-    @functools.wraps(test)
-    def made(**arguments: Any) -> None:
-        value = arguments.pop(name)
-        run(value, lambda first: test(first, **arguments))
-
-    first, *others = inspect.signature(test).parameters.values()
-    made.__signature__ = inspect.Signature([first.replace(name=name), *others])  # type: ignore[attr-defined]
-    return made
 
 
 def every_way(*modes: Mode) -> tuple[Mode, ...]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import frameworks
 import numpy as np
-from store_modes import Mode, given_to, modes
+from on_workers import taken_of
+from store_modes import Mode, modes
 
 from mpikv import KVStore, Trainer
 
@@ -100,10 +101,11 @@ def assert_close(found: list[list[np.ndarray]], right: list[np.ndarray]) -> None
 def as_alone(*several: Mode, sizes: Any = even, **options: Any) -> Any:
     """The weights that the test returns on each worker are those of `reference`, in each of these modes."""
 
-    def run(mode: Mode, body: Any) -> None:
+    def run(body: Any, given: dict[str, Any]) -> None:
+        mode = given["mode"]
         assert_close(mode.run(body), reference(sizes(mode.workers), **options))
 
-    return lambda test: modes(*several)(given_to(test, "mode", run))
+    return lambda test: modes(*several)(taken_of(test, run, "mode"))
 
 
 def sgd(net: Any, store: KVStore | None, **options: Any) -> Trainer:

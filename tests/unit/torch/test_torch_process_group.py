@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import frameworks
 import pytest
-from store_modes import given_to
+from on_workers import taken_of
 
 from mpikv.config import Config
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
@@ -31,7 +31,7 @@ def run(size: int, body, way: str = "memory", timeout_s: float = 20):
 def each_rank(size: int, *ways: str):
     """The test is what each rank of a process group does, in each of these ways."""
     mark = pytest.mark.parametrize("way", ways)
-    return lambda test: mark(given_to(test, "way", lambda way, body: run(size, body, way)))
+    return lambda test: mark(taken_of(test, lambda body, given: run(size, body, given["way"]), "way"))
 
 
 def reduced_by(op, **fields):
