@@ -15,6 +15,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError`; at most 1e9 |
 | `MPIKV_STALL_WARN_S` | 2 | seconds of a wait until a table says who waits for whom; `off`: never; see errors.md |
+| `MPIKV_TIMELINE` | | folder that each rank writes what it does to, for `mpikv trace`; see observing.md |
 | `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
 | `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
 | `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
@@ -63,7 +64,7 @@ NUMBER_OR_WORD = ("local_device", "cuda_aware")  # fields that a program may giv
 def _text_of(variable: Variable, value: Any) -> str:
     """The text of a value that was given to `Config` as a value. Raises ValueError with the end of a sentence."""
     kind = type(getattr(Config, variable.field))
-    if variable.field == "stop_file" and isinstance(value, os.PathLike):
+    if variable.field in ("stop_file", "timeline") and isinstance(value, os.PathLike):
         value = path("the file", value)
     takes_numbers = kind is not str or variable.field in NUMBER_OR_WORD
     if isinstance(value, str) or (takes_numbers and isinstance(value, Real) and not isinstance(value, bool)):
@@ -186,6 +187,7 @@ VARIABLES = (
     Variable("MPIKV_SHARED_MEMORY", "shared_memory", _one_of("auto", "off")),
     Variable("MPIKV_TIMEOUT_S", "timeout_s", _seconds),
     Variable("MPIKV_STALL_WARN_S", "stall_warn_s", _seconds_or_off),
+    Variable("MPIKV_TIMELINE", "timeline", _text),
     Variable("MPIKV_PROGRESS", "progress", _one_of("thread", "calls")),
     Variable("MPIKV_MPI", "mpi", _one_of("auto", "system")),
     Variable("MPIKV_INTERFACE", "interface", _interface),
@@ -220,6 +222,7 @@ class Config:
     shared_memory: str = "auto"
     timeout_s: float = 300.0
     stall_warn_s: float = 2.0
+    timeline: str = ""
     progress: str = "thread"
     mpi: str = "auto"
     interface: str = AUTO_INTERFACE

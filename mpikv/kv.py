@@ -13,7 +13,7 @@ import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from mpikv.common.checks import wrong
+from mpikv.common.checks import shown, wrong
 from mpikv.config import Config
 from mpikv.create import device_trials, notices, worker_device
 from mpikv.create import spec as store_spec
@@ -89,7 +89,7 @@ def create(
         if found.told.error:
             raise ConfigError(f"kv.create({name!r}): {found.told.error}")
         _warn_of_devices(found.warning)
-        return _listening(local_store(name.lower(), spec, config.stop_file, found.spaces), config)
+        return _seen(_listening(local_store(name.lower(), spec, config.stop_file, found.spaces), config), config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -202,7 +202,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise SystemExit(0)
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
-    return _registered(_listening(store, config))
+    return _seen(_registered(_listening(store, config)), config)
 
 
 def _check_servers(name: str, comm: MPI.Intracomm) -> str:
@@ -295,6 +295,16 @@ def _listening(store: KVStore, config: Config) -> KVStore:
 
         session.listen_for(listener.why)
         session.after_close.append(restore)
+    return store
+
+
+def _seen(store: KVStore, config: Config) -> KVStore:
+    """Write a timeline if one is wanted."""
+    if config.timeline:
+        try:
+            store.timeline(config.timeline)
+        except OSError as error:
+            raise ConfigError(f"MPIKV_TIMELINE={shown(config.timeline)}: {error.strerror or error}") from error
     return store
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
 
@@ -20,6 +21,7 @@ from mpikv.calls.forms import CallForms, CallItem, Keys, Targets, Values, finish
 from mpikv.calls.prepared import PreparedCalls, may_come_again
 from mpikv.calls.request import Request, not_given, writable
 from mpikv.calls.rows import RowCalls
+from mpikv.calls.timeline import Timeline
 from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
@@ -289,6 +291,31 @@ class KVStore:
         []
         """
         return [worker for worker in self.workers if not worker.alive]
+
+    def timeline(self, directory: str | os.PathLike[str]) -> Timeline:
+        """Write what this worker does, from now on, into a file in `directory`: see docs/observing.md. Local.
+
+        Ends with a `with` block, its `end()`, or the store. Worker 0's covers servers that are ranks of their own, too.
+        `mpikv trace DIRECTORY` puts the files of all ranks together. `MPIKV_TIMELINE=DIRECTORY` does this for a whole
+        job. Raises OSError where nothing can be written there, MpikvError where a timeline is being written already.
+
+        >>> store = kv.create('local')
+        >>> with store.timeline('traces'):
+        ...     store.init('w', np.zeros(2))
+        """
+        self._check_open("timeline")
+        return Timeline(self, self.session, self.strategy, checks.path("directory", directory))
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Show a block of the program, such as its forward pass, in the timeline. Nothing where none is written. Local.
+
+        >>> with kv.create('local').span('forward'):
+        ...     pass
+        """
+        if not isinstance(name, str):
+            raise checks.wrong("span: name", "a str", name)
+        recorder = self.session.recorder
+        return recorder.span("span", name) if recorder.on else nullcontext()
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.

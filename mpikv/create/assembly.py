@@ -21,6 +21,7 @@ from mpikv.placement.members import Members
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.server.timeline import ServerTimeline
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
@@ -87,13 +88,26 @@ def assemble(
         on_device = not members.servers and not members.synchronous
         device = spaces.device if on_device and isinstance(spaces.device, DeviceSpace) else None
         policy = Synchronous if members.synchronous else Asynchronous
-        return ServerCore(labels, policy, None if links is None else links.segment, space=spaces.host, device=device)
+        in_memory = None if links is None else links.segment
+        return ServerCore(
+            labels,
+            policy,
+            in_memory,
+            space=spaces.host,
+            device=device,
+            recorder=transport.recorder,
+            timeline=timeline.answer,
+        )
 
+    number = [*members.servers, transport.rank].index(transport.rank)
+    timeline = ServerTimeline(transport.recorder, number, len(members.workers))
     if transport.rank in members.servers:
         try:
             run_server(reached, members.workers, core(), members.config.timeout_s, asked_to_stop)
         except SystemExit as error:
             raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
+        finally:
+            timeline.end()
         if links is not None:
             links.close()
         transport.close()

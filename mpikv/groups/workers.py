@@ -66,6 +66,7 @@ class WorkersGroup:
                 raise engine.failure
             session.calls_made += 1
             waiting = Waiting(call, CALLS_NAME, CALLS_ID, session.calls_made)
+            part = session.recorder.begin(call, session.calls_made) if session.recorder.on else None
             try:
                 if shared is None or described.in_memory is None:
                     running = Running(self._by_messages(described), call)
@@ -82,6 +83,8 @@ class WorkersGroup:
                 if not isinstance(error, Exception):  # Ctrl-C
                     engine.interrupted(call, error)
                 raise
+            if part is not None:
+                part.done("collective")
 
     def _open(self, group: Group, call: str) -> None:
         """Set up calls of these workers: through memory that they reserve where they share one, else by messages.

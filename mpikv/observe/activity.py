@@ -17,6 +17,7 @@ from typing import Any
 from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.observe import program
 from mpikv.observe.deadlock import Blocked, WaitFact
+from mpikv.observe.recorder import Recorder
 from mpikv.observe.stall import Waiting
 
 MOST_NEEDS = (
@@ -30,11 +31,14 @@ class Activity:
     store: tells the store from others; the same text on all of its workers, as far as stores can meet. me: this worker
     in it. reached(item): how far this rank has come in what workers must come to. others: the activities of the
     process's other stores. facts: which waits cannot end before which, as the last inquiry in this store has found.
-    hopeless: a wait, by its id, that can never end, and why.
+    hopeless: a wait, by its id, that can never end, and why. recorder: gets each wait when it has ended.
     """
 
-    def __init__(self, clock: Clock = MACHINE_CLOCK, store: str = "", me: str = "") -> None:
+    def __init__(
+        self, clock: Clock = MACHINE_CLOCK, store: str = "", me: str = "", recorder: Recorder | None = None
+    ) -> None:
         self._clock, self.store, self._me = clock, store, me
+        self.recorder = Recorder(clock) if recorder is None else recorder
         self._call: object = None  # whose text says what it is, which is not asked for in every call
         self._last: object = "kv.create"
         self._failed = False  # the last call; the process is about to end then, and others still ask
@@ -52,7 +56,8 @@ class Activity:
     @contextmanager
     def during(self, call: object, needs: Sequence[Waiting] = ()) -> Iterator[None]:
         """Note a call for as long as it lasts. needs: the waits that it consists of."""
-        self._since_s, self._failed = self._clock.now_s(), False
+        begun_s = self._since_s = self._clock.now_s()
+        self._failed = False
         thread = threading.get_ident()
         if self._n_threads == 0 or thread != self._thread:
             self._n_threads, self._thread = self._n_threads + 1, thread
@@ -65,6 +70,12 @@ class Activity:
             raise
         finally:
             self._last, self._call, self._since_s = call, None, self._clock.now_s()
+            if self.recorder.on:
+                first = needs[0] if needs and needs[0].key is not None else None
+                if first is None:
+                    self.recorder.add("agree", begun_s, call)
+                else:
+                    self.recorder.add("wait", begun_s, first.key, first.round or 0)
 
     def note(self, call: object) -> None:
         """Note a call that does not wait."""

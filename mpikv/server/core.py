@@ -21,6 +21,7 @@ from mpikv.codecs import compression
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
+from mpikv.observe.recorder import Recorder
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import KeyInfo
@@ -47,7 +48,7 @@ class ServerCore:
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: allocates the memory
     of values; default: memory of this process. space: that of these arrays. device: the space of the worker that an
     asynchronous server runs in: keys in that space are kept and updated there. codecs: makes a key's codecs from their
-    text.
+    text. recorder: gets the updates. timeline: answers requests about them.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class ServerCore:
         device: DeviceSpace | None = None,
         *,
         codecs: Codecs = compression.of_text,
+        recorder: Recorder | None = None,
+        timeline: Callable[[HostArray], bytes] = lambda _request: b"",
     ) -> None:
+        self.recorder, self._timeline = Recorder() if recorder is None else recorder, timeline
         self.space = HostSpace() if space is None else space
         self.owner = Owner(Spaces(self.space, device))
         self._copies = None if device is None else DeviceCopies(device)
@@ -99,6 +103,8 @@ class ServerCore:
                 index += header.kind != wire.PUSH
             elif header.kind in wire.ROWS:
                 events += self.rows.handle(worker, header, payload)
+            elif header.kind == wire.TIMELINE:
+                events.append(ServerReply(worker, header.reply_tag, np.frombuffer(self._timeline(payload), np.uint8)))
             elif header.kind == wire.FLUSH:
                 self._flushes.append((worker, header, payload))
             elif header.kind in (wire.OPTIMIZER, wire.SAVE, wire.LOAD):
@@ -202,6 +208,7 @@ class ServerCore:
             copies=self._copies if on_device else None,
             policy=lambda: self._policy(len(self._labels)),
             labels=self._labels,
+            recorder=self.recorder,
         )
         self._shards[info.id] = shard
         events: list[Event] = []

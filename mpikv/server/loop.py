@@ -263,9 +263,13 @@ def serve(
     loopback: the transfers of the worker in this process, where there is one.
     """
     traffic = _Traffic(transport, workers, core, loopback)
+    recorder = core.recorder
     while not core.finished:
         yield traffic
+        part = recorder.begin() if recorder.on else None
         traffic.handle()
+        if part is not None:
+            part.done("serve")
     while not traffic.idle:
         yield traffic.last()
         traffic.handle()

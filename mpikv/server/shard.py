@@ -28,6 +28,7 @@ from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
+from mpikv.observe.recorder import Recorder
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import StateRecord, in_space, join_states, on_host, record_of, slice_state
@@ -119,8 +120,9 @@ class ServedShard:
         copies: DeviceCopies | None,
         policy: Callable[[], Policy],
         labels: Sequence[str],
+        recorder: Recorder,
     ) -> None:
-        self.info = info
+        self.info, self._recorder = info, recorder
         self.begin = begin
         self._n = values.size
         self.partitions = partitions(0, values.size, partition_elems)
@@ -322,6 +324,11 @@ class ServedShard:
     def _contribute(self, unit: Unit, push: Push, gradient: HostArray) -> list[Event]:
         if self._copies is not None and not push.by_loopback:
             gradient = self._copies.up(gradient)
+        recorder = self._recorder
+        part = None
+        if recorder.on:
+            part = recorder.begin([self.info.key, push.worker], push.round, gradient.nbytes)
+            part.done("arrived")
         unit.seen[push.worker] += 1
         update = unit.policy.push(push.worker, Contribution(gradient, push.attributes, push.op), self._values)
         if update is None:
@@ -333,6 +340,8 @@ class ServedShard:
             return [Refusal(self.info.id, refusal(self.info.key, unit.version + 1, labels, self._labels))]
         self._apply(unit, update)
         unit.version += 1
+        if part is not None:
+            part.done("update")
         unit.encoded = {}
         events = self._answer()
         if self._counts:

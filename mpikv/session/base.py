@@ -17,6 +17,7 @@ from mpikv.engine.operation import Operation
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
 from mpikv.observe.program import WorkerStatus, this_process
+from mpikv.observe.recorder import Recorder
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
@@ -58,6 +59,7 @@ class Session:
     stop. stopped: whether they have. updater: a function of the user's that changes stored values in place of
     optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
     store, before anything else and at its end, whatever happened. given: which errors callers have been given.
+    recorder: gets what this rank does, while a timeline is written.
     """
 
     rank = 0
@@ -71,6 +73,7 @@ class Session:
         self.name, self.stop_file = name, stop_file
         self.spaces = Spaces() if spaces is None else spaces
         self.compressions = Compressions()
+        self.recorder = Recorder()
         self.infos: dict[Key, KeyInfo] = {}
         self.any_sparse = False
         self.stopped = self.closed = False

@@ -27,6 +27,7 @@ from mpikv.session.agreed_optimizers import OptimizerSession
 from mpikv.session.agreeing import Agreeing
 from mpikv.session.agreement import Agreement
 from mpikv.session.base import Pending
+from mpikv.session.clocks import ClockProbes
 from mpikv.session.epochs import EpochBegins
 from mpikv.session.messages import ControlMessages
 from mpikv.session.questions import Questions
@@ -71,6 +72,7 @@ class Workers(OptimizerSession):
         super().__init__(name, members.config.stop_file, spaces, wire.max_keys(transport.max_tag))
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
+        self.recorder = transport.recorder
         if compressions is not None:
             self.compressions = compressions
         self.priorities: dict[int, int] = {}  # of the rounds under way, by the key's number
@@ -90,10 +92,11 @@ class Workers(OptimizerSession):
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=poll, clock=transport.clock, around=around)
         if device is not None:
             device.on_done(self.engine.ring)
+            device.recorder = self.recorder
         if links is not None:
             self.engine.waker = links.waker
         self.messages = ControlMessages(transport, self.group, self.engine)
-        activity = Activity(self.engine.clock, store_id, self.messages.names[self.rank])
+        activity = Activity(self.engine.clock, store_id, self.messages.names[self.rank], self.recorder)
         activity.reached = self._reached
         processes = processes or [this_process()] * transport.size
         servers = dict(zip(members.server_labels, members.owners, strict=True))
@@ -114,6 +117,7 @@ class Workers(OptimizerSession):
             on_verdict=self._verdict,
         )
         self.epochs = EpochBegins(self.messages)
+        self.clock_probes = ClockProbes(self.messages, self.recorder)
         self.activity = activity
 
     def start(self, events: KeyEvents) -> None:

@@ -29,6 +29,7 @@ from mpikv.arrays.as_numpy import write as write_host
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Operation
 from mpikv.errors import StallError
+from mpikv.observe.recorder import Recorder
 from mpikv.spaces import callers
 from mpikv.spaces.callers import CallersGpuArray
 from mpikv.spaces.gpu import Gpu
@@ -55,6 +56,7 @@ class DeviceSpace:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.cupy = gpu, gpu.cupy
+        self.recorder = Recorder()  # its store gives it its own
         cuda = self.cupy.cuda
         with gpu.current("makes streams"):
             self.stream, self.second_stream = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
@@ -283,8 +285,9 @@ class DeviceSpace:
 
     def stream_event(self) -> Operation:
         """Return a request that is done when all work that the store has put into its stream until now is done."""
+        part = self.recorder.begin("the store's stream") if self.recorder.on else None
         with self.in_stream():
-            return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watcher)
+            return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watcher, part)
 
     def written(self, array: Any) -> Operation:
         """Return a request that is done when the writes into the array are done that its caller had begun at its push.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpikv.engine.operation import Waiter, Waking
+from mpikv.observe.recorder import Part
 from mpikv.spaces.gpu import Gpu
 
 
@@ -60,12 +61,15 @@ class EventWatcher:
 
 
 class EventRequest(Waking):
-    """A request that is done when an event is done. event: None: it is done from the start."""
+    """A request that is done when an event is done. event: None: it is done from the start.
 
-    __slots__ = ("_event", "_gpu", "_stream", "_watcher")
+    part: is recorded when this request is found done: how long the store's stream took, as the host has seen it.
+    """
 
-    def __init__(self, gpu: Gpu, event: Any, stream: int, watcher: EventWatcher) -> None:
-        self._gpu, self._event, self._stream, self._watcher = gpu, event, stream, watcher
+    __slots__ = ("_event", "_gpu", "_part", "_stream", "_watcher")
+
+    def __init__(self, gpu: Gpu, event: Any, stream: int, watcher: EventWatcher, part: Part | None = None) -> None:
+        self._gpu, self._event, self._stream, self._watcher, self._part = gpu, event, stream, watcher, part
 
     def test(self) -> bool:
         """Whether it is done. Raises MpikvError if the GPU has failed."""
@@ -76,6 +80,8 @@ class EventRequest(Waking):
             except self._gpu.errors as error:
                 raise self._gpu.failed(error, "failed while its work was waited for") from error
             self._event = None
+            if self._part is not None:
+                self._part.done("GPU")
         return True
 
     def wakes(self, waiter: Waiter) -> bool:

@@ -213,6 +213,13 @@ class Strategy(ABC):
         """
         return None
 
+    def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
+        """Send servers that are ranks of their own a request about timelines, and return their answers. Blocks.
+
+        number: which of them; None: all.
+        """
+        return []
+
     def stats(self) -> dict[str, int]:
         """Counts other than those of messages, and the bytes of memory held. Local."""
         return {}

@@ -21,6 +21,7 @@ from mpikv.codecs.choice import CodecChoice
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span
+from mpikv.observe.recorder import Recorder
 from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space
@@ -90,7 +91,7 @@ class ClientKey:
     codecs: makes its codecs from their text. choice: whether its values are sent encoded; None: they always are. space:
     the space of its values on this worker; None: host memory. encoded: the pieces of pushes, with the codec's states.
     returned: the pieces of answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can push
-    and pull it.
+    and pull it. recorder: gets what is encoded and decoded.
     """
 
     def __init__(
@@ -98,14 +99,17 @@ class ClientKey:
         info: KeyInfo,
         placement: Placement,
         codecs: Codecs = compression.of_text,
+        *,
         choice: CodecChoice | None = None,
         space: Space | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)
         self.sends_uncompressed = self.compression.push == IDENTITY
         self._returns_uncompressed = self.compression.pull == IDENTITY
-        self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
-        self._space = space
+        self.encoded = pieces_in(space, info, self.compression.push, recorder)
+        self.returned = Pieces(info, self.compression.pull, recorder)
+        self._space, self._recorder = space, recorder
         self.choice, self._timed = choice, False
         self.pushed = 0
         self.use_placement(placement)
@@ -144,7 +148,7 @@ class ClientKey:
     @cached_property
     def returned_in_space(self) -> Pieces:
         """The pieces of answers that are decoded in `space`."""
-        return pieces_in(self._space, self.info, self.compression.pull)
+        return pieces_in(self._space, self.info, self.compression.pull, self._recorder)
 
     def decodes_on_device(self, *, uncompressed: bool) -> bool:
         """Whether an answer is decoded on the GPU, after it has been copied there. uncompressed: it is not encoded."""

@@ -25,6 +25,7 @@ from mpikv.codecs.base import Codec, State, state_on_device
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
+from mpikv.observe.recorder import Recorder
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
@@ -34,8 +35,8 @@ from mpikv.strategies.pieces import Encoding, Pieces
 class DevicePieces(Pieces):
     """See `Pieces`. Values, encoded pieces and states are arrays of `space`; messages are in page-locked memory."""
 
-    def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace) -> None:
-        super().__init__(info, codec)
+    def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace, recorder: Recorder | None = None) -> None:
+        super().__init__(info, codec, recorder)
         self.space = space
         self._message_memory: list[HostArray] = []  # of the current half round
 
@@ -112,11 +113,11 @@ class DevicePieces(Pieces):
         }
 
 
-def pieces_in(space: Space | None, info: KeyInfo, codec: Codec) -> Pieces:
+def pieces_in(space: Space | None, info: KeyInfo, codec: Codec, recorder: Recorder | None = None) -> Pieces:
     """Make the pieces of a key whose values are in `space`. On a GPU they are encoded there, if the codec can do so."""
     if codec != IDENTITY and isinstance(space, DeviceSpace) and codec.on_device:
-        return DevicePieces(info, codec, space)
-    return Pieces(info, codec)
+        return DevicePieces(info, codec, space, recorder)
+    return Pieces(info, codec, recorder)
 
 
 class DeviceEncoding(Encoding):

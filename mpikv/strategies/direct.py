@@ -232,12 +232,16 @@ class Direct:
                 self.declined += 1
                 return False
             self._executor.begin(plan)
+            recorder = self._session.recorder
+            part = recorder.begin(call, self.calls + 1, call.n_bytes) if recorder.on else None
             try:
                 together = self._common_calls.begin(call.digest + label)
             except BaseException as error:  # Ctrl-C: the others may have seen this worker and wait for it
                 self._failure = error
                 self._session.engine.interrupted("pushpull", error)
                 raise
+            if part is not None:
+                part.done("meet")
             if not together:
                 self.declined += 1
                 return False
@@ -254,6 +258,8 @@ class Direct:
                     call.last = self._last_event
                     call.rounds += 1
                     self._common_calls.end(call.hash, call.n_keys)
+            if part is not None:
+                part.done("add")
             self._session.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
@@ -318,6 +324,14 @@ class DirectCall(DirectCallRecord, PreparedCall):
         self.n_keys = len(queues)
         self._checked = -1
         self._epoch = direct.epoch
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of its values."""
+        return sum(queue.info.n_bytes for queue in self.queues)
+
+    def __str__(self) -> str:
+        return str(self.queues[0]) + (f" and {self.n_keys - 1} more" if self.n_keys > 1 else "")
 
     @property
     def valid(self) -> bool:  # type: ignore[override]

@@ -36,10 +36,12 @@ class KeyCodec:
     """
 
     def __init__(self, info: KeyInfo, space: Space, group: Group, choices: Choices | None) -> None:
-        codecs = compression.of_text(info.codec)
+        codecs, recorder = compression.of_text(info.codec), group.transport.recorder
 
         def pieces(codec: Codec) -> Pieces:
-            return DevicePieces(info, codec, space) if isinstance(space, DeviceSpace) else Pieces(info, codec)
+            if isinstance(space, DeviceSpace):
+                return DevicePieces(info, codec, space, recorder)
+            return Pieces(info, codec, recorder)
 
         self.pushed, self.returned = pieces(codecs.push), pieces(codecs.pull)
         self.uncompressed_pieces = pieces(IDENTITY)

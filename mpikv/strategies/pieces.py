@@ -20,6 +20,7 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import cut_anew
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, Span, cut
 from mpikv.engine.operation import Steps
+from mpikv.observe.recorder import Part, Recorder
 from mpikv.placement.keys import KeyInfo
 
 MOST_ELEMS = 1 << 18  # of a piece: 1 MiB of float32, some milliseconds to encode
@@ -44,10 +45,12 @@ class Pieces:
     """One key's pieces in the encoding of one codec.
 
     encoded_from_bytes, encoded_bytes: counts of all bytes before and after encoding. states: the codec's, by piece.
+    recorder: gets what is encoded and decoded.
     """
 
-    def __init__(self, info: KeyInfo, codec: Codec) -> None:
-        self._codec, self._dtype = codec, info.dtype
+    def __init__(self, info: KeyInfo, codec: Codec, recorder: Recorder | None = None) -> None:
+        self._codec, self._dtype, self._key = codec, info.dtype, info.key
+        self.recorder = Recorder() if recorder is None else recorder
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
@@ -64,8 +67,11 @@ class Pieces:
 
     def encode(self, values: HostArray, piece: Span) -> HostArray:
         """Encode a piece. values: (n,), the whole key's, in its dtype or in a wider one that they were cast to."""
+        part = self._part() if self.recorder.on else None
         data = self._codec.encode(values[slice(*piece)].astype(self._dtype, copy=False), self._state(piece))
         self._count(piece, data)
+        if part is not None:
+            part.done("encode")
         return data
 
     def _state(self, piece: Span) -> State:
@@ -117,7 +123,10 @@ class Pieces:
 
     def decode(self, data: HostArray, out: HostArray) -> None:
         """Decode a piece into `out`, in the dtype of sums. data: what `encode` returned, or its bytes."""
+        part = self._part() if self.recorder.on else None
         self._codec.decode(self._as_encoded(data), out)
+        if part is not None:
+            part.done("decode")
 
     def put(self, data: HostArray, out: HostArray) -> None:
         """Decode a piece into `out`, in the key's dtype."""
@@ -129,7 +138,13 @@ class Pieces:
 
     def add(self, data: HostArray, out: HostArray) -> None:
         """Decode a piece and add it to `out`, in the dtype of sums."""
+        part = self._part() if self.recorder.on else None
         self._codec.add(self._as_encoded(data), out)
+        if part is not None:
+            part.done("decode")
+
+    def _part(self) -> Part | None:
+        return None if self._codec == IDENTITY else self.recorder.begin(self._key)
 
     # --- a round
 

@@ -105,6 +105,7 @@ class PlacedKeys:
             self._comparison,
             session.different,
             priorities=session.priorities,
+            recorder=session.recorder,
         )
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:

@@ -26,6 +26,7 @@ from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.observe.recorder import Part
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
@@ -160,7 +161,11 @@ class PsStrategy(Strategy):
             return
         placement = as_announced(self._members, info, reserved, compression.wire_of(info))
         key = self._keys[info.id] = ClientKey(
-            info, placement, choice=self._choice(info), space=self._session.spaces.of(info)
+            info,
+            placement,
+            choice=self._choice(info),
+            space=self._session.spaces.of(info),
+            recorder=self._session.recorder,
         )
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
@@ -189,17 +194,24 @@ class PsStrategy(Strategy):
         flushed = self._local is None or self._local.flushed
         return self._client.all_sent() and not self._client.unsent and flushed
 
-    def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
-        """Send each server a request, and return their answers, of any length. Blocks."""
+    def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str, first: int = 0) -> list[bytes]:
+        """Send each server, from the first on, a request, and return their answers, of any length. Blocks."""
         self._wait_for_device_calls()
         wait_for_tags(self._session, self._client, len(payloads))
         answers = [
-            self._engine.start(self._client.ask(server, wire.Header(kind), payload), call)
-            for server, payload in enumerate(payloads)
+            (server, self._engine.start(self._client.ask(server, wire.Header(kind), payload), call))
+            for server, payload in enumerate(payloads, first)
         ]
-        for server, running in enumerate(answers):
+        for server, running in answers:
             self._session.wait_for(running, call, (self._labels[server],))
-        return [running.result or b"" for running in answers]
+        return [running.result or b"" for _, running in answers]
+
+    def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
+        """See `Strategy`; none where the servers are in the workers, whose timelines have what they do."""
+        if not self._members.servers:
+            return []
+        payloads = [request] * (len(self._servers) if number is None else 1)
+        return self._ask(wire.TIMELINE, payloads, "timeline", number or 0)
 
     def _wait_for_device_calls(self) -> None:
         """Wait until all calls have been sent: those with arrays on a GPU may wait for copies."""
@@ -316,7 +328,19 @@ class PsStrategy(Strategy):
         calls = device if device is not None and device.concerns(items) else self._client
         steps = calls.exchange(kind, items, wire.clamped(priority))
         timed = [item.key for item in items if item.sink is not None and item.key.choice is not None]
-        return self._timed(steps, timed) if timed else steps
+        if timed:
+            steps = self._timed(steps, timed)
+        return self._recorded(steps, items) if self._session.recorder.on else steps
+
+    def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
+        parts = [self._part(item) for item in items]
+        yield from steps
+        for part in parts:
+            part.done("exchange")
+
+    def _part(self, item: Item) -> Part:
+        n_bytes = 0 if item.total is None else int(item.total.nbytes)
+        return self._session.recorder.begin(item.key.info.key, item.round, n_bytes)
 
     def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
         yield from steps
@@ -343,20 +367,26 @@ class PsStrategy(Strategy):
         key, under = self._keys[info.id], self._count_push(info)
         total = scaled(self._session.spaces.host, total, under.ratio)
         item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
+        part = self._part(item) if self._session.recorder.on else None
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
             done = poll_briefly(answer)
         if not done:
-            return [Pending(Exchange(self._end_small(answer, tag, sink, value)), self._waiting("pushpull", key))]
+            end = self._end_small(answer, tag, sink, value, part)
+            return [Pending(Exchange(end), self._waiting("pushpull", key))]
         self._client.reply_tags.give([tag])
         sink.deliver(value)
+        if part is not None:
+            part.done("exchange")
         return []
 
-    def _end_small(self, answer: Operation, tag: int, sink: Target, value: HostArray) -> Steps[None]:
+    def _end_small(self, answer: Operation, tag: int, sink: Target, value: HostArray, part: Part | None) -> Steps[None]:
         yield answer
         self._client.reply_tags.give([tag])
         sink.deliver(value)
+        if part is not None:
+            part.done("exchange")
 
     def run_by_engine(self, pending: Sequence[Pending]) -> None:
         """Let the engine run a call whose caller has given up waiting."""

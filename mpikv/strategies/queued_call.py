@@ -109,7 +109,12 @@ class QueuedCall(PreparedCall):
         if round_.op is not SUM:
             under = under._replace(label=under.label._replace(op=round_.op.name))
         uncompressed = session.compressions.suspended or not round_.op.adds  # only sums are compressed
+        part = None
+        if session.recorder.on:
+            part = session.recorder.begin(queue, queue.done + len(queue.waiting) + 1, int(round_.values.nbytes))
         complete = queue.add(info, round_._replace(under=under, uncompressed=uncompressed))
+        if part is not None:
+            part.done("push" if complete else "pack")
         if self._keys.direct is not None:
             self._keys.direct.note_push(queue)
         session.activity.note(f"push of key {shown(info.key)}")

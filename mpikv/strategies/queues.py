@@ -107,6 +107,9 @@ class RoundQueue:
         """The name of the queue in error texts."""
         return f"key {shown(self.info.key)}"
 
+    def __str__(self) -> str:
+        return str(self.info.key)
+
     @property
     def idle(self) -> bool:
         """Whether it has a value, no round is queued, and none has failed."""

@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from mpikv.engine.operation import Steps
 from mpikv.errors import ConfigError
+from mpikv.observe.recorder import Recorder
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison, Labels
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_path import KeyPath
-from mpikv.strategies.queues import Round, RoundQueue
+from mpikv.strategies.queues import Round, RoundQueue, bytes_of
 
 
 class RoundSteps:
@@ -26,7 +27,7 @@ class RoundSteps:
 
     size: the number of workers. comparison: makes a queue's comparison of labels; None: there is nothing to compare.
     different: makes the error of a round whose labels differ (`Workers.different`). priorities: of each queue's current
-    round, by the queue's number; written before the round sends anything.
+    round, by the queue's number; written before the round sends anything. recorder: gets the parts of each round.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class RoundSteps:
         different: Callable[[KeyInfo, int, Labels], Steps[ConfigError]],
         *,
         priorities: dict[int, int],
+        recorder: Recorder,
     ) -> None:
         self._size, self._owner = size, owner
         self._comparison, self._different, self._priorities = comparison, different, priorities
+        self._recorder = recorder
 
     def run(self, queue: RoundQueue) -> Steps[None]:
         """Do the rounds of a queue until it is empty. First of all, broadcast the key's first value if it has none."""
@@ -50,9 +53,10 @@ class RoundSteps:
             queue.deliver()
         if queue.waiting and queue.comparison is None:  # not needed by keys whose calls all take the direct path
             queue.comparison = self._comparison(queue)
-        comparison = queue.comparison
+        comparison, recorder = queue.comparison, self._recorder
         while queue.waiting:
             round_ = queue.waiting[0]
+            part = recorder.begin(queue, queue.done + 1, bytes_of(round_)) if recorder.on else None
             self._priorities[queue.info.id] = round_.priority
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
@@ -69,7 +73,11 @@ class RoundSteps:
                 with staging.first_half(values, path.updates) as on_host:
                     yield from path.reduce_scatter(on_host, round_.op.combine, comparison, changeable=True)
                 totals = None
+            if part is not None:
+                part.done("reduce-scatter")
             self._apply(queue, path, values if totals is None else totals, round_)
+            if part is not None:
+                part.done("update")
             if staging is not None:
                 with staging.second_half(path.value):
                     yield from path.allgather((), comparison)
@@ -79,6 +87,8 @@ class RoundSteps:
                     path.value[own] = queue.stored[own]
                     outs = (queue.stored,)
                 yield from path.allgather(outs, comparison)
+            if part is not None:
+                part.done("allgather")
             if codec is not None:
                 if path is paths.uncompressed:
                     codec.exact = None  # the value itself is exact again
@@ -91,6 +101,8 @@ class RoundSteps:
             queue.waiting.popleft()
             queue.finish(buf)
             queue.deliver()
+            if part is not None:
+                part.done("copy")
 
     @staticmethod
     def _uncompressed_values(

@@ -17,6 +17,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
 from mpikv.engine.operation import Operation
+from mpikv.observe.recorder import Recorder
 
 
 class Incoming(Protocol):
@@ -38,6 +39,7 @@ class Transport(Protocol):
     max_tag: int
     hosts: tuple[str, ...]  # the host of each rank
     clock: Clock  # what limits to waiting are measured by
+    recorder: Recorder  # of what this rank does in the store that the transport is of
 
     @property
     def local(self) -> Any:

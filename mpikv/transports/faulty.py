@@ -163,7 +163,7 @@ class FaultyTransport:
         self._receives: dict[Route, deque[_DelayedReceive]] = {}
         self._arrived: dict[Route, deque[tuple[int, int, Incoming]]] = {}  # due, order
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
-        self.clock = inner.clock
+        self.clock, self.recorder = inner.clock, inner.recorder
         self.sent_messages = self.sent_bytes = 0
 
     def lives(self) -> bool:

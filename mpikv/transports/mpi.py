@@ -22,6 +22,7 @@ from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
+from mpikv.observe.recorder import Recorder
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
@@ -126,6 +127,7 @@ class MpiTransport:
         self.max_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self.hosts = hosts
         self.clock = MACHINE_CLOCK
+        self.recorder = Recorder(self.clock)
         self.sent_messages = 0
         self.sent_bytes = 0
         self._status = MPI.Status()

@@ -165,7 +165,7 @@ class OrderedTransport:
     ) -> None:
         self._inner = inner
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
-        self.clock = inner.clock
+        self.clock, self.recorder = inner.clock, inner.recorder
         self._priorities = priorities
         self.gathering = 0
         self._bucket_bytes = bucket_bytes

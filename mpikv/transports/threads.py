@@ -18,6 +18,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
+from mpikv.observe.recorder import Recorder
 from mpikv.transports.base import Transport
 
 EAGER_BYTES = 4096
@@ -148,6 +149,7 @@ class ThreadTransport:
         self.max_tag = 2**31 - 1
         self.hosts = fabric.hosts
         self.clock = fabric.clock
+        self.recorder = Recorder(self.clock)
         self.sent_messages = 0
         self.sent_bytes = 0
 

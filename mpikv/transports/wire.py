@@ -84,6 +84,7 @@ ROWS_INIT = 12  # payload: JSON description, then ids and rows
 ROWS_PUSH = 13  # payload: ids and rows, maybe none: it is this worker's push of the round all the same
 ROWS_PULL = 14  # payload: ids; answered by their rows once `round` rounds are done
 ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: what changed since this worker's last one
+TIMELINE = 16  # payload: JSON (server/timeline.py); answered by JSON
 ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED)
 
 # version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, flags, and 6
