@@ -1,0 +1,115 @@
+"""One sentence that says what to do: of all that time is lost by, what costs most and can be helped. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mpikv.commands.trace.analysis import Analysis
+from mpikv.commands.trace.files import Rank
+
+WORTH = 0.05  # of the time: less is not worth a change
+SMALL_BYTES, MANY_KEYS = 4096, 50
+LARGE_BYTES = 1 << 16  # of a key whose bytes cost more than its messages
+BUSY = 0.7  # of a server's time: requests wait for each other from there on
+HIDDEN = 0.5  # of what is sent: less is little
+
+
+class Finding(NamedTuple):
+    """share: of the workers' time that it costs."""
+
+    share: float
+    text: str
+
+
+class Slowest(NamedTuple):
+    """The worker for which the others wait longest, and how long each of them does in a round."""
+
+    rank: int
+    per_round_us: float
+
+
+def advice(ranks: Sequence[Rank], analysis: Analysis) -> str:
+    """Return the sentence."""
+    if not any(worker.whole for worker in analysis.workers.values()):
+        return "nothing was pushed while these timelines were written"
+    found = (
+        *_late(ranks, analysis),
+        *_small(analysis),
+        *_coding(analysis),
+        *_servers(analysis),
+        *_sent(ranks, analysis),
+    )
+    dearest = max(found, key=lambda one: one.share, default=Finding(0.0, ""))
+    if dearest.share >= WORTH:
+        return dearest.text
+    return f"computing takes {_share(analysis, 'computing'):.0%} of the time: nothing that the store does is worth a change"
+
+
+def slowest_of(analysis: Analysis) -> Slowest | None:
+    """None where nobody has waited for anybody."""
+    waits: dict[int, float] = {}
+    for worker in analysis.workers.values():
+        for whom, waited in worker.waiting.items():
+            waits[whom] = waits.get(whom, 0.0) + waited
+    if not waits:
+        return None
+    rank = max(waits, key=lambda whom: waits[whom])
+    return Slowest(rank, waits[rank] / max(1, len(analysis.workers) - 1) / max(1, analysis.steps))
+
+
+def _share(analysis: Analysis, part: str) -> float:
+    """How much of all workers' time is of this kind."""
+    workers = analysis.workers.values()
+    return float(sum(getattr(worker, part) for worker in workers) / sum(worker.whole for worker in workers))
+
+
+def _late(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:
+    slowest = slowest_of(analysis)
+    others = [worker for rank, worker in analysis.workers.items() if slowest is not None and rank != slowest.rank]
+    if slowest is None or not sum(worker.whole for worker in others):
+        return
+    rank = slowest.rank
+    share = sum(worker.waiting.get(rank, 0.0) for worker in others) / sum(worker.whole for worker in others)
+    usual = statistics.median(worker.computing for worker in others)
+    longer = analysis.workers[rank].computing / usual - 1 if usual else 0.0
+    why = f"computes {longer:.0%} longer than the others" if longer > WORTH else "comes later than the others"
+    text = f"{ranks[rank].name} {why}, which wait {share:.0%} of their time for it: give it less work"
+    yield Finding(share, f"{text}, or look what else its host does")
+
+
+def _small(analysis: Analysis) -> Iterator[Finding]:
+    sizes = [cost.n_bytes for cost in analysis.keys.values()]
+    if len(sizes) >= MANY_KEYS and statistics.median(sizes) <= SMALL_BYTES:
+        share = _share(analysis, "sending") + _share(analysis, "other")
+        text = f"{len(sizes):,} keys of about {round(statistics.median(sizes))} bytes cost {share:.0%} of the time"
+        yield Finding(share, f"{text}: push them as one list, or use a Trainer, which puts small keys into buckets")
+
+
+def _coding(analysis: Analysis) -> Iterator[Finding]:
+    share = _share(analysis, "coding")
+    yield Finding(share, f"encoding and decoding take {share:.0%} of the time: a cheaper codec, such as fp16, or none")
+
+
+def _servers(analysis: Analysis) -> Iterator[Finding]:
+    busy = max(analysis.servers.values(), default=0.0)
+    if busy > BUSY:
+        share = _share(analysis, "sending")
+        text = f"servers are busy for {busy:.0%} of their time, and workers wait {share:.0%} of theirs for answers"
+        yield Finding(share + 1e-9, f"{text}: more servers (MPIKV_NUM_SERVERS)")
+
+
+def _sent(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:
+    share, moving = _share(analysis, "sending"), _share(analysis, "moving")
+    hidden = _share(analysis, "hidden") / moving if moving else 0.0
+    lost = f"workers wait {share:.0%} of the time for what is sent"
+    large = [key for key, cost in analysis.keys.items() if cost.n_bytes >= LARGE_BYTES and not cost.coded]
+    if len({rank.header["host"] for rank in ranks}) > 1 and large:
+        names = ", ".join(large[:3]) + (", ..." if len(large) > 3 else "")
+        yield Finding(share, f"{lost}: {names} go uncompressed over a link that is full (set_gradient_compression)")
+    elif hidden < HIDDEN:
+        text = f"{lost}, and {hidden:.0%} of that goes on while they compute: push each gradient as soon as it is there"
+        yield Finding(share, f"{text} (pushpull_async, DistributedModel)")
+    else:
+        yield Finding(share, f"{lost}, though {hidden:.0%} of that goes on while they compute: larger batches")

@@ -1,0 +1,98 @@
+"""Puts the clocks of several machines together, and proves it by what can only happen one after another.
+
+A question at `asked`, answered at `answered`, both by the clock of machine m, with a time T of another one in the
+answer: T was read in between. So the difference of the clocks lies in [asked - T, answered - T], whose middle is off by
+half of that at most (RFC 5905, section 10). All such intervals of two machines hold at once, hence their intersection
+does. A clock that runs faster than another is corrected first, by the quickest answers at the begin and at the end.
+
+Processes of one machine read one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpikv.commands.trace.files import Rank
+
+DRIFT_NS = 5_000_000_000  # over a shorter time clocks run equally fast, as far as quick answers can tell
+NEAR_END = 0.25  # of the time, in which the quickest answers of its begin and its end are looked for
+
+
+class Probe(NamedTuple):
+    """A reading of another clock. at_ns: when; least_ns, most_ns: how far that clock is behind this one."""
+
+    at_ns: float
+    least_ns: float
+    most_ns: float
+
+    @property
+    def middle_ns(self) -> float:
+        """The best guess."""
+        return (self.least_ns + self.most_ns) / 2
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """What is added to a machine's time to get that of the first one. error_ns: how far that may be off; None: nobody
+    has compared them.
+
+    >>> from mpikv.commands.trace.clocks import ClockOffset
+    >>> ClockOffset(5.0, 0.001, 1000, 0).common(2000)
+    2006.0
+    """
+
+    offset_ns: float = 0.0
+    drift: float = 0.0
+    about_ns: float = 0.0
+    error_ns: float | None = None
+
+    def common(self, time_ns: float) -> float:
+        """Return a time by the first machine's clock."""
+        return time_ns + self.offset_ns + self.drift * (time_ns - self.about_ns)
+
+
+def clocks_of(ranks: Sequence[Rank]) -> dict[str, ClockOffset]:
+    """Return, by machine, how to get the time of the first rank's machine."""
+    first = ranks[0].header["machine"]
+    machine_of = {(rank.header["store"], *rank.role): rank.header["machine"] for rank in ranks}
+    probes: dict[str, list[Probe]] = {}
+    for rank in ranks:
+        mine = rank.header["machine"]
+        for event in rank.events:
+            if event.kind != "clock":
+                continue
+            role, number, time_ns = event.what
+            other = machine_of.get((rank.header["store"], role, number), mine)
+            if mine == first != other:
+                probes.setdefault(other, []).append(Probe(time_ns, event.begun_ns - time_ns, event.ended_ns - time_ns))
+            elif other == first != mine:
+                middle = (event.begun_ns + event.ended_ns) / 2
+                probes.setdefault(mine, []).append(Probe(middle, time_ns - event.ended_ns, time_ns - event.begun_ns))
+    found = {machine: ClockOffset(error_ns=None) for machine in {*machine_of.values()}}
+    found |= {machine: compared(some) for machine, some in probes.items()}
+    return {**found, first: ClockOffset(error_ns=0.0)}
+
+
+def compared(probes: Sequence[Probe]) -> ClockOffset:
+    """Return what all readings of one clock say together.
+
+    >>> from mpikv.commands.trace.clocks import Probe, compared
+    >>> compared([Probe(0, 90, 130), Probe(1000, 110, 140)])
+    ClockOffset(offset_ns=120.0, drift=0.0, about_ns=0, error_ns=10.0)
+    """
+    begin, end = min(probe.at_ns for probe in probes), max(probe.at_ns for probe in probes)
+    drift = 0.0
+    if end - begin >= DRIFT_NS:
+        early = _quickest([probe for probe in probes if probe.at_ns <= begin + NEAR_END * (end - begin)])
+        late = _quickest([probe for probe in probes if probe.at_ns >= end - NEAR_END * (end - begin)])
+        drift = (late.middle_ns - early.middle_ns) / (late.at_ns - early.at_ns)
+    least = max(probe.least_ns - drift * (probe.at_ns - begin) for probe in probes)
+    most = min(probe.most_ns - drift * (probe.at_ns - begin) for probe in probes)
+    # Where they contradict each other, the clock has changed its rate: the error is then what they disagree by.
+    return ClockOffset((least + most) / 2, drift, begin, abs(most - least) / 2)
+
+
+def _quickest(probes: Sequence[Probe]) -> Probe:
+    return min(probes, key=lambda probe: probe.most_ns - probe.least_ns)

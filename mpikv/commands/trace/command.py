@@ -1,0 +1,122 @@
+"""`mpikv trace DIR` writes a file for Perfetto, `mpikv trace report DIR` prints where the time went."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mpikv.commands.trace.clocks import ClockOffset, clocks_of
+from mpikv.commands.trace.files import Rank, UnreadableError, read_run
+from mpikv.commands.trace.rounds import Name, Round, Timed, in_common_time, rounds_of, too_early
+
+BAD_INPUT = 2
+EXAMPLES = """examples:
+  MPIKV_TIMELINE=traces mpirun -n 4 python train.py          each rank writes what it does to a file in traces
+  mpikv trace traces -o trace.json.gz                        for https://ui.perfetto.dev, or chrome://tracing
+  mpikv trace report traces                                  where the time went, and what to do
+
+exit status: 0; 2 where there is nothing to read."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `trace` to the commands of `mpikv`."""
+    parser = commands.add_parser(
+        "trace",
+        help="put the timelines of all ranks together: a file for Perfetto, or a report of where the time went",
+        description="Read what the ranks of a job have written with MPIKV_TIMELINE or store.timeline(), of the newest "
+        "run in the folder. Clocks of different hosts are put together.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="+", metavar="[report] DIR", help="the folder; after `report`: print the report")
+    parser.add_argument("-o", "--output", default="trace.json.gz", help="the file to write [trace.json.gz]")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace) -> int:
+    *action, directory = options.what
+    if action not in ([], ["report"]):
+        options.parser.error(f"one folder is read, not {', '.join(options.what)}")
+    try:
+        ranks = read_run(Path(directory), _Progress())
+    except (UnreadableError, OSError) as error:
+        print(f"mpikv trace: {error}", file=sys.stderr)
+        return BAD_INPUT
+    clocks = clocks_of(ranks)
+    timed = in_common_time(ranks, clocks)
+    rounds = rounds_of(ranks, timed)
+    for line in _about(ranks, clocks, rounds):
+        print(line)
+    if action:
+        return _report(ranks, timed, rounds)
+    return _write(options.output, ranks, timed, rounds)
+
+
+def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[str, Name], Round]) -> int:
+    from mpikv.commands.trace.analysis import analysed  # noqa: PLC0415
+    from mpikv.commands.trace.report import report  # noqa: PLC0415
+
+    for line in report(ranks, analysed(ranks, timed, rounds)):
+        print(line)
+    return 0
+
+
+def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[str, Name], Round]) -> int:
+    from mpikv.commands.trace.events import events_of  # noqa: PLC0415
+
+    try:
+        with gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else open(path, "w") as file:
+            n = _dump(events_of(ranks, timed, rounds), file)
+    except OSError as error:
+        print(f"mpikv trace: {path}: {error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    print(f"{path}: {n} events; open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _dump(events: Iterable[dict[str, Any]], file: IO[str]) -> int:
+    n = 0
+    file.write('{"displayTimeUnit":"ms","traceEvents":[')
+    for n, event in enumerate(events, 1):
+        file.write((",\n" if n > 1 else "\n") + json.dumps(event, separators=(",", ":")))
+    file.write("\n]}\n")
+    return n
+
+
+def _about(
+    ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[tuple[str, Name], Round]
+) -> Iterable[str]:
+    n_records = sum(len(rank.events) for rank in ranks)
+    names = ", ".join(rank.name for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    yield f"{names}: {n_records} records"
+    damaged = sum(rank.damaged for rank in ranks)
+    if damaged:
+        yield f"{damaged} lines could not be read and were left out: a rank was killed while it wrote?"
+    errors = [clock.error_ns for clock in clocks.values()]
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
+        yield f"clocks: {len(errors) - len(known)} hosts have not been compared with the first: their times may be off"
+    elif len(known) > 1:
+        yield f"clocks: {len(known)} hosts, put together to {max(known) / 1e3:.0f} us"
+    n, wrong, most_us = too_early(ranks, rounds)
+    if wrong:
+        yield f"clocks: {wrong} of {n} results seem to come before what they were made of, by up to {most_us:.0f} us"
+    elif n:
+        yield f"clocks: all {n} results come after what they were made of"
+
+
+class _Progress:
+    """Says how much has been read, of large timelines."""
+
+    def __init__(self) -> None:
+        self._said = 0
+
+    def __call__(self, n_bytes: int) -> None:
+        if n_bytes - self._said >= 50 << 20:
+            self._said = n_bytes
+            print(f"read {n_bytes >> 20} MiB", file=sys.stderr, flush=True)

@@ -1,0 +1,111 @@
+"""Reads the timelines that ranks have written (observe/timeline.py), those of the newest run in a folder.
+
+A rank that was killed leaves a last line that is not whole: lines that cannot be read are counted and left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpikv.observe.timeline import FORMAT
+
+HEADER = {"role", "number", "host", "pid", "machine", "store", "type", "workers", "date_s"}
+
+
+class Event(NamedTuple):
+    """One record. what: a key or a call, or a list (server: key and worker; clock: role, number, its time)."""
+
+    kind: str
+    begun_ns: int
+    ended_ns: int
+    what: Any
+    round: int
+    n_bytes: int
+    thread: str
+
+
+@dataclass
+class Rank:
+    """What one rank has recorded in one store. lost: records that its ring had no room for."""
+
+    header: dict[str, Any]
+    events: list[Event] = field(default_factory=list)
+    lost: int = 0
+    damaged: int = 0
+
+    @property
+    def role(self) -> tuple[str, int]:
+        """Such as ('worker', 3)."""
+        return self.header["role"], self.header["number"]
+
+    @property
+    def name(self) -> str:
+        """Such as 'worker 3 on node7'."""
+        return "{} {} on {}".format(*self.role, self.header["host"])
+
+
+class UnreadableError(Exception):
+    """There is nothing to show; its text says what to do."""
+
+
+def read_run(directory: Path, progress: Callable[[int], None] = lambda _n: None) -> list[Rank]:
+    """Read the newest run in a folder: workers first, each by its number. progress: gets the bytes read so far."""
+    if not directory.is_dir():
+        raise UnreadableError(f"{directory}: no such folder")
+    paths = sorted(directory.glob("*.jsonl"))
+    if not paths:
+        raise UnreadableError(f"{directory}: no timeline (*.jsonl); MPIKV_TIMELINE={directory} makes a job write one")
+    ranks, n_bytes = list[Rank](), 0
+    for path in paths:
+        found = _read(path)
+        if found is not None:
+            ranks.append(found)
+        n_bytes += path.stat().st_size
+        progress(n_bytes)
+    if not ranks:
+        raise UnreadableError(f"{directory}: none of {len(paths)} files is a timeline of format {FORMAT}")
+    return sorted(_newest(ranks), key=lambda rank: (rank.role[0] != "worker", rank.role[1], rank.header["store"]))
+
+
+def _read(path: Path) -> Rank | None:
+    rank: Rank | None = None
+    damaged = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                if "format" in entry:
+                    if entry["format"] != FORMAT or not {*entry} >= HEADER:
+                        return None
+                    rank = Rank(entry) if rank is None else rank
+                elif rank is not None:
+                    thread = entry["thread"]
+                    rank.events += [_event(record, thread) for record in entry["records"]]
+                    rank.lost += entry["lost"]
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+    if rank is not None:
+        rank.damaged = damaged
+        rank.events.sort(key=lambda event: (event.begun_ns, -event.ended_ns))
+    return rank
+
+
+def _event(record: list[Any], thread: str) -> Event:
+    kind, begun_ns, ended_ns, what, round_, n_bytes = record
+    return Event(kind, begun_ns, ended_ns, what, round_, n_bytes, thread)
+
+
+def _newest(ranks: list[Rank]) -> list[Rank]:
+    """Those of the store that was made last, and of others of the same processes."""
+    last = max(ranks, key=lambda rank: rank.header["date_s"])
+    processes = {_process(rank) for rank in ranks if rank.header["store"] == last.header["store"]}
+    stores = {rank.header["store"] for rank in ranks if _process(rank) in processes}
+    return [rank for rank in ranks if rank.header["store"] in stores]
+
+
+def _process(rank: Rank) -> tuple[str, int]:
+    return rank.header["host"], rank.header["pid"]

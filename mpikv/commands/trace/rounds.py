@@ -1,0 +1,102 @@
+"""What belongs together in the timelines of all ranks: the rounds of a key, to which every worker contributes.
+
+A contribution is the begin of a record of one of the kinds CONTRIBUTES. What it goes into is a record of the same key
+and round, at a worker or at a server, of one of the kinds SUMS. A moment of KNOWN needs all contributions: it proves
+that clocks agree, since nothing comes before what it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mpikv.commands.trace.clocks import ClockOffset
+from mpikv.commands.trace.files import Event, Rank
+
+CONTRIBUTES = ("push", "meet", "exchange", "collective")
+SUMS = {"push": "update", "meet": "add", "exchange": "update"}
+KNOWN = {"push": ("allgather", "end_us"), "meet": ("add", "begin_us"), "exchange": ("update", "begin_us")}
+
+Name = tuple[str, str, int]  # kind of contribution, key, round
+
+
+class Timed(NamedTuple):
+    """A record in the common time, in microseconds since the first one. rank: by its place among all ranks."""
+
+    rank: int
+    begin_us: float
+    end_us: float
+    event: Event
+
+    @property
+    def key(self) -> str:
+        """The key or call that it is of."""
+        what = self.event.what
+        return str(what[0] if isinstance(what, list) else what)
+
+
+@dataclass
+class Round:
+    """contributions: the first of each worker, by rank. sums: what they went into. known_us: the moments of KNOWN."""
+
+    contributions: dict[int, Timed] = field(default_factory=dict)
+    sums: list[Timed] = field(default_factory=list)
+    known_us: list[float] = field(default_factory=list)
+
+    @property
+    def last(self) -> Timed:
+        """The contribution that came last, for which all others waited."""
+        return max(self.contributions.values(), key=lambda timed: timed.begin_us)
+
+
+def in_common_time(ranks: Sequence[Rank], clocks: dict[str, ClockOffset]) -> list[Timed]:
+    """Return all records but the readings of clocks, in the order of their begin."""
+    found = []
+    for i, rank in enumerate(ranks):
+        common = clocks[rank.header["machine"]].common
+        for event in rank.events:
+            if event.kind != "clock":
+                found.append(Timed(i, common(event.begun_ns), common(event.ended_ns), event))
+    if not found:
+        return []
+    zero = min(timed.begin_us for timed in found)
+    moved = [one._replace(begin_us=(one.begin_us - zero) / 1e3, end_us=(one.end_us - zero) / 1e3) for one in found]
+    return sorted(moved, key=lambda timed: (timed.begin_us, -timed.end_us))
+
+
+def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[tuple[str, Name], Round]:
+    """Return the rounds, by store, and by kind, key and number."""
+    found: dict[tuple[str, Name], Round] = {}
+    for one in timed:
+        if one.event.kind in CONTRIBUTES:
+            name = (ranks[one.rank].header["store"], (one.event.kind, one.key, one.event.round))
+            found.setdefault(name, Round()).contributions.setdefault(one.rank, one)
+    for one in timed:
+        for kind, sums in SUMS.items():
+            known, moment = KNOWN[kind]
+            if one.event.kind not in (sums, known):
+                continue
+            round_ = found.get((ranks[one.rank].header["store"], (kind, one.key, one.event.round)))
+            if round_ is not None and one.event.kind == sums:
+                round_.sums.append(one)
+            if round_ is not None and one.event.kind == known:
+                round_.known_us.append(getattr(one, moment))
+    return found
+
+
+def complete(ranks: Sequence[Rank], rounds: dict[tuple[str, Name], Round]) -> Iterator[tuple[Name, Round]]:
+    """Those to which every worker of a synchronous store has contributed, while it wrote its timeline."""
+    for (store, name), round_ in rounds.items():
+        headers = [rank.header for rank in ranks if rank.header["store"] == store and rank.role[0] == "worker"]
+        if len(round_.contributions) == headers[0]["workers"] and "async" not in headers[0]["type"]:
+            yield name, round_
+
+
+def too_early(ranks: Sequence[Rank], rounds: dict[tuple[str, Name], Round]) -> tuple[int, int, float]:
+    """Check the clocks: how many results there are, how many came before the last contribution to them, and by how many
+    microseconds at most.
+    """
+    early = [round_.last.begin_us - at_us for _, round_ in complete(ranks, rounds) for at_us in round_.known_us]
+    wrong = [one for one in early if one > 0]
+    return len(early), len(wrong), max(wrong, default=0.0)
