@@ -44,7 +44,7 @@ def advice(ranks: Sequence[Rank], analysis: Analysis) -> str:
     dearest = max(found, key=lambda one: one.share, default=Finding(0.0, ""))
     if dearest.share >= WORTH:
         return dearest.text
-    return f"computing takes {_share(analysis, 'computing'):.0%} of the time: nothing that the store does is worth a change"
+    return f"computing takes {_share(analysis, 'computing'):.0%} of the time: nothing in the store is worth a change"
 
 
 def slowest_of(analysis: Analysis) -> Slowest | None:

@@ -1,29 +1,32 @@
 """Where the time of each rank went, and what each key cost. Pure.
 
-A worker's time is from its first contribution to the end of its last one. It computes while it is in no call of the
-store. In a call it waits for the worker that contributed last until that one did; from then on for what is sent. A
-transfer is hidden as far as the worker computed meanwhile.
+A worker's time is from its first push to the end of its last transfer. It computes while it is in no call of the store.
+In a call it waits for the worker that pushed last, until that one has; from then on for what is sent. What is sent is
+hidden as far as the worker computes meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mpikv.commands.trace.files import Rank
-from mpikv.commands.trace.rounds import Name, Round, Timed, complete
+from mpikv.commands.trace.rounds import CONTRIBUTES, Name, Round, Timed, complete
 from mpikv.commands.trace.spans import Spans, common, total, union
 
-IN_STORE = ("call", "wait", "agree", "meet", "add", "collective")
-WAITS = ("wait", "meet", "collective")  # also for others
+WAITS = ("wait", "meet", "collective")  # for others, and then for what is sent
+IN_STORE = (*WAITS, "call", "agree", "add")
 MOVES = ("reduce-scatter", "update", "allgather", "copy", "exchange", "pull", "add", "collective")
+CODING = ("encode", "decode")
+
+Last = dict[Name, tuple[int, float]]  # who contributed last to a round, and when
 
 
 @dataclass
 class WorkerTime:
-    """Of one worker, in microseconds. waiting: for which rank. sending: in calls, for what is sent or added. moving: of
-    transfers, once all had contributed; hidden: those while it computed.
+    """Of one worker, in microseconds. waiting: for each rank that came last. sending: in calls, for what is sent or
+    added. moving: of what is sent or added, once all have pushed; hidden: that while it computed. coding: by codecs.
     """
 
     whole: float = 0.0
@@ -37,13 +40,13 @@ class WorkerTime:
 
     @property
     def other(self) -> float:
-        """In calls, for neither: packing, checking, and agreements."""
+        """In calls, for neither: packing, checks, and agreements."""
         return max(0.0, self.whole - self.computing - sum(self.waiting.values()) - self.sending)
 
 
 @dataclass
 class KeyCost:
-    """Of one key, over all workers, in microseconds. waited: in calls, for its transfers. coded: whether it is encoded."""
+    """Of one key over all workers, in microseconds. waited: in calls. moving: see `WorkerTime`. coded: by a codec."""
 
     rounds: int = 0
     n_bytes: int = 0
@@ -65,81 +68,96 @@ class Analysis:
     steps: int
 
 
-def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[str, Name], Round]) -> Analysis:
+def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> Analysis:
     """Return the sums over all records."""
     last = {name: (round_.last.rank, round_.last.begin_us) for name, round_ in complete(ranks, rounds)}
-    keys: dict[str, KeyCost] = {}
-    workers, servers = dict[int, WorkerTime](), dict[int, float]()
+    workers, servers, keys = dict[int, WorkerTime](), dict[int, float](), dict[str, KeyCost]()
     for i, rank in enumerate(ranks):
         own = [one for one in timed if one.rank == i]
         if rank.role[0] == "worker":
-            workers[i] = _worker(own, last, keys)
+            workers[i] = _Worker(rank, own, last).count(keys)
         else:
-            serving = union((one.begin_us, one.end_us) for one in own if one.event.kind == "serve")
+            serving = union(_spans(own, ("serve",)))
             servers[i] = total(serving) / (serving[-1][1] - serving[0][0]) if serving else 0.0
     dearest = dict(sorted(keys.items(), key=lambda item: (-item[1].waited, -item[1].moving)))
     return Analysis(workers, servers, dearest, max((worker.rounds for worker in workers.values()), default=0))
 
 
-def _worker(own: Sequence[Timed], last: dict[Name, tuple[int, float]], keys: dict[str, KeyCost]) -> WorkerTime:
-    found = WorkerTime()
-    contributions = [one for one in own if one.event.kind in ("push", "pack", "meet", "exchange", "collective")]
-    if not contributions:
-        return found
-    begin = min(one.begin_us for one in contributions)
-    end = max(one.end_us for one in own if one.event.kind in (*MOVES, *WAITS, "push", "pack"))
-    window = [(begin, end)]
-    in_store = common(union(_spans(own, IN_STORE)), window)
-    found.whole, found.computing = end - begin, end - begin - total(in_store)
-    counts: Counter[str] = Counter(one.key for one in contributions if one.event.kind != "pack")
-    found.rounds = max(counts.values())
-    sending, moving = Spans(), dict[str, Spans]()
-    adding = union(_spans(own, ("add",)))  # in which there are waits for the steps of others
-    for one in own:
-        span = [(one.begin_us, one.end_us)]
-        if one.event.kind == "add" or (one.event.kind in WAITS and common(span, adding) != span):
-            since = _wait_for_others(one, last, found.waiting)
-            if since < one.end_us:
-                sending.append((since, one.end_us))
-                keys.setdefault(one.key, KeyCost()).waited += one.end_us - since
-        if one.event.kind in MOVES and not isinstance(one.event.what, list):
-            since = max(one.begin_us, _last_of(one, last)[1])
-            if since < one.end_us:
-                moving.setdefault(one.key, []).append((since, one.end_us))
-    for key, spans in moving.items():
-        keys.setdefault(key, KeyCost()).moving += total(union(spans))
-    for one in contributions:
-        if one.event.kind != "pack":
-            cost = keys.setdefault(one.key, KeyCost())
-            cost.rounds, cost.n_bytes = max(cost.rounds, counts[one.key]), max(cost.n_bytes, one.event.n_bytes)
-    for one in own:
-        if one.event.kind in ("encode", "decode") and one.key in keys:
-            keys[one.key].coded = True
-    found.coding = total(union(_spans(own, ("encode", "decode"))))
-    found.sending = total(common(union(sending), window))
-    all_moving = common(union(span for spans in moving.values() for span in spans), window)
-    found.moving, found.hidden = total(all_moving), total(all_moving) - total(common(all_moving, in_store))
-    return found
+class _Worker:
+    """The records of one worker, but for those of a server within it."""
 
+    def __init__(self, rank: Rank, own: Sequence[Timed], last: Last) -> None:
+        self._own = [one for one in own if not isinstance(one.event.what, list)]
+        self._store, self._last = rank.header["store"], last
+        # In a call in common memory there are waits for the steps of others, without a round.
+        self._waits_by_round = "async" not in rank.header["type"]
+        self._found = WorkerTime()
 
-def _spans(own: Sequence[Timed], kinds: Sequence[str]) -> list[tuple[float, float]]:
-    return [(one.begin_us, one.end_us) for one in own if one.event.kind in kinds]
-
-
-def _last_of(one: Timed, last: dict[Name, tuple[int, float]]) -> tuple[int, float]:
-    """Who contributed last to the round of a record, and when; the record's own begin where that is not known."""
-    for kind in ("push", "exchange", "meet", "collective"):
-        found = last.get((kind, one.key, one.event.round))
-        if found is not None and (kind in ("push", "exchange") or one.event.kind in (kind, "add")):
+    def count(self, keys: dict[str, KeyCost]) -> WorkerTime:
+        """Return the worker's time, and add what its keys cost."""
+        own, found = self._own, self._found
+        pushes = [one for one in own if one.event.kind in (*CONTRIBUTES, "pack")]
+        if not pushes:
             return found
-    return one.rank, one.begin_us
+        begin = pushes[0].begin_us
+        end = max(one.end_us for one in own if one.event.kind in (*MOVES, *WAITS, "push", "pack"))
+        window = [(begin, end)]
+        in_store = common(union(_spans(own, IN_STORE)), window)
+        found.whole, found.computing = end - begin, end - begin - total(in_store)
+        found.coding = total(common(union(_spans(own, CODING)), window))
+        found.sending = total(common(union(self._sending(keys)), window))
+        moving = common(union(self._moving(keys)), window)
+        found.moving, found.hidden = total(moving), total(moving) - total(common(moving, in_store))
+        found.rounds = self._count_rounds(pushes, keys)
+        return found
+
+    def _sending(self, keys: dict[str, KeyCost]) -> Spans:
+        """The parts of waits that are not for a worker; those that are, are added to `waiting`."""
+        spans, waiting = Spans(), self._found.waiting
+        for one in self._own:
+            if one.event.kind not in (*WAITS, "add"):
+                continue
+            if one.event.kind == "wait" and self._waits_by_round and not one.event.round:
+                continue
+            since_us, (who, last_us) = one.begin_us, self._last_of(one)
+            if who != one.rank and one.event.kind != "add":
+                since_us = min(max(last_us, since_us), one.end_us)
+                waiting[who] = waiting.get(who, 0.0) + since_us - one.begin_us
+            if since_us < one.end_us:
+                spans.append((since_us, one.end_us))
+                keys.setdefault(one.key, KeyCost()).waited += one.end_us - since_us
+        return spans
+
+    def _moving(self, keys: dict[str, KeyCost]) -> Spans:
+        """When something was sent or added, from when all had pushed."""
+        by_key: dict[str, Spans] = {}
+        for one in self._own:
+            since_us = max(one.begin_us, self._last_of(one)[1])
+            if one.event.kind in MOVES and since_us < one.end_us:
+                by_key.setdefault(one.key, []).append((since_us, one.end_us))
+        for key, spans in by_key.items():
+            keys.setdefault(key, KeyCost()).moving += total(union(spans))
+        return [span for spans in by_key.values() for span in spans]
+
+    def _count_rounds(self, pushes: Sequence[Timed], keys: dict[str, KeyCost]) -> int:
+        counts = Counter(one.key for one in pushes if one.event.kind != "pack")
+        coded = {one.key for one in self._own if one.event.kind in CODING}
+        for one in pushes:
+            if one.key in counts:
+                cost = keys.setdefault(one.key, KeyCost())
+                cost.rounds, cost.n_bytes = max(cost.rounds, counts[one.key]), max(cost.n_bytes, one.event.n_bytes)
+                cost.coded |= one.key in coded
+        return max(counts.values(), default=0)
+
+    def _last_of(self, one: Timed) -> tuple[int, float]:
+        """Who contributed last to the round of a record, and when; the record's own begin where that is not known."""
+        own = {"meet": "meet", "add": "meet", "collective": "collective"}.get(one.event.kind)
+        for kind in ("push", "exchange") if own is None else (own,):
+            found = self._last.get((self._store, kind, one.key, one.event.round))
+            if found is not None:
+                return found
+        return one.rank, one.begin_us
 
 
-def _wait_for_others(one: Timed, last: dict[Name, tuple[int, float]], waiting: dict[int, float]) -> float:
-    """Count the part of a wait that was for the worker that contributed last. Returns when the other part begins."""
-    who, at_us = _last_of(one, last)
-    if one.event.kind not in WAITS or who == one.rank:
-        return one.begin_us
-    came_us = min(max(at_us, one.begin_us), one.end_us)
-    waiting[who] = waiting.get(who, 0.0) + came_us - one.begin_us
-    return came_us
+def _spans(own: Iterable[Timed], kinds: Sequence[str]) -> Spans:
+    return [(one.begin_us, one.end_us) for one in own if one.event.kind in kinds]

@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     return _write(options.output, ranks, timed, rounds)
 
 
-def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[str, Name], Round]) -> int:
+def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> int:
     from mpikv.commands.trace.analysis import analysed  # noqa: PLC0415
     from mpikv.commands.trace.report import report  # noqa: PLC0415
 
@@ -66,7 +66,7 @@ def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[st
     return 0
 
 
-def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[str, Name], Round]) -> int:
+def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> int:
     from mpikv.commands.trace.events import events_of  # noqa: PLC0415
 
     try:
@@ -88,9 +88,7 @@ def _dump(events: Iterable[dict[str, Any]], file: IO[str]) -> int:
     return n
 
 
-def _about(
-    ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[tuple[str, Name], Round]
-) -> Iterable[str]:
+def _about(ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[Name, Round]) -> Iterable[str]:
     n_records = sum(len(rank.events) for rank in ranks)
     names = ", ".join(rank.name for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     yield f"{names}: {n_records} records"

@@ -23,7 +23,7 @@ PROGRAM, SERVER, TRANSFERS, GPU = 0, 50, 100, 900  # the first row of each group
 Entry = dict[str, Any]
 
 
-def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[tuple[str, Name], Round]) -> Iterator[Entry]:
+def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> Iterator[Entry]:
     """Return all events: names, slices, and arrows from contributions to sums."""
     rows = _Rows()
     for i, rank in enumerate(ranks):
@@ -120,9 +120,9 @@ def _meta(rank: int, row: int, what: str, **args: Any) -> Entry:
     return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": args}
 
 
-def _arrows(rounds: dict[tuple[str, Name], Round], rows: _Rows) -> Iterator[Entry]:
+def _arrows(rounds: dict[Name, Round], rows: _Rows) -> Iterator[Entry]:
     number = 0
-    for (_, (_, key, n)), round_ in rounds.items():
+    for (_, _, key, n), round_ in rounds.items():
         sums: dict[int, Timed] = {}
         for one in round_.sums:
             sums.setdefault(one.rank, one)  # of many pieces of a key the first

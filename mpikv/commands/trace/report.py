@@ -11,9 +11,9 @@ from mpikv.commands.trace.files import Rank
 
 MOST_KEYS = 10
 KEY_CHARS = 28
-LEGEND = """computing: outside the store; waiting: for the worker that came last, most for the one named; sending: in calls, for
-what is sent or added once all have come; other: in calls, for packing, checks and agreements; hidden: how much of what is
-sent goes on while the worker computes"""
+LEGEND = """computing: outside the store. waiting: for the worker that came last; the one named most of all. sending: in
+calls, for what is sent or added once all have come. other: in calls, for packing, checks and agreements. hidden: the
+share of what is sent that goes on while the worker computes."""
 
 
 def report(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[str]:
@@ -50,7 +50,8 @@ def _workers(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[str]:
     yield LEGEND
     slowest = slowest_of(analysis)
     if slowest is not None:
-        yield f"slowest: {ranks[slowest.rank].name}; each other worker waits {slowest.per_round_us / 1e3:.1f} ms a round for it"
+        name, waits_ms = ranks[slowest.rank].name, slowest.per_round_us / 1e3
+        yield f"slowest: {name}; each other worker waits {waits_ms:.1f} ms a round for it"
 
 
 def _keys(analysis: Analysis) -> Iterator[str]:

@@ -18,7 +18,7 @@ CONTRIBUTES = ("push", "meet", "exchange", "collective")
 SUMS = {"push": "update", "meet": "add", "exchange": "update"}
 KNOWN = {"push": ("allgather", "end_us"), "meet": ("add", "begin_us"), "exchange": ("update", "begin_us")}
 
-Name = tuple[str, str, int]  # kind of contribution, key, round
+Name = tuple[str, str, str, int]  # of a round: store, kind of contribution, key, number
 
 
 class Timed(NamedTuple):
@@ -65,19 +65,19 @@ def in_common_time(ranks: Sequence[Rank], clocks: dict[str, ClockOffset]) -> lis
     return sorted(moved, key=lambda timed: (timed.begin_us, -timed.end_us))
 
 
-def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[tuple[str, Name], Round]:
-    """Return the rounds, by store, and by kind, key and number."""
-    found: dict[tuple[str, Name], Round] = {}
+def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, Round]:
+    """Return the rounds."""
+    found: dict[Name, Round] = {}
     for one in timed:
         if one.event.kind in CONTRIBUTES:
-            name = (ranks[one.rank].header["store"], (one.event.kind, one.key, one.event.round))
+            name = ranks[one.rank].header["store"], one.event.kind, one.key, one.event.round
             found.setdefault(name, Round()).contributions.setdefault(one.rank, one)
     for one in timed:
         for kind, sums in SUMS.items():
             known, moment = KNOWN[kind]
             if one.event.kind not in (sums, known):
                 continue
-            round_ = found.get((ranks[one.rank].header["store"], (kind, one.key, one.event.round)))
+            round_ = found.get((ranks[one.rank].header["store"], kind, one.key, one.event.round))
             if round_ is not None and one.event.kind == sums:
                 round_.sums.append(one)
             if round_ is not None and one.event.kind == known:
@@ -85,15 +85,16 @@ def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[tuple[str, 
     return found
 
 
-def complete(ranks: Sequence[Rank], rounds: dict[tuple[str, Name], Round]) -> Iterator[tuple[Name, Round]]:
+def complete(ranks: Sequence[Rank], rounds: dict[Name, Round]) -> Iterator[tuple[Name, Round]]:
     """Those to which every worker of a synchronous store has contributed, while it wrote its timeline."""
-    for (store, name), round_ in rounds.items():
-        headers = [rank.header for rank in ranks if rank.header["store"] == store and rank.role[0] == "worker"]
-        if len(round_.contributions) == headers[0]["workers"] and "async" not in headers[0]["type"]:
+    headers = {rank.header["store"]: rank.header for rank in ranks}
+    for name, round_ in rounds.items():
+        header = headers[name[0]]
+        if len(round_.contributions) == header["workers"] and "async" not in header["type"]:
             yield name, round_
 
 
-def too_early(ranks: Sequence[Rank], rounds: dict[tuple[str, Name], Round]) -> tuple[int, int, float]:
+def too_early(ranks: Sequence[Rank], rounds: dict[Name, Round]) -> tuple[int, int, float]:
     """Check the clocks: how many results there are, how many came before the last contribution to them, and by how many
     microseconds at most.
     """
