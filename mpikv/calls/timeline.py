@@ -19,7 +19,7 @@ from mpikv.strategies.base import Strategy
 # Calls of a store that are recorded, by their names.
 CALLS = (
     *("init", "broadcast", "push", "pull", "pushpull", "push_async", "pull_async", "pushpull_async", "wait_all"),
-    *("row_sparse_pull", "set_optimizer", "save_optimizer_states", "load_optimizer_states", "barrier", "close"),
+    *("row_sparse_pull", "set_optimizer", "save_optimizer_states", "load_optimizer_states", "barrier"),
 )
 
 
@@ -39,7 +39,7 @@ class Timeline:
             raise MpikvError("timeline: another timeline of this store is being written; end it first")
         self._store, self._session, self._strategy = store, session, strategy
         store_id = session.activity.store if session.activity is not None else ""
-        self._directory, self._about = directory, {"store": store_id or f"local-{os.getpid()}", "type": session.name}
+        self._directory, self._about = directory, {"store": store_id or f"store-{os.getpid()}", "type": session.name}
         self.path = os.path.join(directory, f"{self._about['store'][:12]}-worker-{session.rank}.jsonl")
         about = {**self._about, "role": "worker", "number": session.rank, "workers": session.num_workers}
         self._n_servers = 0  # of those that are ranks of their own, and are asked by this worker
@@ -50,8 +50,12 @@ class Timeline:
         session.after_close.append(self.end)
         if isinstance(session, Workers):
             session.clock_probes.begin()
-        self._at_servers(self._directory)
-        self._probe()
+        try:
+            self._at_servers(self._directory)
+            self._probe()
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """End it, and write what is left. Blocks for the disk. Does nothing the second time."""

@@ -10,6 +10,7 @@ killed. Where the file cannot be written any more, that is printed once, and rec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -80,6 +81,8 @@ class TimelineFile:
         except OSError as error:
             self._recorder.on = False
             say(f"mpikv: warning: {self.path}: {error.strerror or error}: the timeline ends here")
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _write(self) -> None:
         for ring in self._recorder.rings():

@@ -335,8 +335,8 @@ class PsStrategy(Strategy):
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
         parts = [self._part(item) for item in items]
         yield from steps
-        for part in parts:
-            part.done("exchange")
+        for part, item in zip(parts, items, strict=True):
+            part.done("pull" if item.total is None else "exchange")
 
     def _part(self, item: Item) -> Part:
         n_bytes = 0 if item.total is None else int(item.total.nbytes)

@@ -16,7 +16,7 @@ from mpikv.commands.trace.rounds import Name, Round, Timed
 PARTS = ("reduce-scatter", "update", "allgather", "copy")  # of a worker's round, one after another
 CODING = ("encode", "decode")
 SERVING = ("serve", "update", "arrived")
-OWN_ROW = ("exchange", "GPU")
+OWN_ROW = ("exchange", "pull", "GPU")
 MOST_ARROWS = 4  # from one contribution: with many workers there would be more arrows than can be seen
 PROGRAM, SERVER, TRANSFERS, GPU = 0, 50, 100, 900  # the first row of each group
 
