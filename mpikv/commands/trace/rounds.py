@@ -70,19 +70,28 @@ def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, Round
     found: dict[Name, Round] = {}
     for one in timed:
         if one.event.kind in CONTRIBUTES:
-            name = ranks[one.rank].header["store"], one.event.kind, one.key, one.event.round
+            name = _name(ranks, one, one.event.kind)
             found.setdefault(name, Round()).contributions.setdefault(one.rank, one)
     for one in timed:
         for kind, sums in SUMS.items():
             known, moment = KNOWN[kind]
             if one.event.kind not in (sums, known):
                 continue
-            round_ = found.get((ranks[one.rank].header["store"], kind, one.key, one.event.round))
+            round_ = found.get(_name(ranks, one, kind))
             if round_ is not None and one.event.kind == sums:
                 round_.sums.append(one)
             if round_ is not None and one.event.kind == known:
                 round_.known_us.append(getattr(one, moment))
     return found
+
+
+def _name(ranks: Sequence[Rank], one: Timed, kind: str) -> Name:
+    """The round of a record. In an asynchronous store each worker's pushes are rounds by themselves."""
+    header, key = ranks[one.rank].header, one.key
+    if "async" in header["type"]:
+        worker = one.event.what[1] if isinstance(one.event.what, list) else header["number"]
+        key = f"{key} of worker {worker}"
+    return header["store"], kind, key, one.event.round
 
 
 def complete(ranks: Sequence[Rank], rounds: dict[Name, Round]) -> Iterator[tuple[Name, Round]]:
