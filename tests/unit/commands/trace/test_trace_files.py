@@ -79,10 +79,9 @@ def test_other_words_are_refused(tmp_path):
 
 
 def test_clocks_that_nobody_compared_and_results_that_come_too_early_are_told(tmp_path, capsys):
-    early = [("push", 5, 6, "w", 1, 8), ("allgather", 6, 7, "w", 1, 8)]
-    write(
-        tmp_path, "a.jsonl", header("worker", 0, 2), records(("push", 0, 1, "w", 1, 8), ("allgather", 1, 2, "w", 1, 8))
-    )
+    early = [("push", 0, 1, "w", 1, 8), ("allgather", 1, 2, "w", 1, 8)]
+    late = [("push", 5, 6, "w", 1, 8), ("allgather", 6, 7, "w", 1, 8)]
+    write(tmp_path, "a.jsonl", header("worker", 0, 2), records(*early))
     write(tmp_path, "b.jsonl", header("worker", 1, 2, machine="b"), records(*late))
     assert main(["trace", "report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
