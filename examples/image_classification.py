@@ -202,7 +202,8 @@ class Run:
                     break
                 now = epoch + (start + done) / n
                 trainer.set_learning_rate(rate * options.lr_factor ** sum(end <= now for end in options.lr_steps))
-                loss += self.gradients(x, y)
+                with self.store.span("forward, backward"):  # shown by `mpikv trace`
+                    loss += self.gradients(x, y)
                 trainer.step(self.together)
                 self.spread()
                 done += self.together

@@ -7,6 +7,7 @@ hidden as far as the worker computes meanwhile.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class WorkerTime:
 
 @dataclass
 class KeyCost:
-    """Of one key over all workers, in microseconds. waited: in calls. moving: see `WorkerTime`. coded: by a codec."""
+    """Of one key over all workers, in microseconds. waited: a part of `sending`. moving: as there. coded: is it."""
 
     rounds: int = 0
     n_bytes: int = 0
@@ -92,6 +93,9 @@ class _Worker:
         # In a call in common memory there are waits for the steps of others, without a round.
         self._waits_by_round = "async" not in rank.header["type"]
         self._found = WorkerTime()
+        self._moves = [one for one in self._own if one.event.kind in MOVES]
+        self._begins = [one.begin_us for one in self._moves]
+        self._longest_us = max((one.end_us - one.begin_us for one in self._moves), default=0.0)
 
     def count(self, keys: dict[str, KeyCost]) -> WorkerTime:
         """Return the worker's time, and add what its keys cost."""
@@ -125,15 +129,26 @@ class _Worker:
                 waiting[who] = waiting.get(who, 0.0) + since_us - one.begin_us
             if since_us < one.end_us:
                 spans.append((since_us, one.end_us))
-                keys.setdefault(one.key, KeyCost()).waited += one.end_us - since_us
+                self._charge(since_us, one, keys)
         return spans
+
+    def _charge(self, since_us: float, wait: Timed, keys: dict[str, KeyCost]) -> None:
+        """Divide a wait between the keys that were sent meanwhile, by their bytes: a call waits for its first key."""
+        moves, begins = self._moves, self._begins
+        first = bisect_left(begins, since_us - self._longest_us)
+        until = bisect_left(begins, wait.end_us)
+        sent = [one for one in moves[first:until] if one.end_us > since_us] or [wait]
+        n_bytes = sum(max(1, one.event.n_bytes) for one in sent)
+        for one in sent:
+            share = max(1, one.event.n_bytes) / n_bytes
+            keys.setdefault(one.key, KeyCost()).waited += share * (wait.end_us - since_us)
 
     def _moving(self, keys: dict[str, KeyCost]) -> Spans:
         """When something was sent or added, from when all had pushed."""
         by_key: dict[str, Spans] = {}
-        for one in self._own:
+        for one in self._moves:
             since_us = max(one.begin_us, self._last_of(one)[1])
-            if one.event.kind in MOVES and since_us < one.end_us:
+            if since_us < one.end_us:
                 by_key.setdefault(one.key, []).append((since_us, one.end_us))
         for key, spans in by_key.items():
             keys.setdefault(key, KeyCost()).moving += total(union(spans))
