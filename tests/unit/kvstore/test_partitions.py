@@ -170,6 +170,7 @@ def messages(mode, sizes, call, **changes):
             arrays = [np.ones(n, np.float32) for n in sizes]
             for _ in range(calls):
                 call(store, keys, arrays)
+            store.barrier()  # a worker that leaves long before the others is told of
 
         mode.run(body, fabric=(fabric := Fabric(mode.workers + mode.servers)), bigarray_bound_elems=NEVER, **changes)
         counts.append(np.array([fabric.sent_messages, fabric.sent_bytes]))
