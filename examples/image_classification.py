@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -85,6 +86,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         help="GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count",
     )
     add("--save", type=Path, metavar="FILE", help="write everything into FILE after every epoch")
+    add("--tensorboard", type=Path, metavar="DIR", help="write loss, accuracy and the store's counts for TensorBoard")
     add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     compressed.add_options(parser)
     options = parser.parse_args(line)
@@ -94,6 +96,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         gpus = [int(gpu) for gpu in options.gpus.split(",")] if options.gpus not in (None, "auto") else []
     except ValueError as error:
         parser.error(f"--lr-steps and --gpus are numbers with commas between them ({error})")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs TensorBoard: pip install tensorboard")
     if options.gpus == "auto" and not torch.cuda.is_available():
         parser.error("--gpus: PyTorch sees no GPU here")
     if gpus and max(gpus) >= torch.cuda.device_count():
@@ -123,7 +127,7 @@ def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
 
 @dataclass
 class Run:
-    """A training. nets: replicas of the model, one per device; the trainer's is the first."""
+    """A training. nets: replicas of the model, one per device; the trainer's is the first. writer: to TensorBoard."""
 
     options: argparse.Namespace
     store: KVStore
@@ -131,6 +135,7 @@ class Run:
     nets: list[nn.Module]
     trainer: Trainer
     memory: compressed.Memory | None = None
+    writer: Any = None
 
     @property
     def asynchronous(self) -> bool:
@@ -260,10 +265,19 @@ class Run:
             if self.store.rank == 0:
                 title = f"epoch {epoch + 1}/{options.epochs}"
                 print(f"{title}: loss {loss:.4f}, test accuracy {result:.4f}, {speed:.0f} images/s", flush=True)
+            self.report({"loss": loss, "accuracy": result})
             self.save()
         if self.asynchronous:
             self.store.barrier()  # all pushes are made
         return self.accuracy() if result is None or self.asynchronous else result
+
+    def report(self, results: dict[str, float]) -> None:
+        """Write them, and what the store counts, where TensorBoard is asked for."""
+        if self.writer is not None:
+            for name, value in {**results, **self.store.stats()}.items():
+                if isinstance(value, (int, float)):
+                    self.writer.add_scalar(name, value, self.trainer.steps)
+            self.writer.flush()
 
     def save(self) -> None:
         """Collective."""
@@ -297,6 +311,12 @@ def load(options: argparse.Namespace, store: KVStore) -> ImageSet:
     return images
 
 
+def summary_writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - PyTorch may well be without it
+
+    return SummaryWriter(folder)
+
+
 def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     """Images, model and trainer, where the training that is resumed had come to. Collective."""
     images = load(options, store)
@@ -315,7 +335,8 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     end_if_wrong(store, "checkpoint", problem)
     trainer.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
     replicas = [copy.deepcopy(net).to(device) for device in options.devices[1:]]
-    return Run(options, store, images, [net, *replicas], trainer, memory)
+    writer = summary_writer(options.tensorboard) if options.tensorboard and store.rank == 0 else None
+    return Run(options, store, images, [net, *replicas], trainer, memory, writer)
 
 
 def main() -> None:

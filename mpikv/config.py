@@ -25,12 +25,14 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
 | `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
 | `MPIKV_STOP_MARK` | | file that is there while worker 0 waits for such a signal: a batch job repeats it till then |
+| `MPIKV_METRICS` | | folder in which each rank writes its metrics for Prometheus, a file every 15 s and at the end |
 
-One more is of the process rather than of a store, and no field of `Config`:
+Two more are of the process rather than of a store, and no fields of `Config`:
 
 | variable | default | meaning |
 |---|---|---|
 | `MPIKV_TRACEBACK` | short | `short`: a mistake in a call is one line of one rank; `full`: all frames of every rank |
+| `MPIKV_LOG` | | print what stores decide to stderr: `debug`, also of each key; `info`; `warning` |
 """
 
 from __future__ import annotations
@@ -58,13 +60,14 @@ AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical", "nccl")
 DEVICE_PATHS = ("auto", "ipc", "mpi", "nccl", "staged", "host")  # of arrays on a GPU between workers
+PATHS = ("stop_file", "timeline", "metrics")  # fields that a program may give as a path, too
 NUMBER_OR_WORD = ("local_device", "cuda_aware")  # fields that a program may give as a number, too
 
 
 def _text_of(variable: Variable, value: Any) -> str:
     """The text of a value that was given to `Config` as a value. Raises ValueError with the end of a sentence."""
     kind = type(getattr(Config, variable.field))
-    if variable.field in ("stop_file", "timeline") and isinstance(value, os.PathLike):
+    if variable.field in PATHS and isinstance(value, os.PathLike):
         value = path("the file", value)
     takes_numbers = kind is not str or variable.field in NUMBER_OR_WORD
     if isinstance(value, str) or (takes_numbers and isinstance(value, Real) and not isinstance(value, bool)):
@@ -197,11 +200,14 @@ VARIABLES = (
     Variable("MPIKV_STOP_SIGNALS", "stop_signals", _signals),
     Variable("MPIKV_STOP_FILE", "stop_file", _text),
     Variable("MPIKV_STOP_MARK", "stop_mark", _text),
+    Variable("MPIKV_METRICS", "metrics", _text),
 )
 
 
 TRACEBACK = Variable("MPIKV_TRACEBACK", "", _one_of("short", "full"))
-KNOWN = tuple(variable.name for variable in (*VARIABLES, TRACEBACK))
+LOG = Variable("MPIKV_LOG", "", _one_of("debug", "info", "warning"))
+ALL = (*VARIABLES, TRACEBACK, LOG)
+KNOWN = tuple(variable.name for variable in ALL)
 
 
 @dataclass(frozen=True)
@@ -232,6 +238,7 @@ class Config:
     stop_signals: str = ""
     stop_file: str = ""
     stop_mark: str = ""
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         for variable in VARIABLES:
@@ -261,19 +268,10 @@ class Config:
         """
         environ = dict(os.environ) if environ is None else options("environ", environ)
         values = {}
-        for variable in (*VARIABLES, TRACEBACK):
-            text = environ.get(variable.name, "")
-            if not isinstance(text, str):
-                raise wrong(variable.name, "a str", text)
-            text = text.strip()
-            if not text:
-                continue
-            try:
-                values[variable.field] = variable.parse(text)
-            except ValueError as error:
-                what = f"{variable.name}={shown(text)}"
-                raise ConfigError(f"{what} {error}; set it to a valid value or unset it") from None
-        values.pop(TRACEBACK.field, None)
+        for variable in ALL:
+            value = _read(variable, environ)
+            if value is not None and variable.field:
+                values[variable.field] = value
         return cls(**values)
 
     def with_(self, **changes: Any) -> Config:
@@ -288,6 +286,30 @@ class Config:
             near = meant(unknown[0], known)
             raise ConfigError(f"no such setting: {', '.join(unknown)}; known are {', '.join(sorted(known))}.{near}")
         return replace(self, **changes)
+
+
+def _read(variable: Variable, environ: Mapping[str, str]) -> Any:
+    """Return the value of a variable, None where it is not set. Raises ConfigError."""
+    text = environ.get(variable.name, "")
+    if not isinstance(text, str):
+        raise wrong(variable.name, "a str", text)
+    text = text.strip()
+    if not text:
+        return None
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        what = f"{variable.name}={shown(text)}"
+        raise ConfigError(f"{what} {error}; set it to a valid value or unset it") from None
+
+
+def log_level(environ: Mapping[str, str] | None = None) -> str:
+    """Return from which level on MPIKV_LOG asks for what stores decide, "" where it does not. Raises ConfigError.
+
+    >>> mpikv.config.log_level({'MPIKV_LOG': 'INFO'})
+    'info'
+    """
+    return _read(LOG, os.environ if environ is None else environ) or ""
 
 
 def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -14,14 +14,16 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
-from mpikv.config import Config
-from mpikv.create import device_trials, notices, worker_device
+from mpikv.config import Config, log_level
+from mpikv.create import decisions, device_trials, metrics, notices, worker_device
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble, local_store
 from mpikv.create.spec import StoreSpec
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
+from mpikv.observe import log
+from mpikv.observe.metrics import check as check_folder
 from mpikv.observe.program import Process, this_process
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import DeviceReport
@@ -89,7 +91,10 @@ def create(
         if found.told.error:
             raise ConfigError(f"kv.create({name!r}): {found.told.error}")
         _warn_of_devices(found.warning)
-        return _seen(_listening(local_store(name.lower(), spec, config.stop_file, found.spaces), config), config)
+        store = local_store(name.lower(), spec, config.stop_file, found.spaces)
+        store.session.log.rank(lambda: f"store {name.lower()!r} of one process: it sends nothing to others")
+        metrics.start(store, config.metrics, f"mpikv-worker-{launcher.said_rank(os.environ)}")
+        return _seen(_listening(store, config), config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -111,10 +116,13 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
 def _config(config: Any) -> Config:
     if config is None:
         notices.warn_of_unread()
-        return Config.from_environ()
-    if not isinstance(config, Config):
+    elif not isinstance(config, Config):
         raise wrong("config", "an mpikv.Config or None", config)
-    return config
+    found = Config.from_environ() if config is None else config
+    log.print_from(log_level())
+    if found.metrics:
+        check_folder(found.metrics)
+    return found
 
 
 def _check_comm(comm: Any) -> None:
@@ -179,6 +187,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise
     _warn_of_devices(found.warning)
     _warn_of_devices(device_paths.advice(members))
+    decisions.of_process(decisions.log_of(members, transport.rank), members, transport.rank, found.told)
     listener = _stop_signals(config)
     if transport.rank in roles.servers:
         listener.install()
@@ -196,6 +205,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         nccl=nccl,
         store_id=announced[0]["store_id"],
         processes=[Process(*entry["process"]) for entry in announced],
+        why_no_memory=processes.why_no_memory,
+        metrics_name=_metrics_name(comm),
     )
     if store is None:
         listener.end()
@@ -222,6 +233,14 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
             )
         return f"; an earlier store had its servers at rank {ranks}, where the process ended with it: {advice}"
     return ""
+
+
+def _metrics_name(comm: MPI.Intracomm) -> str:
+    """The name of this rank's file of metrics: "" for the one by its role, which only a store of all ranks may have."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    of_all = MPI.Comm.Compare(comm, MPI.COMM_WORLD) in (MPI.IDENT, MPI.CONGRUENT)
+    return "" if of_all else f"mpikv-rank-{MPI.COMM_WORLD.Get_rank()}"
 
 
 def _warn_of_devices(text: str) -> None:

@@ -31,6 +31,9 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.observe.log import StoreLog
+from mpikv.placement.described import key
+from mpikv.placement.keys import KeyInfo
 
 WARMUP_ROUNDS = 2  # after a change of form: memory is new, and other keys may still be in the round before
 SAMPLES = 5
@@ -75,17 +78,24 @@ class RoundTimes:
 
 
 class Choices:
-    """Makes the choices of one worker's keys: keys of one codec that begin in the same round are timed together."""
+    """Makes the choices of one worker's keys: keys of one codec that begin in the same round are timed together.
 
-    def __init__(self) -> None:
+    log: of what is chosen.
+    """
+
+    def __init__(self, log: StoreLog | None = None) -> None:
         self._newest: dict[str, RoundTimes] = {}
+        self._log = log
 
-    def of(self, codec: str) -> CodecChoice:
-        """Make the choice of a key whose next round is the first to be timed. codec: the name of its codec."""
+    def of(self, codec: str, info: KeyInfo | None = None) -> CodecChoice:
+        """Make the choice of a key whose next round is the first to be timed. codec: the name of its codec.
+
+        info: the key's, for the log.
+        """
         times = self._newest.get(codec)
         if times is None or times.seconds:  # the keys of those times have begun already
             times = self._newest[codec] = RoundTimes()
-        return CodecChoice(times)
+        return CodecChoice(times, self._log, info)
 
 
 class CodecChoice:
@@ -95,7 +105,8 @@ class CodecChoice:
     round, encoded and uncompressed, at the last comparison.
     """
 
-    def __init__(self, round_times: RoundTimes) -> None:
+    def __init__(self, round_times: RoundTimes, log: StoreLog | None = None, info: KeyInfo | None = None) -> None:
+        self._log, self._info = log, info
         self.uncompressed = False
         self.comparisons = 0
         self.seconds: list[float | None] = [None, None]
@@ -187,6 +198,16 @@ class CodecChoice:
         self._interval = self._interval_left = min(rounds, LONGEST_INTERVAL_ROUNDS)
         self.comparisons, self.seconds = self.comparisons + 1, [*seconds]
         self._begin_period(trial=False)
+        if self._log is not None and self._info is not None:
+            self._log.detail(self._described)
+
+    def _described(self) -> str:
+        assert self._info is not None
+        form, (encoded_s, plain_s) = "as they are" if self.uncompressed else "encoded", self.seconds
+        return (
+            f"{key(self._info)}: its values travel {form} from now on: "
+            f"a round took {encoded_s:.2g} s encoded, and {plain_s:.2g} s as they are"
+        )
 
 
 def _trial_cost(a_s: float, b_s: float) -> float:

@@ -23,7 +23,7 @@ from mpikv.collectives import nccl_setup
 from mpikv.collectives.nccl import Nccl
 from mpikv.commands import placement_map
 from mpikv.commands.placement_map import ranges
-from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
+from mpikv.config import ALL, AUTO_INTERFACE, Config, unknown_variables, variables_in_force
 from mpikv.create import worker_device
 from mpikv.create.spec import parse as spec_of
 from mpikv.errors import ConfigError
@@ -159,7 +159,7 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         Fact("thread level", found.thread_level),
         Fact("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
         *_device_rows(comm, hosts, config),
-        _progress_row(config, found.thread_level),
+        Fact("progress", library.progress(config.progress, found.thread_level)),
         _memory_row(comm, hosts, config),
         *_network_rows({host: text for host, _, text in told}, choice, config),
         *_host_rows(hosts),
@@ -206,13 +206,6 @@ _FAULT_TOLERANCE = {
     "built in, off": "built in, off (mpirun --with-ft ulfm switches it on)",
     "on": "on",
 }
-
-
-def _progress_row(config: Config, thread_level: str) -> Fact:
-    if config.progress == "thread" and thread_level != "MULTIPLE":
-        return Fact("progress", f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}")
-    meaning = {"thread": "transfers move on while Python computes", "calls": "transfers move on in calls of the store"}
-    return Fact("progress", f"{config.progress}: {meaning[config.progress]}")
 
 
 def _memory_row(comm: Any, hosts: list[str], config: Config) -> Fact:
@@ -287,7 +280,7 @@ def _role_rows(
 
 def _variable_rows(environ: Mapping[str, str]) -> Iterator[Fact]:
     """Describe every `MPIKV_*` variable that is set, what is wrong with it, and names that nothing reads."""
-    known = {variable.name: variable for variable in (*VARIABLES, TRACEBACK)}
+    known = {variable.name: variable for variable in ALL}
     unknown = unknown_variables(environ)
     in_force = variables_in_force(environ)
     for name, text in in_force.items():

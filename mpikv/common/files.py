@@ -125,8 +125,11 @@ def write_private(path: str | os.PathLike[str], text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of `path` if the block ends without an error; see `replace_file`."""
+def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` if the block ends without an error; see `replace_file`.
+
+    durable: whether it is on the disk then, also after a power failure, which may take long.
+    """
     target = place_of(path)
     before = check_regular(path)
     mode = 0o666 if before is None else before.st_mode & 0o777
@@ -137,7 +140,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             if before is not None and before.st_uid == os.geteuid():
                 os.fchmod(file.fileno(), mode)
         os.replace(beside, target)
@@ -148,6 +152,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             error.filename = os.fsdecode(path)
             del error.filename2  # None would be printed, too
         raise
+    if not durable:
+        return
     # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
     with contextlib.suppress(OSError):
         directory = os.open(os.path.dirname(target), os.O_RDONLY)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mpikv.codecs.compression import Compressions
 from mpikv.collectives.nccl import NcclComm
+from mpikv.create import decisions, metrics
 from mpikv.create.spec import StoreSpec
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
@@ -64,6 +66,8 @@ def assemble(
     nccl: NcclComm | None = None,
     store_id: str = "",
     processes: Sequence[Process] = (),
+    why_no_memory: str = "",
+    metrics_name: str = "",
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
@@ -71,8 +75,9 @@ def assemble(
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
     server asks all workers to stop, once it does. compressions: how the values of keys travel.
     spaces: where this rank's shard of each value is, default host memory. nccl: this worker's rank of the communicator,
-    where keys go by NCCL and there are several workers. store_id, processes: see `Workers`. Raises MpikvError where an
-    optimizer ended a server.
+    where keys go by NCCL and there are several workers. store_id, processes: see `Workers`. why_no_memory: why ranks of
+    a host share none, for the log. metrics_name: of the file of metrics, by default by the rank's role and number.
+    Raises MpikvError where an optimizer ended a server.
     """
     links = None
     spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
@@ -81,6 +86,8 @@ def assemble(
             links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)
         connect(links)
     reached = transport if links is None else links
+    log = decisions.log_of(members, transport.rank)
+    decisions.of_members(log, name, members, memory=memory is not None, why_no_memory=why_no_memory)
 
     def core() -> ServerCore:
         labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
@@ -102,8 +109,12 @@ def assemble(
     number = [*members.servers, transport.rank].index(transport.rank)
     timeline = ServerTimeline(transport.recorder, number, len(members.workers))
     if transport.rank in members.servers:
+        made = core()
+        number = members.servers.index(transport.rank)
         try:
-            run_server(reached, members.workers, core(), members.config.timeout_s, asked_to_stop)
+            read = partial(metrics.of_server, made, transport, links)
+            with metrics.written(members.config.metrics, metrics_name, number, read):
+                run_server(reached, members.workers, made, members.config.timeout_s, asked_to_stop)
         except SystemExit as error:
             raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
         finally:
@@ -138,4 +149,5 @@ def assemble(
         loopback = Loopback()
         service = None if members.servers else serve(reached, members.workers, core(), loopback)
         strategy = PsStrategy(session, service, loopback)
-    return KVStore(session, strategy, on_device=spec.on_device)
+    store = KVStore(session, strategy, on_device=spec.on_device)
+    return metrics.start(store, members.config.metrics, metrics_name)

@@ -44,7 +44,7 @@ class CommonCalls:
     """One rank's side. counters: a table of at least FREE words.
 
     step: called between the tests of a longer wait: it moves other transfers on, and returns whether any moved. clock:
-    measures that wait. wait_s: its limit.
+    measures that wait. wait_s: its limit. waited: is told how long each longer wait was, in seconds.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class CommonCalls:
         step: Callable[[], bool],
         clock: Clock = MACHINE_CLOCK,
         wait_s: float = WAIT_S,
+        waited: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self._rank, self._words = counters.rank, counters.words
         self._polling, self._polls = counters.polling, counters.polling.polls
@@ -61,7 +62,7 @@ class CommonCalls:
         self._peers = [counters.rows[peer] for peer in counters.others]
         self._step = step
         self._clock = clock
-        self._wait_s = wait_s
+        self._wait_s, self._waited = wait_s, waited
         self._history = 0
         self._count = 0
         self._begun_at = 0
@@ -165,11 +166,13 @@ class CommonCalls:
             return found is not None
 
         if not self._polling.yielded(known):
-            deadline_s = self._clock.now_s() + self._wait_s
+            begun_s = self._clock.now_s()
+            deadline_s = begun_s + self._wait_s
             backoff = Backoff(clock=self._clock)
             while not known() and self._clock.now_s() < deadline_s:
                 if self._step():
                     backoff.reset()
                 else:
                     backoff.pause()
+            self._waited(self._clock.now_s() - begun_s)
         return bool(found)

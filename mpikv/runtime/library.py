@@ -132,6 +132,18 @@ def _choose_network(network: str) -> None:
         warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
+def progress(setting: str, thread_level: str) -> str:
+    """Return who moves transfers on. setting: MPIKV_PROGRESS. thread_level: as `describe` has it.
+
+    >>> from mpikv.runtime import library
+    >>> library.progress('thread', 'SERIALIZED')
+    'calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is SERIALIZED'
+    """
+    if setting == "thread" and thread_level != "MULTIPLE":
+        return f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}"
+    return f"{setting}: transfers move on {'while Python computes' if setting == 'thread' else 'in calls of the store'}"
+
+
 def check_launcher(comm_size: int) -> None:
     """Raise ConfigError where several ranks were started but COMM_WORLD, of `comm_size`, has only this one."""
     from mpi4py import MPI  # noqa: PLC0415

@@ -196,6 +196,11 @@ class RowCore:
                 shard.table.set_states(self.owner, None if part is None else part.state)
 
     @property
+    def n_keys(self) -> int:
+        """Keys of which it has rows."""
+        return len(self._shards)
+
+    @property
     def held_bytes(self) -> int:
         """The memory of the rows and their states."""
         return sum(shard.table.held_bytes for shard in self._shards.values())

@@ -20,6 +20,7 @@ from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.placement.described import several
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Labels, PushLabel
 from mpikv.session.agreed_keys import KeySession, check_pull
@@ -45,7 +46,14 @@ class OptimizerSession(KeySession):
         self._compare(optimizer, keys)
         slot, key_ids = self.serve(optimizer, keys)
         self.attributes.watch(slot, optimizer)
+        self.log.job(lambda: self._described(optimizer, keys))
         return slot, key_ids, pickled
+
+    def _described(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> str:
+        which = "all keys that have no other one" if keys is None else several(len(keys), "key")
+        on_servers = self.members.path == "servers"
+        owners = several(len(self.members.owners), "server") if on_servers else "the workers, each for its shards"
+        return f"optimizer {type(optimizer).__name__} updates {which}: it goes to {owners}"
 
     def _compare(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         config = json.dumps(optimizer.config(), sort_keys=True)

@@ -16,6 +16,8 @@ from mpikv.codecs.compression import Compressions
 from mpikv.engine.operation import Operation
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
+from mpikv.observe.log import StoreLog
+from mpikv.observe.metrics import MetricsFile
 from mpikv.observe.program import WorkerStatus, this_process
 from mpikv.observe.recorder import Recorder
 from mpikv.observe.stall import Waiting
@@ -60,6 +62,7 @@ class Session:
     optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
     store, before anything else and at its end, whatever happened. given: which errors callers have been given.
     recorder: gets what this rank does, while a timeline is written.
+    log: of what is decided here. metrics: the file of this rank's metrics, if any.
     """
 
     rank = 0
@@ -78,6 +81,8 @@ class Session:
         self.any_sparse = False
         self.stopped = self.closed = False
         self.given = GivenErrors()
+        self.log = StoreLog("worker", 0, this_process().host)
+        self.metrics: MetricsFile | None = None
         self.unsaved_warned = False  # whether one of several trainers has warned that none of them saves
         self.namespaces = 0
         self.updater: Updater | None = None
@@ -232,3 +237,5 @@ class Session:
 
     def abandon(self) -> None:
         """Stop threads without talking to anybody, when the process is going down."""
+        if self.metrics is not None:
+            self.metrics.stop()

@@ -33,6 +33,7 @@ class Processes:
         self._config, self._call, self._advice = config, call, advice
         self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
         self.transport = open_transport(comm, config.timeout_s, self._nobody)
+        self.why_no_memory = ""
         self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def _nobody(self) -> BaseException:
@@ -75,8 +76,9 @@ class Processes:
     def memory(self) -> HostMemory | None:
         """Open the memory of this host; None where its ranks cannot share any. Collective, blocks.
 
-        It is no error where there is none: messages do the same, and `mpikv info` says why.
+        It is no error where there is none: messages do the same; `why_no_memory`, and `mpikv info`, say why.
         """
         here = ranks_here(self.transport)
-        found, _ = segment.open_host_memory(here.index(self.transport.rank), len(here), self.gather_here)
+        rank = here.index(self.transport.rank)
+        found, self.why_no_memory = segment.open_host_memory(rank, len(here), self.gather_here)
         return found

@@ -74,7 +74,7 @@ class Stalls:
 
     def lasts(self, waiting: Waiting, waited_s: float) -> bool:
         """Report a wait, once it has lasted as long as any of its kind before. Returns whether it has. Called often."""
-        longest_s = self._longest_s.get(_kind(waiting), 0.0)
+        longest_s = self._longest_s.get(kind_of(waiting.call), 0.0)
         if waited_s < longest_s:
             return False
         self._report(waiting, waited_s, max(self._warn_s, USUAL * longest_s))
@@ -100,7 +100,7 @@ class Stalls:
     def ended(self, waiting: Waiting, waited_s: float, *, well: bool) -> None:
         """The wait has ended, at last. well: without an error."""
         if well:
-            kind = _kind(waiting)
+            kind = kind_of(waiting.call)
             self._longest_s[kind] = max(waited_s, self._longest_s.get(kind, 0.0))
         if self._reported_s is None:
             return
@@ -214,5 +214,6 @@ class Stalls:
         self._say(table(title, rows, hosts, self._questions.servers(owners)))
 
 
-def _kind(waiting: Waiting) -> str:
-    return waiting.call.partition("(")[0]
+def kind_of(call: str) -> str:
+    """Return the kind of a call: its name without the keys."""
+    return call.partition("(")[0]

@@ -11,6 +11,7 @@ Cost: no message; at the time limit one question to each other worker, and its a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from mpikv.engine.operation import Operation
@@ -22,13 +23,37 @@ from mpikv.session.given import GivenErrors
 from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.questions import Question, Questions, StoreItem, describe
-from mpikv.session.stalls import Stalls
+from mpikv.session.stalls import Stalls, kind_of
 
 ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers within some milliseconds
 
 
+class Spent:
+    """How often calls have waited, and how long. by_call: of each kind of call, a number of waits and their seconds."""
+
+    def __init__(self) -> None:
+        self.by_call: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, call: str, waited_s: float) -> None:
+        """Count a wait. From any thread."""
+        with self._lock:
+            n, seconds = self.by_call.get(call, (0, 0.0))
+            self.by_call[call] = n + 1, seconds + waited_s
+
+    @property
+    def count(self) -> int:
+        """The waits of all calls."""
+        return sum(n for n, _ in tuple(self.by_call.values()))
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all calls."""
+        return sum(seconds for _, seconds in tuple(self.by_call.values()))
+
+
 class Waits:
-    """Of one worker.
+    """Of one worker. spent: what its calls have waited.
 
     questions: to all workers. warn_s: after how long a wait is printed. check_key(key): raises what became of a key
     that workers did not agree on after all. given: notes the errors that waits raise.
@@ -49,6 +74,7 @@ class Waits:
         self.timeout_s = timeout_s
         self._stalls = Stalls(messages, questions, self.activity, warn_s)
         self._check_key, self._given = check_key, given
+        self.spent = Spent()
         self.all_answered = True  # every worker, the last report
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
         messages.acts |= {
@@ -105,6 +131,7 @@ class Waits:
             well = True
         finally:
             waited_s = engine.clock.now_s() - begun_s
+            self.spent.add(kind_of(waiting.call), waited_s)
             if waited_s >= stalls.early_s:
                 stalls.ended(waiting, waited_s, well=well)
 

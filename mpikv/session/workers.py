@@ -18,6 +18,7 @@ from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.observe.activity import Activity
+from mpikv.observe.log import StoreLog
 from mpikv.observe.program import Process, WorkerStatus, this_process
 from mpikv.observe.stall import Waiting
 from mpikv.placement import device_paths
@@ -143,6 +144,7 @@ class Workers(OptimizerSession):
         self.group = Group(self.transport, members.workers)
         self.key_group = self.group if self.ordered is None else Group(self.ordered, members.workers)
         self.rank, self.num_workers = self.group.rank, self.group.size
+        self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
         self.shares_memory = members.path == "direct"
 
     def regroup(self, members: Members) -> None:
@@ -168,6 +170,8 @@ class Workers(OptimizerSession):
             "messages_sent": self.transport.sent_messages,
             "bytes_sent": self.transport.sent_bytes,
             "control_messages_sent": self.messages.sent_messages,
+            "waits": self.waits.spent.count,
+            "waited_s": self.waits.spent.seconds,
             **path,
         }
 
@@ -240,9 +244,14 @@ class Workers(OptimizerSession):
         """Ask all workers to stop once `asked()` says why."""
         self.engine.serve(self.stopping.wish_when(asked), "stop signals")
 
+    @property
+    def rounds(self) -> int:
+        """How often this worker has pushed the key that it has pushed most."""
+        return max(self._events.pushes().values(), default=0)
+
     def begin_epoch(self, epoch: int) -> None:
         """Tell worker 0 how many rounds the last epoch had. Local."""
-        rounds = max(self._events.pushes().values(), default=0)
+        rounds = self.rounds
         self.epochs.begin(self._count("epoch"), epoch, rounds - self._epoch_rounds)
         self._epoch_rounds = rounds
 
@@ -299,6 +308,7 @@ class Workers(OptimizerSession):
 
     def abandon(self) -> None:
         """Stop the engine, and close what wakes it."""
+        super().abandon()
         self.engine.stop()
         if self.links is not None:
             self.links.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Direct:
             clock=session.engine.clock,
             # The wait in the queues, of which others are told, comes after it.
             wait_s=min(WAIT_S, config.timeout_s / 4, EARLY * config.stall_warn_s),
+            waited=lambda seconds: session.waits.spent.add("pushpull", seconds),
         )
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
@@ -79,6 +80,7 @@ class Direct:
         self._failure: BaseException | None = None  # ended a call half-way: the others' counters are ahead since then
         self.calls = 0
         self.declined = 0
+        self._told: set[str] = set()  # why calls were declined
         self.copied_bytes = 0
         self.added_bytes = 0
 
@@ -229,8 +231,7 @@ class Direct:
             # This may raise, so it is done before the other workers depend on this one.
             label = self._number_attributes(call) if self._session.attributes.slots else 0
             if label is None:
-                self.declined += 1
-                return False
+                return self._decline("values of this worker have to be scaled")
             self._executor.begin(plan)
             recorder = self._session.recorder
             part = recorder.begin(call, self.calls + 1, call.n_bytes) if recorder.on else None
@@ -243,8 +244,7 @@ class Direct:
             if part is not None:
                 part.done("meet")
             if not together:
-                self.declined += 1
-                return False
+                return self._decline("not all workers came to the same call in time")
             self._parity ^= 1
             self._current = call
             try:
@@ -268,6 +268,14 @@ class Direct:
         finally:
             self._current = None  # so that nothing keeps its arrays alive
             self._lock.release()
+
+    def _decline(self, why: str) -> Literal[False]:
+        """Count a call that goes through the queues; the first one of its kind is a line of the log."""
+        self.declined += 1
+        if why not in self._told:
+            self._told.add(why)
+            self._session.log.rank(lambda: f"a direct call goes through the queues of its keys: {why} (told once)")
+        return False
 
     def _number_attributes(self, call: DirectCall) -> int | None:
         """Number the optimizers' changed attributes. Returns a digest of the labels under which the call pushes.

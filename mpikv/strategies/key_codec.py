@@ -47,6 +47,7 @@ class KeyCodec:
         self.uncompressed_pieces = pieces(IDENTITY)
         self.returns_encoded = codecs.pull != IDENTITY
         self._group, self._n_elems, self._name = group, info.n_elems, codecs.push.name
+        self._info = info
         self._clock = group.transport.clock
         self._choices = choices if codecs.chosen and info.n_elems > 0 and group.size > 1 else None
         self.choice = self._new_choice()
@@ -54,7 +55,7 @@ class KeyCodec:
         self.exact: SpaceArray | None = None
 
     def _new_choice(self) -> CodecChoice | None:
-        return None if self._choices is None else self._choices.of(self._name)
+        return None if self._choices is None else self._choices.of(self._name, self._info)
 
     @property
     def held_bytes(self) -> int:

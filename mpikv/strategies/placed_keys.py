@@ -23,6 +23,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, record_of
+from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Comparison, PushLabel
 from mpikv.placement.members import Members
@@ -97,7 +98,7 @@ class PlacedKeys:
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
             device_group=session.group,
-            choices=Choices(),
+            choices=Choices(session.log),
         )
         self._rounds = RoundSteps(
             session.num_workers,
@@ -213,6 +214,13 @@ class PlacedKeys:
         """Give a queue its paths and the memory of its value. reserved: its place in shared memory, or None."""
         placement = self._placement(queue.info, queue.keys, has_place=reserved is not None)
         queue.use_paths(KeyPaths(self._resources, queue.info, placement, reserved))
+        if self._session.log.detailed():
+            self._session.log.detail(lambda: self._described(queue))
+
+    def _described(self, queue: RoundQueue) -> str:
+        members, info, codec = self._session.members, queue.info, queue.paths.codec
+        measured = codec is not None and codec.choice is not None
+        return described.line(members, info, queue.keys, queue.placement, wire_of(info), measured=measured)
 
     def _placement(
         self, info: KeyInfo, keys: Sequence[KeyInfo], *, has_place: bool, encoded: bool | None = None

@@ -32,6 +32,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
+from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.placement.on_servers import add_load, as_announced, on_server
@@ -118,7 +119,7 @@ class PsStrategy(Strategy):
         check_owners(len(self._servers), "servers")
         self._labels = members.server_labels
         self._keys: dict[int, ClientKey] = {}
-        self._choices = Choices()
+        self._choices = Choices(session.log)
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False  # whether the optimizer of most keys needs all elements of a key at one server
@@ -167,13 +168,18 @@ class PsStrategy(Strategy):
             space=self._session.spaces.of(info),
             recorder=self._session.recorder,
         )
+        if self._session.log.detailed():
+            wire_, measured = compression.wire_of(info), key.choice is not None
+            self._session.log.detail(
+                lambda: described.line(self._members, info, (), placement, wire_, measured=measured)
+            )
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
     def _choice(self, info: KeyInfo) -> CodecChoice | None:
         """The choice between encoded and uncompressed pushes; None if the key has none. Keys on a GPU have none."""
         measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
-        return self._choices.of(compression.of_text(info.codec).push.name) if measures else None
+        return self._choices.of(compression.of_text(info.codec).push.name, info) if measures else None
 
     def _forget_key(self, info: KeyInfo) -> None:
         """Remove a key for which `init` has returned, but which then turned out to differ between workers."""

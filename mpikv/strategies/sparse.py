@@ -27,6 +27,7 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Steps
 from mpikv.observe.stall import Waiting
+from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import PushLabel, scaled
 from mpikv.placement.place import place_rows
@@ -76,6 +77,7 @@ class RowClient:
     def begin(self, info: KeyInfo) -> None:
         """Add a key; worker 0 sends its first rows to the owners. Under the engine's lock."""
         key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
+        self._session.log.detail(lambda: described.rows(self._session.members, info))
         if self._session.rank:
             return
         first = self._first_rows.pop(info.key)

@@ -32,6 +32,7 @@ def test_defaults():
         "stop_signals": "",
         "stop_file": "",
         "stop_mark": "",
+        "metrics": "",
     }
 
 
@@ -57,6 +58,7 @@ def test_every_variable():
         "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
         "MPIKV_STOP_FILE": " /scratch/Job 1 ",
         "MPIKV_STOP_MARK": "/scratch/mark",
+        "MPIKV_METRICS": "/scratch/metrics",
     }
     assert set(environ) == {variable.name for variable in config.VARIABLES}
     assert dataclasses.asdict(Config.from_environ(environ)) == {
@@ -80,6 +82,7 @@ def test_every_variable():
         "stop_signals": "TERM,USR1",
         "stop_file": "/scratch/Job 1",
         "stop_mark": "/scratch/mark",
+        "metrics": "/scratch/metrics",
     }
 
 

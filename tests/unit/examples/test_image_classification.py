@@ -68,6 +68,34 @@ def train(
     return spawn_stores(kind, workers, body, num_servers=num_servers)
 
 
+def test_numbers_for_tensorboard(
+    data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After each epoch, by worker 0; a stand-in for its writer, which needs a package that is often not there."""
+    written: list[tuple[str, int]] = []
+
+    class Writer:
+        def __init__(self, folder: Path) -> None:
+            assert folder == tmp_path
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, step))
+
+        def flush(self) -> None:
+            written.append(("", 0))
+
+    monkeypatch.setattr(image_classification, "summary_writer", Writer)
+    monkeypatch.setattr(image_classification.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(SystemExit):
+        image_classification.arguments(["--tensorboard", str(tmp_path)])
+    assert "pip install tensorboard" in capsys.readouterr().err
+    monkeypatch.setattr(image_classification.importlib.util, "find_spec", lambda _name: True)
+    train(data, 2, "--model", "small", "--batch-size", 8, "--epochs", 2, "--tensorboard", tmp_path)
+    for name in ("loss", "accuracy", "bytes_sent", "waited_s"):
+        assert written.count((name, 5)) == written.count((name, 10)) == 1
+    assert written.count(("", 0)) == 2
+
+
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 

@@ -256,8 +256,10 @@ def test_a_push_of_this_rank_meanwhile_ends_the_wait_at_once(who):
         together.pushed(digest("a"), 1)
         return True
 
-    together = CommonCalls(counters, step=push, clock=VirtualClock())
+    waits: list[float] = []
+    together = CommonCalls(counters, step=push, clock=VirtualClock(), waited=waits.append)
     assert not together.begin(digest("call"))
+    assert len(waits) == 1
 
 
 def test_the_order_of_earlier_pushes_does_not_matter_but_what_was_pushed_does():

@@ -1,0 +1,138 @@
+"""A key's placement in words: its path, why it is that one, and its codec. Pure; the same on every rank.
+
+For the log (observe/log.py), and so not made in any call unless somebody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpikv.common.checks import shown
+from mpikv.placement.encoding import Wire, encoded_bytes, uncompressed_bytes
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.members import Members
+from mpikv.placement.placement import Placement
+
+SHOWN = 3  # keys of a bucket
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(n_bytes: float) -> str:
+    """Return bytes with a unit.
+
+    >>> from mpikv.placement.described import size
+    >>> size(12), size(4 << 20)
+    ('12 B', '4.0 MiB')
+    """
+    power = 0
+    while n_bytes >= 1024 and power < len(UNITS) - 1:
+        n_bytes, power = n_bytes / 1024, power + 1
+    return f"{n_bytes:.1f} {UNITS[power]}" if power else f"{n_bytes:.0f} B"
+
+
+def key(info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> str:
+    """Name a key, or a bucket of several keys, with its bytes, dtype and memory."""
+    what = f"key {shown(info.key)}"
+    if len(keys) > 1:
+        names = ", ".join(shown(one.key) for one in keys[:SHOWN]) + ", ..." * (len(keys) > SHOWN)
+        what = f"bucket of {len(keys)} keys {names}"
+    return f"{what} ({size(info.n_bytes)} {info.dtype}{' on a GPU' * (info.space == 'device')})"
+
+
+def ranks(members: Members) -> str:
+    """Say how many workers and servers there are, and on how many hosts."""
+    n_hosts = len({members.hosts[rank] for rank in (*members.workers, *members.servers)})
+    servers = several(len(members.servers), "server") if members.servers else "no servers"
+    return f"{several(len(members.workers), 'worker')} and {servers} on {several(n_hosts, 'host')}"
+
+
+def several(n: int, what: str) -> str:
+    """Return a number of things: `1 host`, `3 hosts`."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def memory(members: Members, problem: str = "") -> str:
+    """Say whether ranks of one host use memory that they share, and why not. problem: why they cannot."""
+    return "used" if members.shares_memory else f"not used: {_why_no_memory(members, problem)}"
+
+
+def _why_no_memory(members: Members, problem: str = "") -> str:
+    config, everybody = members.config, (*members.workers, *members.servers)
+    if len({members.hosts[rank] for rank in everybody}) == len(everybody):
+        return "no host has several ranks" if len(everybody) > 1 else "there is one rank"
+    if config.shared_memory == "off":
+        return "MPIKV_SHARED_MEMORY=off"
+    if members.path != "servers" and config.host_algorithm != "auto":
+        return f"MPIKV_ALGORITHM={config.algorithm}"
+    return problem or "the ranks of a host cannot share any"
+
+
+def placement(members: Members, info: KeyInfo, found: Placement, wire: Wire | None) -> str:
+    """Say which path the values of a key take, and why. wire: how they travel encoded, None: never."""
+    if found.path == "servers":
+        return _on_servers(members, info, found)
+    n_hosts = len(set(members.worker_hosts))
+    where = f"{several(len(members.workers), 'worker')} on {several(n_hosts, 'host')}"
+    return f"path {found.path}, {found.algorithm} over {where}, since {_why(members, info, found, wire)}"
+
+
+def _on_servers(members: Members, info: KeyInfo, found: Placement) -> str:
+    bound = members.config.bigarray_bound_elems
+    if len(found.owners) > 1:
+        return f"cut evenly over {len(found.owners)} servers, since it has {bound} elements or more"
+    why = "it is the only one" if len(members.owners) == 1 else "it held the fewest bytes"
+    if len(members.owners) > 1 and info.n_elems >= bound:
+        why = "its optimizer needs all of it at one place"
+    return f"all of it on {members.server_labels[found.owners[0]]}, since {why}"
+
+
+def _why(members: Members, info: KeyInfo, found: Placement, wire: Wire | None) -> str:
+    if len(members.workers) == 1:
+        return "there is one worker"
+    if found.path == "encoded" and wire is not None:
+        return _why_encoded(members, info, found, wire)
+    if members.device_path_of(info) != "host":
+        return f"that is the path of arrays on GPUs in this store{_by_host(found)}"
+    if found.path in ("direct", "hosted"):
+        return f"the workers {'of each host ' * (found.path == 'hosted')}share memory"
+    if found.path == "native":
+        return "MPIKV_ALGORITHM=native"
+    return "the shared memory of a host is full" if members.shares_memory else _why_no_memory(members)
+
+
+def _by_host(found: Placement) -> str:
+    return "" if found.host is None else f", on the host {found.host}"
+
+
+def _why_encoded(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
+    if wire.force:
+        return "'force' asks for it"
+    if not wire.codec and not wire.back:
+        return "half precision travels in two bytes"
+    encoded = encoded_bytes(members, info, wire, updated=found.algorithm != "gather")
+    plain = uncompressed_bytes(members, info)
+    return f"in a round {size(encoded)} leave a host encoded, and {size(plain)} as they are"
+
+
+def line(
+    members: Members, info: KeyInfo, keys: Sequence[KeyInfo], found: Placement, wire: Wire | None, *, measured: bool
+) -> str:
+    """Say all of it of one key, or of a bucket of several keys."""
+    way = f"{key(info, keys)}: {placement(members, info, found, wire)}"
+    return f"{way}; {codec(info, found, measured=measured)}"
+
+
+def rows(members: Members, info: KeyInfo) -> str:
+    """Say where the rows of a row-sparse key are."""
+    owners = "server" if members.path == "servers" else "worker"
+    return f"{key(info)}: row-sparse, its rows are cut evenly over {several(len(members.owners), owners)}"
+
+
+def codec(info: KeyInfo, found: Placement, *, measured: bool) -> str:
+    """Say whether the values of a key travel by its codec. measured: whether its rounds are, to choose."""
+    if info.codec == "none":
+        return "no codec"
+    if found.path != "servers" and "encoded" not in (found.path, found.host):
+        return f"codec {info.codec} is not used: it would save no bytes between hosts"
+    travels = "travels encoded" + (" until its rounds have been measured both ways" if measured else "")
+    return f"codec {info.codec} {travels}"

@@ -1,0 +1,250 @@
+"""What stores decide is in the log: each decision once, with the rank and its host, and nothing in a step."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from on_workers import full, on
+from store_modes import Mode
+
+from mpikv import ConfigError, kv
+from mpikv.observe.log import LOGGER, print_from
+
+BIG = 1 << 10
+
+
+class Kept(logging.Handler):
+    """Keeps records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def lines(self, role: str, rank: int) -> list[str]:
+        return [one.getMessage() for one in self.records if (one.role, one.rank) == (role, rank)]
+
+
+@pytest.fixture
+def log() -> Iterator[Kept]:
+    kept, level = Kept(), LOGGER.level
+    LOGGER.addHandler(kept)
+    LOGGER.setLevel(logging.DEBUG)
+    yield kept
+    LOGGER.removeHandler(kept)
+    print_from("")
+    LOGGER.setLevel(level)
+
+
+class Case(NamedTuple):
+    """What a store of this mode says of itself and of a key. half: float16. params: of compression."""
+
+    mode: Mode
+    ranks: str
+    memory: str
+    key: str
+    half: bool = False
+    params: dict[str, Any] | None = None
+
+
+ONE_HOST, APART = "2 workers and no servers on 1 host", "2 workers and no servers on 2 hosts"
+NO_MEMORY, NOT_SHARED = "not used: no host has several ranks", "not used: MPIKV_SHARED_MEMORY=off"
+CASES = (
+    Case(
+        Mode("dist_sync", 2),
+        ONE_HOST,
+        "used",
+        "path direct, naive over 2 workers on 1 host, since the workers share memory; no codec",
+    ),
+    Case(
+        Mode("dist_sync", 2, memory="off"),
+        ONE_HOST,
+        NOT_SHARED,
+        "path messages, naive over 2 workers on 1 host, since MPIKV_SHARED_MEMORY=off; no codec",
+    ),
+    Case(
+        Mode("dist_sync", 2, algorithm="ring"),
+        ONE_HOST,
+        "not used: MPIKV_ALGORITHM=ring",
+        "path messages, ring over 2 workers on 1 host, since MPIKV_ALGORITHM=ring; no codec",
+    ),
+    Case(
+        Mode("dist_sync", 3, hosts="aab"),
+        "3 workers and no servers on 2 hosts",
+        "used",
+        "path hosted, hierarchical over 3 workers on 2 hosts, since the workers of each host share memory; no codec",
+    ),
+    Case(
+        Mode("dist_sync", 2, hosts="ab"),
+        APART,
+        NO_MEMORY,
+        "path encoded, gather over 2 workers on 2 hosts, since half precision travels in two bytes; no codec",
+        half=True,
+    ),
+    Case(
+        Mode("dist_sync", 2, hosts="ab"),
+        APART,
+        NO_MEMORY,
+        "path encoded, gather over 2 workers on 2 hosts, since in a round 256 B leave a host encoded, and 4.0 KiB as "
+        'they are; codec {"threshold": 0.5, "type": "2bit"} travels encoded until its rounds have been measured both '
+        "ways",
+        params={"type": "2bit"},
+    ),
+    Case(
+        Mode("dist_sync", 2),
+        ONE_HOST,
+        "used",
+        "path encoded, gather over 2 workers on 1 host, since 'force' asks for it; codec "
+        '{"force": true, "type": "fp16"} travels encoded',
+        params={"type": "fp16", "force": True},
+    ),
+    Case(
+        Mode("dist_sync", 2, 1, memory="off"),
+        "2 workers and 1 server on 1 host",
+        NOT_SHARED,
+        "all of it on server 0 (rank 2 on localhost), since it is the only one; no codec",
+    ),
+    Case(
+        Mode("dist_async", 2, 2),
+        "2 workers and 2 servers on 1 host",
+        "used",
+        "cut evenly over 2 servers, since it has 8 elements or more; no codec",
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key.partition(',')[0]}-{case.mode.workers}")
+def test_each_decision_is_one_line_of_each_rank(case: Case, log: Kept) -> None:
+    mode, dtype = case.mode, np.float16 if case.half else np.float32
+
+    def body(store: Any) -> None:
+        if case.params:
+            store.set_gradient_compression(case.params)
+        store.init("w", full(0, BIG, dtype))
+        if not mode.synchronous:
+            store.set_optimizer("sgd")
+        store.pushpull("w", full(1, BIG, dtype))
+        store.barrier()
+        before = len(log.records)
+        for _ in range(4):
+            store.pushpull("w", full(1, BIG, dtype))
+        store.barrier()
+        assert len(log.records) == before
+
+    mode.run(body)
+    n_bytes = "2.0 KiB float16" if case.half else "4.0 KiB float32"
+    of_store = [f"store {mode.name!r}: {case.ranks}", f"shared memory {case.memory}"]
+    optimizer = f"optimizer SGD updates all keys that have no other one: it goes to {mode.servers} servers"
+    of_keys = [f"key 'w' ({n_bytes}): {case.key}", *([] if mode.synchronous else [optimizer])]
+    for role, n in (("worker", mode.workers), ("server", mode.servers)):
+        for rank in range(n):
+            host = next(one.host for one in log.records if (one.role, one.rank) == (role, rank))
+            assert host in [*mode.hosts, "localhost"]
+            wanted = of_store + of_keys * (role == "worker")
+            assert log.lines(role, rank) == [f"{role} {rank} on {host}: {text}" for text in wanted]
+    infos = Counter(one.role + str(one.rank) for one in log.records if one.levelno == logging.INFO)
+    assert infos == {"worker0": 2 + (not mode.synchronous)}
+
+
+def test_a_codec_that_is_measured_and_an_optimizer_of_workers(log: Kept) -> None:
+    def body(store: Any) -> None:
+        store.set_gradient_compression({"type": "2bit"})
+        store.init("w", full(0, BIG))
+        store.set_optimizer("sgd")
+        while store.stats()["compressed_keys"]["w"]["looks"] == 0:
+            store.pushpull("w", full(1, BIG))
+
+    Mode("dist_sync", 2, hosts="ab").run(body)
+    for rank in range(2):
+        lines = log.lines("worker", rank)
+        assert sum("key 'w' (4.0 KiB float32): its values travel " in line for line in lines) == 1, lines
+        assert (
+            sum("optimizer SGD updates all keys that have no other one: it goes to the wor" in line for line in lines)
+            == 1
+        )
+
+
+def test_buckets_and_rows(log: Kept) -> None:
+    from mpikv import RowSparse
+
+    def body(store: Any) -> None:
+        store.init([*"abcd"], [full(0, 3)] * 4)
+        store.strategy.bucket([*"abcd"])
+        store.init("rows", RowSparse(np.arange(2), full(1, (2, 5)), (8, 5)))
+
+    Mode("dist_sync", 2, memory="off").run(body)
+    for rank in range(2):
+        lines = log.lines("worker", rank)
+        assert sum("bucket of 4 keys 'a', 'b', 'c', ... (48 B float32): path messages" in line for line in lines) == 1
+        rows = "key 'rows' (160 B float32): row-sparse, its rows are cut evenly over 2 workers"
+        assert sum(rows in line for line in lines) == 1
+
+
+def test_arrays_on_gpus(log: Kept) -> None:
+    Mode("dist_sync", 2, device="staged").run(lambda store: store.init("w", full(0)))
+    for rank in range(2):
+        lines = log.lines("worker", rank)
+        path = "arrays on GPUs: staged (not "
+        key = "key 'w' (16 B float32 on a GPU): path staged, naive over 2 workers on 1 host, since that is the path of "
+        assert [sum(text in line for line in lines) for text in (path, key)] == [1, 1], lines
+
+
+def test_a_direct_call_that_is_declined_is_told_once(log: Kept) -> None:
+    def body(store: Any) -> int:
+        store.init("w", full(0))
+        for _ in range(3):
+            if store.rank == 0:
+                store.pushpull("w", full(1))
+            else:
+                store.push("w", full(1))
+                store.pull("w")
+        return store.stats()["declined_calls"]
+
+    assert Mode("dist_sync", 2).run(body) == [3, 0]
+    told = "a direct call goes through the queues of its keys: not all workers came to the same call in time"
+    assert [sum(told in line for line in log.lines("worker", rank)) for rank in range(2)] == [1, 0]
+
+
+def test_a_program_formats_records_itself(log: Kept) -> None:
+    with kv.create("local") as store:
+        store.init("w", full(0))
+    (record,) = log.records
+    formatted = logging.Formatter("%(role)s %(rank)s %(levelname)s %(filename)s: %(message)s").format(record)
+    assert formatted.startswith("worker 0 INFO kv.py: worker 0 on ")
+    assert formatted.endswith(": store 'local' of one process: it sends nothing to others")
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, log: Kept) -> None:
+    """Each line once, however many stores are made; nothing without MPIKV_LOG, warnings neither."""
+    for level, n in (("", 0), ("Debug", 1), ("info", 1), ("warning", 0), ("", 0)):
+        monkeypatch.setenv("MPIKV_LOG", level)
+        kv.create("local").close()
+        text = capsys.readouterr().err
+        assert text.count("\n") == text.count("store 'local' of one process") == n, (level, text)
+    assert text == ""
+    LOGGER.removeHandler(log)
+    monkeypatch.setattr(LOGGER, "propagate", False)  # as where a program has configured nothing
+    LOGGER.warning("nobody listens")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("MPIKV_LOG", "loud")
+    with pytest.raises(ConfigError, match="MPIKV_LOG='loud' is none of debug, info, warning"):
+        kv.create("local")
+
+
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1))
+def test_without_who_listens_no_text_is_made(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpikv.placement import described
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise AssertionError("a text was made")
+
+    monkeypatch.setattr(described, "line", fail)
+    store.init("w", full(0))
+    store.pushpull("w", full(1))

@@ -1,0 +1,62 @@
+"""Placements in words: reasons that no store of the tests of the log has (tests/unit/observe/test_log.py)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv import Config
+from mpikv.placement import described
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.members import Members
+from mpikv.placement.place import place
+
+KEY = KeyInfo("w", 0, (1000,), np.dtype(np.float32))
+LARGE = KEY._replace(shape=(2_000_000,))
+MEMBERS = {
+    "alone": Members(("a",), (0,)),
+    "here": Members(("a", "a"), (0, 1)),
+    "no memory": Members(("a", "a"), (0, 1), memory=False),
+    "native": Members(("a", "b"), (0, 1), config=Config(algorithm="native")),
+    "servers": Members(("a", "a", "b", "b"), (0, 2), (1, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("members", "info", "options", "says"),
+    [
+        ("here", KEY, {"fits": False}, "path messages, naive .*, since the shared memory of a host is full"),
+        ("no memory", KEY, {}, "path messages, .*, since the ranks of a host cannot share any"),
+        ("alone", KEY, {}, "path messages, naive over 1 worker on 1 host, since there is one worker"),
+        ("native", KEY, {}, "path native, native over 2 workers on 2 hosts, since MPIKV_ALGORITHM=native"),
+        (
+            "servers",
+            KEY,
+            {"load_bytes": [1, 0]},
+            r"all of it on server 1 \(rank 3 on b\), since it held the fewest bytes",
+        ),
+        (
+            "servers",
+            LARGE,
+            {"load_bytes": [0, 0], "whole": True},
+            "all of it .* its optimizer needs all of it at one place",
+        ),
+        ("servers", LARGE, {"load_bytes": [0, 0]}, "cut evenly over 2 servers, since it has 1000000 elements or more"),
+    ],
+)
+def test_a_path_and_why(members: str, info: KeyInfo, options: dict[str, Any], says: str) -> None:
+    found = MEMBERS[members]
+    text = described.line(found, info, (), place(found, info, **options), None, measured=False)
+    head = f"key 'w' ({described.size(info.n_bytes)} float32): "
+    assert text.startswith(head)
+    assert text.endswith("; no codec")
+    assert re.fullmatch(says, text[len(head) : -len("; no codec")]), text
+
+
+def test_a_codec_that_is_not_used() -> None:
+    info = KEY._replace(codec="fp16")
+    text = described.codec(info, place(MEMBERS["here"], info), measured=True)
+    assert text == "codec fp16 is not used: it would save no bytes between hosts"
