@@ -48,8 +48,8 @@ class ServerCore:
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: allocates the memory
     of values; default: memory of this process. space: that of these arrays. device: the space of the worker that an
     asynchronous server runs in: keys in that space are kept and updated there. codecs: makes a key's codecs from their
-    text. recorder: gets the updates. timeline: answers requests about them. requests,
-    received_bytes: counts of what has come, bytes without headers.
+    text. recorder: gets the updates. timeline: answers requests about them. requests, received_bytes: counts of what
+    has come, bytes without headers.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mpikv.commands.trace.files import Rank
-from mpikv.commands.trace.rounds import CONTRIBUTES, Name, Round, Timed, complete
+from mpikv.commands.trace.rounds import CONTRIBUTES, Name, Round, Timed, by_rank, complete
 from mpikv.commands.trace.spans import Spans, common, total, union
 
 WAITS = ("wait", "meet", "collective")  # for others, and then for what is sent
@@ -73,8 +73,7 @@ def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, R
     """Return the sums over all records."""
     last = {name: (round_.last.rank, round_.last.begin_us) for name, round_ in complete(ranks, rounds)}
     workers, servers, keys = dict[int, WorkerTime](), dict[int, float](), dict[str, KeyCost]()
-    for i, rank in enumerate(ranks):
-        own = [one for one in timed if one.rank == i]
+    for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):
         if rank.role[0] == "worker":
             workers[i] = _Worker(rank, own, last).count(keys)
         else:

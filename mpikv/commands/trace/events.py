@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpikv.commands.trace.files import Rank
-from mpikv.commands.trace.rounds import Name, Round, Timed
+from mpikv.commands.trace.rounds import Name, Round, Timed, by_rank
 
 PARTS = ("reduce-scatter", "update", "allgather", "copy")  # of a worker's round, one after another
 CODING = ("encode", "decode")
@@ -26,10 +26,9 @@ Entry = dict[str, Any]
 def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> Iterator[Entry]:
     """Return all events: names, slices, and arrows from contributions to sums."""
     rows = _Rows()
-    for i, rank in enumerate(ranks):
+    for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):
         yield _meta(i, 0, "process_name", name=f"{rank.name} (pid {rank.header['pid']})")
         yield _meta(i, 0, "process_sort_index", sort_index=i)
-        own = [one for one in timed if one.rank == i]
         for one in own:
             yield from rows.slices(one, rank)
         yield from rows.rounds(i, own)

@@ -65,6 +65,14 @@ def in_common_time(ranks: Sequence[Rank], clocks: dict[str, ClockOffset]) -> lis
     return sorted(moved, key=lambda timed: (timed.begin_us, -timed.end_us))
 
 
+def by_rank(ranks: Sequence[Rank], timed: Sequence[Timed]) -> list[list[Timed]]:
+    """Return the records of each rank."""
+    found: list[list[Timed]] = [[] for _ in ranks]
+    for one in timed:
+        found[one.rank].append(one)
+    return found
+
+
 def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, Round]:
     """Return the rounds."""
     found: dict[Name, Round] = {}
