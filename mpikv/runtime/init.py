@@ -13,16 +13,18 @@ import os
 import threading
 
 from mpikv.runtime import abort, launcher, unmet
+from mpikv.runtime.coming import awaited
 from mpikv.runtime.loaded import function
 
 TRANSFERS = "OMPI_MCA_btl"  # Open MPI reads it in MPI_Init
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
 
 
-def initialise(timeout_s: float) -> None:
+def initialise(timeout_s: float, warn_s: float) -> None:
     """Initialise MPI as `mpi4py.rc` says. Blocks until the other ranks of the job, if there are any, do the same.
 
-    When they have not come after `timeout_s`, or STARTING_S, the job ends with status 1, and a line says why.
+    Where they have not come after `warn_s`, a table says which of them wait. When they have not come after `timeout_s`,
+    or STARTING_S, the job ends with status 1, and a line says why.
     """
     import mpi4py  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
@@ -39,7 +41,8 @@ def initialise(timeout_s: float) -> None:
     timer = threading.Timer(limit_s, _give_up, (abort.Guard(launcher.said_rank(os.environ), started_by.size), limit_s))
     timer.daemon = True
     timer.start()
-    status = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    with awaited("MPI_Init", warn_s):
+        status = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     timer.cancel()
     if status:
         raise MPI.Exception(status)

@@ -18,6 +18,7 @@ from mpikv.errors import ConfigError, StallError
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement.topology import labels, pretended
+from mpikv.runtime.coming import awaited
 from mpikv.session.agreement import grouped
 from mpikv.transports.memory import ranks_here
 from mpikv.transports.mpi import allgather_bytes, open_transport
@@ -32,7 +33,9 @@ class Processes:
     def __init__(self, comm: MPI.Intracomm, config: Config, call: str, advice: str = "") -> None:
         self._config, self._call, self._advice = config, call, advice
         self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
-        self.transport = open_transport(comm, config.timeout_s, self._nobody)
+        world = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
+        with awaited(call, config.stall_warn_s, world):
+            self.transport = open_transport(comm, config.timeout_s, self._nobody)
         self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def _nobody(self) -> BaseException:
