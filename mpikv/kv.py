@@ -7,6 +7,7 @@ the same picture of workers and servers, from which the store is assembled (asse
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import uuid
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import wrong
 from mpikv.config import Config
-from mpikv.create import device_trials, notices, worker_device
+from mpikv.create import device_trials, notices, offered, worker_device
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble, local_store
 from mpikv.create.spec import StoreSpec
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
+from mpikv.observe import endpoint
 from mpikv.observe.program import Process, this_process
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import DeviceReport
@@ -180,28 +182,33 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     _warn_of_devices(found.warning)
     _warn_of_devices(device_paths.advice(members))
     listener = _stop_signals(config)
+    store_id = announced[0]["store_id"]
+    while_it_serves: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if transport.rank in roles.servers:
         listener.install()
-    store = assemble(
-        name,
-        spec,
-        transport,
-        members,
-        threaded=processes.threaded,
-        on_fatal=abort.fatal,
-        memory=memory,
-        connect=connect,
-        asked_to_stop=listener.why,
-        spaces=found.spaces,
-        nccl=nccl,
-        store_id=announced[0]["store_id"],
-        processes=[Process(*entry["process"]) for entry in announced],
-    )
+        while_it_serves = endpoint.OWN.offered(offered.ServerOffer(members, transport.rank, store_id))
+    with while_it_serves:
+        store = assemble(
+            name,
+            spec,
+            transport,
+            members,
+            threaded=processes.threaded,
+            on_fatal=abort.fatal,
+            memory=memory,
+            connect=connect,
+            asked_to_stop=listener.why,
+            spaces=found.spaces,
+            nccl=nccl,
+            store_id=store_id,
+            processes=[Process(*entry["process"]) for entry in announced],
+        )
     if store is None:
         listener.end()
         raise SystemExit(0)
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
+    offered.offer(store, store_id, asks=processes.threaded)
     return _registered(_listening(store, config))
 
 

@@ -97,11 +97,16 @@ class Activity:
         return [self, *self.others()]
 
     def where(self) -> str:
-        """Return where the program is, and whether it computes: 'at train.py:41 in main, computing'; "" if unknown."""
+        """Return where the program is, and what it does there: 'at train.py:41 in main, computing'; "" if unknown.
+
+        It computes or not, or is in a call of this package that has not waited so far: 'in mpikv'.
+        """
         blocked = next((one for one in self.all() if one._call is not None), None)  # noqa: SLF001 - of the same class
         place = program.position(self._home if blocked is None else blocked._thread)  # noqa: SLF001 - of the same class
         if not place:
             return ""
+        if blocked is None and program.in_package(self._home):
+            return f"at {place}, in mpikv"
         computes = None if blocked is not None else program.thread_computes(self._native)
         return f"at {place}" + {None: "", True: ", computing", False: ", not computing"}[computes]
 

@@ -41,7 +41,7 @@ Table = Mapping[int, Entry]
 
 
 def read() -> dict[int, Entry]:
-    """Return all processes."""
+    """Return all processes that have not ended."""
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and (entry := _entry(Path("/proc", name))) is not None:
@@ -55,6 +55,8 @@ def _entry(folder: Path) -> Entry | None:
         before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
         state, parent = after.split()[:2]
     except (OSError, ValueError):  # it has just ended
+        return None
+    if state in "ZX":  # nobody has asked how
         return None
     try:
         words = (folder / "environ").read_text(errors="replace").split("\0")

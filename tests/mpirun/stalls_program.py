@@ -58,6 +58,7 @@ with kv.create("dist_sync") as store:
     if case == "swapped_calls":
         swapped_calls(store)
     elif store.rank == victim and not case.startswith("before"):
+        print(f"rank {victim} stays away", flush=True)
         globals()[case]()
     store.pushpull("a", np.ones(3, np.float32))
 print("survived", flush=True)

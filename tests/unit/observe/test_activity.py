@@ -62,3 +62,16 @@ def test_the_wait_that_others_may_count_on() -> None:
         thread.start()
         thread.join()
         assert asked.blocked() is None
+
+
+def test_where_the_program_is() -> None:
+    """A call that does not count as a wait so far is told from the program's own code."""
+    asked, said = Activity(), list[str]()
+    thread = threading.Thread(target=lambda: said.append(asked.where()))
+    thread.start()
+    thread.join()
+    here = r"at test_activity.py:\d+ in test_where_the_program_is"
+    assert re.fullmatch(rf"{here}, (not )?computing", said[0])
+    assert re.fullmatch(rf"{here}, in mpikv", asked.where())
+    with asked.during("barrier"):
+        assert re.fullmatch(here, asked.where())

@@ -1,0 +1,64 @@
+"""`mpikv top` asks a running job from outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, start
+from test_failures import rank_of
+
+PROGRAM = str(Path(__file__).with_name("stalls_program.py"))
+LIMIT_S = 60
+AT_WORK = r"( +\d+ \S+ +\d+ +\d+\.\d .*; at stalls_program\.py:\d+ in .*\n)"
+ASLEEP = r"outside the store for \d+\.\d s, .*; at stalls_program\.py:\d+ in sleep_in_python"
+SLEEPS = rf" +1 \S+ +\d+ +0\.0 {ASLEEP}, (not )?computing\n"
+STOPPED = r" +1 \S+ +\d+ +\S+ no answer for 2\.0 s; it was stopped by a signal"
+CASES = {
+    "sleep_in_python": ({}, rf"3 workers, 0 servers\n.*\n{AT_WORK}{SLEEPS}{AT_WORK}"),
+    "stopped": ({}, rf"3 workers, 0 servers\n(.*\n)+{STOPPED}"),
+    "a server": (
+        {"MPIKV_NUM_SERVERS": "1"},
+        rf"2 workers, 1 server\n.*\n{AT_WORK}{{2}}pid \d+: server 0 of 1, for 2 w",
+    ),
+    "calls": ({"MPIKV_PROGRESS": "calls"}, rf"3 workers, 0 servers; of 3 of them, .*\n.*\n{AT_WORK}{{3}}"),
+}
+
+
+def top(*words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpikv", "top", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_is_asked_by_the_pid_of_mpirun(mpi, case: str, tmp_path: Path) -> None:
+    env, said = CASES[case]
+    body = "stopped" if case == "stopped" else "sleep_in_python"
+    env = {"FOLDER": str(tmp_path), "MPIKV_TIMEOUT_S": "100", **env}
+    with start(3, ["python", PROGRAM, body, "1"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for("rank 1 stays away")
+        pid = running._process.pid
+        status, output = top(str(pid))
+        assert (status, output.splitlines()[0].split()[0]) == (0, "stalls_program.py")
+        assert re.search(said, output), output
+        ranks = {rank: pid for pid in running.processes() if (rank := rank_of(pid, PROGRAM)) is not None}
+        if case == "sleep_in_python":
+            assert re.search(said, top(str(ranks[1]), "--once")[1])
+        (tmp_path / "go").touch()
+        if case == "stopped":
+            running.end()
+    if case != "stopped":
+        assert running.result.status == 0, running.result.output
+    status, output = top(str(ranks[0]))
+    assert status == 1
+    assert "no process and no job" in output
