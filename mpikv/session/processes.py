@@ -13,6 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpikv._version import __version__
 from mpikv.config import Config
 from mpikv.errors import ConfigError, StallError
 from mpikv.hostmemory import segment
@@ -57,10 +58,15 @@ class Processes:
         """Return what every rank announced; the `settings` must be the same on all. Collective, blocks.
 
         mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
-        the same on every rank, where a setting differs between ranks, or what they make.
+        the same on every rank, where a setting differs between ranks, what they make, or the version of this package.
         """
         name = self._call.partition("(")[0]
-        announced = [json.loads(text) for text in self.gather(json.dumps({**mine, "call": name}).encode())]
+        mine = {**mine, "call": name, "version": __version__}
+        announced = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
+        versions = [entry.get("version", "an older one") for entry in announced]
+        if len(set(versions)) > 1:  # all else that they bring may differ with it
+            differs = grouped(versions, labels(self.transport.hosts))
+            raise ConfigError(f"{name}: the version of mpikv differs between ranks: {differs}")
         calls = [entry["call"] for entry in announced]
         if len(set(calls)) > 1:
             raise ConfigError(

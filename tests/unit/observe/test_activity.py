@@ -9,6 +9,7 @@ import threading
 from mpikv.common.clock import VirtualClock
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
+from mpikv.runtime.abort import Guard
 
 
 def test_calls_of_a_store_and_of_another_one() -> None:
@@ -75,3 +76,12 @@ def test_where_the_program_is() -> None:
     assert re.fullmatch(rf"{here}, in mpikv", asked.where())
     with asked.during("barrier"):
         assert re.fullmatch(here, asked.where())
+
+
+def test_a_program_that_is_about_to_end() -> None:
+    """Its error is told while it waits for its turn to print it; the first one, where several follow from it."""
+    asked, guard = Activity(), Guard(1, 3)
+    guard.watch(asked)
+    guard._note_end("ValueError: no such file\nin two lines")
+    guard._note_end("sys.exit(1)")
+    assert asked.text() == "ends by ValueError: no such file"
