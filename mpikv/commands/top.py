@@ -24,12 +24,12 @@ HERE_S, WORKERS_S = (
 )  # within which a process answers by itself, and has asked all workers, of which some are silent
 NOT_FOUND = 1
 CLEAR = "\x1b[H\x1b[J"
-ELSEWHERE = "a job on another host is asked there: `ssh HOST mpikv top`, `srun --jobid={} --overlap mpikv top`"
+ELSEWHERE = "a job on another host is asked there: `ssh HOST mpikv top`, `srun --jobid={} --overlap -n 1 mpikv top`"
 EXAMPLES = """examples:
   mpikv top                    the job of this user on this host, or a list of several
   mpikv top 4711               the job of this process: of a rank, mpirun or mpikv launch; or the job 4711 of Slurm
   mpikv top 4711 --once        once, as into a file
-  srun --jobid=4711 --overlap mpikv top    on a host of the job
+  srun --jobid=4711 --overlap -n 1 mpikv top    on a host of the job
 
 exit status: 0, also once the job has ended; 1 where there is none; 2 for wrong options."""
 

@@ -62,7 +62,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 class Endpoint:
-    """The socket of this process. program: what the process is called in answers, default by its command line."""
+    """The socket of this process."""
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
@@ -173,12 +173,18 @@ os.register_at_fork(after_in_child=OWN.forget)
 
 
 def endpoints() -> dict[int, int]:
-    """Return the processes of this host that can be asked, each with its user. {}: none, or no such sockets here."""
-    try:
-        text = Path("/proc/net/unix").read_text()
-    except OSError:
-        return {}
-    return {int(pid): int(uid) for uid, pid in re.findall(r"@mpikv-(\d+)-(\d+)$", text, re.MULTILINE)}
+    """Return the processes of this host that can be asked, each with its user. {}: none, or no such sockets here.
+
+    Anybody may take a name, so only those count that name the user whose process it is.
+    """
+    found = {}
+    with contextlib.suppress(OSError):
+        text = Path("/proc/net/unix").read_text(errors="replace")
+        for uid, pid in re.findall(r"@mpikv-(\d+)-(\d+)$", text, re.MULTILINE):
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}").st_uid == int(uid):
+                    found[int(pid)] = int(uid)
+    return found
 
 
 def ask(pid: int, uid: int, question: str, timeout_s: float) -> dict[str, Any]:

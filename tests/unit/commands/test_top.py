@@ -46,7 +46,7 @@ ASKABLE = {12: 5, 13: 5, 21: 5, 30: 6}
         ("30", 5, "process 30 belongs to another user"),
         ("40", 5, r"neither process 40 \(bash\) nor one that it has started has an open store"),
         ("88", 5, "job 88 runs here, and no process of it has an open store on this host"),
-        ("99", 5, "no process and no job 99 on this host; .*`srun --jobid=99 --overlap mpikv top`"),
+        ("99", 5, "no process and no job 99 on this host; .*`srun --jobid=99 --overlap -n 1 mpikv top`"),
         ("x", 5, "no process and no job x on this host"),
         ("-1", 5, "no process and no job -1 on this host"),
     ],

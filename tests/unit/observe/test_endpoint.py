@@ -91,6 +91,10 @@ def test_other_users_are_told_nothing_and_not_believed(monkeypatch: pytest.Monke
 
 
 def test_a_name_that_somebody_else_has() -> None:
+    """Then there is no answer; and a name of another user for this process is none."""
+    with socket.socket(socket.AF_UNIX) as foreign, OWN.offered(Offer()):
+        foreign.bind(name_of(PID, UID + 1))
+        assert endpoints()[PID] == UID
     with socket.socket(socket.AF_UNIX) as foreign:
         foreign.bind(name_of(PID, UID))
         with OWN.offered(Offer()):
