@@ -18,6 +18,7 @@ from mpikv.commands.bench.start import RankedParser
 from mpikv.commands.launch.options import add_launch, add_submit
 from mpikv.commands.plan.options import add_parser as add_plan
 from mpikv.commands.records_command import add_parser as add_records
+from mpikv.commands.top import add_parser as add_top
 from mpikv.commands.trace.command import add_parser as add_trace
 
 
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan(commands)
     add_trace(commands)
     add_records(commands)
+    add_top(commands)
     return parser
 
 

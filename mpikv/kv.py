@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
 from mpikv.config import Config, log_level
-from mpikv.create import decisions, device_trials, metrics, notices, worker_device
+from mpikv.create import decisions, device_trials, metrics, notices, offered, worker_device
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble, local_store
 from mpikv.create.spec import StoreSpec
@@ -79,7 +79,7 @@ def create(
                 raise ValueError(f"a {name.lower()!r} store is of one process and has no servers; give num_servers=0")
         if spec.distributed:
             _check_process(name)
-            library.prepare(config.mpi, config.interface, config.timeout_s)
+            library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
     except Exception:
         abort.install_early(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
@@ -106,7 +106,7 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
     try:
         config = _config(config)
         _check_comm(comm)
-        library.prepare(config.mpi, config.interface, config.timeout_s)
+        library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
     except Exception:
         abort.install_early(others_wait=True)
         raise
@@ -189,6 +189,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     _warn_of_devices(device_paths.advice(members))
     decisions.of_process(decisions.log_of(members, transport.rank), members, transport.rank, found.told)
     listener = _stop_signals(config)
+    store_id = announced[0]["store_id"]
     if transport.rank in roles.servers:
         listener.install()
     store = assemble(
@@ -203,7 +204,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         asked_to_stop=listener.why,
         spaces=found.spaces,
         nccl=nccl,
-        store_id=announced[0]["store_id"],
+        store_id=store_id,
         processes=[Process(*entry["process"]) for entry in announced],
         why_no_memory=processes.why_no_memory,
         metrics_name=_metrics_name(comm),
@@ -213,6 +214,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise SystemExit(0)
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
+    offered.offer(store, store_id, asks=processes.threaded)
     return _seen(_registered(_listening(store, config)), config)
 
 

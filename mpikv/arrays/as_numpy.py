@@ -190,7 +190,10 @@ def _write_elsewhere(out: Any, value: HostArray, what: str) -> None:
 def flat_copy(array: Any, what: str) -> HostArray:
     """Return the elements of `array` in C order, as a new contiguous 1-D array of its dtype."""
     host = host_view(array, what)
-    return np.array(host, copy=True, order="C").reshape(-1)
+    try:
+        return np.array(host, copy=True, order="C").reshape(-1)
+    except MemoryError as error:
+        raise MemoryError(f"{what}: {error}") from None
 
 
 def sum_devices(arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> HostArray:

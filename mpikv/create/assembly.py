@@ -14,10 +14,12 @@ from functools import partial
 from mpikv.codecs.compression import Compressions
 from mpikv.collectives.nccl import NcclComm
 from mpikv.create import decisions, metrics
+from mpikv.create.offered import ServerOffer
 from mpikv.create.spec import StoreSpec
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
+from mpikv.observe import endpoint
 from mpikv.observe.program import Process
 from mpikv.placement.members import Members
 from mpikv.server.core import ServerCore
@@ -110,10 +112,10 @@ def assemble(
     timeline = ServerTimeline(transport.recorder, number, len(members.workers))
     if transport.rank in members.servers:
         made = core()
-        number = members.servers.index(transport.rank)
+        read = partial(metrics.of_server, made, transport, links)
+        seen = metrics.written(members.config.metrics, metrics_name, number, read)
         try:
-            read = partial(metrics.of_server, made, transport, links)
-            with metrics.written(members.config.metrics, metrics_name, number, read):
+            with seen, endpoint.OWN.offered(ServerOffer(members, number, store_id)):
                 run_server(reached, members.workers, made, members.config.timeout_s, asked_to_stop)
         except SystemExit as error:
             raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error

@@ -29,9 +29,10 @@ class Activity:
     """The store call that a rank is in, or was in last, and since when.
 
     store: tells the store from others; the same text on all of its workers, as far as stores can meet. me: this worker
-    in it. reached(item): how far this rank has come in what workers must come to. others: the activities of the
-    process's other stores. facts: which waits cannot end before which, as the last inquiry in this store has found.
-    hopeless: a wait, by its id, that can never end, and why. recorder: gets each wait when it has ended.
+    in it. ending: why the program is about to end; "": it is not. reached(item): how far this rank has come in what
+    workers must come to. others: the activities of the process's other stores. facts: which waits cannot end before
+    which, as the last inquiry in this store has found. hopeless: a wait, by its id, that can never end, and why.
+    recorder: gets each wait when it has ended.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Activity:
         self._call: object = None  # whose text says what it is, which is not asked for in every call
         self._last: object = "kv.create"
         self._failed = False  # the last call; the process is about to end then, and others still ask
+        self.ending = ""
         self._since_s = self._clock.now_s()
         self._home, self._native = threading.get_ident(), threading.get_native_id()
         self._thread = self._home  # of the last call that waited
@@ -89,9 +91,11 @@ class Activity:
         """Return text such as 'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'.
 
         Where the rank waits in another store: 'in close of another store for 2.1 s'; where it has waited there in vain:
-        'its close of another store failed 0.3 s ago'.
+        'its close of another store failed 0.3 s ago'. Where its program has failed: 'ends by ValueError: ...'.
         """
         elapsed_s = self._clock.now_s() - self._since_s
+        if self.ending:
+            return f"ends by {self.ending}"
         if self._call is not None:
             return f"in {self._call} for {elapsed_s:.1f} s"
         for other in self.others():
@@ -108,11 +112,16 @@ class Activity:
         return [self, *self.others()]
 
     def where(self) -> str:
-        """Return where the program is, and whether it computes: 'at train.py:41 in main, computing'; "" if unknown."""
+        """Return where the program is, and what it does there: 'at train.py:41 in main, computing'; "" if unknown.
+
+        It computes or not, or is in a call of this package that has not waited so far: 'in mpikv'.
+        """
         blocked = next((one for one in self.all() if one._call is not None), None)  # noqa: SLF001 - of the same class
         place = program.position(self._home if blocked is None else blocked._thread)  # noqa: SLF001 - of the same class
         if not place:
             return ""
+        if blocked is None and program.in_package(self._home):
+            return f"at {place}, in mpikv"
         computes = None if blocked is not None else program.thread_computes(self._native)
         return f"at {place}" + {None: "", True: ", computing", False: ", not computing"}[computes]
 

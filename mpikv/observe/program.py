@@ -86,19 +86,31 @@ def position(thread: int) -> str:
     It is the innermost place in the user's own files; where none of these is on the stack, in any file but this
     package's.
     """
+    frame, _ = _users(thread)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def in_package(thread: int) -> bool:
+    """Return whether that place has called this package, and waits for it to return."""
+    return _users(thread)[1]
+
+
+def _users(thread: int) -> tuple[FrameType | None, bool]:
+    """The frame of `position`, and whether there are frames of this package inside of it."""
     innermost: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001 - documented, "for debuggers"
-    outside = None
+    outside, own = None, False
     for frame in itertools.islice(_outwards(innermost), 1000):
         file = frame.f_code.co_filename
+        if file.startswith(OWN):
+            own = True
         if file.startswith((OWN, "<frozen")):
             continue
         outside = outside or frame
         if not file.startswith(INSTALLED):
-            outside = frame
-            break
-    if outside is None:
-        return ""
-    return f"{os.path.basename(outside.f_code.co_filename)}:{outside.f_lineno} in {outside.f_code.co_name}"
+            return frame, own
+    return outside, own
 
 
 def thread_computes(native_id: int) -> bool | None:

@@ -91,9 +91,9 @@ class Row(NamedTuple):
     doing: str
 
 
-def table(title: str, rows: Sequence[Row], hosts: Sequence[str], more: Sequence[str] = ()) -> str:
+def table(title: str, rows: Sequence[Row], hosts: Sequence[str], more: Sequence[str] = (), what: str = "worker") -> str:
     """The table of a wait that lasts: a line of each worker, or of several that do the same. hosts: of the workers.
-    more: further lines.
+    more: further lines. what: what they are called.
 
     >>> from mpikv.observe.stall import Row, table
     >>> rows = [Row(i, 10 + i, f'in barrier for 2.{i} s') for i in range(3)]
@@ -108,11 +108,11 @@ def table(title: str, rows: Sequence[Row], hosts: Sequence[str], more: Sequence[
     lines = [f"mpikv: stalled for {title}"]
     for some in groups.values():
         pids = ", ".join(str(row.pid) for row in some[:SHOWN]) + (", ..." if len(some) > SHOWN else "")
-        lines.append(f"  {several([row.worker for row in some], hosts)} (pid {pids}): {some[0].doing}")
+        lines.append(f"  {several([row.worker for row in some], hosts, what)} (pid {pids}): {some[0].doing}")
     return "\n".join([*lines, *(f"  {line}" for line in more)])
 
 
-def several(workers: Sequence[int], hosts: Sequence[str]) -> str:
+def several(workers: Sequence[int], hosts: Sequence[str], what: str = "worker") -> str:
     """Workers by their numbers and hosts; of many, the first ones and how many there are.
 
     >>> from mpikv.observe.stall import several
@@ -123,7 +123,7 @@ def several(workers: Sequence[int], hosts: Sequence[str]) -> str:
     by_host = {hosts[worker]: None for worker in shown_ones}
     texts = [", ".join(str(one) for one in shown_ones if hosts[one] == host) + f" on {host}" for host in by_host]
     more = f" and {len(workers) - SHOWN} more" if len(workers) > SHOWN else ""
-    return f"worker {', '.join(texts)}{more}"
+    return f"{what} {', '.join(texts)}{more}"
 
 
 def without_seconds(text: str) -> str:

@@ -42,6 +42,7 @@ FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass 
 TURN_S = 2.5
 BETWEEN_S = 0.3  # from one rank's turn to the next one's
 LONGEST_TURN_S = 4.0  # however many ranks there are
+LONGEST_REASON = 200  # characters of an error that others are told
 MISTAKE = 2  # the status, as argparse has it
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -101,6 +102,7 @@ class Guard(TakesSignals):
 
     def tell(self, error: BaseException) -> None:
         """Print an error, and end the job."""
+        self._note_end(f"{type(error).__name__}: {error}")
         found = None if wants_full_tracebacks() else tracebacks.mistake(error)
         if found is None:
             self.fail(tracebacks.full(error) if wants_full_tracebacks() else tracebacks.folded(error))
@@ -111,10 +113,16 @@ class Guard(TakesSignals):
 
     def fail(self, text: str, status: int = 1) -> None:
         """Print `text` with this rank in front of every line, and end the job with `status`."""
+        self._note_end(text)
         if not wants_full_tracebacks():
             self._wait_for_turn()
         self.say(text, status)
         abort(status)
+
+    def _note_end(self, why: str) -> None:
+        """Let those who ask meanwhile know it. The first reason counts."""
+        for activity in self.activities:
+            activity.ending = activity.ending or why.partition("\n")[0][:LONGEST_REASON]
 
     def _wait_for_turn(self) -> None:
         """Wait while ranks before this one print the same error; their end of the job ends this process meanwhile."""

@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import socket
 import threading
 
-from mpikv.runtime import abort, launcher, unmet
+from mpikv.observe.stall import say
+from mpikv.runtime import abort, launcher, printed, unmet
+from mpikv.runtime.coming import awaited
 from mpikv.runtime.loaded import function
 
 TRANSFERS = "OMPI_MCA_btl"  # Open MPI reads it in MPI_Init
+SHARED = "/dev/shm"
+LEAST_SHARED_BYTES = 16 << 20  # what one rank of Open MPI asks for
+PASS_ON_S = 0.5
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
 
 
-def initialise(timeout_s: float) -> None:
+def initialise(timeout_s: float, warn_s: float) -> None:
     """Initialise MPI as `mpi4py.rc` says. Blocks until the other ranks of the job, if there are any, do the same.
 
-    When they have not come after `timeout_s`, or STARTING_S, the job ends with status 1, and a line says why.
+    Where they have not come after `warn_s`, a table says which of them wait. When they have not come after `timeout_s`,
+    or STARTING_S, the job ends with status 1, and a line says why.
     """
     import mpi4py  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
@@ -35,11 +43,13 @@ def initialise(timeout_s: float) -> None:
     if init_thread is None:
         MPI.Init_thread(level)
         return
+    _warn_of_full_memory()
     limit_s = max(timeout_s, STARTING_S)
     timer = threading.Timer(limit_s, _give_up, (abort.Guard(launcher.said_rank(os.environ), started_by.size), limit_s))
     timer.daemon = True
     timer.start()
-    status = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    with awaited("MPI_Init", warn_s):
+        status = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     timer.cancel()
     if status:
         raise MPI.Exception(status)
@@ -58,6 +68,18 @@ def _initialise_alone(level: int) -> None:
     MPI.Init_thread(level)
     if chosen is None:  # ranks that this program starts are not alone
         del os.environ[TRANSFERS]
+
+
+def _warn_of_full_memory() -> None:
+    """Print a line where MPI's memory for messages within this host has no room: MPICH then dies without saying why."""
+    if launcher.said_local_rank(os.environ) == 0 and os.path.isdir(SHARED):
+        left = shutil.disk_usage(SHARED).free
+        if left < LEAST_SHARED_BYTES:
+            text = (
+                f"mpikv: {SHARED} has {left / (1 << 20):.1f} MiB left on {socket.gethostname()}, and MPI needs some for"
+            )
+            say(f"{text} messages within a host: free some, or give a container more (docker run --shm-size=1g)")
+            printed.wait_until_read(PASS_ON_S)  # hydra forgets what it has not read when a rank dies
 
 
 def _give_up(guard: abort.Guard, limit_s: float) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpikv.common.checks import LONGEST_S
 from mpikv.config import AUTO_INTERFACE, Config
 from mpikv.errors import ConfigError
 from mpikv.runtime import interface, launcher, unmet
@@ -59,14 +60,20 @@ class Library:
     cuda: bool | None  # whether it takes device memory; None: it cannot be asked, so no
 
 
-def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: float = Config.timeout_s) -> None:
+def prepare(
+    mode: str | None = None,
+    network: str = AUTO_INTERFACE,
+    timeout_s: float = Config.timeout_s,
+    warn_s: float = LONGEST_S,
+) -> None:
     """Load and initialise MPI. The first call has an effect; later ones only check that `mode` and `network` hold.
 
     mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. network: as
     MPIKV_INTERFACE has it; where MPI runs already, without it, a RuntimeWarning of rank 0 says so.
     Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
     launcher, where this host has no such interface, or in a process that a rank has started. Blocks until the other
-    ranks of the job do the same; ends the job where they have not after `timeout_s`.
+    ranks of the job do the same; where they have not, prints a table after `warn_s` (default never), and ends the job
+    after `timeout_s`.
     """
     launcher.check_process()
     try:
@@ -81,7 +88,7 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: f
         raise
     launcher.mark_rank()
     if initialises:
-        initialise(timeout_s)
+        initialise(timeout_s, warn_s)
 
 
 def _load(mode: str | None) -> bool:

@@ -13,11 +13,13 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpikv._version import __version__
 from mpikv.config import Config
 from mpikv.errors import ConfigError, StallError
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement.topology import labels, pretended
+from mpikv.runtime.coming import awaited
 from mpikv.session.agreement import grouped
 from mpikv.transports.memory import ranks_here
 from mpikv.transports.mpi import allgather_bytes, open_transport
@@ -32,8 +34,10 @@ class Processes:
     def __init__(self, comm: MPI.Intracomm, config: Config, call: str, advice: str = "") -> None:
         self._config, self._call, self._advice = config, call, advice
         self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
-        self.transport = open_transport(comm, config.timeout_s, self._nobody)
         self.why_no_memory = ""
+        world = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
+        with awaited(call, config.stall_warn_s, world):
+            self.transport = open_transport(comm, config.timeout_s, self._nobody)
         self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def _nobody(self) -> BaseException:
@@ -55,10 +59,15 @@ class Processes:
         """Return what every rank announced; the `settings` must be the same on all. Collective, blocks.
 
         mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
-        the same on every rank, where a setting differs between ranks, or what they make.
+        the same on every rank, where a setting differs between ranks, what they make, or the version of this package.
         """
         name = self._call.partition("(")[0]
-        announced = [json.loads(text) for text in self.gather(json.dumps({**mine, "call": name}).encode())]
+        mine = {**mine, "call": name, "version": __version__}
+        announced = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
+        versions = [entry.get("version", "an older one") for entry in announced]
+        if len(set(versions)) > 1:  # all else that they bring may differ with it
+            differs = grouped(versions, labels(self.transport.hosts))
+            raise ConfigError(f"{name}: the version of mpikv differs between ranks: {differs}")
         calls = [entry["call"] for entry in announced]
         if len(set(calls)) > 1:
             raise ConfigError(

@@ -207,6 +207,8 @@ class Stalls:
         hosts = self._messages.workers.hosts
         owners = sorted({owner for lasting in self._lasting.values() for owner in lasting.owners})
         others = [worker for worker in (*missing, *self._silent) if worker not in self._lasting]
+        if not (others or owners):  # of what has no number nobody says that it is missing
+            others = [worker for worker, answer in answers.items() if not answer["blocked"]]
         for_whom = several(others, hosts) if others else ", ".join(owners) or "each other"
         wait = "waits" if len(self._lasting) == 1 else "wait"
         title = f"{now_s - self._begun_s:.1f} s: {several([*self._lasting], hosts)} {wait} for {for_whom}"

@@ -1,4 +1,4 @@
-"""Three workers of which one stays away, or which wait for each other: `stalls_program.py CASE`.
+"""Three workers of which one stays away, or which wait for each other: `stalls_program.py CASE RANK`.
 
 Who stays away comes once there is a file $FOLDER/go. Prints `survived` where a worker gets to the end.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mpikv import kv
+from mpikv.runtime import launcher
 
 case, victim = sys.argv[1], int(sys.argv[2])
 go = Path(os.environ["FOLDER"], "go")
@@ -48,11 +49,16 @@ def swapped_calls(store: kv.KVStore) -> None:
         store.pushpull(key, np.ones(3, np.float32))
 
 
+if case == "before_create":
+    from mpi4py import MPI  # noqa: F401 - so that all have come to MPI_Init
+if case.startswith("before") and victim == launcher.said_rank(os.environ):
+    sleep_in_python()
 with kv.create("dist_sync") as store:
     store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
     if case == "swapped_calls":
         swapped_calls(store)
-    elif store.rank == victim:
+    elif store.rank == victim and not case.startswith("before"):
+        print(f"rank {victim} stays away", flush=True)
         globals()[case]()
     store.pushpull("a", np.ones(3, np.float32))
 print("survived", flush=True)

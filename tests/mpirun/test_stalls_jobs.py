@@ -48,6 +48,24 @@ def test_who_stays_away_is_told_of(mpi, case: str, victim: int, tmp_path: Path) 
         assert "mpikv: going on, after a stall of" in running.result.output
 
 
+@pytest.mark.parametrize(("case", "call"), [("before_init", "MPI_Init"), ("before_create", "kv.create('dist_sync')")])
+@pytest.mark.parametrize("victim", [1, 0])
+def test_who_does_not_come_to_the_start_is_told_of(mpi, case: str, call: str, victim: int, tmp_path: Path) -> None:
+    """By one rank, though ranks have no connection yet."""
+    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "1", "MPIKV_TIMEOUT_S": "100"}
+    others = ", ".join(str(rank) for rank in range(3) if rank != victim)
+    with start(3, ["python", PROGRAM, case, str(victim)], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for(
+            rf"mpikv: stalled for \d+\.\d s: rank {others} {HOST} wait in {re.escape(call)} for rank {victim} {HOST}\n"
+            rf"  rank {others} {HOST} \(pid \d+, \d+\): in {re.escape(call)} for \d+\.\d s; at stalls_program\.py:\d+ "
+            rf"in <module>\n  rank {victim} {HOST} \(pid \d+\): has not come to it; it (sleeps, or waits|computes)\n",
+            LIMIT_S,
+        )
+        (tmp_path / "go").touch()
+    assert (running.result.status, running.result.stdout.count("survived")) == (0, 3), running.result.output
+    assert "mpikv: going on, after a stall of" in running.result.output
+
+
 @pytest.mark.parametrize("victim", [1, 0])
 def test_workers_that_wait_for_each_other(mpi, victim: int, tmp_path: Path) -> None:
     env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "1", "MPIKV_TIMEOUT_S": "100"}

@@ -9,6 +9,7 @@ import threading
 from mpikv.common.clock import VirtualClock
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
+from mpikv.runtime.abort import Guard
 
 
 def test_calls_of_a_store_and_of_another_one() -> None:
@@ -62,3 +63,25 @@ def test_the_wait_that_others_may_count_on() -> None:
         thread.start()
         thread.join()
         assert asked.blocked() is None
+
+
+def test_where_the_program_is() -> None:
+    """A call that does not count as a wait so far is told from the program's own code."""
+    asked, said = Activity(), list[str]()
+    thread = threading.Thread(target=lambda: said.append(asked.where()))
+    thread.start()
+    thread.join()
+    here = r"at test_activity.py:\d+ in test_where_the_program_is"
+    assert re.fullmatch(rf"{here}, (not )?computing", said[0])
+    assert re.fullmatch(rf"{here}, in mpikv", asked.where())
+    with asked.during("barrier"):
+        assert re.fullmatch(here, asked.where())
+
+
+def test_a_program_that_is_about_to_end() -> None:
+    """Its error is told while it waits for its turn to print it; the first one, where several follow from it."""
+    asked, guard = Activity(), Guard(1, 3)
+    guard.watch(asked)
+    guard._note_end("ValueError: no such file\nin two lines")
+    guard._note_end("sys.exit(1)")
+    assert asked.text() == "ends by ValueError: no such file"

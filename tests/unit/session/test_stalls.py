@@ -74,6 +74,18 @@ def test_a_wait_is_told_with_both_sides_and_its_end(mode: Mode, printed: list[st
     until(lambda: printed[-1].startswith("mpikv: going on, after a stall of "))
 
 
+def test_who_misses_in_a_call_without_a_number_is_named(printed: list[str]) -> None:
+    """Workers initialise their keys in any order."""
+
+    def body(store: Any) -> None:
+        if store.rank == 1:
+            waits_for_it(printed, "stalled")
+        store.init("w", np.zeros(3, np.float32))
+
+    Mode("dist_sync", 3).run(body, stall_warn_s=WARN_S)
+    assert re.search(r" waits? for worker (0, )?1(, 2)? on localhost\n", printed[0])
+
+
 @every_mode
 def test_another_table_where_another_worker_is_missing(
     mode: Mode, printed: list[str], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,215 @@
+"""Where other processes of this host ask this one what it does: a Unix socket that only the same user can use.
+
+It is an abstract one (unix(7)), `\\0mpikv-UID-PID`: it has no file, and is gone with its process, however that ends. It
+is there while something is offered; a thread sleeps in `accept`, and serves one client after another. A client asks
+with one line, `here` (what the process knows by itself, at once) or `workers` (everything, for which other ranks may be
+asked), and gets one JSON document. Both sides look at who the other one is, as the kernel has it, and wait with a
+limit.
+
+Cost: one sleeping thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+HERE, WORKERS = "here", "workers"  # what can be asked
+QUESTION_S = 1.0  # within which a client sends its line, and takes what it is answered
+QUESTION_BYTES = 64
+MOST_BYTES = 1 << 26  # of an answer: some hundred thousand workers
+WAITING_CLIENTS = 16
+JOIN_S = 5.0
+
+
+class Source(Protocol):
+    """Something that this process tells of."""
+
+    def answer(self, *, whole: bool) -> dict[str, Any]:
+        """Return it as JSON. whole: other ranks may be asked, which takes some seconds where they do not answer."""
+
+
+def name_of(pid: int, uid: int) -> str:
+    """Return the name of a process's socket."""
+    return f"\0mpikv-{uid}-{pid}"
+
+
+def allowed(peer_uid: int, own_uid: int) -> bool:
+    """Return whether a process of this user may ask one of `own_uid`, and be believed by it.
+
+    >>> from mpikv.observe.endpoint import allowed
+    >>> allowed(1000, 1000), allowed(0, 1000), allowed(1001, 1000)
+    (True, True, False)
+    """
+    return peer_uid in (0, own_uid)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end, and its user."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", packed)
+    return pid, uid
+
+
+class Endpoint:
+    """The socket of this process."""
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._client: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def offered(self, source: Source) -> Iterator[None]:
+        """Offer something for as long as the block lasts."""
+        self.offer(source)
+        try:
+            yield
+        finally:
+            self.withdraw(source)
+
+    def offer(self, source: Source) -> None:
+        """Answer with this, too. Local. Where the socket cannot be had, nobody is told of anything."""
+        with self._lock:
+            self._sources.append(source)
+            if self._socket is None:
+                self._open()
+
+    def withdraw(self, source: Source) -> None:
+        """Do not any more; once nothing is offered the socket is closed, and its thread has ended."""
+        with self._lock:
+            if source in self._sources:
+                self._sources.remove(source)
+            if self._sources or self._socket is None:
+                return
+            listening, thread = self._socket, self._thread
+            self._socket = self._thread = None
+            for one in (listening, self._client):
+                if one is not None:
+                    with contextlib.suppress(OSError):
+                        one.shutdown(socket.SHUT_RDWR)  # ends what the thread waits for; `close` would not
+        if thread is not None:
+            thread.join(JOIN_S)
+        listening.close()
+
+    def _open(self) -> None:
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(name_of(os.getpid(), os.geteuid()))
+            listening.listen(WAITING_CLIENTS)
+        except OSError:  # no abstract sockets here, or somebody else has taken the name
+            listening.close()
+            return
+        self._socket = listening
+        self._thread = threading.Thread(target=self._serve, args=(listening,), name="mpikv-endpoint", daemon=True)
+        self._thread.start()
+
+    def forget(self) -> None:
+        """Close what a forked child has inherited, which would keep the name when its parent has ended."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._sources.clear()
+        for one in (self._socket, self._client):
+            if one is not None:
+                one.close()
+        self._socket = self._client = self._thread = None
+
+    def _serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                if self._socket is not listening:
+                    client.close()
+                    return
+                self._client = client
+            try:
+                client.settimeout(QUESTION_S)
+                # Whoever sends nothing, or goes: it is their loss. What a source raises is told to the client.
+                with contextlib.suppress(OSError):
+                    self._answer(client)
+            finally:
+                with self._lock:
+                    self._client = None
+                client.close()
+
+    def _answer(self, client: socket.socket) -> None:
+        if not allowed(_peer(client)[1], os.geteuid()):
+            return
+        question = client.recv(QUESTION_BYTES).decode(errors="replace").strip()
+        if question in (HERE, WORKERS):
+            client.sendall(json.dumps(self.told(whole=question == WORKERS)).encode())
+
+    def told(self, *, whole: bool) -> dict[str, Any]:
+        """Return the document."""
+        offers = []
+        for source in tuple(self._sources):
+            try:
+                offers.append(source.answer(whole=whole))
+            except Exception as error:  # noqa: BLE001 - the process is not to end because somebody looks at it
+                offers.append({"kind": "error", "doing": f"{type(error).__name__}: {error}"})
+        program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+        return {"pid": os.getpid(), "host": socket.gethostname(), "program": program, "offers": offers}
+
+
+OWN = Endpoint()  # a process has one name
+os.register_at_fork(after_in_child=OWN.forget)
+
+
+# --- who asks
+
+
+def endpoints() -> dict[int, int]:
+    """Return the processes of this host that can be asked, each with its user. {}: none, or no such sockets here.
+
+    Anybody may take a name, so only those count that name the user whose process it is.
+    """
+    found = {}
+    with contextlib.suppress(OSError):
+        text = Path("/proc/net/unix").read_text(errors="replace")
+        for uid, pid in re.findall(r"@mpikv-(\d+)-(\d+)$", text, re.MULTILINE):
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}").st_uid == int(uid):
+                    found[int(pid)] = int(uid)
+    return found
+
+
+def ask(pid: int, uid: int, question: str, timeout_s: float) -> dict[str, Any]:
+    """Ask a process of this host, of user `uid`. Blocks, at most `timeout_s`.
+
+    Raises OSError where it does not answer, PermissionError where the socket is another user's.
+    """
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(name_of(pid, uid))
+        if not allowed(_peer(connection)[1], uid):
+            raise PermissionError(f"the socket of process {pid} belongs to another user")
+        connection.sendall(f"{question}\n".encode())
+        parts = bytearray()
+        while part := connection.recv(1 << 16):
+            parts += part
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or len(parts) > MOST_BYTES:
+                raise TimeoutError(f"process {pid} has not answered in {timeout_s:g} s")
+            connection.settimeout(left_s)
+    try:
+        document = json.loads(parts)
+    except ValueError:
+        raise ConnectionResetError(f"process {pid} has not answered") from None
+    if not isinstance(document, dict):
+        raise ConnectionResetError(f"process {pid} has given another answer than a document")
+    return document

@@ -1,0 +1,171 @@
+"""Three workers, of which worker 1 makes a fault: `fault_program.py FAULT`, the name of a function below.
+
+Each worker makes two good steps before. Prints `survived` where a worker gets to the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+import mpikv._version
+from mpikv import data, kv, optimizers
+from mpikv.runtime import launcher
+
+ONES = np.ones(4, np.float32)
+EVER_S = 1000
+
+
+def none(store: kv.KVStore) -> None:
+    """No fault."""
+
+
+def missing_key(store: kv.KVStore) -> None:
+    if store.rank != 1:
+        store.pushpull("b", ONES.copy())
+    store.pushpull("a", ONES.copy())
+
+
+def extra_key(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        store.push("b", ONES)
+        store.pull("b")
+
+
+def unknown_key(store: kv.KVStore) -> None:
+    store.init("c" if store.rank == 1 else "d", ONES)
+    store.pushpull("c" if store.rank == 1 else "d", ONES.copy())
+
+
+def other_order(store: kv.KVStore) -> None:
+    for key in "ba" if store.rank == 1 else "ab":
+        store.pushpull(key, ONES.copy())
+
+
+def other_order_of_mixed_waits(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        store.barrier()
+    store.push("a", ONES)
+    store.pull("a")
+    store.barrier()
+
+
+def shape(store: kv.KVStore) -> None:
+    store.init("x", np.ones(2 + (store.rank == 1), np.float32))
+
+
+def dtype(store: kv.KVStore) -> None:
+    store.init("x", np.ones(2, np.float64 if store.rank == 1 else np.float32))
+
+
+def optimizer(store: kv.KVStore) -> None:
+    store.set_optimizer(optimizers.create("sgd", learning_rate=0.1 + store.rank % 2))
+
+
+def attribute(store: kv.KVStore) -> None:
+    made = optimizers.create("sgd", learning_rate=0.1)
+    store.set_optimizer(made)
+    made.set_learning_rate(0.5 + store.rank % 2)
+    store.pushpull("a", ONES.copy())
+
+
+def exception(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        raise RuntimeError("boom on one worker")
+
+
+def sys_exit(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        sys.exit(3)
+
+
+def loop_in_python(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        while True:
+            pass
+
+
+def loop_in_c(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        re.match("(a+)+$", "a" * 60 + "b")
+
+
+def sleep_in_c(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        ctypes.PyDLL(None).sleep(EVER_S)  # holds the lock of the interpreter
+
+
+def sleep_in_python(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        time.sleep(EVER_S)
+
+
+def sigstop(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sigkill(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_and_use(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        child = get_context("fork").Process(target=store.pushpull, args=("a", ONES.copy()))
+        child.start()
+        child.join()
+        assert child.exitcode == 0, "the child has failed"
+
+
+def uneven_batches(store: kv.KVStore) -> None:
+    sampler = data.SplitSampler.for_store(13, store, last="uneven", shuffle=False)  # 5, 4 and 4 of them
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _ in sampler:
+            store.pushpull("a", ONES.copy())
+
+
+def out_of_memory(store: kv.KVStore) -> None:
+    value = np.ones(1 << 24, np.float32)  # 64 MiB
+    if store.rank == 1:
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + (32 << 20),) * 2)
+    store.init("large", value)
+
+
+def two_stores(store: kv.KVStore) -> None:
+    stores = [kv.create("dist_sync"), store]
+    for one in reversed(stores) if store.rank == 1 else stores:
+        one.close()
+
+
+def version() -> None:
+    mpikv._version.__version__ = "0.0.1"
+    globals()["fault"] = none
+
+
+def never_creates() -> None:
+    time.sleep(EVER_S)
+
+
+fault = globals()[sys.argv[1]]
+if sys.argv[1] in ("version", "never_creates") and launcher.said_rank(os.environ) == 1:
+    fault()
+with kv.create("dist_sync") as store:
+    store.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
+    for _ in range(2):
+        for key in "ab":
+            store.pushpull(key, ONES.copy())
+    fault(store)
+    store.pushpull("a", ONES.copy())
+print("survived", flush=True)

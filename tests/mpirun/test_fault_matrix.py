@@ -1,0 +1,173 @@
+"""Every fault of one worker is named: by rank, host, key and the line of the program, soon, and the job ends.
+
+Each row is a fault of fault_program.py. Soon: what is found at once comes before any table of a wait, and what has a
+limit before a longer one, which no test waits for. Two MPIs in one job are in tests/jobs/test_library_mix.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from jobs import BACKING, SHM, Mpi, mpirun
+
+PROGRAM = str(Path(__file__).with_name("fault_program.py"))
+LIMIT_S = 60
+HOST = r"on [^\s:;,)]+"
+ME, OTHER = rf"worker [02] {HOST}", rf"worker 1 {HOST}"
+
+
+def at(name: str) -> str:
+    """A line of a function of the program."""
+    return rf"at fault_program\.py:\d+ in {name}"
+
+
+AT_END = at("<module>")
+RAISED = rf"\[rank 1 of 3 {HOST}\]"
+
+
+PID = r"( \(pid \d+\))?"  # where a process has several stores
+
+
+class Fault(NamedTuple):
+    """What is printed of a fault. warn_s, timeout_s: the limits, so long that what is printed cannot come from a later
+    one. status: None: any but 0. of: the MPI under which some of it is said; the others end the job all the same.
+    """
+
+    said: tuple[str, ...]
+    warn_s: float = 1000  # longer than any job here lasts
+    timeout_s: float = 1000
+    status: int | None = None
+    of: str = ""
+
+
+def circle(one: str, other: str) -> Fault:
+    """Workers 0 and 2 wait in one place and worker 1 in the other; whoever of the circle is named first."""
+    one, other = rf"{ME}{PID} in {one}", rf"{OTHER}{PID} in {other}"
+    return Fault((rf"StallError: .*Deadlock: ({one} waits for {other} waits|{other} waits for {one} waits)",), warn_s=2)
+
+
+def away(doing: str) -> Fault:
+    """Worker 1 does not come: first there is the table, then the error, at the limit."""
+    table = rf"mpikv: stalled for .*: worker 0, 2 {HOST} wait for {OTHER}\n(.*\n)*?.*  {OTHER} \(pid \d+\): {doing}"
+    waiting = r"pushpull of key 'a', round 3"
+    doing = doing.replace("no answer for 1\\.0 s; ", "")
+    error = rf"StallError: {ME} \(rank [02] of 3\) waited 5 s in {waiting}\..*{OTHER} \(.*{doing}.*"
+    return Fault((rf"  worker 0, 2 .*: in {waiting} for .*; {AT_END}", rf"{table}[^\0]*{error}"), warn_s=1, timeout_s=5)
+
+
+AWAY = r"outside the store for \d+\.\d s, its last call was pushpull of key 'b'; "
+SILENT = r"no answer for 1\.0 s; "
+FAULTS = {
+    "missing_key": circle(
+        rf"pushpull of key 'b', round 3 {at('missing_key')}", rf"pushpull of key 'a', round 3 {at('missing_key')}"
+    ),
+    "extra_key": circle(rf"pushpull of key 'a', round 3 {AT_END}", rf"pull of key 'b', round 3 {at('extra_key')}"),
+    "unknown_key": circle(
+        rf"pushpull of key 'd', round 1 {at('unknown_key')}", rf"pushpull of key 'c', round 1 {at('unknown_key')}"
+    ),
+    "other_order": circle(
+        rf"pushpull of key 'a', round 3 {at('other_order')}", rf"pushpull of key 'b', round 3 {at('other_order')}"
+    ),
+    "other_order_of_mixed_waits": circle(
+        rf"pull of key 'a', round 3 {at('other_order_of_mixed_waits')}", f"barrier {at('other_order_of_mixed_waits')}"
+    ),
+    "shape": Fault(
+        (rf"ShapeMismatch: init of key 'x'.* worker 0 {HOST}.*: float32 \(2,\); worker 1 {HOST}: float32 \(3,\)",)
+    ),
+    "dtype": Fault((rf"ShapeMismatch: init of key 'x'.*: float32 \(2,\); worker 1 {HOST}: float64 \(2,\)",)),
+    "optimizer": Fault(
+        (rf"ConfigError: set_optimizer with different .* worker 0 {HOST}.*: learning_rate=0\.1; worker 1 {HOST}: ",)
+    ),
+    "attribute": Fault(
+        (rf"ConfigError: key 'a', round 3: different attributes .*: learning_rate=0\.5; worker 1 {HOST}: .*1\.5",)
+    ),
+    "exception": Fault((rf"{RAISED} .*fault_program\.py\", line \d+, in exc", rf"{RAISED} RuntimeError: boom on one")),
+    "sys_exit": Fault((rf"{RAISED} sys\.exit\(3\) while <KVStore dist_sync: worker 1 of 3> was open",), status=3),
+    "loop_in_python": away(f"{AWAY}{at('loop_in_python')}, computing"),
+    "sleep_in_python": away(f"{AWAY}{at('sleep_in_python')}, not computing"),
+    "loop_in_c": away(f"{SILENT}it computes without a break for other threads"),
+    "sleep_in_c": away(f"{SILENT}it sleeps in a call that lets no other thread run"),
+    "sigstop": away(f"{SILENT}it was stopped by a signal"),
+    "sigkill": Fault((r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9",), of="openmpi"),
+    "fork_and_use": Fault(
+        (
+            "MpikvError: pushpull in a process that was forked from worker 1 of 3",
+            rf"{RAISED} .*fault_program\.py\", line \d+, in fork_and_use",
+        )
+    ),
+    "uneven_batches": Fault(
+        (
+            rf"before epoch 1 began, .* batches: worker 0 {HOST}: 5; worker 1 {HOST}, worker 2 {HOST}: 4",
+            rf"PeerError: worker 0 .* pushpull of key 'a', round 12: worker [12] {HOST} closed its store after 11",
+            r"fault_program\.py\", line \d+, in uneven_batches",
+        )
+    ),
+    "out_of_memory": Fault(
+        (
+            rf"{RAISED} .*fault_program\.py\", line \d+, in out_of_memory",
+            rf"{RAISED} MemoryError: init: the value of key 'large': Unable to allocate 64",
+        )
+    ),
+    "two_stores": circle(rf"close {at('two_stores')}", rf"close {at('two_stores')}"),
+    "version": Fault(
+        (rf"ConfigError: kv\.create: the version of mpikv differs between ranks: rank 0 .*; rank 1 {HOST}: 0\.0\.1",),
+        status=2,
+    ),
+}  # fmt: skip
+
+
+def left_in_memory() -> list[str]:
+    return [path.name for path in SHM.iterdir() if "mpikv" in path.name]
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_ends_the_job(mpi: Mpi, name: str) -> None:
+    fault = FAULTS[name]
+    env = {"MPIKV_STALL_WARN_S": str(fault.warn_s), "MPIKV_TIMEOUT_S": str(fault.timeout_s)}
+    job = mpirun(3, ["python", PROGRAM, name], env=env, timeout_s=LIMIT_S, mpi=mpi)
+    assert not job.timed_out, job.output
+    assert job.status == fault.status or (fault.status is None and job.status != 0), job.output
+    assert job.ranks_left == [], job.output
+    assert "survived" not in job.stdout, job.output
+    assert left_in_memory() == []
+    for text in fault.said if fault.of in ("", mpi.kind) else ():
+        assert re.search(text, job.output), f"no {text!r} in:\n{job.output}"
+
+
+def test_without_a_fault_the_program_survives(mpi: Mpi) -> None:
+    """Else the test above could not fail."""
+    job = mpirun(3, ["python", PROGRAM, "none"], timeout_s=LIMIT_S, mpi=mpi)
+    assert (job.status, job.stdout.count("survived"), job.ranks_left) == (0, 3, []), job.output
+    assert left_in_memory() == []
+
+
+def may_mount() -> bool:
+    """Whether this process may give a child a /dev/shm of its own."""
+    line = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(SHM)]
+    return bool(shutil.which("unshare")) and subprocess.run(line, capture_output=True, check=False).returncode == 0
+
+
+def test_a_full_dev_shm(mpi: Mpi, tmp_path: Path) -> None:
+    """Where nothing goes into it: Open MPI does without, MPICH dies, and then a line of ours is all that says why."""
+    if not may_mount():
+        pytest.skip("needs root and unshare, for a /dev/shm that is full")
+    script = tmp_path / "mpirun"
+    script.write_text(
+        f'#!/bin/sh\nexec unshare --mount sh -c \'mount -t tmpfs -o size=1m tmpfs {SHM} && mkdir -p "${BACKING}" && '
+        f'head -c 2000000 /dev/zero 2> /dev/null > {SHM}/full; exec {mpi.program("mpirun")} "$@"\' mpirun "$@"\n'
+    )
+    script.chmod(0o755)
+    inside = Mpi(mpi.kind, mpi.prefix, programs=tmp_path)
+    job = mpirun(3, ["python", PROGRAM, "none"], timeout_s=LIMIT_S, mpi=inside)
+    assert not job.timed_out, job.output
+    assert re.search(rf"mpikv: {SHM} has 0\.0 MiB left {HOST}, and MPI needs some", job.output), job.output
+    if mpi.kind == "openmpi":
+        assert (job.status, job.stdout.count("survived")) == (0, 3), job.output
+    else:
+        assert (job.status == 0) == (job.stdout.count("survived") == 3), job.output

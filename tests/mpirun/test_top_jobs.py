@@ -1,0 +1,98 @@
+"""`mpikv top` asks a running job from outside."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, start
+from test_failures import rank_of
+
+from mpikv.commands.top import CLEAR
+
+PROGRAM = str(Path(__file__).with_name("stalls_program.py"))
+LIMIT_S = 60
+AT_WORK = r"( +\d+ \S+ +\d+ +\d+\.\d .*; at stalls_program\.py:\d+ in .*\n)"
+ASLEEP = r"outside the store for \d+\.\d s, .*; at stalls_program\.py:\d+ in sleep_in_python"
+SLEEPS = rf" +1 \S+ +\d+ +0\.0 {ASLEEP}, (not )?computing\n"
+STOPPED = r" +1 \S+ +\d+ +\S+ no answer for 2\.0 s; it was stopped by a signal"
+CASES = {
+    "sleep_in_python": ({}, rf"3 workers, 0 servers\n.*\n{AT_WORK}{SLEEPS}{AT_WORK}"),
+    "stopped": ({}, rf"3 workers, 0 servers\n(.*\n)+{STOPPED}"),
+    "a server": (
+        {"MPIKV_NUM_SERVERS": "1"},
+        rf"2 workers, 1 server\n.*\n{AT_WORK}{{2}}pid \d+: server 0 of 1, for 2 w",
+    ),
+    "calls": ({"MPIKV_PROGRESS": "calls"}, rf"3 workers, 0 servers; of 3 of them, .*\n.*\n{AT_WORK}{{3}}"),
+}
+
+
+class OnTerminal:
+    """`mpikv top` as on a terminal, where it goes on until the job has ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._terminal, end = pty.openpty()
+        line = [sys.executable, "-m", "mpikv", "top", str(pid), "--every", "0.1"]
+        self._process = subprocess.Popen(line, cwd=ROOT, stdout=end, stderr=end, stdin=subprocess.DEVNULL)
+        os.close(end)
+        self.output = ""
+
+    def read(self, times: int) -> None:
+        """Read on until the table has been printed so often; 0: to the end."""
+        while not times or self.output.count(CLEAR) < times:
+            try:
+                part = os.read(self._terminal, 65536)
+            except OSError:  # a terminal that nobody writes to any more
+                break
+            self.output += part.decode()
+
+    def status(self) -> int:
+        self.read(0)
+        os.close(self._terminal)
+        return self._process.wait(60)
+
+
+def top(*words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpikv", "top", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_is_asked_by_the_pid_of_mpirun(mpi, case: str, tmp_path: Path) -> None:
+    env, said = CASES[case]
+    body = "stopped" if case == "stopped" else "sleep_in_python"
+    env = {"FOLDER": str(tmp_path), "MPIKV_TIMEOUT_S": "100", **env}
+    with start(3, ["python", PROGRAM, body, "1"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for("rank 1 stays away")
+        pid = running._process.pid
+        status, output = top(str(pid))
+        assert (status, output.splitlines()[0].split()[0]) == (0, "stalls_program.py")
+        assert re.search(said, output), output
+        ranks = {rank: pid for pid in running.processes() if (rank := rank_of(pid, PROGRAM)) is not None}
+        if case == "sleep_in_python":
+            assert re.search(said, top(str(ranks[1]), "--once")[1])
+            terminal = OnTerminal(pid)
+            terminal.read(3)
+        (tmp_path / "go").touch()
+        if case == "stopped":
+            running.end()
+    if case == "sleep_in_python":
+        assert terminal.status() == 0
+        assert terminal.output.endswith("mpikv top: the job has ended, or has closed its stores\r\n")
+    if case != "stopped":
+        assert running.result.status == 0, running.result.output
+    status, output = top(str(ranks[0]))
+    assert status == 1
+    assert "no process and no job" in output

@@ -1,0 +1,137 @@
+"""The socket on which a process is asked what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from store_modes import Mode
+
+from mpikv.create.offered import StoreOffer
+from mpikv.observe import endpoint
+from mpikv.observe.endpoint import HERE, OWN, WORKERS, ask, endpoints, name_of
+
+PID, UID = os.getpid(), os.geteuid()
+LIMIT_S = 60.0
+
+
+class Offer:
+    """Something that says how it was asked."""
+
+    def answer(self, *, whole: bool) -> dict[str, Any]:
+        return {"kind": "test", "whole": whole}
+
+
+class Broken(Offer):
+    def answer(self, *, whole: bool) -> dict[str, Any]:
+        raise RuntimeError("in an answer")
+
+
+@pytest.fixture
+def offered() -> Iterator[None]:
+    with OWN.offered(Offer()):
+        yield
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "mpikv-endpoint"]
+
+
+def test_it_is_there_while_something_is_offered() -> None:
+    one, other = Offer(), Broken()
+    for offer in (one, other):
+        OWN.offer(offer)
+    assert endpoints()[PID] == UID
+    answer = ask(PID, UID, WORKERS, LIMIT_S)
+    assert (answer["pid"], answer["host"]) == (PID, socket.gethostname())
+    assert answer["offers"] == [
+        {"kind": "test", "whole": True},
+        {"kind": "error", "doing": "RuntimeError: in an answer"},
+    ]
+    OWN.withdraw(other)
+    assert ask(PID, UID, HERE, LIMIT_S)["offers"] == [{"kind": "test", "whole": False}]
+    OWN.withdraw(one)
+    assert PID not in endpoints()
+    assert threads() == []
+    with pytest.raises(ConnectionRefusedError):
+        ask(PID, UID, HERE, LIMIT_S)
+    OWN.withdraw(one)  # does nothing
+
+
+@pytest.mark.usefixtures("offered")
+@pytest.mark.parametrize("sent", [None, b"", b"\n", b"workers of all lands\n", b"\xff" * 1000, b"here"])
+def test_clients_do_no_harm(sent: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: it sends nothing and stays, and the others wait until its time is over."""
+    monkeypatch.setattr(endpoint, "QUESTION_S", 0.1 if sent is None else LIMIT_S)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(name_of(PID, UID))
+        if sent is not None:
+            client.sendall(sent)
+            client.close()  # without a look at what is answered
+        assert ask(PID, UID, HERE, LIMIT_S)["pid"] == PID
+
+
+@pytest.mark.usefixtures("offered")
+def test_other_users_are_told_nothing_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_peer", lambda connection: (1, UID + 1))
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        ask(PID, UID, HERE, LIMIT_S)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(LIMIT_S)
+        client.connect(name_of(PID, UID))
+        client.sendall(b"here\n")
+        with contextlib.suppress(ConnectionResetError):  # where it was closed with the question unread
+            assert client.recv(1) == b""
+
+
+def test_a_name_that_somebody_else_has() -> None:
+    """Then there is no answer; and a name of another user for this process is none."""
+    with socket.socket(socket.AF_UNIX) as foreign, OWN.offered(Offer()):
+        foreign.bind(name_of(PID, UID + 1))
+        assert endpoints()[PID] == UID
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(name_of(PID, UID))
+        with OWN.offered(Offer()):
+            assert threads() == []
+
+
+@pytest.mark.usefixtures("offered")
+def test_a_forked_child_has_none() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if OWN._socket is None and not OWN._sources else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ask(PID, UID, HERE, LIMIT_S)["pid"] == PID
+
+
+@pytest.mark.parametrize("progress", ["thread", "calls"])
+def test_a_store_tells_of_all_its_workers(progress: str) -> None:
+    """While they wait for each other; with `calls`, and once it is being closed, of its own alone."""
+    said: dict[str, Any] = {}
+
+    def body(store: Any) -> None:
+        store.init("w", np.zeros(3, np.float32))
+        if store.rank == 1:
+            offer = StoreOffer(store.session, "an id", asks=progress == "thread")
+            with OWN.offered(offer):
+                (said["open"],) = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+                offer.closing()
+                (said["closing"],) = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+        store.barrier()
+
+    Mode("dist_sync", 3, servers=1).run(body, progress=progress)
+    found = said["open"]
+    assert (found["kind"], found["store"], found["type"]) == ("store", "an id", "dist_sync")
+    assert (found["worker"], found["workers"], found["servers"], found["host"]) == (1, 3, 1, "localhost")
+    assert "; at test_endpoint.py:" in found["doing"]
+    if progress == "thread":
+        assert [(row["rank"], row["alive"]) for row in found["rows"]] == [(0, True), (1, True), (2, True)]
+    else:
+        assert found["rows"] is None
+    assert said["closing"]["rows"] is None
