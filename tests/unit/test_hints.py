@@ -19,6 +19,7 @@ PACKAGES = {
     "pillow",
     "scikit-learn",
     "torch",
+    "viztracer",
 }
 EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images", "fast"}
 
