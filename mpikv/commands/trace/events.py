@@ -1,8 +1,9 @@
 """The records of all ranks as events of Chrome's trace format, which Perfetto and chrome://tracing open.
 
 Source of the format: "Trace Event Format", Google (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
-A rank is a process; its threads are rows. Slices of a row must lie within each other or apart: transfers of several
-keys at a time are spread over as many rows as are needed.
+A rank is a process; its threads are rows. Slices of a row must lie within each other or apart, to the nanosecond, else
+Perfetto leaves one out: transfers of several keys at a time are spread over as many rows as are needed. Rows are shown
+in the order of their numbers, of which none is 0; the first, which has the number of the process, is the program's.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ CODING = ("encode", "decode")
 SERVING = ("serve", "update", "arrived")
 OWN_ROW = ("exchange", "pull", "GPU")
 MOST_ARROWS = 4  # from one contribution: with many workers there would be more arrows than can be seen
-PROGRAM, SERVER, TRANSFERS, GPU = 0, 50, 100, 900  # the first row of each group
+PROGRAM, SERVER, TRANSFERS, CODEC, GPU = 0, 50, 100, 500, 900  # the first row of each group
+ROWS = 1000  # numbers of a rank
 
 Entry = dict[str, Any]
 
 
 def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> Iterator[Entry]:
     """Return all events: names, slices, and arrows from contributions to sums."""
-    rows = _Rows()
+    rows, digits = _Rows(), len(str(max((rank.role[1] for rank in ranks), default=0)))
     for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):
-        yield _meta(i, 0, "process_name", name=f"{rank.name} (pid {rank.header['pid']})")
+        yield _meta(i, 0, "process_name", name=_named(rank, digits))
         yield _meta(i, 0, "process_sort_index", sort_index=i)
         for one in own:
             yield from rows.slices(one, rank)
@@ -36,19 +38,28 @@ def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, 
     yield from _arrows(rounds, rows)
 
 
+def _named(rank: Rank, digits: int) -> str:
+    """Its name, so that names are in the order of the numbers, and its process."""
+    role, number = rank.role
+    return f"{role} {number:0{digits}} on {rank.header['host']} (pid {rank.header['pid']})"
+
+
 class _Rows:
     """Where each record is drawn."""
 
     def __init__(self) -> None:
-        self.row_of: dict[int, int] = {}  # of records, by id
+        self.row_of: dict[int, int] = {}  # of records, by their ids
         self._names: dict[tuple[int, int], str] = {}
         self._threads: dict[tuple[int, str], int] = {}
         self._ends: dict[tuple[int, int], float] = {}
 
+    def place_of(self, one: Timed) -> Entry:
+        """Where a record is drawn."""
+        return _place(one.rank, self.row_of[id(one.event)])
+
     def names(self) -> Iterator[Entry]:
         for (rank, row), name in self._names.items():
             yield _meta(rank, row, "thread_name", name=name)
-            yield _meta(rank, row, "thread_sort_index", sort_index=row)
 
     def slices(self, one: Timed, rank: Rank) -> Iterator[Entry]:
         """What is drawn in the row of its thread, of the server or of the GPU."""
@@ -80,7 +91,7 @@ class _Rows:
                 yield _slice(one, row, one.event.kind)
         for one in own:
             if one.event.kind in CODING:
-                yield _slice(one, self._free(one, TRANSFERS + 50, "codec"))
+                yield _slice(one, self._free(one, CODEC, "codec"))
 
     def _named(self, rank: int, row: int, name: str) -> int:
         self._names.setdefault((rank, row), name)
@@ -110,13 +121,22 @@ def _slice(one: Timed, row: int, name: str = "") -> Entry:
     args |= {name: value for name, value in (("round", event.round), ("bytes", event.n_bytes)) if value}
     if isinstance(event.what, list):
         args["worker"] = event.what[1]
-    entry = {"name": name or title or f"{event.kind} {one.key}", "cat": event.kind, "pid": one.rank, "tid": row}
-    times = {"ts": round(one.begin_us, 3), "dur": round(max(one.end_us - one.begin_us, 0.0), 3)}
+    entry = {"name": name or title or f"{event.kind} {one.key}", "cat": event.kind, **_place(one.rank, row)}
+    begin_ns, end_ns = _ns(one.begin_us), _ns(one.end_us)
+    times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
     return {"ph": "X", **entry, **times, **({"args": args} if args else {})}
 
 
 def _meta(rank: int, row: int, what: str, **args: Any) -> Entry:
-    return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": args}
+    return {"ph": "M", "name": what, **_place(rank, row), "args": args}
+
+
+def _place(rank: int, row: int) -> Entry:
+    return {"pid": (rank + 1) * ROWS, "tid": (rank + 1) * ROWS + row}
+
+
+def _ns(time_us: float) -> int:
+    return round(time_us * 1e3)
 
 
 def _arrows(rounds: dict[Name, Round], rows: _Rows) -> Iterator[Entry]:
@@ -127,12 +147,13 @@ def _arrows(rounds: dict[Name, Round], rows: _Rows) -> Iterator[Entry]:
             sums.setdefault(one.rank, one)  # of many pieces of a key the first
         for rank, contribution in round_.contributions.items():
             others = sorted(sums, key=lambda owner: (owner - rank) % (max(sums) + 1))
+            begin_ns = _ns(contribution.begin_us)
             for owner in others[:MOST_ARROWS]:
+                # Into the slice, and never back in time: clocks may differ by some microseconds.
+                end_ns = max(_ns(sums[owner].begin_us), begin_ns) + 1
+                if end_ns >= _ns(sums[owner].end_us):
+                    continue
                 number += 1
                 name = {"name": f"{key}, round {n}", "cat": "contribution", "id": number}
-                yield {"ph": "s", **name, **_end(contribution, rows)}
-                yield {"ph": "f", "bp": "e", **name, **_end(sums[owner], rows)}
-
-
-def _end(one: Timed, rows: _Rows) -> Entry:
-    return {"pid": one.rank, "tid": rows.row_of[id(one.event)], "ts": round(one.begin_us, 3)}
+                yield {"ph": "s", **name, **rows.place_of(contribution), "ts": begin_ns / 1e3}
+                yield {"ph": "f", "bp": "e", **name, **rows.place_of(sums[owner]), "ts": end_ns / 1e3}

@@ -11,7 +11,7 @@ from store_modes import SERVED, Mode
 from traced import rank, together
 
 from mpikv.commands.trace.clocks import clocks_of
-from mpikv.commands.trace.events import MOST_ARROWS, events_of
+from mpikv.commands.trace.events import MOST_ARROWS, ROWS, events_of
 from mpikv.commands.trace.files import read_run
 from mpikv.commands.trace.rounds import in_common_time, rounds_of
 
@@ -41,12 +41,14 @@ def check(found: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, A
     assert {*rows} <= named
     assert {pid for pid, _ in rows} <= {event["pid"] for event in found if event["name"] == "process_name"}
     for slices in rows.values():
-        open_until: list[float] = []
+        open_until: list[int] = []
         for one in sorted(slices, key=lambda one: (one["ts"], -one["dur"])):
-            while open_until and open_until[-1] <= one["ts"]:
+            begin_ns = round(one["ts"] * 1e3)
+            end_ns = begin_ns + round(one["dur"] * 1e3)
+            while open_until and open_until[-1] <= begin_ns:
                 open_until.pop()
-            assert not open_until or one["ts"] + one["dur"] <= open_until[-1] + 2e-3, one  # times are rounded
-            open_until.append(one["ts"] + one["dur"])
+            assert not open_until or end_ns <= open_until[-1], one
+            open_until.append(end_ns)
     ends: dict[int, list[dict[str, Any]]] = {}
     for event in found:
         if event["ph"] in "sf":
@@ -54,6 +56,7 @@ def check(found: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, A
             around = rows[event["pid"], event["tid"]]
             assert any(one["ts"] <= event["ts"] <= one["ts"] + one["dur"] for one in around)
     assert all([event["ph"] for event in pair] == ["s", "f"] for pair in ends.values())
+    assert all(source["ts"] < target["ts"] for source, target in ends.values())
     return rows
 
 
@@ -79,9 +82,9 @@ def test_the_trace_of_a_store_keeps_to_the_format_and_has_an_arrow_from_each_con
     rounds = rounds_of(ranks, timed)
     found = [*events_of(ranks, timed, rounds)]
     rows = check(found)
-    assert {pid for pid, _ in rows} == {*range(len(ranks))}
+    assert {pid for pid, _ in rows} == {ROWS * (i + 1) for i in range(len(ranks))}
     arrows = Counter((event["name"], event["pid"]) for event in found if event["ph"] == "s")
-    workers = [i for i, one in enumerate(ranks) if one.role[0] == "worker"]
+    workers = [ROWS * (i + 1) for i, one in enumerate(ranks) if one.role[0] == "worker"]
     assert {pid for _, pid in arrows} == {*workers}
     # Three rounds of `v` and six of `w`, of which those in common memory are counted by themselves.
     assert len({name for name, _ in arrows}) == {"direct": 6, "asynchronous": 18}.get(name, 9)
@@ -106,4 +109,12 @@ def test_of_many_owners_a_contribution_points_to_the_next_ones():
     check(found)
     arrows = [event for event in found if event["ph"] in "sf"]
     pairs = {(source["pid"], target["pid"]) for source, target in zip(arrows[::2], arrows[1::2], strict=True)}
-    assert pairs == {(i, (i + step) % n) for i in range(n) for step in range(MOST_ARROWS)}
+    expected = {(i, (i + step) % n) for i in range(n) for step in range(MOST_ARROWS)}
+    assert pairs == {(ROWS * (i + 1), ROWS * (j + 1)) for i, j in expected}
+
+
+def test_an_arrow_does_not_go_back_in_time_where_clocks_differ_a_little():
+    first = rank("worker", 0, 1, ("push", 2, 3, "w", 1, 8), ("update", 1, 4, "w", 1, 8), ("push", 5, 6, "v", 1, 8))
+    found = events([first, rank("worker", 1, 1, ("update", 1, 4, "v", 1, 8))])
+    check(found)
+    assert [event["ts"] for event in found if event["ph"] in "sf"] == [1000.0, 1000.001]  # `v` was added before
