@@ -26,7 +26,6 @@ from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, StallError
-from mpikv.observe.recorder import Part
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
@@ -50,7 +49,6 @@ from mpikv.strategies.exchange import (
     Client,
     Exchange,
     Item,
-    Target,
     check_owners,
     poll_briefly,
     wait_for_tags,
@@ -339,14 +337,15 @@ class PsStrategy(Strategy):
         return self._recorded(steps, items) if self._session.recorder.on else steps
 
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
-        parts = [self._part(item) for item in items]
+        begun_s = self._session.recorder.now_s()
         yield from steps
-        for part, item in zip(parts, items, strict=True):
-            part.done("pull" if item.total is None else "exchange")
+        self._record(items, begun_s)
 
-    def _part(self, item: Item) -> Part:
-        n_bytes = 0 if item.total is None else int(item.total.nbytes)
-        return self._session.recorder.begin(item.key.info.key, item.round, n_bytes)
+    def _record(self, items: Sequence[Item], begun_s: float) -> None:
+        """Record a call that has ended: its keys have one begin in common."""
+        for item in items:
+            kind, n_bytes = ("pull", 0) if item.total is None else ("exchange", int(item.total.nbytes))
+            self._session.recorder.add(kind, begun_s, item.key.info.key, item.round, n_bytes)
 
     def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
         yield from steps
@@ -373,26 +372,29 @@ class PsStrategy(Strategy):
         key, under = self._keys[info.id], self._count_push(info)
         total = scaled(self._session.spaces.host, total, under.ratio)
         item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
-        part = self._part(item) if self._session.recorder.on else None
+        begun_s = self._session.recorder.now_s() if self._session.recorder.on else None
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
             done = poll_briefly(answer)
         if not done:
-            end = self._end_small(answer, tag, sink, value, part)
+            end = self._end_small(answer, tag, item, value, begun_s)
             return [Pending(Exchange(end), self._waiting("pushpull", key))]
         self._client.reply_tags.give([tag])
         sink.deliver(value)
-        if part is not None:
-            part.done("exchange")
+        if begun_s is not None:
+            self._record([item], begun_s)
         return []
 
-    def _end_small(self, answer: Operation, tag: int, sink: Target, value: HostArray, part: Part | None) -> Steps[None]:
+    def _end_small(
+        self, answer: Operation, tag: int, item: Item, value: HostArray, begun_s: float | None
+    ) -> Steps[None]:
         yield answer
         self._client.reply_tags.give([tag])
-        sink.deliver(value)
-        if part is not None:
-            part.done("exchange")
+        assert item.sink is not None
+        item.sink.deliver(value)
+        if begun_s is not None:
+            self._record([item], begun_s)
 
     def run_by_engine(self, pending: Sequence[Pending]) -> None:
         """Let the engine run a call whose caller has given up waiting."""

@@ -17,7 +17,7 @@ from mpikv.commands.trace.rounds import Name, Round, Timed, by_rank
 PARTS = ("reduce-scatter", "update", "allgather", "copy")  # of a worker's round, one after another
 CODING = ("encode", "decode")
 SERVING = ("serve", "update", "arrived")
-OWN_ROW = ("exchange", "pull", "GPU")
+EXCHANGES = ("exchange", "pull")
 MOST_ARROWS = 4  # from one contribution: with many workers there would be more arrows than can be seen
 PROGRAM, SERVER, TRANSFERS, CODEC, GPU = 0, 50, 100, 500, 900  # the first row of each group
 ROWS = 1000  # numbers of a rank
@@ -33,7 +33,8 @@ def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, 
         yield _meta(i, 0, "process_sort_index", sort_index=i)
         for one in own:
             yield from rows.slices(one, rank)
-        yield from rows.rounds(i, own)
+        yield from rows.exchanges(own)
+        yield from rows.rounds(own)
     yield from rows.names()
     yield from _arrows(rounds, rows)
 
@@ -65,18 +66,31 @@ class _Rows:
         """What is drawn in the row of its thread, of the server or of the GPU."""
         kind = one.event.kind
         at_server = kind in SERVING and (kind != "update" or isinstance(one.event.what, list))
-        if kind in (*PARTS, *CODING) and not at_server:
+        if kind in (*PARTS, *CODING, *EXCHANGES) and not at_server:
             return
         if at_server:
             row = self._named(one.rank, SERVER, "server" if rank.role[0] == "worker" else "requests")
-        elif kind in OWN_ROW:
-            row = self._free(one, *((GPU, "GPU") if kind == "GPU" else (TRANSFERS, "transfers")))
+        elif kind == "GPU":
+            row = self._free(one, GPU, "GPU")
         else:
             row = self._thread(one)
         self.row_of[id(one.event)] = row
         yield _slice(one, row)
 
-    def rounds(self, rank: int, own: Sequence[Timed]) -> Iterator[Entry]:
+    def exchanges(self, own: Sequence[Timed]) -> Iterator[Entry]:
+        """Calls to servers: a slice for all keys of a call, which have one begin."""
+        calls: dict[tuple[str, float], list[Timed]] = {}
+        for one in own:
+            if one.event.kind in EXCHANGES:
+                calls.setdefault((one.event.kind, one.begin_us), []).append(one)
+        for some in calls.values():
+            whole = some[0]._replace(end_us=max(one.end_us for one in some))
+            row = self._free(whole, TRANSFERS, "transfers")
+            self.row_of |= {id(one.event): row for one in some}
+            more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+            yield _slice(whole, row, f"{whole.event.kind} {whole.key}{more}")
+
+    def rounds(self, own: Sequence[Timed]) -> Iterator[Entry]:
         """The rounds of one rank: a slice for each, with its parts in it."""
         groups: dict[tuple[str, int], list[Timed]] = {}
         for one in own:
