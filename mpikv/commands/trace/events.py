@@ -20,6 +20,7 @@ SERVING = ("serve", "update", "arrived")
 EXCHANGES = ("exchange", "pull")
 MOST_ARROWS = 4  # from one contribution: with many workers there would be more arrows than can be seen
 PROGRAM, SERVER, TRANSFERS, CODEC, GPU = 0, 50, 100, 500, 900  # the first row of each group
+PUSH_US = 1.0  # how long the moment of a push is drawn
 ROWS = 1000  # numbers of a rank
 
 Entry = dict[str, Any]
@@ -89,6 +90,9 @@ class _Rows:
             self.row_of |= {id(one.event): row for one in some}
             more = f" and {len(some) - 1} more" if len(some) > 1 else ""
             yield _slice(whole, row, f"{whole.event.kind} {whole.key}{more}")
+            if whole.event.kind == "exchange":  # arrows are drawn from the ends of slices
+                pushed_us = min(whole.begin_us + PUSH_US, whole.end_us)
+                yield _slice(whole._replace(end_us=pushed_us), row, "push")
 
     def rounds(self, own: Sequence[Timed]) -> Iterator[Entry]:
         """The rounds of one rank: a slice for each, with its parts in it."""
