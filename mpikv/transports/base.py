@@ -17,6 +17,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
 from mpikv.engine.operation import Operation
+from mpikv.transports.ledger import Ledger
 
 
 class Incoming(Protocol):
@@ -45,13 +46,8 @@ class Transport(Protocol):
         ...
 
     @property
-    def sent_messages(self) -> int:
-        """Return how many messages this rank has sent since the start."""
-        ...
-
-    @property
-    def sent_bytes(self) -> int:
-        """Return how many bytes these had."""
+    def ledger(self) -> Ledger:
+        """Return what this rank has sent since the start, counted."""
         ...
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:

@@ -19,6 +19,7 @@ from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Transport
+from mpikv.transports.ledger import Ledger
 
 EAGER_BYTES = 4096
 
@@ -148,8 +149,7 @@ class ThreadTransport:
         self.max_tag = 2**31 - 1
         self.hosts = fabric.hosts
         self.clock = fabric.clock
-        self.sent_messages = 0
-        self.sent_bytes = 0
+        self.ledger = Ledger()
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Put a message in the mailbox of `dest`; a short one is copied."""
@@ -161,8 +161,7 @@ class ThreadTransport:
             message = _Message(box.count, self.rank, tag, data)
             box.messages.setdefault((self.rank, tag), deque()).append(message)
             box.count += 1
-            self.sent_messages += 1
-            self.sent_bytes += data.nbytes
+            self.ledger.sent(dest, tag, data.nbytes)
             self._fabric.sent_messages += 1
             self._fabric.sent_bytes += data.nbytes
             self._fabric.bytes_between[self.rank, dest] += data.nbytes

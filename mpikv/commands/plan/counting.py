@@ -15,6 +15,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.commands.plan.costs import Costs, Link
 from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.engine.operation import Done, Operation, Steps
+from mpikv.transports.ledger import Ledger
 
 
 class Counting:
@@ -30,6 +31,7 @@ class Counting:
         self.rank, self.size, self.hosts = rank, len(hosts), tuple(hosts)
         self.max_tag = 2**31 - 1
         self.clock = MACHINE_CLOCK
+        self.ledger = Ledger()  # nobody asks
         self.sent: list[tuple[int, int]] = []
         self.received: list[tuple[int, int]] = []
         self.added_bytes = 0
