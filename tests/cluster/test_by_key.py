@@ -2,7 +2,8 @@
 
 An interface counts whole packets: to the bytes that MPI gives to TCP each adds 66, Ethernet's header (14), IPv4's (20)
 and TCP's with time stamps (32); a packet that only acknowledges is these 66. They are taken off, whether the kernel
-counts a long segment as one packet or as many. What is left and no ledger has are MPI's headers and what TCP sends twice.
+counts a long segment as one packet or as many. What is left, and in no ledger, are MPI's headers and what TCP sends
+twice: some hundredths of a percent here.
 """
 
 from __future__ import annotations
