@@ -3,8 +3,8 @@
     counted_by_key.py N_BYTES ROUNDS HOST=PID...
 
 PID is a process of each host: worker 0 reads through it what the host's interface has counted. It prints `carried` and,
-as JSON, for each host the bytes and packets that its interface has sent, and received. Each worker prints `ledger` and
-what `store.stats(by_key=True)` has counted, by key, leg and link.
+as JSON, for each host the bytes and packets that its interface has sent, and received, and the segments that TCP has
+sent again. Each worker prints `ledger` and what `store.stats(by_key=True)` has counted, by key, leg and link.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ QUIET_S = 0.2  # after a barrier: then nothing is on its way any more
 
 
 def carried(pid: str) -> list[int]:
-    """Bytes and packets sent, and received (Linux, Documentation/networking/statistics.rst)."""
+    """Bytes and packets sent, and received (Linux, Documentation/networking/statistics.rst); segments sent again."""
     lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith("eth0:"))
     counters = [int(word) for word in line.split(":")[1].split()]
-    return [counters[8], counters[9], counters[0], counters[1]]
+    names, values = (line.split() for line in Path(f"/proc/{pid}/net/snmp").read_text().splitlines() if "Tcp:" in line)
+    again = int(values[names.index("RetransSegs")])
+    return [counters[8], counters[9], counters[0], counters[1], again]
 
 
 def more(before: Any, after: Any) -> Any:

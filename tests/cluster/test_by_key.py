@@ -2,8 +2,9 @@
 
 An interface counts whole packets: to the bytes that MPI gives to TCP each adds 66, Ethernet's header (14), IPv4's (20)
 and TCP's with time stamps (32); a packet that only acknowledges is these 66. They are taken off, whether the kernel
-counts a long segment as one packet or as many. What is left, and in no ledger, are MPI's headers and what TCP sends
-twice: some hundredths of a percent here.
+counts a long segment as one packet or as many. So is what the host's TCP has sent again, up to 1448 bytes each time: on
+a busy machine, where two hosts send to a third, that may be 1 % by itself. What is left, and in no ledger, are MPI's
+headers, some hundredths of a percent.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(missing() != "", reason=missing())
 RATE_MBIT = 200
 N_BYTES, ROUNDS = 4 << 20, 3
 HEADERS_BYTES = 14 + 20 + 32
+SEGMENT_BYTES = 1500 - 20 - 32
 WITHIN = 0.01
 PROGRAM = str(Path(__file__).with_name("counted_by_key.py"))
 SERVED = {"MPIKV_NUM_SERVERS": "1", "MPIKV_SERVER_PLACEMENT": "last"}
@@ -48,10 +50,9 @@ def test_the_ledgers_have_what_the_interfaces_count(kind: str, settings: dict[st
             source, dest = link.split(" -> ")  # nothing stays within a host
             sent[source] += n_bytes
             received[dest] += n_bytes
-    for host, (sent_bytes, sent_packets, received_bytes, received_packets) in carried.items():
-        for ours, theirs, packets in (
-            (sent[host], sent_bytes, sent_packets),
-            (received[host], received_bytes, received_packets),
-        ):
-            assert ours >= N_BYTES
-            assert ours == pytest.approx(theirs - HEADERS_BYTES * packets, rel=WITHIN), (host, carried, sent, received)
+    for host, (sent_bytes, sent_packets, received_bytes, received_packets, again) in carried.items():
+        told = host, carried, sent, received
+        assert min(sent[host], received[host]) >= N_BYTES, told
+        carried_bytes = sent_bytes - HEADERS_BYTES * sent_packets - SEGMENT_BYTES * again
+        assert sent[host] == pytest.approx(carried_bytes, rel=WITHIN), told
+        assert received[host] == pytest.approx(received_bytes - HEADERS_BYTES * received_packets, rel=WITHIN), told
