@@ -208,8 +208,13 @@ class Client:
         """Send one message."""
         if len(self._sends) > MOST_KEPT_SENDS:
             self.all_sent()
-        message = wire.request(*requests[0]) if len(requests) == 1 else wire.requests(requests)
-        self.ledger.ask(server, requests, message.nbytes)
+        if len(requests) == 1:
+            header, payload = requests[0]
+            message = wire.request(header, payload)
+            self.ledger.asked[server, header.kind, header.key_id] += message.nbytes
+        else:
+            message = wire.requests(requests)
+            self.ledger.ask_together(server, requests, message.nbytes)
         self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def all_sent(self) -> bool:

@@ -93,15 +93,14 @@ class ClientLedger:
         self.asked: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         self.answered: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
-    def ask(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]], n_bytes: int) -> None:
-        """Count a message of these requests. n_bytes: its length."""
+    def ask_together(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]], n_bytes: int) -> None:
+        """Count a message of several requests. n_bytes: its length."""
+        for header, payload in requests[:-1]:
+            size = wire.padded(wire.length_of(payload))
+            self.asked[server, header.kind, header.key_id] += size
+            n_bytes -= size
         header = requests[-1][0]
         self.asked[server, header.kind, header.key_id] += n_bytes
-        if len(requests) > 1:
-            for other, payload in requests[:-1]:
-                size = wire.padded(wire.length_of(payload))
-                self.asked[server, other.kind, other.key_id] += size
-                self.asked[server, header.kind, header.key_id] -= size
 
     def entries(self, rank: int) -> Iterator[tuple[Ends, Use, int]]:
         """See `Ledger`. What answers a push is a pull."""
