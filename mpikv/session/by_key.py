@@ -27,7 +27,7 @@ def by_key(
         shares = _shares(together, n_bytes) if together else [(names.get(key_id), n_bytes)]
         for key, share in shares:
             if share:
-                links, link = found[key].setdefault(leg, {}), _link(ends, hosts)
+                links, link = found.setdefault(key, {}).setdefault(leg, {}), _link(ends, hosts)
                 links[link] = links.get(link, 0) + share
     return {key: legs for key, legs in found.items() if legs}
 

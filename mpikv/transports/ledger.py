@@ -5,7 +5,8 @@ where a store asks for it (process groups have a tag for each call). A bundle (o
 The tags of messages to servers and of their answers are used in turn, so who makes these messages counts them: a worker
 counts what it asks of servers *and* what they answer. Hence each byte of a store is in the ledger of one worker.
 
-Cost: for each message an entry of a dict. Memory: an entry for each key, leg and rank that this one sends to.
+Cost: for each message one entry of a dict is changed, some 0.2 µs. Memory: an entry, some 200 bytes, for each key, leg
+and rank that this one sends to.
 """
 
 from __future__ import annotations
