@@ -86,8 +86,8 @@ def of_server(core: ServerCore, transport: Transport, links: LocalTransport | No
     counts = {
         "requests": ("Requests of workers that have come", core.requests),
         "bytes_received": ("Bytes of values that have come", core.received_bytes),
-        "messages_sent": (HELP["messages_sent"], transport.sent_messages),
-        "bytes_sent": (HELP["bytes_sent"], transport.sent_bytes),
+        "messages_sent": (HELP["messages_sent"], transport.ledger.messages),
+        "bytes_sent": (HELP["bytes_sent"], transport.ledger.bytes),
     }
     if links is not None:
         counts["memory_messages"] = HELP["memory_messages"], links.sent_messages

@@ -25,6 +25,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
+from mpikv.session.by_key import ByKey
 from mpikv.session.given import GivenErrors
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST, Spaces
@@ -132,6 +133,10 @@ class Session:
     def stats(self) -> dict[str, Any]:
         """Messages that this worker has sent so far, and their bytes. Local."""
         return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}
+
+    def by_key(self) -> ByKey:
+        """Bytes of messages by key, leg and link; of one process there are none. Local."""
+        return {}
 
     def workers(self) -> list[WorkerStatus]:
         """What each worker does. Blocks while one does not answer, for some seconds at most."""

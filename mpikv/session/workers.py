@@ -22,12 +22,14 @@ from mpikv.observe.log import StoreLog
 from mpikv.observe.program import Process, WorkerStatus, this_process
 from mpikv.observe.stall import Waiting
 from mpikv.placement import device_paths
+from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.agreed_optimizers import OptimizerSession
 from mpikv.session.agreeing import Agreeing
 from mpikv.session.agreement import Agreement
 from mpikv.session.base import Pending
+from mpikv.session.by_key import ByKey, by_key
 from mpikv.session.clocks import ClockProbes
 from mpikv.session.epochs import EpochBegins
 from mpikv.session.messages import ControlMessages
@@ -76,6 +78,8 @@ class Workers(OptimizerSession):
         self.recorder = transport.recorder
         if compressions is not None:
             self.compressions = compressions
+        self.transport.ledger.by_tag = {}
+        self.buckets: dict[int, Sequence[KeyInfo]] = {}  # keys that travel as one, by the number of the first
         self.priorities: dict[int, int] = {}  # of the rounds under way, by the key's number
         # What the collectives of keys send to other hosts leaves by priority; None: there are none.
         self.ordered: OrderedTransport | None = None
@@ -167,13 +171,19 @@ class Workers(OptimizerSession):
         if self.spaces.device is not None or members.device_reasons:
             path = device_paths.stats(members)
         return {
-            "messages_sent": self.transport.sent_messages,
-            "bytes_sent": self.transport.sent_bytes,
+            "messages_sent": self.transport.ledger.messages,
+            "bytes_sent": self.transport.ledger.bytes,
             "control_messages_sent": self.messages.sent_messages,
             "waits": self.waits.spent.count,
             "waited_s": self.waits.spent.seconds,
             **path,
         }
+
+    def by_key(self) -> ByKey:
+        """See `Session`."""
+        with self.engine.lock:
+            entries = list(self.transport.ledger.entries(self.transport.rank))
+            return by_key(entries, self.in_order(), self.buckets, self.transport.hosts)
 
     def workers(self) -> list[WorkerStatus]:
         """See `Session`."""

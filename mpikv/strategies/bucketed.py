@@ -151,8 +151,9 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
         session.wait(Pending(RoundReached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
-    found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-    return [Bucket(group, session.spaces.of(group[0])) for group in found if len(group) > 1]
+    found = [kept for group in groups if len(kept := [infos[i] for i in group if infos[i].n_elems]) > 1]
+    session.buckets.update({group[0].id: group for group in found})
+    return [Bucket(group, session.spaces.of(group[0])) for group in found]
 
 
 def kind_of(info: KeyInfo) -> str:

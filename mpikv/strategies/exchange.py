@@ -32,6 +32,7 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, PieceMessages, Route
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
+from mpikv.transports.ledger import ClientLedger
 from mpikv.transports.loopback import Loopback
 
 POLLS = 10  # then the core is yielded, which the peer may need to answer
@@ -200,12 +201,20 @@ class Client:
         # Servers that share memory with this worker. They send an answer only after reading the piece it replaces.
         local = transport.local
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
+        self.ledger = ClientLedger(self._servers, self.through_memory)
+        transport.ledger.clients.append(self.ledger)
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
         """Send one message."""
         if len(self._sends) > MOST_KEPT_SENDS:
             self.all_sent()
-        message = wire.request(*requests[0]) if len(requests) == 1 else wire.requests(requests)
+        if len(requests) == 1:
+            header, payload = requests[0]
+            message = wire.request(header, payload)
+            self.ledger.asked[server, header.kind, header.key_id] += message.nbytes
+        else:
+            message = wire.requests(requests)
+            self.ledger.ask_together(server, requests, message.nbytes)
         self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def all_sent(self) -> bool:
@@ -222,6 +231,7 @@ class Client:
         yield arrival
         data: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
         yield arrival.incoming.receive(data)
+        self.ledger.answered[server, header.kind, header.key_id] += data.nbytes
         self.reply_tags.give([tag])
         return data.tobytes()
 
@@ -235,6 +245,7 @@ class Client:
             wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, flags=item.flags
         )
         self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
+        self.ledger.answered[route.owner, wire.PUSHPULL, header.key_id] += value.nbytes
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -337,19 +348,26 @@ class _Transfer:
             for together in _messages(shards):
                 tag = self._post_receive(
                     server,
-                    [buffer.memory_for(route.begin, route.end) for _, buffer, route in together if buffer is not None],
+                    [
+                        (item, buffer.memory_for(route.begin, route.end))
+                        for item, buffer, route in together
+                        if buffer is not None
+                    ],
                 )
                 self._client.send(
                     server,
                     [(self._header(item, tag), item.pushed(route.begin, route.end)) for item, _, route in together],
                 )
 
-    def _post_receive(self, server: int, arrays: list[HostArray]) -> int:
+    def _post_receive(self, server: int, answers: list[tuple[Item, HostArray]]) -> int:
         """Post an answer's receive, before the request is sent, so that MPI need not buffer it. Returns the tag."""
-        if not arrays:
+        if not answers:
             return 0
         tag = self._client.reply_tags.take()
         self._reply_tags.append(tag)
+        for item, array in answers:
+            self._client.ledger.answered[server, self._kind, item.key.info.id] += array.nbytes
+        arrays = [array for _, array in answers]
         data = arrays[0]
         if len(arrays) > 1:
             data = np.empty(sum(array.nbytes for array in arrays), np.uint8)
@@ -370,6 +388,10 @@ class _Transfer:
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         pieces = [data for piece in route.pieces if (data := item.pushed(*piece)) is not None]
         answers = [] if buffer is None else [buffer.memory_for(begin, end) for begin, end in route.pieces]
+        if not item.flags & wire.LOOPBACK_PUSH:
+            counted = server, self._kind, item.key.info.id
+            client.ledger.asked[counted] += sum(piece.nbytes for piece in pieces)
+            client.ledger.answered[counted] += sum(answer.nbytes for answer in answers)
         one_array = False
         if total is not None and buffer is not None and not client.through_memory[server]:
             both_uncompressed = item.answered_uncompressed and (item.key.sends_uncompressed or item.pushes_uncompressed)

@@ -18,6 +18,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
 from mpikv.engine.operation import Operation
 from mpikv.observe.recorder import Recorder
+from mpikv.transports.ledger import Ledger
 
 
 class Incoming(Protocol):
@@ -47,13 +48,8 @@ class Transport(Protocol):
         ...
 
     @property
-    def sent_messages(self) -> int:
-        """Return how many messages this rank has sent since the start."""
-        ...
-
-    @property
-    def sent_bytes(self) -> int:
-        """Return how many bytes these had."""
+    def ledger(self) -> Ledger:
+        """Return what this rank has sent since the start, counted."""
         ...
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:

@@ -163,8 +163,7 @@ class FaultyTransport:
         self._receives: dict[Route, deque[_DelayedReceive]] = {}
         self._arrived: dict[Route, deque[tuple[int, int, Incoming]]] = {}  # due, order
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
-        self.clock, self.recorder = inner.clock, inner.recorder
-        self.sent_messages = self.sent_bytes = 0
+        self.clock, self.recorder, self.ledger = inner.clock, inner.recorder, inner.ledger
 
     def lives(self) -> bool:
         """Return True while the rank lives, False when it has died silently.
@@ -172,7 +171,7 @@ class FaultyTransport:
         Raises KilledError when it has died otherwise.
         """
         death = self._faults.death
-        if death is None or self.sent_messages < death.sends:
+        if death is None or self.ledger.messages < death.sends:
             return True
         if not death.silent:
             raise KilledError(
@@ -190,8 +189,6 @@ class FaultyTransport:
         """Do what `Transport.isend` does."""
         if not self.lives():
             return Completion()
-        self.sent_messages += 1
-        self.sent_bytes += buf.nbytes
         return self._inner.isend(buf, dest, tag, room_bytes)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
@@ -236,7 +233,7 @@ class FaultyTransport:
         """
         self._looks += 1
         death = self._faults.death
-        if death is None or self.sent_messages < death.sends:
+        if death is None or self.ledger.messages < death.sends:
             self._begin_receives()
             self._inner.poll()
 

@@ -68,7 +68,7 @@ class LocalTransport:
         self.inner = inner
         self.memory = memory
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
-        self.clock, self.recorder = inner.clock, inner.recorder
+        self.clock, self.recorder, self.ledger = inner.clock, inner.recorder, inner.ledger
         self.sent_messages = 0  # through memory, counted since the start
         self.sent_bytes = 0
         self.copied_bytes = 0  # in and out, by this rank

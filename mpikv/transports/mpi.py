@@ -23,6 +23,7 @@ from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.observe.recorder import Recorder
+from mpikv.transports.ledger import Ledger
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
@@ -128,8 +129,7 @@ class MpiTransport:
         self.hosts = hosts
         self.clock = MACHINE_CLOCK
         self.recorder = Recorder(self.clock)
-        self.sent_messages = 0
-        self.sent_bytes = 0
+        self.ledger = Ledger()
         self._status = MPI.Status()
         self._statuses = [MPI.Status() for _ in range(AT_ONCE)]
         self._under_way: list[PolledRequest] = []
@@ -140,8 +140,7 @@ class MpiTransport:
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """MPI_Isend of the bytes of `buf`."""
-        self.sent_messages += 1
-        self.sent_bytes += buf.nbytes
+        self.ledger.sent(dest, tag, buf.nbytes)
         return self._polled(start(self.comm.Isend, buf, dest, tag), None)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:

@@ -165,7 +165,7 @@ class OrderedTransport:
     ) -> None:
         self._inner = inner
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
-        self.clock, self.recorder = inner.clock, inner.recorder
+        self.clock, self.recorder, self.ledger = inner.clock, inner.recorder, inner.ledger  # a bundle is one message
         self._priorities = priorities
         self.gathering = 0
         self._bucket_bytes = bucket_bytes
@@ -175,16 +175,6 @@ class OrderedTransport:
         self._incoming: dict[int, _RankLink] = {}  # with bundles that are under way
         self._number = 0
         self._by_priority = False  # whether any was ever given
-
-    @property
-    def sent_messages(self) -> int:
-        """Counted by the transport below: a bundle is one."""
-        return self._inner.sent_messages
-
-    @property
-    def sent_bytes(self) -> int:
-        """Counted by the transport below."""
-        return self._inner.sent_bytes
 
     # --- sending
 
@@ -298,6 +288,7 @@ class OrderedTransport:
         for sending in sendings:
             bundle[at : at + sending.data.size] = sending.data
             at += sending.data.size
+            self.ledger.bundled(dest, sending.tag, 4 * _LINE + sending.data.size)
             sending.finish()
         self._sent(peer, self._inner.isend(bundle, dest, wire.TAG_BUNDLES), bundle.size, None)
 

@@ -20,6 +20,7 @@ from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.observe.recorder import Recorder
 from mpikv.transports.base import Transport
+from mpikv.transports.ledger import Ledger
 
 EAGER_BYTES = 4096
 
@@ -150,8 +151,7 @@ class ThreadTransport:
         self.hosts = fabric.hosts
         self.clock = fabric.clock
         self.recorder = Recorder(self.clock)
-        self.sent_messages = 0
-        self.sent_bytes = 0
+        self.ledger = Ledger()
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """Put a message in the mailbox of `dest`; a short one is copied."""
@@ -163,8 +163,7 @@ class ThreadTransport:
             message = _Message(box.count, self.rank, tag, data)
             box.messages.setdefault((self.rank, tag), deque()).append(message)
             box.count += 1
-            self.sent_messages += 1
-            self.sent_bytes += data.nbytes
+            self.ledger.sent(dest, tag, data.nbytes)
             self._fabric.sent_messages += 1
             self._fabric.sent_bytes += data.nbytes
             self._fabric.bytes_between[self.rank, dest] += data.nbytes

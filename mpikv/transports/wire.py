@@ -135,12 +135,12 @@ def requests(items: Sequence[tuple[Header, Payload]]) -> HostArray:
     parts: list[HostArray | None] = [
         np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload for _, payload in items
     ]
-    lengths = [0 if part is None else part.nbytes for part in parts]
-    message = np.empty(sum(_padded(length) for length in lengths[:-1]) + HEADER_BYTES + lengths[-1], np.uint8)
+    lengths = [length_of(part) for part in parts]
+    message = np.empty(sum(padded(length) for length in lengths[:-1]) + HEADER_BYTES + lengths[-1], np.uint8)
     at = 0
     for (header, _), part, length in zip(items, parts, lengths, strict=True):
         _put(message, at, header, part, length)
-        at += _padded(length)
+        at += padded(length)
     return message
 
 
@@ -153,7 +153,13 @@ def _put(message: HostArray, at: int, header: Header, data: HostArray | None, le
         message[begin : begin + length] = data.reshape(-1).view(np.uint8)
 
 
-def _padded(length: int) -> int:
+def length_of(payload: Payload) -> int:
+    """The bytes of a payload."""
+    return 0 if payload is None else len(payload) if isinstance(payload, bytes) else payload.nbytes
+
+
+def padded(length: int) -> int:
+    """The bytes that a request with a payload of this length has in a message of several, but for the last one's."""
     return HEADER_BYTES + -(-length // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -182,7 +188,7 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
                 f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv"
             )
         payload = message[at + HEADER_BYTES : at + HEADER_BYTES + length]
-        end = at + _padded(length)
+        end = at + padded(length)
         if payload.size != length or (end > size and at + HEADER_BYTES + length != size):
             brought = size - at - HEADER_BYTES
             raise MpikvError(f"a request of kind {kind} announces {length} bytes and brought {brought}")

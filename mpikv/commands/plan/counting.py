@@ -16,6 +16,7 @@ from mpikv.commands.plan.costs import Costs, Link
 from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.engine.operation import Done, Operation, Steps
 from mpikv.observe.recorder import Recorder
+from mpikv.transports.ledger import Ledger
 
 
 class Counting:
@@ -32,6 +33,7 @@ class Counting:
         self.max_tag = 2**31 - 1
         self.clock = MACHINE_CLOCK
         self.recorder = Recorder(self.clock)
+        self.ledger = Ledger()  # nobody asks
         self.sent: list[tuple[int, int]] = []
         self.received: list[tuple[int, int]] = []
         self.added_bytes = 0

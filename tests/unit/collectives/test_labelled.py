@@ -52,7 +52,8 @@ def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Roun
         reduce_scatter, allgather = halves(group)
         found = []
         for i, labels in enumerate(rounds):
-            before = group.transport.sent_messages, group.transport.sent_bytes
+            ledger = group.transport.ledger
+            before = ledger.messages, ledger.bytes
             comparison.begin((labels[group.rank],))
             totals = yield from reduce_scatter(adding, values(group.rank, n, i), comparison)
             known = comparison.differ
@@ -63,7 +64,7 @@ def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Roun
             assert (result == 7).all()
             if group.rank in owners:
                 assert comparison.differ == known  # an owner knows before it updates
-            sent = group.transport.sent_messages - before[0], group.transport.sent_bytes - before[1]
+            sent = ledger.messages - before[0], ledger.bytes - before[1]
             found.append((comparison.differ, totals[own].tolist(), *sent))
         return found
 
