@@ -120,9 +120,10 @@ def test_a_store_tells_of_all_its_workers(progress: str) -> None:
         if store.rank == 1:
             offer = StoreOffer(store.session, "an id", asks=progress == "thread")
             with OWN.offered(offer):
-                (said["open"],) = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+                server, said["open"] = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
                 offer.closing()
-                (said["closing"],) = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+                _, said["closing"] = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+            assert server["doing"] == "server 0 of 1, for 3 workers"
         store.barrier()
 
     Mode("dist_sync", 3, servers=1).run(body, progress=progress)
