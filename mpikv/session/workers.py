@@ -78,7 +78,7 @@ class Workers(OptimizerSession):
         self.recorder = transport.recorder
         if compressions is not None:
             self.compressions = compressions
-        self.transport.ledger.by_tag = {}
+        self.transport.ledger.tags_from = wire.TAG_KEYS
         self.buckets: dict[int, Sequence[KeyInfo]] = {}  # keys that travel as one, by the number of the first
         self.priorities: dict[int, int] = {}  # of the rounds under way, by the key's number
         # What the collectives of keys send to other hosts leaves by priority; None: there are none.

@@ -24,6 +24,7 @@ from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.observe.recorder import Recorder
 from mpikv.transports.ledger import Ledger
+from mpikv.transports.wire import TAG_REPLY
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
@@ -140,7 +141,9 @@ class MpiTransport:
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         """MPI_Isend of the bytes of `buf`."""
-        self.ledger.sent(dest, tag, buf.nbytes)
+        ledger = self.ledger
+        ledger.messages += 1
+        ledger.by_tag[dest, tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += buf.nbytes
         return self._polled(start(self.comm.Isend, buf, dest, tag), None)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:

@@ -21,6 +21,7 @@ from mpikv.errors import ShapeMismatch
 from mpikv.observe.recorder import Recorder
 from mpikv.transports.base import Transport
 from mpikv.transports.ledger import Ledger
+from mpikv.transports.wire import TAG_REPLY
 
 EAGER_BYTES = 4096
 
@@ -163,7 +164,9 @@ class ThreadTransport:
             message = _Message(box.count, self.rank, tag, data)
             box.messages.setdefault((self.rank, tag), deque()).append(message)
             box.count += 1
-            self.ledger.sent(dest, tag, data.nbytes)
+            ledger = self.ledger
+            ledger.messages += 1
+            ledger.by_tag[dest, tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += data.nbytes
             self._fabric.sent_messages += 1
             self._fabric.sent_bytes += data.nbytes
             self._fabric.bytes_between[self.rank, dest] += data.nbytes
