@@ -85,7 +85,6 @@ def of_server(core: ServerCore, transport: Transport, links: LocalTransport | No
     """Return the metrics of a server. Local; from any thread, RuntimeError where keys are being added."""
     counts = {
         "requests": ("Requests of workers that have come", core.requests),
-        "bytes_received": ("Bytes of values that have come", core.received_bytes),
         "messages_sent": (HELP["messages_sent"], transport.ledger.messages),
         "bytes_sent": (HELP["bytes_sent"], transport.ledger.bytes),
     }

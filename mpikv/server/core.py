@@ -48,8 +48,7 @@ class ServerCore:
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: allocates the memory
     of values; default: memory of this process. space: that of these arrays. device: the space of the worker that an
     asynchronous server runs in: keys in that space are kept and updated there. codecs: makes a key's codecs from their
-    text. recorder: gets the updates. timeline: answers requests about them. requests, received_bytes: counts of what
-    has come, bytes without headers.
+    text. recorder: gets the updates. timeline: answers requests about them. requests: how many have come.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ServerCore:
         self._changes: list[Waiting] = []
         self._closed: set[int] = set()  # workers that have closed the store
         self._drained = False
-        self.requests = self.received_bytes = 0
+        self.requests = 0
 
     @property
     def finished(self) -> bool:
@@ -101,7 +100,6 @@ class ServerCore:
         self.requests += len(requests)
         index = 0
         for header, payload in requests:
-            self.received_bytes += payload.nbytes
             if header.kind in _DATA:
                 shard = self._shards.get(header.key_id)
                 request = (worker, header, payload, batch, index)
@@ -125,7 +123,6 @@ class ServerCore:
     def arrived(self, fetch: Fetch, data: HostArray) -> list[Event]:
         """Handle a partition that was fetched. data: what `target` returned, or an array for `Pool.refer`."""
         self._expected[fetch.push.worker] -= 1
-        self.received_bytes += data.nbytes
         if fetch.shard is None:
             return []
         return self._after(fetch.shard.arrived(fetch.push, fetch.partition, data))

@@ -37,9 +37,10 @@ class Spent:
 
     def add(self, call: str, waited_s: float) -> None:
         """Count a wait. From any thread."""
+        kind = call if call in self.by_call else kind_of(call)
         with self._lock:
-            n, seconds = self.by_call.get(call, (0, 0.0))
-            self.by_call[call] = n + 1, seconds + waited_s
+            n, seconds = self.by_call.get(kind, (0, 0.0))
+            self.by_call[kind] = n + 1, seconds + waited_s
 
     @property
     def count(self) -> int:
@@ -131,7 +132,7 @@ class Waits:
             well = True
         finally:
             waited_s = engine.clock.now_s() - begun_s
-            self.spent.add(kind_of(waiting.call), waited_s)
+            self.spent.add(waiting.call, waited_s)
             if waited_s >= stalls.early_s:
                 stalls.ended(waiting, waited_s, well=well)
 
