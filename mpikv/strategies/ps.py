@@ -117,7 +117,7 @@ class PsStrategy(Strategy):
         check_owners(len(self._servers), "servers")
         self._labels = members.server_labels
         self._keys: dict[int, ClientKey] = {}
-        self._choices = Choices(session.log)
+        self._choices, self._recorder = Choices(session.log), session.recorder
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False  # whether the optimizer of most keys needs all elements of a key at one server
@@ -164,7 +164,7 @@ class PsStrategy(Strategy):
             placement,
             choice=self._choice(info),
             space=self._session.spaces.of(info),
-            recorder=self._session.recorder,
+            recorder=self._recorder,
         )
         if self._session.log.detailed():
             wire_, measured = compression.wire_of(info), key.choice is not None
@@ -334,10 +334,10 @@ class PsStrategy(Strategy):
         timed = [item.key for item in items if item.sink is not None and item.key.choice is not None]
         if timed:
             steps = self._timed(steps, timed)
-        return self._recorded(steps, items) if self._session.recorder.on else steps
+        return self._recorded(steps, items) if self._recorder.on else steps
 
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
-        begun_s = self._session.recorder.now_s()
+        begun_s = self._recorder.now_s()
         yield from steps
         self._record(items, begun_s)
 
@@ -345,7 +345,7 @@ class PsStrategy(Strategy):
         """Record a call that has ended: its keys have one begin in common."""
         for item in items:
             kind, n_bytes = ("pull", 0) if item.total is None else ("exchange", int(item.total.nbytes))
-            self._session.recorder.add(kind, begun_s, item.key.info.key, item.round, n_bytes)
+            self._recorder.add(kind, begun_s, item.key.info.key, item.round, n_bytes)
 
     def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
         yield from steps
@@ -372,7 +372,7 @@ class PsStrategy(Strategy):
         key, under = self._keys[info.id], self._count_push(info)
         total = scaled(self._session.spaces.host, total, under.ratio)
         item = Item(key, total, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
-        begun_s = self._session.recorder.now_s() if self._session.recorder.on else None
+        begun_s = self._recorder.now_s() if self._recorder.on else None
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
