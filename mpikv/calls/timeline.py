@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
+import uuid
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -39,7 +41,7 @@ class Timeline:
             raise MpikvError("timeline: another timeline of this store is being written; end it first")
         self._store, self._session, self._strategy = store, session, strategy
         store_id = session.activity.store if session.activity is not None else ""
-        self._directory, self._about = directory, {"store": store_id or f"store-{os.getpid()}", "type": session.name}
+        self._directory, self._about = directory, {"store": store_id or _of_process(), "type": session.name}
         self.path = os.path.join(directory, f"{self._about['store'][:12]}-worker-{session.rank}.jsonl")
         about = {**self._about, "role": "worker", "number": session.rank, "workers": session.num_workers}
         self._n_servers = 0  # of those that are ranks of their own, and are asked by this worker
@@ -97,7 +99,7 @@ class Timeline:
 
     def _at_servers(self, directory: str) -> None:
         """Let servers of their own write theirs, or end them: worker 0 asks them."""
-        if self._session.rank == 0:
+        if self._session.rank == 0 and (directory or self._n_servers):
             request = json.dumps({"directory": directory, "about": self._about}).encode()
             answers = self._strategy.ask_servers(request)
             self._n_servers = len(answers)
@@ -116,3 +118,8 @@ class Timeline:
                 asked_s = session.recorder.now_s()
                 (answer,) = self._strategy.ask_servers(b"{}", number)
                 session.recorder.add("clock", asked_s, ["server", number, json.loads(answer)["time_ns"]])
+
+
+def _of_process() -> str:
+    """A text in place of a store's own, the same in all of this process."""
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{os.getpid()}").hex

@@ -70,7 +70,11 @@ def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dic
     from mpikv.commands.trace.events import events_of  # noqa: PLC0415
 
     try:
-        with gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else open(path, "w") as file:
+        with (
+            gzip.open(path, "wt", encoding="utf-8")
+            if path.endswith(".gz")
+            else open(path, "w", encoding="utf-8") as file
+        ):
             n = _dump(events_of(ranks, timed, rounds), file)
     except OSError as error:
         print(f"mpikv trace: {path}: {error.strerror or error}", file=sys.stderr)

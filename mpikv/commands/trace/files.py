@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 from mpikv.observe.timeline import FORMAT
 
-HEADER = {"role", "number", "host", "pid", "machine", "store", "type", "workers", "date_s"}
+HEADER = {
+    **dict.fromkeys(("role", "host", "machine", "store", "type"), str),
+    **dict.fromkeys(("number", "pid", "workers"), int),
+    "date_s": float,
+}
 
 
 class Event(NamedTuple):
@@ -79,9 +83,9 @@ def _read(path: Path) -> Rank | None:
             try:
                 entry = json.loads(line)
                 if "format" in entry:
-                    if entry["format"] != FORMAT or not {*entry} >= HEADER:
+                    if (header := _header(entry)) is None:
                         return None
-                    rank = Rank(entry) if rank is None else rank
+                    rank = Rank(header) if rank is None else rank
                 elif rank is not None:
                     thread = entry["thread"]
                     rank.events += [_event(record, thread) for record in entry["records"]]
@@ -95,8 +99,22 @@ def _read(path: Path) -> Rank | None:
 
 
 def _event(record: list[Any], thread: str) -> Event:
+    """Raises TypeError or ValueError for what is no record."""
     kind, begun_ns, ended_ns, what, round_, n_bytes = record
-    return Event(kind, begun_ns, ended_ns, what, round_, n_bytes, thread)
+    if kind == "clock":
+        role, number, time_ns = what
+        what = [str(role), int(number), int(time_ns)]
+    elif isinstance(what, list):
+        key, worker = what
+        what = [key, int(worker)]
+    return Event(str(kind), int(begun_ns), int(ended_ns), what, int(round_), int(n_bytes), str(thread))
+
+
+def _header(entry: dict[str, Any]) -> dict[str, Any] | None:
+    """What the first line of a file says; None where it is of another format."""
+    if entry["format"] != FORMAT or not HEADER.keys() <= {*entry}:
+        return None
+    return {**entry, **{name: kind(entry[name]) for name, kind in HEADER.items()}}
 
 
 def _newest(ranks: list[Rank]) -> list[Rank]:

@@ -55,14 +55,11 @@ def in_common_time(ranks: Sequence[Rank], clocks: dict[str, ClockOffset]) -> lis
     found = []
     for i, rank in enumerate(ranks):
         common = clocks[rank.header["machine"]].common
-        for event in rank.events:
-            if event.kind != "clock":
-                found.append(Timed(i, common(event.begun_ns), common(event.ended_ns), event))
-    if not found:
-        return []
-    zero = min(timed.begin_us for timed in found)
-    moved = [one._replace(begin_us=(one.begin_us - zero) / 1e3, end_us=(one.end_us - zero) / 1e3) for one in found]
-    return sorted(moved, key=lambda timed: (timed.begin_us, -timed.end_us))
+        some = (event for event in rank.events if event.kind != "clock")
+        found += [(i, common(event.begun_ns), common(event.ended_ns), event) for event in some]
+    zero_ns = min((begin_ns for _, begin_ns, _, _ in found), default=0.0)
+    timed = [Timed(i, (begin_ns - zero_ns) / 1e3, (end_ns - zero_ns) / 1e3, one) for i, begin_ns, end_ns, one in found]
+    return sorted(timed, key=lambda one: (one.begin_us, -one.end_us))
 
 
 def by_rank(ranks: Sequence[Rank], timed: Sequence[Timed]) -> list[list[Timed]]:

@@ -31,11 +31,12 @@ def test_of_several_runs_the_newest_is_read_with_all_stores_of_its_processes(tmp
 
 def test_lines_that_are_damaged_are_left_out_and_counted(tmp_path, capsys):
     cut = json.dumps(records(PUSH))[:-9]
-    write(tmp_path, "a.jsonl", header("worker", 0, 1), records(PUSH, lost=3), '{"thread": 1}', "[]", cut)
+    wrong = [records(one) for one in (("push", 0, 1, ["w"]), ("push", 0, 1, "w", "x"), ("clock", 0, 1, "w"))]
+    write(tmp_path, "a.jsonl", header("worker", 0, 1), records(PUSH, lost=3), '{"thread": 1}', "[]", *wrong, cut)
     (rank,) = read_run(tmp_path)
-    assert (len(rank.events), rank.lost, rank.damaged) == (1, 3, 3)
+    assert (len(rank.events), rank.lost, rank.damaged) == (1, 3, 6)
     assert main(["trace", "report", str(tmp_path)]) == 0
-    assert "3 lines could not be read" in capsys.readouterr().out
+    assert "6 lines could not be read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_lines_that_are_damaged_are_left_out_and_counted(tmp_path, capsys):
         ([["x"]], "none of 1 files is a timeline of format 1"),
         ([[header("worker", 0, 1, format=2)]], "none of 1 files is a timeline of format 1"),
         ([[{"format": 1}]], "none of 1 files is a timeline of format 1"),
+        ([[header("worker", 0, 1, date_s="now")]], "none of 1 files is a timeline of format 1"),
         ([[json.dumps(records(PUSH))]], "none of 1 files is a timeline of format 1"),
     ],
 )
