@@ -293,7 +293,9 @@ class KVStore:
         return [worker for worker in self.workers if not worker.alive]
 
     def timeline(self, directory: str | os.PathLike[str]) -> Timeline:
-        """Write what this worker does, from now on, into a file in `directory`: see docs/observing.md. Local.
+        """Write what this worker does, from now on, into a file in `directory`: see docs/observing.md.
+
+        Local; blocks for a few hundredths of a second where there are several hosts, whose clocks are compared.
 
         Ends with a `with` block, its `end()`, or the store. Worker 0's covers servers that are ranks of their own, too.
         `mpikv trace DIRECTORY` puts the files of all ranks together. `MPIKV_TIMELINE=DIRECTORY` does this for a whole

@@ -52,6 +52,7 @@ class Timeline:
         session.after_close.append(self.end)
         if isinstance(session, Workers):
             session.clock_probes.begin()
+            session.clock_probes.meet()
         try:
             self._at_servers(self._directory)
             self._probe()

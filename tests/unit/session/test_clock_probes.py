@@ -19,7 +19,7 @@ from mpikv.commands.trace.rounds import complete, in_common_time, rounds_of, too
 from mpikv.common.clock import VirtualClock
 from mpikv.config import Config
 from mpikv.observe.recorder import Recorder
-from mpikv.session.clocks import EVERY_S, PATIENCE_S, PROBES, ClockProbes
+from mpikv.session.clocks import EVERY_S, MEET_S, PATIENCE_S, PROBES, ClockProbes
 from mpikv.testing.stores import spawn_stores
 from mpikv.transports.threads import Fabric
 
@@ -145,11 +145,36 @@ def probing(rank: int, hosts: str) -> tuple[ClockProbes, Any, VirtualClock]:
     return ClockProbes(messages, recorder), messages, clock  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("rank", "hosts"), [(0, "ab"), (1, "aa")])
-def test_nobody_asks_a_worker_of_its_own_host(rank, hosts):
+@pytest.mark.parametrize(("rank", "hosts"), [(0, "ab"), (1, "aa"), (2, "abb")])
+def test_nobody_asks_a_worker_of_its_own_host_and_one_of_a_host_asks(rank, hosts):
     probes, messages, _ = probing(rank, hosts)
     probes.begin()
     assert messages.due == []
+
+
+@pytest.mark.parametrize(("rank", "answers"), [(1, True), (1, False), (0, True), (0, False)])
+def test_the_first_questions_are_waited_for_with_a_limit(rank, answers):
+    probes, messages, clock = probing(rank, "ab")
+    probes.begin()
+    steps = 0
+
+    def step() -> bool:
+        """A millisecond each, in which worker 0 gets a question, or worker 1 an answer."""
+        nonlocal steps
+        steps += 1
+        clock.advance(1e-3, lookers=0)
+        for due in messages.due:
+            due()
+        if answers and rank == 0:
+            messages.acts["time"](1, {"number": steps})
+        elif answers:
+            messages.acts["time is"](0, {"number": messages.sent[-1][1]["number"], "time_s": 5.0})
+        return True
+
+    messages.engine.step = step
+    messages.send = lambda *_: None
+    probes.meet()
+    assert steps == (PROBES if answers else pytest.approx(MEET_S / 1e-3, abs=1))
 
 
 def test_a_worker_asks_again_and_again_and_anew_where_an_answer_is_lost():
