@@ -39,7 +39,7 @@ def test_a_job_writes_what_a_trace_and_a_report_are_made_of(mpi, env: dict[str, 
     assert sum(event["name"] == "forward" for event in events) == 5 * (4 - servers)
     assert any(event["ph"] == "f" for event in events)
     assert main(["trace", "report", str(tmp_path / "traces")]) == 0
-    assert re.search(r"advice: worker 1 on \S+ computes \d+% longer than the others", capsys.readouterr().out)
+    assert re.search(r"advice: worker 1 on \S+ computes \d+\.\d times as long as the others", capsys.readouterr().out)
 
 
 def test_what_was_written_before_a_rank_was_killed_can_be_read(mpi, tmp_path: Path, capsys) -> None:

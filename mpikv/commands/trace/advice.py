@@ -74,7 +74,10 @@ def _late(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:
     share = sum(worker.waiting.get(rank, 0.0) for worker in others) / sum(worker.whole for worker in others)
     usual = statistics.median(worker.computing for worker in others)
     longer = analysis.workers[rank].computing / usual - 1 if usual else 0.0
-    why = f"computes {longer:.0%} longer than the others" if longer > WORTH else "comes later than the others"
+    why = "comes later than the others"
+    if longer > WORTH:
+        how_long = f"{1 + longer:.1f} times as long as" if longer > 1 else f"{longer:.0%} longer than"
+        why = f"computes {how_long} the others"
     text = f"{ranks[rank].name} {why}, which wait {share:.0%} of their time for it: give it less work"
     yield Finding(share, f"{text}, or look what else its host does")
 
