@@ -6,11 +6,13 @@ thread. Of a rank that does not answer, the operating system of its host still t
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import socket
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,6 +32,7 @@ STATES = {
 GONE = "its process is gone"
 ENDED = (GONE, STATES["Z"])
 FIELDS_BEFORE = 3  # of proc_pid_stat(5), before those that are read here: pid, name and state
+_frames_lock = threading.Lock()  # who finds the collection off must not leave it so
 STARTED = 22 - FIELDS_BEFORE  # when the process began, in clock ticks since boot
 
 
@@ -99,7 +102,7 @@ def in_package(thread: int) -> bool:
 
 def _users(thread: int) -> tuple[FrameType | None, bool]:
     """The frame of `position`, and whether there are frames of this package inside of it."""
-    innermost: FrameType | None = sys._current_frames().get(thread)  # noqa: SLF001 - documented, "for debuggers"
+    innermost = _frames().get(thread)
     outside, own = None, False
     for frame in itertools.islice(_outwards(innermost), 1000):
         file = frame.f_code.co_filename
@@ -111,6 +114,22 @@ def _users(thread: int) -> tuple[FrameType | None, bool]:
         if not file.startswith(INSTALLED):
             return frame, own
     return outside, own
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread.
+
+    Without a garbage collection meanwhile: until CPython 3.12 one of its locks is held then, and where what is freed
+    lets other threads run, as a closed file does, these wait for that lock for ever (python/cpython#106883).
+    """
+    with _frames_lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()  # noqa: SLF001 - documented, "for debuggers"
+        finally:
+            if collects:
+                gc.enable()
 
 
 def thread_computes(native_id: int) -> bool | None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
+import sys
 import threading
+import time
+from types import FrameType
+
+import pytest
 
 from mpikv.common.clock import VirtualClock
+from mpikv.observe import program
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.runtime.abort import Guard
@@ -76,6 +83,31 @@ def test_where_the_program_is() -> None:
     assert re.fullmatch(rf"{here}, in mpikv", asked.where())
     with asked.during("barrier"):
         assert re.fullmatch(here, asked.where())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_frames_are_looked_at(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else threads may wait for each other for ever; from any number of threads, and it is as before afterwards."""
+    during: list[bool] = []
+
+    def frames() -> dict[int, FrameType]:
+        during.append(gc.isenabled())
+        time.sleep(0)
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        threads = [threading.Thread(target=lambda: [program.position(0) for _ in range(200)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert gc.isenabled() == collects
+        assert during == [False] * 800
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_program_that_is_about_to_end() -> None:
