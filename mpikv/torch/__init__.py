@@ -36,6 +36,7 @@ from mpikv.torch.default import (
     shutdown,
     size,
 )
+from mpikv.torch.local_updates import LocalUpdates
 from mpikv.torch.model import DistributedModel
 from mpikv.torch.optimizer import DistributedOptimizer
 from mpikv.torch.states import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -45,6 +46,7 @@ __all__ = [
     "Compression",
     "DistributedModel",
     "DistributedOptimizer",
+    "LocalUpdates",
     "Max",
     "Min",
     "Product",

@@ -34,8 +34,8 @@ from mpikv.trainer import parameter as parameters
 from mpikv.trainer.clip import factor_for, norm_of
 from mpikv.trainer.ends import in_steps
 from mpikv.trainer.files import TrainerFiles
-from mpikv.trainer.local_updates import WeightUpdate
 from mpikv.trainer.overlap import Overlap
+from mpikv.trainer.own_updates import WeightUpdate
 from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
 from mpikv.trainer.store import place_gradients

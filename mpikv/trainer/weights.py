@@ -19,7 +19,7 @@ from mpikv.create.worker_device import spaces_for
 from mpikv.kvstore import KVStore
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
-from mpikv.trainer.local_updates import LocalUpdates
+from mpikv.trainer.own_updates import OwnUpdates
 from mpikv.trainer.parameter import list_data, named
 from mpikv.trainer.rows import sparse_names
 from mpikv.trainer.store import check_stop_file, store_of, updates_on_store, warn_of_codec
@@ -66,7 +66,7 @@ class TrainedWeights:
         for parameter in self._params.values():
             if isinstance(parameter, (TorchParameter, TorchBuffer)):
                 parameter.through_host = self._spaces.device is None
-        self._local = LocalUpdates(self._optimizer, self._spaces)
+        self._local = OwnUpdates(self._optimizer, self._spaces)
         self._order = {name: i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
         self._batch_size: float | None = None  # the one for which the optimizer's rescale_grad is set

@@ -30,7 +30,7 @@ class WeightUpdate(NamedTuple):
     grad: Any
 
 
-class LocalUpdates:
+class OwnUpdates:
     """An optimizer with the states of some keys, in this process. Its calls are local.
 
     spaces: in which weights are updated; by default in host memory alone, to which weights on a GPU are then copied.
