@@ -140,14 +140,18 @@ class LocalUpdates:
         return True
 
     def exchange(self) -> None:
-        """End the round now, whatever `every` says. Collective, blocks: all workers call it the same number of times.
+        """End the round now, whatever `every` says, as before an evaluation. Collective, blocks.
 
-        With every=None each worker's part has the weight of the steps that it has made since the last round. Raises
-        MpikvError for a worker that has made none.
+        Does nothing right after a round. With every=None each worker's part has the weight of the steps that it has
+        made since the last round, and a worker that has made none gets MpikvError.
         """
+        if self._every is not None:
+            if self._state.since:
+                self._exchange(None)
+            return
         if not self._state.since:
             raise MpikvError("exchange: this worker has made no step since the last round")
-        self._exchange(float(self._state.since) if self._every is None else None)
+        self._exchange(float(self._state.since))
 
     def _exchange(self, examples: float | None) -> None:
         with torch.no_grad():

@@ -178,6 +178,23 @@ def test_another_number_of_workers_begins_with_the_common_weights(tmp_path, caps
 
 
 @on(MESSAGES)
+def test_a_round_may_end_early_and_is_not_ended_twice(store):
+    net = network(store.rank)
+    optimizer, local = own_optimizer(net), mt.LocalUpdates(net, store, every=3)
+    local.exchange()
+    for step in range(4):
+        own_step(net, optimizer, store.rank, step)
+        assert local.step() == (step == 2)
+    local.exchange()
+    local.exchange()
+    assert local.rounds == 2
+    for i, found in enumerate(weights(net)):
+        store.init(f"max {i}", found)
+        store.pushpull(f"max {i}", highest := found.copy(), op="max")
+        assert np.array_equal(highest, found)
+
+
+@on(MESSAGES)
 def test_what_is_pushed_may_be_compressed(store):
     found, _ = train(store, every=3, compression={"type": "fp16", "force": True})
     stats = store.stats()
@@ -186,14 +203,22 @@ def test_what_is_pushed_may_be_compressed(store):
 
 
 @on(Mode("dist_async", 2), Mode("dist_async", 2, 1))
-def test_workers_of_an_asynchronous_store_wait_for_nobody(mode):
-    def body(store: Any) -> list[np.ndarray]:
-        steps = 3 * (1 + store.rank)  # worker 1 has twice as many rounds
-        found, ended = train(store, steps, every=3)
-        assert sum(ended) == 1 + store.rank
-        return found
+def test_workers_of_an_asynchronous_store_wait_for_nobody_and_each_moves_the_weights_by_its_part(store):
+    net = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(net.weight, 1.0)
+    local = mt.LocalUpdates(net, store, every=1)
 
-    assert len(mode.run(body)) == mode.workers
+    def move() -> list[float]:
+        with torch.no_grad():
+            net.weight.add_(1.0)
+        local.step()
+        return net.weight.flatten().tolist()
+
+    for turn in range(2):
+        if store.rank == turn:  # the other one makes no call meanwhile
+            assert move() == [1.5 + 0.5 * turn] * 2
+        store.barrier()
+    assert net.weight.flatten().tolist() == [1.5 + 0.5 * store.rank] * 2
 
 
 @pytest.mark.parametrize(
