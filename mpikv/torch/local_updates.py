@@ -9,7 +9,8 @@ What a worker has moved since the last round, `old - new`, is pushed as if it we
 optimizer makes the next common weights of the mean. With SGD and a rate of 1 that is the mean of the workers' weights
 ("mean": local SGD; Lin et al. 2020, arXiv:1808.07217, from some step on: post-local SGD). With Nesterov momentum it is
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with plain momentum SlowMo (Wang et al. 2020, arXiv:1910.00643) for an
-inner rate that does not change.
+inner rate that does not change. With elastic averaging (Zhang et al. 2015, arXiv:1412.6651) a worker keeps its weights,
+and they and the common ones come nearer to each other by a part of their difference.
 
 Cost: one exchange of all weights each round. Memory: a copy of the model with its gradients, on each worker.
 """
@@ -37,7 +38,9 @@ OUTER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mean": ("sgd", {"learning_rate": 1.0}),
     "nesterov": ("nag", {"learning_rate": 0.7, "momentum": 0.9}),  # DiLoCo's, section 3.1
     "slowmo": ("sgd", {"learning_rate": 1.0, "momentum": 0.5}),
+    "easgd": ("sgd", {"learning_rate": 1.0}),
 }
+MOVING_RATE = 0.9  # of elastic averaging, over all workers: section 5 of the paper
 
 
 class LocalUpdates:
@@ -51,8 +54,10 @@ class LocalUpdates:
     same on all workers (`lambda step: 1 if step < 1000 else 8`: post-local SGD); or None: a round ends where the
     program calls `exchange`, after any number of steps on each worker, by which their parts are weighed.
 
-    outer: 'mean', 'nesterov', 'slowmo' or a dict with such a `type` and its arguments; or an optimizer as
-    `optimizers.create` takes one, to which the mean of what workers have moved is the gradient.
+    outer: 'mean', 'nesterov', 'slowmo', 'easgd' or a dict with such a `type` and its arguments; or an optimizer as
+    `optimizers.create` takes one, to which the mean of what workers have moved is the gradient. 'easgd', made for
+    `dist_async`, has `moving_rate` (0.9): each round moves a worker and the common weights towards each other by
+    moving_rate / number of workers of their difference; `common` has the weights to evaluate.
 
     optimizer: the worker's own, whose state `save` includes. compression: as in `set_gradient_compression`, for what is
     pushed.
@@ -89,11 +94,14 @@ class LocalUpdates:
             checks.whole("every", every, 1)
         self._every = every
         self._state = LocalState(model, optimizer)
-        common = copy.deepcopy(model)  # the weights of the last round; their gradients are what this worker has moved
+        made, rate = _outer(outer)
         self._store = calls_of(None).store if store is None else store
+        self._elastic = rate / self._store.num_workers  # 0: workers get the common weights
+        # With the weights of the last round; their gradients are what this worker has moved since.
+        self.common = common = copy.deepcopy(model)
         self._trainer = Trainer(
             common,
-            _outer_optimizer(outer),
+            made,
             kvstore=self._store,
             compression_params=compression,
             worker_state=self._state,
@@ -155,10 +163,16 @@ class LocalUpdates:
 
     def _exchange(self, examples: float | None) -> None:
         with torch.no_grad():
+            if self._elastic:
+                self._trainer.pull_weights()
             for shared, own in self._pairs:
                 torch.sub(shared, own, out=shared.grad)
+                if self._elastic:
+                    own.add_(shared.grad, alpha=self._elastic)
+                    shared.grad.mul_(self._elastic * self._store.num_workers)  # of which the mean is taken
             self._trainer.step(examples=examples)
-            self._take()
+            if not self._elastic:
+                self._take()
         self._state.begin_round()
 
     def _take(self) -> None:
@@ -193,13 +207,16 @@ class LocalUpdates:
         return rounds
 
 
-def _outer_optimizer(outer: Any) -> optimizers.Optimizer:
-    """The store's optimizer for what the user has given."""
+def _outer(outer: Any) -> tuple[optimizers.Optimizer, float]:
+    """The store's optimizer for what the user has given, and the moving rate of elastic averaging, else 0."""
     if isinstance(outer, str) and outer in OUTER:
         outer = {"type": outer}
     if not isinstance(outer, Mapping):
-        return optimizers.create(outer)
+        return optimizers.create(outer), 0.0
     arguments = checks.options("outer", outer)
     kind = checks.one_of("outer: type", arguments.pop("type", None), [*OUTER])
+    rate = arguments.pop("moving_rate", MOVING_RATE) if kind == "easgd" else 0.0
+    if kind == "easgd" and not 0 < checks.number("outer: moving_rate", rate) <= 1:
+        raise ValueError(f"outer: moving_rate must be above 0 and at most 1, not {rate:g}")
     name, defaults = OUTER[kind]
-    return optimizers.create(name, **{**defaults, **arguments})
+    return optimizers.create(name, **{**defaults, **arguments}), rate

@@ -113,6 +113,15 @@ def test_torch_mnist(digits: Path) -> None:
     assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.thorough
+@pytest.mark.whole_job
+def test_local_training(digits: Path) -> None:
+    frameworks.need("torch")
+    output = run("local_training.py", "--data-dir", digits, "--epochs", 3, "--every", 4, n=2).splitlines()
+    assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
+    assert float(output[-1].split()[3].rstrip(",")) > 0.7
+
+
 @pytest.mark.parametrize("n", [None, job(2)])
 def test_jax(n: int | None, digits: Path) -> None:
     frameworks.need("jax")
@@ -155,6 +164,7 @@ PROGRAMS = [
     "tour",
     "linear_regression",
     "torch_mnist",
+    "local_training",
     "jax_mnist",
     "train_mnist",
     "image_classification",
@@ -170,9 +180,8 @@ def test_every_program_is_known() -> None:
 
 @pytest.mark.parametrize(("program", "n"), [*((one, None) for one in PROGRAMS), job("tour", 3)])
 def test_help_is_printed_once_and_does_nothing_else(program: str, n: int | None) -> None:
-    for library in {"torch_mnist": ["torch"], "image_classification": ["torch"], "jax_mnist": ["jax", "optax"]}.get(
-        program, []
-    ):
+    of_torch = ("torch_mnist", "local_training", "image_classification")
+    for library in ["torch"] if program in of_torch else ["jax", "optax"] if program == "jax_mnist" else []:
         frameworks.need(library)
     output = run(f"{program}.py", "--help", n=n)
     assert output.startswith(f"usage: {program}.py [-h]")

@@ -221,6 +221,29 @@ def test_workers_of_an_asynchronous_store_wait_for_nobody_and_each_moves_the_wei
     assert net.weight.flatten().tolist() == [1.5 + 0.5 * store.rank] * 2
 
 
+@on(Mode("dist_async", 2), Mode("dist_sync", 2))
+def test_elastic_averaging_moves_workers_and_common_weights_towards_each_other(store):
+    """By the paper's formulas, with a rate of 0.8 over two workers."""
+    net = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(net.weight, 1.0)
+    local = mt.LocalUpdates(net, store, every=1, outer={"type": "easgd", "moving_rate": 0.8})
+    with torch.no_grad():
+        net.weight.add_(1.0 + store.rank)
+    moved = 2.0 + store.rank
+    if store.type == "dist_sync":
+        local.step()
+        common, own = 1.0 + 0.4 * (1.0 + 2.0), moved - 0.4 * (moved - 1.0)
+    else:
+        for turn in range(2):
+            if store.rank == turn:
+                local.step()
+            store.barrier()
+        before = 1.0 + 0.4 * 1.0 * store.rank  # worker 1 comes later
+        common, own = before + 0.4 * (moved - before), moved - 0.4 * (moved - before)
+    assert net.weight.flatten().tolist() == pytest.approx([own] * 2)
+    assert local.common.weight.flatten().tolist() == pytest.approx([common] * 2)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -233,6 +256,7 @@ def test_workers_of_an_asynchronous_store_wait_for_nobody_and_each_moves_the_wei
             "outer: type must be one of 'mean', 'nesterov', 'slowmo'",
         ),
         ({"every": 2, "outer": {"type": "mean", "rate": 1}}, TypeError, "rate"),
+        ({"every": 2, "outer": {"type": "easgd", "moving_rate": 2}}, ValueError, "moving_rate must be above 0"),
         ({"every": 2, "optimizer": "sgd"}, TypeError, "optimizer is a torch.optim.Optimizer or None"),
         ({"every": lambda step: 0}, ValueError, "every: what it returns must be at least 1"),
     ],
