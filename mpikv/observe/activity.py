@@ -45,7 +45,7 @@ class Activity:
         self._failed = False  # the last call; the process is about to end then, and others still ask
         self.ending = ""
         self._since_s = self._clock.now_s()
-        self._home, self._native = threading.get_ident(), threading.get_native_id()
+        self._home, self._load = threading.get_ident(), program.ThreadLoad(threading.get_native_id())
         self._thread = self._home  # of the last call that waited
         self._n_threads = 0  # that have waited, as far as that matters: one, or more
         self._n_waits = 0
@@ -122,7 +122,7 @@ class Activity:
             return ""
         if blocked is None and program.in_package(self._home):
             return f"at {place}, in mpikv"
-        computes = None if blocked is not None else program.thread_computes(self._native)
+        computes = None if blocked is not None else self._load.computes(self._clock.now_s())
         return f"at {place}" + {None: "", True: ", computing", False: ", not computing"}[computes]
 
     def blocked(self) -> Blocked | None:

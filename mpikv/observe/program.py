@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import socket
 import sys
@@ -31,8 +32,11 @@ STATES = {
 }
 GONE = "its process is gone"
 ENDED = (GONE, STATES["Z"])
+COMPUTES = 0.1  # of the time: who polls takes less, and who computes beside others on a busy machine takes more
 FIELDS_BEFORE = 3  # of proc_pid_stat(5), before those that are read here: pid, name and state
 _frames_lock = threading.Lock()  # who finds the collection off must not leave it so
+LEAST_S, MOST_S = 0.1, 5.0  # between two looks at a thread: the system counts in hundredths of a second
+TAKEN = slice(14 - FIELDS_BEFORE, 16 - FIELDS_BEFORE)  # processor time in the program and in the system, in clock ticks
 STARTED = 22 - FIELDS_BEFORE  # when the process began, in clock ticks since boot
 
 
@@ -132,10 +136,29 @@ def _frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-def thread_computes(native_id: int) -> bool | None:
-    """Return whether a thread of this process is running now; None where nobody knows."""
-    letter, _ = _stat(f"self/task/{native_id}")
-    return letter == "R" if letter else None
+class ThreadLoad:
+    """Whether a thread of this process computes: by the processor time that it has taken since the last look.
+
+    native_id: the system's number of the thread.
+    """
+
+    def __init__(self, native_id: int) -> None:
+        self._native_id = native_id
+        self._at_s, self._taken_s = -math.inf, 0.0
+
+    def computes(self, now_s: float) -> bool | None:
+        """Return whether it has computed since the last look, or where that was just now, or long ago, does now.
+
+        None where nobody knows.
+        """
+        fields = _fields(f"self/task/{self._native_id}")
+        if not fields:
+            return None
+        taken_s = sum(map(int, fields[TAKEN])) / os.sysconf("SC_CLK_TCK")
+        passed_s, more_s = now_s - self._at_s, taken_s - self._taken_s
+        if passed_s >= LEAST_S:
+            self._at_s, self._taken_s = now_s, taken_s
+        return more_s > COMPUTES * passed_s if LEAST_S <= passed_s <= MOST_S else fields[0] == "R"
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -145,10 +168,15 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _stat(which: int | str) -> tuple[str, str]:
-    """The state and the start of a process or a thread; twice "" where there is none."""
+    """The state and the start of a process; twice "" where there is none."""
+    fields = _fields(which)
+    return (fields[0], fields[STARTED]) if fields else ("", "")
+
+
+def _fields(which: int | str) -> list[str]:
+    """What proc_pid_stat(5) has of a process or a thread, from its state on; [] where there is none."""
     try:
         text = Path(f"/proc/{which}/stat").read_text()
     except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()  # the name before may hold anything
-    return fields[0], fields[STARTED]
+        return []
+    return text.rpartition(")")[2].split()  # the name before may hold anything

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 
 from mpikv.observe.stall import say
 from mpikv.runtime import abort, launcher, printed, unmet
@@ -23,6 +24,7 @@ TRANSFERS = "OMPI_MCA_btl"  # Open MPI reads it in MPI_Init
 SHARED = "/dev/shm"
 LEAST_SHARED_BYTES = 16 << 20  # what one rank of Open MPI asks for
 PASS_ON_S = 0.5
+OTHERS_S = 5.0  # ranks begin at different times on a busy machine
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
 
 
@@ -71,15 +73,19 @@ def _initialise_alone(level: int) -> None:
 
 
 def _warn_of_full_memory() -> None:
-    """Print a line where MPI's memory for messages within this host has no room: MPICH then dies without saying why."""
-    if launcher.said_local_rank(os.environ) == 0 and os.path.isdir(SHARED):
-        left = shutil.disk_usage(SHARED).free
-        if left < LEAST_SHARED_BYTES:
-            text = (
-                f"mpikv: {SHARED} has {left / (1 << 20):.1f} MiB left on {socket.gethostname()}, and MPI needs some for"
-            )
-            say(f"{text} messages within a host: free some, or give a container more (docker run --shm-size=1g)")
-            printed.wait_until_read(PASS_ON_S)  # hydra forgets what it has not read when a rank dies
+    """Print a line where MPI's memory for messages within this host has no room: MPICH then dies without saying why.
+
+    One rank of a host does; the others wait a while for it, since their death would end it, too.
+    """
+    left = shutil.disk_usage(SHARED).free if os.path.isdir(SHARED) else LEAST_SHARED_BYTES
+    if left >= LEAST_SHARED_BYTES:
+        return
+    if launcher.said_local_rank(os.environ) != 0:
+        time.sleep(OTHERS_S)
+        return
+    text = f"mpikv: {SHARED} has {left / (1 << 20):.1f} MiB left on {socket.gethostname()}, and MPI needs some for"
+    say(f"{text} messages within a host: free some, or give a container more (docker run --shm-size=1g)")
+    printed.wait_until_read(PASS_ON_S)  # hydra forgets what it has not read when a rank dies
 
 
 def _give_up(guard: abort.Guard, limit_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import sys
 import threading
@@ -83,6 +84,27 @@ def test_where_the_program_is() -> None:
     assert re.fullmatch(rf"{here}, in mpikv", asked.where())
     with asked.during("barrier"):
         assert re.fullmatch(here, asked.where())
+
+
+def test_a_thread_that_polls_does_not_compute_and_one_short_of_a_core_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the time that it has taken between two looks; by its state where there is no such time."""
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    load, found = program.ThreadLoad(1), list[object]()
+    for now_s, letter, taken_s in (
+        (100.0, "R", 3.0),  # the first look
+        (100.25, "R", 3.01),  # it runs at this moment, but has slept before
+        (100.5, "S", 3.2),  # the other way round
+        (100.55, "S", 3.2),  # just now
+        (110.0, "S", 9.0),  # long ago
+        (110.2, "R", 9.0),
+    ):
+        fields = [letter, *["0"] * 10, str(round(taken_s / tick_s)), "0"]
+        monkeypatch.setattr(program, "_fields", lambda _which, fields=fields: fields)
+        found.append(load.computes(now_s))
+    monkeypatch.setattr(program, "_fields", lambda _which: [])
+    assert [*found, load.computes(111.0)] == [True, False, True, False, False, False, None]
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -115,14 +115,18 @@ def test_a_store_tells_of_all_its_workers(progress: str) -> None:
     """While they wait for each other; with `calls`, and once it is being closed, of its own alone."""
     said: dict[str, Any] = {}
 
+    def offers() -> list[Any]:
+        return sorted(ask(PID, UID, WORKERS, LIMIT_S)["offers"], key=lambda one: one["kind"])
+
     def body(store: Any) -> None:
         store.init("w", np.zeros(3, np.float32))
+        store.pull("w")  # the server serves
         if store.rank == 1:
             offer = StoreOffer(store.session, "an id", asks=progress == "thread")
             with OWN.offered(offer):
-                server, said["open"] = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+                server, said["open"] = offers()
                 offer.closing()
-                _, said["closing"] = ask(PID, UID, WORKERS, LIMIT_S)["offers"]
+                _, said["closing"] = offers()
             assert server["doing"] == "server 0 of 1, for 3 workers"
         store.barrier()
 
