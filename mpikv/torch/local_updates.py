@@ -116,7 +116,12 @@ class LocalUpdates:
 
     @property
     def steps(self) -> int:
-        """The steps that this worker has made, those of earlier runs among them."""
+        """The steps that this worker has made, those of earlier runs among them.
+
+        >>> local = mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=2)
+        >>> [local.step() for _ in range(3)], local.steps
+        ([False, True, False], 3)
+        """
         return self._state.steps
 
     @property
@@ -152,6 +157,12 @@ class LocalUpdates:
 
         Does nothing right after a round. With every=None each worker's part has the weight of the steps that it has
         made since the last round, and a worker that has made none gets MpikvError.
+
+        >>> local = mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=100)
+        >>> _ = local.step()
+        >>> local.exchange()
+        >>> local.rounds
+        1
         """
         if self._every is not None:
             if self._state.since:
@@ -182,7 +193,12 @@ class LocalUpdates:
                 own.copy_(shared)
 
     def sync_buffers(self) -> None:
-        """Write worker 0's buffers into every worker's model, as before an evaluation by all. Collective, blocks."""
+        """Write worker 0's buffers into every worker's model, as before an evaluation by all. Collective, blocks.
+
+        Raises UnsupportedError for `dist_async`.
+
+        >>> mt.LocalUpdates(torch.nn.BatchNorm1d(2), kv.create('local'), every=2).sync_buffers()
+        """
         broadcast_parameters(dict(self._state.model.named_buffers()), store=self._store)
 
     # --- files
@@ -191,6 +207,8 @@ class LocalUpdates:
         """Write all into one file: common weights, the outer optimizer's states, each worker's model and optimizer.
 
         Also in the middle of a round. Collective, blocks; worker 0 writes. Raises what `Trainer.save` raises.
+
+        >>> mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=2).save('saved')
         """
         self._trainer.save(fname)
 
@@ -199,6 +217,9 @@ class LocalUpdates:
 
         As many workers go on exactly where they were. With another number of them each begins a round with the common
         weights and its own optimizer as it is, and worker 0 prints that. Collective, blocks; before the first step.
+
+        >>> mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=2).resume('no such file')
+        0
         """
         self._state.restored = False
         rounds = self._trainer.resume(fname)
