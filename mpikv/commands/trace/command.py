@@ -30,11 +30,14 @@ def add_parser(commands: Any) -> None:
         help="put the timelines of all ranks together: a file for Perfetto, or a report of where the time went",
         description="Read what the ranks of a job have written with MPIKV_TIMELINE or store.timeline(), of the newest "
         "run in the folder. Clocks of different hosts are put together.",
+        usage="mpikv trace [-h] [-o FILE] [report] DIR",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", nargs="+", metavar="[report] DIR", help="the folder; after `report`: print the report")
-    parser.add_argument("-o", "--output", default="trace.json.gz", help="the file to write [trace.json.gz]")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="trace.json.gz", help="the file to write [trace.json.gz]"
+    )
     parser.set_defaults(run=_run, parser=parser)
 
 
