@@ -33,6 +33,8 @@ def test_the_error_that_is_claimed_holds_at_every_time(seed, drift):
     assert found.error_ns is not None
     for at_s in (times[0], times[99], times[-1]):
         assert abs(found.common(at_s * S) - at_s * S - offset_ns - drift * at_s * S) <= found.error_ns + 2e5
+    assert found.drift == pytest.approx(drift, abs=2e-6)
+    assert found.error_ns <= 1e6
     if not drift:
         assert found.drift == 0.0
         assert abs(found.offset_ns - offset_ns) <= found.error_ns <= min((p.most_ns - p.least_ns) / 2 for p in probes)

@@ -83,6 +83,9 @@ def test_the_trace_of_a_store_keeps_to_the_format_and_has_an_arrow_from_each_con
     found = [*events_of(ranks, timed, rounds)]
     rows = check(found)
     assert {pid for pid, _ in rows} == {ROWS * (i + 1) for i in range(len(ranks))}
+    sent = [event["name"].split()[0] for event in found if event.get("cat") in ("exchange", "pull")]
+    names = Counter(sent)
+    assert names["push"] == names["exchange"]
     arrows = Counter((event["name"], event["pid"]) for event in found if event["ph"] == "s")
     workers = [ROWS * (i + 1) for i, one in enumerate(ranks) if one.role[0] == "worker"]
     assert {pid for _, pid in arrows} == {*workers}
