@@ -28,6 +28,11 @@ class Probe(NamedTuple):
     most_ns: float
 
     @property
+    def width_ns(self) -> float:
+        """How far apart the two are."""
+        return self.most_ns - self.least_ns
+
+    @property
     def middle_ns(self) -> float:
         """The best guess."""
         return (self.least_ns + self.most_ns) / 2
@@ -83,16 +88,17 @@ def compared(probes: Sequence[Probe]) -> ClockOffset:
     ClockOffset(offset_ns=120.0, drift=0.0, about_ns=0, error_ns=10.0)
     """
     begin, end = min(probe.at_ns for probe in probes), max(probe.at_ns for probe in probes)
-    drift = 0.0
+    drift = uncertain_ns = 0.0
     if end - begin >= DRIFT_NS:
         early = _quickest([probe for probe in probes if probe.at_ns <= begin + NEAR_END * (end - begin)])
         late = _quickest([probe for probe in probes if probe.at_ns >= end - NEAR_END * (end - begin)])
         drift = (late.middle_ns - early.middle_ns) / (late.at_ns - early.at_ns)
+        uncertain_ns = (early.width_ns + late.width_ns) / 2
     least = max(probe.least_ns - drift * (probe.at_ns - begin) for probe in probes)
     most = min(probe.most_ns - drift * (probe.at_ns - begin) for probe in probes)
     # Where they contradict each other, the clock has changed its rate: the error is then what they disagree by.
-    return ClockOffset((least + most) / 2, drift, begin, abs(most - least) / 2)
+    return ClockOffset((least + most) / 2, drift, begin, abs(most - least) / 2 + uncertain_ns)
 
 
 def _quickest(probes: Sequence[Probe]) -> Probe:
-    return min(probes, key=lambda probe: probe.most_ns - probe.least_ns)
+    return min(probes, key=lambda probe: probe.width_ns)
