@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from mpikv.errors import MpikvError
-from mpikv.observe.timeline import TimelineFile
+from mpikv.observe.timeline import TimelineFile, path_of
 from mpikv.session.base import Session
 from mpikv.session.clocks import PROBES
 from mpikv.session.workers import Workers
@@ -42,8 +42,8 @@ class Timeline:
         self._store, self._session, self._strategy = store, session, strategy
         store_id = session.activity.store if session.activity is not None else ""
         self._directory, self._about = directory, {"store": store_id or _of_process(), "type": session.name}
-        self.path = os.path.join(directory, f"{self._about['store'][:12]}-worker-{session.rank}.jsonl")
         about = {**self._about, "role": "worker", "number": session.rank, "workers": session.num_workers}
+        self.path = path_of(directory, about)
         self._n_servers = 0  # of those that are ranks of their own, and are asked by this worker
         self._file: TimelineFile | None = TimelineFile(self.path, session.recorder, about)
         for name in CALLS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mpikv.codecs.compression import Compressions
 from mpikv.collectives.nccl import NcclComm
@@ -91,7 +92,7 @@ def assemble(
     log = decisions.log_of(members, transport.rank)
     decisions.of_members(log, name, members, memory=memory is not None, why_no_memory=why_no_memory)
 
-    def core() -> ServerCore:
+    def core(**of_own_rank: Any) -> ServerCore:
         labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
         # A server of its own has no GPU.
         on_device = not members.servers and not members.synchronous
@@ -105,13 +106,13 @@ def assemble(
             space=spaces.host,
             device=device,
             recorder=transport.recorder,
-            timeline=timeline.answer,
+            **of_own_rank,
         )
 
-    number = [*members.servers, transport.rank].index(transport.rank)
-    timeline = ServerTimeline(transport.recorder, number, len(members.workers))
     if transport.rank in members.servers:
-        made = core()
+        number = members.servers.index(transport.rank)
+        timeline = ServerTimeline(transport.recorder, number, len(members.workers))
+        made = core(timeline=timeline.answer)
         read = partial(metrics.of_server, made, transport, links)
         seen = metrics.written(members.config.metrics, metrics_name, number, read)
         try:

@@ -38,6 +38,11 @@ def machine() -> str:
         return socket.gethostname()
 
 
+def path_of(directory: str, about: Mapping[str, Any]) -> str:
+    """The file of one rank's timeline in a folder. about: whose: its `store`, `role` and `number`."""
+    return os.path.join(directory, f"{about['store'][:12]}-{about['role']}-{about['number']}.jsonl")
+
+
 class TimelineFile:
     """The timeline of one rank in one store. It is written from its making until `end`. One at a time for a recorder.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.observe.recorder import Recorder
-from mpikv.observe.timeline import TimelineFile
+from mpikv.observe.timeline import TimelineFile, path_of
 
 
 class ServerTimeline:
@@ -25,8 +24,7 @@ class ServerTimeline:
             self.end()
             about = {**self._about, **request["about"]}
             try:
-                path = os.path.join(directory, f"{about['store'][:12]}-server-{about['number']}.jsonl")
-                self._file = TimelineFile(path, self._recorder, about) if directory else None
+                self._file = TimelineFile(path_of(directory, about), self._recorder, about) if directory else None
             except OSError as failed:
                 error = str(failed)
         return json.dumps({"time_ns": time_ns, "error": error}).encode()

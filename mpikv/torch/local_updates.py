@@ -98,19 +98,18 @@ class LocalUpdates:
         self._store = calls_of(None).store if store is None else store
         self._elastic = rate / self._store.num_workers  # 0: workers get the common weights
         # With the weights of the last round; their gradients are what this worker has moved since.
-        self.common = common = copy.deepcopy(model)
+        self.common = copy.deepcopy(model)
         self._trainer = Trainer(
-            common,
+            self.common,
             made,
             kvstore=self._store,
             compression_params=compression,
             worker_state=self._state,
         )
-        model.load_state_dict(common.state_dict())
-        theirs = dict(common.named_parameters())
-        pairs = [(theirs[name], own) for name, own in model.named_parameters() if own.requires_grad]
-        self._pairs = pairs
-        for shared, _ in pairs:
+        model.load_state_dict(self.common.state_dict())
+        theirs = dict(self.common.named_parameters())
+        self._pairs = [(theirs[name], own) for name, own in model.named_parameters() if own.requires_grad]
+        for shared, _ in self._pairs:
             if shared.grad is None:
                 shared.grad = torch.zeros_like(shared)
 

@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
     if action not in ([], ["report"]):
         options.parser.error(f"one folder is read, not {', '.join(options.what)}")
     try:
-        ranks = read_run(Path(directory), _Progress())
+        ranks = read_run(Path(directory))
     except (UnreadableError, OSError) as error:
         print(f"mpikv trace: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -73,11 +73,8 @@ def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dic
     from mpikv.commands.trace.events import events_of  # noqa: PLC0415
 
     try:
-        with (
-            gzip.open(path, "wt", encoding="utf-8")
-            if path.endswith(".gz")
-            else open(path, "w", encoding="utf-8") as file
-        ):
+        opened = gzip.open if path.endswith(".gz") else open
+        with opened(path, "wt", encoding="utf-8") as file:
             n = _dump(events_of(ranks, timed, rounds), file)
     except OSError as error:
         print(f"mpikv trace: {path}: {error.strerror or error}", file=sys.stderr)
@@ -113,15 +110,3 @@ def _about(ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[N
         yield f"clocks: {wrong} of {n} results seem to come before what they were made of, by up to {most_us:.0f} us"
     elif n:
         yield f"clocks: all {n} results come after what they were made of"
-
-
-class _Progress:
-    """Says how much has been read, of large timelines."""
-
-    def __init__(self) -> None:
-        self._said = 0
-
-    def __call__(self, n_bytes: int) -> None:
-        if n_bytes - self._said >= 50 << 20:
-            self._said = n_bytes
-            print(f"read {n_bytes >> 20} MiB", file=sys.stderr, flush=True)

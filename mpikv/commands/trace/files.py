@@ -6,11 +6,11 @@ A rank that was killed leaves a last line that is not whole: lines that cannot b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpikv.common.progress import Progress
 from mpikv.observe.timeline import FORMAT
 
 HEADER = {
@@ -56,20 +56,20 @@ class UnreadableError(Exception):
     """There is nothing to show; its text says what to do."""
 
 
-def read_run(directory: Path, progress: Callable[[int], None] = lambda _n: None) -> list[Rank]:
-    """Read the newest run in a folder: workers first, each by its number. progress: gets the bytes read so far."""
+def read_run(directory: Path) -> list[Rank]:
+    """Read the newest run in a folder: workers first, each by its number. Shows its progress."""
     if not directory.is_dir():
         raise UnreadableError(f"{directory}: no such folder")
     paths = sorted(directory.glob("*.jsonl"))
     if not paths:
         raise UnreadableError(f"{directory}: no timeline (*.jsonl); MPIKV_TIMELINE={directory} makes a job write one")
-    ranks, n_bytes = list[Rank](), 0
-    for path in paths:
-        found = _read(path)
-        if found is not None:
-            ranks.append(found)
-        n_bytes += path.stat().st_size
-        progress(n_bytes)
+    ranks, sizes = list[Rank](), [path.stat().st_size for path in paths]
+    with Progress(f"read {directory}", sum(sizes), "bytes") as progress:
+        for path, n_bytes in zip(paths, sizes, strict=True):
+            found = _read(path)
+            if found is not None:
+                ranks.append(found)
+            progress.update(n_bytes)
     if not ranks:
         raise UnreadableError(f"{directory}: none of {len(paths)} files is a timeline of format {FORMAT}")
     return sorted(_newest(ranks), key=lambda rank: (rank.role[0] != "worker", rank.role[1], rank.header["store"]))
