@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import signal
 import sys
 import time
@@ -10,6 +13,15 @@ import time
 import numpy as np
 
 from mpikv import kv
+from mpikv.__main__ import main
+
+
+def written() -> bool:
+    """Whether the files have the first three steps."""
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        main(["trace", "report", os.environ["MPIKV_TIMELINE"]])
+    return re.search(r"; [34] rounds", report.getvalue()) is not None
+
 
 with kv.create("dist_sync") as store:
     store.init(["w", "v"], [np.zeros(300_000, "float32"), np.zeros(7, "float32")])
@@ -19,5 +31,6 @@ with kv.create("dist_sync") as store:
             time.sleep(0.2 if store.rank == 1 else 0.001)
         store.pushpull(["w", "v"], values)
         if step == 2 and "killed" in sys.argv and store.rank == 1:
-            time.sleep(2.5)  # timelines are written each second
+            while not written():  # the test ends the job where that never comes
+                time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
