@@ -32,7 +32,7 @@ WAITING_CLIENTS = 16
 JOIN_S = 5.0
 
 
-class Source(Protocol):
+class Offer(Protocol):
     """Something that this process tells of."""
 
     def answer(self, *, whole: bool) -> dict[str, Any]:
@@ -65,34 +65,34 @@ class Endpoint:
     """The socket of this process."""
 
     def __init__(self) -> None:
-        self._sources: list[Source] = []
+        self._offers: list[Offer] = []
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._client: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def offered(self, source: Source) -> Iterator[None]:
+    def offered(self, offer: Offer) -> Iterator[None]:
         """Offer something for as long as the block lasts."""
-        self.offer(source)
+        self.offer(offer)
         try:
             yield
         finally:
-            self.withdraw(source)
+            self.withdraw(offer)
 
-    def offer(self, source: Source) -> None:
+    def offer(self, offer: Offer) -> None:
         """Answer with this, too. Local. Where the socket cannot be had, nobody is told of anything."""
         with self._lock:
-            self._sources.append(source)
+            self._offers.append(offer)
             if self._socket is None:
                 self._open()
 
-    def withdraw(self, source: Source) -> None:
+    def withdraw(self, offer: Offer) -> None:
         """Do not any more; once nothing is offered the socket is closed, and its thread has ended."""
         with self._lock:
-            if source in self._sources:
-                self._sources.remove(source)
-            if self._sources or self._socket is None:
+            if offer in self._offers:
+                self._offers.remove(offer)
+            if self._offers or self._socket is None:
                 return
             listening, thread = self._socket, self._thread
             self._socket = self._thread = None
@@ -119,7 +119,7 @@ class Endpoint:
     def forget(self) -> None:
         """Close what a forked child has inherited, which would keep the name when its parent has ended."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
-        self._sources.clear()
+        self._offers.clear()
         for one in (self._socket, self._client):
             if one is not None:
                 one.close()
@@ -138,7 +138,7 @@ class Endpoint:
                 self._client = client
             try:
                 client.settimeout(QUESTION_S)
-                # Whoever sends nothing, or goes: it is their loss. What a source raises is told to the client.
+                # Whoever sends nothing, or goes: it is their loss. What an offer raises is told to the client.
                 with contextlib.suppress(OSError):
                     self._answer(client)
             finally:
@@ -156,9 +156,9 @@ class Endpoint:
     def told(self, *, whole: bool) -> dict[str, Any]:
         """Return the document."""
         offers = []
-        for source in tuple(self._sources):
+        for offer in tuple(self._offers):
             try:
-                offers.append(source.answer(whole=whole))
+                offers.append(offer.answer(whole=whole))
             except Exception as error:  # noqa: BLE001 - the process is not to end because somebody looks at it
                 offers.append({"kind": "error", "doing": f"{type(error).__name__}: {error}"})
         program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"

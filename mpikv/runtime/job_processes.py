@@ -16,7 +16,7 @@ from mpikv.runtime import launcher
 JOB_IDS = ("SLURM_JOB_ID", "JOB_ID", "PBS_JOBID")
 
 
-class Entry(NamedTuple):
+class ProcessEntry(NamedTuple):
     """A process. state: a letter of proc_pid_stat(5). environ: {} for those of other users."""
 
     parent: int
@@ -37,10 +37,10 @@ class Entry(NamedTuple):
         return launcher.PROGRAMS.fullmatch(self.name) is not None
 
 
-Table = Mapping[int, Entry]
+Table = Mapping[int, ProcessEntry]
 
 
-def read() -> dict[int, Entry]:
+def read() -> dict[int, ProcessEntry]:
     """Return all processes that have not ended."""
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
@@ -49,7 +49,7 @@ def read() -> dict[int, Entry]:
     return found
 
 
-def _entry(folder: Path) -> Entry | None:
+def _entry(folder: Path) -> ProcessEntry | None:
     try:
         uid = folder.stat().st_uid
         before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
@@ -63,14 +63,15 @@ def _entry(folder: Path) -> Entry | None:
         name = os.path.basename(os.readlink(folder / "exe"))
     except OSError:  # another user's
         words, name = [], before.partition("(")[2]
-    return Entry(int(parent), uid, state, name, dict(word.split("=", 1) for word in words if "=" in word))
+    return ProcessEntry(int(parent), uid, state, name, dict(word.split("=", 1) for word in words if "=" in word))
 
 
 def below(table: Table, pid: int) -> set[int]:
     """Return a process and all that it has started, and these.
 
-    >>> from mpikv.runtime.job_processes import Entry, below
-    >>> table = {7: Entry(1, 0, 'S', 'mpirun', {}), 8: Entry(7, 0, 'S', 'sh', {}), 9: Entry(1, 0, 'R', 'x', {})}
+    >>> from mpikv.runtime.job_processes import ProcessEntry, below
+    >>> parents = {7: 1, 8: 7, 9: 1}
+    >>> table = {pid: ProcessEntry(parent, 0, 'S', 'sh', {}) for pid, parent in parents.items()}
     >>> sorted(below(table, 7))
     [7, 8]
     """

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def test_a_circle_of_imports_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert draw_rooms.beneath("a", {"a": {"b"}, "b": {"c"}, "c": set()}) == {"b", "c"}
     with pytest.raises(ValueError, match="a -> b -> a"):
         draw_rooms.beneath("a", {"a": {"b"}, "b": {"a"}})
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    texts = (path.read_text() for path in OURS.rglob("*.py"))
+    named = Counter(name for text in texts for name in re.findall(r"^class (\w+)", text, re.MULTILINE))
+    assert len(named) > 400
+    assert [name for name, times in named.items() if times > 1] == []
 
 
 def test_every_room_has_its_line() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mpikv.commands.trace.files import Rank
-from mpikv.commands.trace.rounds import CONTRIBUTES, Name, Round, Timed, by_rank, complete
+from mpikv.commands.trace.rounds import CONTRIBUTES, Name, Timed, TimedRound, by_rank, complete
 from mpikv.commands.trace.spans import Spans, common, total, union
 
 WAITS = ("wait", "meet", "collective")  # for others, and then for what is sent
@@ -69,7 +69,7 @@ class Analysis:
     steps: int
 
 
-def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> Analysis:
+def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> Analysis:
     """Return the sums over all records."""
     last = {name: (round_.last.rank, round_.last.begin_us) for name, round_ in complete(ranks, rounds)}
     workers, servers, keys = dict[int, WorkerTime](), dict[int, float](), dict[str, KeyCost]()

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from mpikv.commands.trace.clocks import ClockOffset, clocks_of
 from mpikv.commands.trace.files import Rank, UnreadableError, read_run
-from mpikv.commands.trace.rounds import Name, Round, Timed, in_common_time, rounds_of, too_early
+from mpikv.commands.trace.rounds import Name, Timed, TimedRound, in_common_time, rounds_of, too_early
 
 BAD_INPUT = 2
 EXAMPLES = """examples:
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     return _write(options.output, ranks, timed, rounds)
 
 
-def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> int:
+def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> int:
     from mpikv.commands.trace.analysis import analysed  # noqa: PLC0415
     from mpikv.commands.trace.report import report  # noqa: PLC0415
 
@@ -69,7 +69,7 @@ def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Ro
     return 0
 
 
-def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> int:
+def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> int:
     from mpikv.commands.trace.events import events_of  # noqa: PLC0415
 
     try:
@@ -92,7 +92,7 @@ def _dump(events: Iterable[dict[str, Any]], file: IO[str]) -> int:
     return n
 
 
-def _about(ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[Name, Round]) -> Iterable[str]:
+def _about(ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[Name, TimedRound]) -> Iterable[str]:
     n_records = sum(len(rank.events) for rank in ranks)
     names = ", ".join(rank.name for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     yield f"{names}: {n_records} records"

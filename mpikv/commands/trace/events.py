@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpikv.commands.trace.files import Rank
-from mpikv.commands.trace.rounds import Name, Round, Timed, by_rank
+from mpikv.commands.trace.rounds import Name, Timed, TimedRound, by_rank
 
 PARTS = ("reduce-scatter", "update", "allgather", "copy")  # of a worker's round, one after another
 CODING = ("encode", "decode")
@@ -26,7 +26,7 @@ ROWS = 1000  # numbers of a rank
 Entry = dict[str, Any]
 
 
-def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, Round]) -> Iterator[Entry]:
+def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> Iterator[Entry]:
     """Return all events: names, slices, and arrows from contributions to sums."""
     rows, digits = _Rows(), len(str(max((rank.role[1] for rank in ranks), default=0)))
     for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):
@@ -157,7 +157,7 @@ def _ns(time_us: float) -> int:
     return round(time_us * 1e3)
 
 
-def _arrows(rounds: dict[Name, Round], rows: _Rows) -> Iterator[Entry]:
+def _arrows(rounds: dict[Name, TimedRound], rows: _Rows) -> Iterator[Entry]:
     number = 0
     for (_, _, key, n), round_ in rounds.items():
         sums: dict[int, Timed] = {}

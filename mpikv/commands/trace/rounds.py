@@ -37,7 +37,7 @@ class Timed(NamedTuple):
 
 
 @dataclass
-class Round:
+class TimedRound:
     """contributions: the first of each worker, by rank. sums: what they went into. known_us: the moments of KNOWN."""
 
     contributions: dict[int, Timed] = field(default_factory=dict)
@@ -70,13 +70,13 @@ def by_rank(ranks: Sequence[Rank], timed: Sequence[Timed]) -> list[list[Timed]]:
     return found
 
 
-def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, Round]:
+def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, TimedRound]:
     """Return the rounds."""
-    found: dict[Name, Round] = {}
+    found: dict[Name, TimedRound] = {}
     for one in timed:
         if one.event.kind in CONTRIBUTES:
             name = _name(ranks, one, one.event.kind)
-            found.setdefault(name, Round()).contributions.setdefault(one.rank, one)
+            found.setdefault(name, TimedRound()).contributions.setdefault(one.rank, one)
     for one in timed:
         for kind, sums in SUMS.items():
             known, moment = KNOWN[kind]
@@ -99,7 +99,7 @@ def _name(ranks: Sequence[Rank], one: Timed, kind: str) -> Name:
     return header["store"], kind, key, one.event.round
 
 
-def complete(ranks: Sequence[Rank], rounds: dict[Name, Round]) -> Iterator[tuple[Name, Round]]:
+def complete(ranks: Sequence[Rank], rounds: dict[Name, TimedRound]) -> Iterator[tuple[Name, TimedRound]]:
     """Those to which every worker of a synchronous store has contributed, while it wrote its timeline."""
     headers = {rank.header["store"]: rank.header for rank in ranks}
     for name, round_ in rounds.items():
@@ -108,7 +108,7 @@ def complete(ranks: Sequence[Rank], rounds: dict[Name, Round]) -> Iterator[tuple
             yield name, round_
 
 
-def too_early(ranks: Sequence[Rank], rounds: dict[Name, Round]) -> tuple[int, int, float]:
+def too_early(ranks: Sequence[Rank], rounds: dict[Name, TimedRound]) -> tuple[int, int, float]:
     """Check the clocks: how many results there are, how many came before the last contribution to them, and by how many
     microseconds at most.
     """

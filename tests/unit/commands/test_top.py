@@ -13,11 +13,11 @@ from mpikv.__main__ import main
 from mpikv.commands import top
 from mpikv.observe import endpoint
 from mpikv.runtime import job_processes
-from mpikv.runtime.job_processes import Entry
+from mpikv.runtime.job_processes import ProcessEntry
 
 
-def entry(parent: int, name: str, uid: int = 5, **environ: str) -> Entry:
-    return Entry(parent, uid, "S", name, environ)
+def entry(parent: int, name: str, uid: int = 5, **environ: str) -> ProcessEntry:
+    return ProcessEntry(parent, uid, "S", name, environ)
 
 
 # mpikv launch, its mpirun and two ranks; a job of Slurm with a rank here; one rank of another user's; a shell.
@@ -88,7 +88,7 @@ def test_what_is_printed() -> None:
 
 def test_what_is_printed_where_nobody_can_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process that answers tells of itself; of others the system does."""
-    monkeypatch.setattr(job_processes, "read", lambda: {14: Entry(1, 5, "T", "python", {})})
+    monkeypatch.setattr(job_processes, "read", lambda: {14: ProcessEntry(1, 5, "T", "python", {})})
     documents = {13: document(store(1)), 12: document(store(0), store(0, "b")), 14: None}
     lines = top.shown(documents, {}).splitlines()
     assert lines[1:5] == [

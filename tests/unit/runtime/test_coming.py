@@ -10,15 +10,15 @@ import pytest
 
 from mpikv.observe import endpoint
 from mpikv.runtime import coming, job_processes
-from mpikv.runtime.job_processes import Entry, below, launcher_of, of_batch_job, ranks_beside
+from mpikv.runtime.job_processes import ProcessEntry, below, launcher_of, of_batch_job, ranks_beside
 
 RANK = "OMPI_COMM_WORLD_RANK"
 SLURM = {"SLURM_JOB_ID": "77"}
 
 
-def entry(parent: int, name: str, rank: int | None = None, state: str = "S", **environ: str) -> Entry:
+def entry(parent: int, name: str, rank: int | None = None, state: str = "S", **environ: str) -> ProcessEntry:
     ranked = {} if rank is None else {RANK: str(rank), "OMPI_COMM_WORLD_SIZE": "3"}
-    return Entry(parent, 0, state, name, {**ranked, **environ})
+    return ProcessEntry(parent, 0, state, name, {**ranked, **environ})
 
 
 # A job of three ranks, one in a shell and one with a data loader's worker, in an allocation, and another job beside it.

@@ -10,7 +10,7 @@ from typing import Any
 from mpikv.commands.trace.analysis import Analysis, analysed
 from mpikv.commands.trace.clocks import clocks_of
 from mpikv.commands.trace.files import Event, Rank
-from mpikv.commands.trace.rounds import Name, Round, Timed, in_common_time, rounds_of
+from mpikv.commands.trace.rounds import Name, Timed, TimedRound, in_common_time, rounds_of
 
 Record = tuple[Any, ...]  # kind, begin, end, what, round and bytes, of which the last two may be missing
 
@@ -42,7 +42,7 @@ def records(*some: Record, lost: int = 0) -> dict[str, Any]:
     return {"thread": "MainThread", "records": [record(*one) for one in some], "lost": lost}
 
 
-def together(ranks: Sequence[Rank]) -> tuple[list[Timed], dict[Name, Round]]:
+def together(ranks: Sequence[Rank]) -> tuple[list[Timed], dict[Name, TimedRound]]:
     """What all of them say."""
     timed = in_common_time(ranks, clocks_of(ranks))
     return timed, rounds_of(ranks, timed)
