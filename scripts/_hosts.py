@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
 
 
-def run(options: argparse.Namespace, n_hosts: int, ranks_per_host: int, *, timeout_s: float = 1200) -> int:
-    """Make the hosts, run this script as a job on them, print its output, remove the hosts; the job's status."""
+def run(
+    options: argparse.Namespace,
+    n_hosts: int,
+    ranks_per_host: int | Sequence[int],
+    *,
+    timeout_s: float = 1200,
+    words: Sequence[str] = (),
+    rates: Mapping[str, float] | None = None,
+) -> int:
+    """Make the hosts, run this script as a job on them, print its output, remove the hosts; the job's status.
+
+    words: more arguments of the script, after its own. rates: of links that are not as `--rate` says, by host.
+    """
     import jobs  # noqa: PLC0415 - beside the tests; ranks do not need them
     from namespaces import missing, network  # noqa: PLC0415
 
@@ -38,10 +49,11 @@ def run(options: argparse.Namespace, n_hosts: int, ranks_per_host: int, *, timeo
         print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
         return 1
     extra: Sequence[str] = [word for one in options.mca for word in ("--mca", *one.split("=", 1))]
-    with network(n_hosts, options.rate or None, options.mtu) as hosts:
+    n_ranks = n_hosts * ranks_per_host if isinstance(ranks_per_host, int) else sum(ranks_per_host)
+    with network(n_hosts, options.rate or None, options.mtu, rates) as hosts:
         job = jobs.mpirun(
-            n_hosts * ranks_per_host,
-            ["python", sys.argv[0], "--rank", *sys.argv[1:]],
+            n_ranks,
+            ["python", sys.argv[0], "--rank", *sys.argv[1:], *words],
             mpi=hosts.mpi(mpi),
             options=[*hosts.options(mpi, ranks_per_host), *extra],
             timeout_s=timeout_s,

@@ -262,11 +262,13 @@ class _MpiOnHost(Mpi):
 
 
 @contextlib.contextmanager
-def network(n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500) -> Iterator[Network]:
+def network(
+    n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500, rates: Mapping[str, float] | None = None
+) -> Iterator[Network]:
     """Hosts with links of `rate_mbit` Mbit/s out and as much in (None: as fast as it goes), until the block ends.
 
     mtu: bytes of the longest packet. What a packet costs the machine does not depend on its length, so with longer ones
-    the pretended network takes less of the processors.
+    the pretended network takes less of the processors. rates: of the links of single hosts, by name, in Mbit/s.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-hosts-")))
@@ -286,9 +288,10 @@ def network(n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500) -> It
             _inside(switch, "ip", "link", "set", port, "mtu", str(mtu), "master", "bridge", "up")
             _inside(host.pid, "ip", "address", "add", f"{host.address}/24", "dev", "eth0")
             _inside(host.pid, "ip", "link", "set", "eth0", "mtu", str(mtu), "up")
-            if rate_mbit is not None:
+            rate = (rates or {}).get(host.name, rate_mbit)
+            if rate is not None:
                 for pid, device in ((host.pid, "eth0"), (switch, port)):
-                    shape = f"root tbf rate {rate_mbit}mbit burst {BURST} latency {QUEUE}"
+                    shape = f"root tbf rate {rate}mbit burst {BURST} latency {QUEUE}"
                     _inside(pid, "tc", "qdisc", "add", "dev", device, *shape.split())
         pids = folder / "pids"
         pids.write_text("".join(f"{host.name} {host.pid}\n{host.address} {host.pid}\n" for host in hosts))
