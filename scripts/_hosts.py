@@ -48,7 +48,9 @@ def run(
     if reason or mpi is None:
         print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
         return 1
-    extra: Sequence[str] = [word for one in options.mca for word in ("--mca", *one.split("=", 1))]
+    # Each host has a /dev/shm of its own: not the folder there that `jobs` makes on this machine.
+    parameters = [*["btl_sm_backing_directory=/dev/shm"] * (mpi.kind == "openmpi"), *options.mca]
+    extra: Sequence[str] = [word for one in parameters for word in ("--mca", *one.split("=", 1))]
     n_ranks = n_hosts * ranks_per_host if isinstance(ranks_per_host, int) else sum(ranks_per_host)
     with network(n_hosts, options.rate or None, options.mtu, rates) as hosts:
         job = jobs.mpirun(
