@@ -7,8 +7,10 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 |---|---|---|
 | `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
 | `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
+| `MPIKV_SERVERS_TAKE` | auto | the share of a key that goes to servers, 0.0 to 1.0 or `all`; see settings.md |
+| `MPIKV_LINK` | 10gbit,50us | rate and latency of the links between hosts, by which keys are cut for servers |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_PARTITION_BYTES` | 1048576 | bytes of a piece of a big value on its way to a server and back; see settings.md |
+| `MPIKV_PARTITION_BYTES` | 0 | bytes of a piece of a big value on its way to a server and back; 0: see settings.md |
 | `MPIKV_BUCKET_BYTES` | 61440 | bytes of a message in which short ones of several keys travel together; 0: none do |
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical`; `nccl`: on GPUs |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
@@ -46,6 +48,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
+from mpikv.common import units
 from mpikv.common.checks import LARGEST, LONGEST_S, meant, options, path, shown, wrong
 from mpikv.errors import ConfigError
 
@@ -61,7 +64,7 @@ INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical", "nccl")
 DEVICE_PATHS = ("auto", "ipc", "mpi", "nccl", "staged", "host")  # of arrays on a GPU between workers
 PATHS = ("stop_file", "timeline", "metrics")  # fields that a program may give as a path, too
-NUMBER_OR_WORD = ("local_device", "cuda_aware")  # fields that a program may give as a number, too
+NUMBER_OR_WORD = ("local_device", "cuda_aware", "servers_take")  # fields that a program may give as a number, too
 
 
 def _text_of(variable: Variable, value: Any) -> str:
@@ -118,6 +121,30 @@ def _local_device(text: str) -> int | str:
         return _integer(0)(text)
     except ValueError as error:
         raise ValueError(f"{error}; give the number of a GPU, from 0, or auto") from None
+
+
+def _share(text: str) -> float | str:
+    if text.lower() in ("auto", "all"):
+        return "auto" if text.lower() == "auto" else 1.0
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError("is neither auto nor all, nor a number from 0 to 1")
+    return share
+
+
+def _link(text: str) -> str:
+    rate, _, latency = text.partition(",")
+    for reader, word in ((units.rate, rate), (units.duration, latency or "1us")):
+        try:
+            reader(word)
+        except ValueError as error:
+            raise ValueError(
+                f"has {shown(word)}, which {error}; write a rate and a latency, as in 10gbit,50us"
+            ) from None
+    return text.strip().lower()
 
 
 def _signals(text: str) -> str:
@@ -182,8 +209,10 @@ class Variable(NamedTuple):
 VARIABLES = (
     Variable("MPIKV_NUM_SERVERS", "num_servers", _integer(0)),
     Variable("MPIKV_SERVER_PLACEMENT", "server_placement", _one_of(*PLACEMENTS)),
+    Variable("MPIKV_SERVERS_TAKE", "servers_take", _share),
+    Variable("MPIKV_LINK", "link", _link),
     Variable("MPIKV_BIGARRAY_BOUND", "bigarray_bound_elems", _integer(1)),
-    Variable("MPIKV_PARTITION_BYTES", "partition_bytes", _integer(1)),
+    Variable("MPIKV_PARTITION_BYTES", "partition_bytes", _integer(0)),
     Variable("MPIKV_BUCKET_BYTES", "bucket_bytes", _integer(0)),
     Variable("MPIKV_ALGORITHM", "algorithm", _one_of(*ALGORITHMS)),
     Variable("MPIKV_FAKE_HOSTS", "fake_hosts", _integer(0)),
@@ -220,8 +249,10 @@ class Config:
 
     num_servers: int = 0
     server_placement: str = "spread"
+    servers_take: float | str = "auto"
+    link: str = "10gbit,50us"
     bigarray_bound_elems: int = 1_000_000
-    partition_bytes: int = 1 << 20
+    partition_bytes: int = 0
     bucket_bytes: int = 60 << 10
     algorithm: str = "auto"
     fake_hosts: int = 0

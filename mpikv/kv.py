@@ -177,7 +177,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     memory = None
     if members.shares_memory:
         memory = processes.memory()
-        if members.path != "servers":
+        if members.path != "servers" or members.ring_has_memory:
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
         devices = [DeviceReport(**announced[rank]["device"]) for rank in members.workers]
@@ -254,6 +254,8 @@ def _introduction(spec: StoreSpec | None, config: Config, device: DeviceReport) 
     """What must fit between ranks. A program that is only a server brings no type."""
     settings = {
         "MPIKV_SERVER_PLACEMENT": config.server_placement,
+        "MPIKV_SERVERS_TAKE": config.servers_take,
+        "MPIKV_LINK": config.link,
         "MPIKV_BIGARRAY_BOUND": config.bigarray_bound_elems,
         "MPIKV_ALGORITHM": config.algorithm,
         "MPIKV_FAKE_HOSTS": config.fake_hosts,

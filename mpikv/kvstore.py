@@ -330,6 +330,8 @@ class KVStore:
         their bytes; device_bytes, the memory that the store holds there; with several workers device_path, how keys in
         device memory travel, and device_path_reasons, why not by each of the better paths.
 
+        Where keys are divided between workers and servers: servers_take, for each key by its name the servers' share.
+
         Where keys are compressed, and not by force: compressed_keys, a dict for each key by its name:
         codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round when both were compared
         last (None: not yet); looks, how often that was. Without servers it is the same on every worker.

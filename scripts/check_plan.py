@@ -61,11 +61,16 @@ def run_rank(options: argparse.Namespace) -> int:
     """Measure every workload in every mode; rank 0 compares. 1 where something is off."""
     from mpi4py import MPI  # noqa: PLC0415
 
+    from mpikv import Config  # noqa: PLC0415
+
     comm, bad = MPI.COMM_WORLD, 0
     size = comm.Get_size()
-    modes = [("dist_sync", 0)]
+    modes = [("dist_sync", 0, "all")]
     modes += [
-        (name, servers) for servers in (1, 2) if size - servers > servers - 1 for name in ("dist_sync", "dist_async")
+        (name, servers, take)
+        for servers in (1, 2)
+        if size - servers > servers - 1
+        for name, take in (("dist_sync", "all"), ("dist_sync", "auto"), ("dist_async", "all"))
     ]
     for text in options.compression:
         params, speeds = params_of(text), {}
@@ -73,14 +78,17 @@ def run_rank(options: argparse.Namespace) -> int:
             speeds = speeds_of(params)
         quiet_barrier(comm)
         for workload in options.workloads.split(","):
-            for name, servers in modes:
-                found = measure(workload, name, servers, options.turns, params)
-                if found is not None and not servers:
-                    one_by_one = measure(workload, name, servers, 1, params, bucket_bytes=0)
-                    found |= {"sent_messages": found["messages"]}
-                    found |= {what: one_by_one[what] for what in ("messages", "sent_bytes")}
+            for name, servers, take in modes:
+                link = f"{options.rate}mbit,{1e6 * LATENCY_S}us"
+                config = Config.from_environ().with_(num_servers=servers, servers_take=take, link=link)
+                found = measure(workload, name, config, options.turns, params)
+                if not servers or take == "auto":
+                    one_by_one = measure(workload, name, config.with_(bucket_bytes=0), 1, params)
+                    if found is not None and one_by_one is not None:
+                        found |= {"sent_messages": found["messages"]}
+                        found |= {what: one_by_one[what] for what in ("messages", "sent_bytes")}
                 if found is not None and comm.Get_rank() == 0:
-                    bad += compare(options, (workload, name, servers, text, speeds), size, found)
+                    bad += compare(options, (workload, name, config, text, speeds), size, found)
     return bad_status(comm, bad)
 
 
@@ -102,29 +110,20 @@ def speeds_of(params: dict[str, Any] | None) -> dict[Any, Any]:
     from mpikv.commands.plan.calibrate import speed_of  # noqa: PLC0415
 
     travels = compression.make(params)
-    return {} if travels.plain else {codec: speed_of(codec) for codec in (travels.push, travels.pull)}
+    return {} if travels.uncompressed else {codec: speed_of(codec) for codec in (travels.push, travels.pull)}
 
 
 def measure(
-    workload: str,
-    name: str,
-    servers: int,
-    turns: int,
-    params_of_codec: dict[str, Any] | None,
-    *,
-    bucket_bytes: int | None = None,
+    workload: str, name: str, config: Any, turns: int, params_of_codec: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Steps of one kind, on every worker; None on servers. bucket_bytes: of the bundles; None: the store's default."""
+    """Steps of one kind, on every worker; None on servers."""
     import numpy as np  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
 
     import mpikv  # noqa: PLC0415
     from mpikv import kv  # noqa: PLC0415
 
-    config = mpikv.Config.from_environ().with_(server_placement="last", num_servers=servers)
-    if bucket_bytes is not None:
-        config = config.with_(bucket_bytes=bucket_bytes)
-    comm = MPI.COMM_WORLD
+    config, servers, comm = config.with_(server_placement="last"), config.num_servers, MPI.COMM_WORLD
     workers = comm.Split(int(comm.Get_rank() >= comm.Get_size() - servers), comm.Get_rank())
     try:
         store = kv.create(name, config=config)
@@ -163,24 +162,25 @@ def plan_of(workload: str) -> Any:
 
 
 def compare(
-    options: argparse.Namespace, case: tuple[str, str, int, str, dict[Any, Any]], size: int, found: dict[str, Any]
+    options: argparse.Namespace, case: tuple[str, str, Any, str, dict[Any, Any]], size: int, found: dict[str, Any]
 ) -> bool:
     """Print one line; whether the prediction is off by more than the limit, or a count by one.
 
-    case: workload, type of the store, servers, compression, and how fast its codecs are.
+    case: workload, type of the store, its settings, compression, and how fast its codecs are.
     """
     from mpikv.codecs import compression  # noqa: PLC0415
-    from mpikv.commands.plan import allreduce  # noqa: PLC0415
+    from mpikv.commands.plan import allreduce, hybrid  # noqa: PLC0415
     from mpikv.commands.plan import servers as with_servers  # noqa: PLC0415
-    from mpikv.commands.plan.costs import Costs, Link  # noqa: PLC0415
     from mpikv.commands.plan.workload import StepSettings  # noqa: PLC0415
+    from mpikv.placement.costs import Costs, Link  # noqa: PLC0415
 
-    workload, name, servers, text, speeds = case
+    workload, name, config, text, speeds = case
+    servers, synchronous = config.num_servers, name == "dist_sync"
     travels = compression.make(params_of(text))
     link = Link(options.rate * 1e6 / 8, LATENCY_S, options.mtu)
     workers = size - servers
-    settings = StepSettings(travels, speeds, servers=servers, synchronous=name == "dist_sync")
-    predict = with_servers.predict if servers else allreduce.predict
+    settings = StepSettings(travels, speeds, servers=servers, synchronous=synchronous, take=config.servers_take)
+    predict = allreduce.predict if not servers else hybrid.predict if synchronous else with_servers.predict
     plan = predict(plan_of(workload), workers, link, Costs(), settings)
     measured_s = statistics.median(found["seconds"])
     off = plan.exchange_s / measured_s - 1

@@ -47,7 +47,7 @@ class Mode(NamedTuple):
     memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`). device: the path of keys in
     device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy. codec: of codecs_of_tests, by which
     all values travel, also within a host. hosts: of each rank, one letter each; "": all on one. part_bytes: of the
-    partitions in which long values go to servers.
+    partitions in which long values go to servers. take: the servers' share of each key; they are the last ranks then.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Mode(NamedTuple):
     codec: str = ""
     hosts: str = ""
     part_bytes: int = 1 << 20
+    take: str = ""
 
     @property
     def synchronous(self) -> bool:
@@ -66,6 +67,7 @@ class Mode(NamedTuple):
 
     def config(self, **changes: Any) -> Config:
         memory = "off" if self.memory == "off" else "auto"
+        divided = {"servers_take": self.take, "server_placement": "last"} if self.take else {}
         fields = {
             "algorithm": self.algorithm,
             "shared_memory": memory,
@@ -73,6 +75,7 @@ class Mode(NamedTuple):
             "partition_bytes": self.part_bytes,
             "timeout_s": TEST_TIMEOUT_S,
             "device_path": self.device or "auto",
+            **divided,
             **changes,
         }
         return Config(**fields)
@@ -99,7 +102,8 @@ class Mode(NamedTuple):
             return body(store if gpus is None else DeviceStore(store, gpus[store.session.transport.rank].cupy))
 
         if late:
-            fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank))
+            faults = (Faults(seed=rank, most_looks=30 * rank) for rank in range(size))
+            fabric = FaultyFabric(size, list(faults).__getitem__, list(self.hosts) or None)
         if self.device == "mpi" and gpus is not None:
             fabric = DeviceFabric(Fabric(size) if fabric is None else fabric)
         if self.codec:
@@ -131,7 +135,7 @@ class Mode(NamedTuple):
 def mode_id(mode: Mode) -> str:
     found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
     parts = "" if mode.part_bytes == 1 << 20 else str(mode.part_bytes)
-    return "-".join([found, *filter(None, (mode.device, mode.codec, mode.hosts, parts))])
+    return "-".join([found, *filter(None, (mode.device, mode.codec, mode.hosts, parts, mode.take))])
 
 
 def modes(*several: Mode) -> pytest.MarkDecorator:
@@ -147,15 +151,23 @@ def every_way(*modes: Mode) -> tuple[Mode, ...]:
 LOCAL = (Mode("local", 1), Mode("device", 1))
 ALLREDUCE = tuple(Mode("dist_sync", w, 0, a) for w in (1, 2, 3, 4, 5) for a in ("naive", "ring", "halving_doubling"))
 SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2))))
+# Keys are divided between workers, who have memory for it or not, and servers, on hosts of their own or not.
+HYBRID = (
+    Mode("dist_sync", 3, 2, take="0.4"),
+    Mode("dist_sync", 3, 1, memory="off", take="0.7"),
+    Mode("dist_sync", 3, 2, hosts="abcde", take="0.3"),
+    Mode("dist_sync", 4, 2, hosts="aabbcc", take="0.6"),
+    Mode("dist_sync", 3, 1, hosts="aaab", take="0.5"),
+)
 ASYNC = every_way(
     *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
 )
-SYNC = LOCAL + ALLREDUCE + SERVERS
+SYNC = LOCAL + ALLREDUCE + SERVERS + HYBRID
 # Of training, whose workers are on one host or several, have servers, or are alone.
 ONE_HOST, MESSAGES, SERVED = Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1)
 TWO_HOSTS, THREE_HOSTS = Mode("dist_sync", 3, hosts="aab"), Mode("dist_sync", 3, hosts="abc")
 SENDING = (MESSAGES, TWO_HOSTS, SERVED)
-TRAINING = (ONE_HOST, Mode("dist_sync", 3), *SENDING, Mode("dist_sync", 1))
+TRAINING = (ONE_HOST, Mode("dist_sync", 3), *SENDING, Mode("dist_sync", 1), HYBRID[2])
 # One of each kind, for tests of what all modes share.
 FEW_ON_DEVICE = (
     Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
@@ -169,6 +181,7 @@ FEW_ON_DEVICE = (
 )
 FEW_DIST_SYNC = (
     *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
+    *HYBRID[:2],
     Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
     *FEW_ON_DEVICE,
 )

@@ -30,8 +30,9 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import halving_doubling, naive
 from mpikv.collectives.ring import RingStages, segments_by_step
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
+from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
 from mpikv.engine.operation import Steps
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.topology import topology
 from mpikv.transports.base import Group
 

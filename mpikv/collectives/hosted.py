@@ -28,9 +28,10 @@ from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
 from mpikv.collectives.pipeline import NO_PIPELINE, CompletionReporter, Loader, Pipeline
 from mpikv.collectives.ring import RingStages
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Span, Stage, cut, drive
+from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, cut, drive
 from mpikv.engine.operation import Steps, Waiter
 from mpikv.hostmemory.sums import in_order, newest_first
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.labels import Comparison
 from mpikv.placement.topology import topology
 from mpikv.transports.base import Group

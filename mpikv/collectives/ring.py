@@ -25,7 +25,6 @@ from mpikv.collectives.stages import (
     DEVICE_WINDOW,
     HOST_SEGMENT_BYTES,
     HOST_WINDOW,
-    LINK_SEGMENT_BYTES,
     LINK_WINDOW,
     Receiver,
     Sender,
@@ -35,6 +34,7 @@ from mpikv.collectives.stages import (
     scratch,
 )
 from mpikv.engine.operation import Steps
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.transports.base import Group
 
 SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment

@@ -20,10 +20,6 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Operation, Steps, Waiter, Waking, wakes
 from mpikv.transports.base import Group
 
-# Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
-# is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
-# the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
-LINK_SEGMENT_BYTES = 60 << 10
 # Segments of one key under way in each direction: 1 MB, 40 ms at 200 Mbit/s, longer than a thread's sleep or switch.
 # Where keys have priorities, transports/ordered.py limits how many bytes of all keys are on a link at a time.
 LINK_WINDOW = 16

@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpikv.codecs.compression import wire_of
 from mpikv.commands import models
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.placement.keys import KeyInfo, ShardPlan
+from mpikv.placement.cut import cut_of
+from mpikv.placement.keys import KeyInfo, Shard, ShardPlan
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import add_load
 from mpikv.placement.place import place
@@ -82,21 +84,27 @@ def device(gpus: Gpus, local_rank: int) -> str:
 
 
 def plans(model: str, roles: Roles, hosts: Sequence[str], config: Config) -> list[tuple[int, ShardPlan]]:
-    """Return elements and shards of each key of a network. The owners are the servers, or the workers without any."""
+    """Return elements and shards of each key of a network. Owners are ranks."""
     members = Members(tuple(hosts), roles.workers, roles.servers, config=config)
     load_bytes = [0] * len(members.owners)
     found = []
     for number, shape in enumerate(models.shapes(model)):
-        info = KeyInfo(number, number, tuple(shape), DTYPE)
-        placement = place(members, info, load_bytes=load_bytes)
-        add_load(load_bytes, placement, ITEM_BYTES)
-        found.append((info.n_elems, placement.shards))
+        info, shards = KeyInfo(number, number, tuple(shape), DTYPE), list[Shard]()
+        cut = cut_of(members, info, wire_of(info), whole=False)
+        if cut:
+            of_workers = place(members.ring, info._replace(shape=(cut,)))
+            shards += [shard._replace(owner=members.workers[shard.owner]) for shard in of_workers.shards]
+        if cut < info.n_elems:
+            placement = place(members, info, load_bytes=load_bytes, begin=cut)
+            add_load(load_bytes, placement, ITEM_BYTES)
+            shards += [shard._replace(owner=members.owners[shard.owner]) for shard in placement.shards]
+        found.append((info.n_elems, tuple(shards)))
     return found
 
 
-def holdings(keys: Sequence[tuple[int, ShardPlan]], owners: int) -> list[OwnerLoad]:
-    """Return what each owner holds of these keys."""
-    held = [OwnerLoad(0, 0, 0)] * owners
+def holdings(keys: Sequence[tuple[int, ShardPlan]], ranks: int) -> list[OwnerLoad]:
+    """Return what each rank holds of these keys."""
+    held = [OwnerLoad(0, 0, 0)] * ranks
     for n_elems, plan in keys:
         for owner, begin, end in plan:
             whole, parts, n_bytes = held[owner]
@@ -107,15 +115,20 @@ def holdings(keys: Sequence[tuple[int, ShardPlan]], owners: int) -> list[OwnerLo
 
 def lines(hosts: Sequence[str], gpus: Sequence[Gpus], roles: Roles, config: Config, model: str = "") -> list[Line]:
     """Make a line for each rank. hosts, gpus: of each rank; model: one of `models.NAMES`, or "" for shares alone."""
-    owners = roles.servers or roles.workers
+    members = Members(tuple(hosts), roles.workers, roles.servers, config=config)
     if model:
         keys = plans(model, roles, hosts, config)
         total_bytes = ITEM_BYTES * sum(n for n, _ in keys)
-        shares = [(_held(one, len(keys), total_bytes), one.n_bytes) for one in holdings(keys, len(owners))]
+        held = {
+            rank: (_held(one, len(keys), total_bytes), one.n_bytes)
+            for rank, one in enumerate(holdings(keys, len(hosts)))
+            if one.n_bytes or rank in members.owners
+        }
     else:
-        text = "all values" if len(owners) == 1 else f"1/{len(owners)} of the values"
-        shares = [(text, 0)] * len(owners)
-    held = dict(zip(owners, shares, strict=True))
+        of_owners = _share(len(members.owners), "what servers take" if members.divides else "the values")
+        held = dict.fromkeys(members.owners, (of_owners, 0))
+        if members.divides:
+            held |= dict.fromkeys(roles.workers, (_share(len(roles.workers), "what servers do not take"), 0))
     numbers = {rank: ("server", i) for i, rank in enumerate(roles.servers)}
     numbers.update({rank: ("worker", i) for i, rank in enumerate(roles.workers)})
     found: Topology = topology(hosts)
@@ -130,6 +143,12 @@ def lines(hosts: Sequence[str], gpus: Sequence[Gpus], roles: Roles, config: Conf
         )
         for rank, host in enumerate(hosts)
     ]
+
+
+def _share(owners: int, values: str) -> str:
+    if owners > 1:
+        return f"1/{owners} of {values}"
+    return f"all {values.removeprefix('the ').replace('what', 'that')}"
 
 
 def table(found: Sequence[Line], *, every_rank: bool = False) -> list[str]:

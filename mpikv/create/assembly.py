@@ -23,6 +23,7 @@ from mpikv.kvstore import KVStore
 from mpikv.observe import endpoint
 from mpikv.observe.program import Process
 from mpikv.placement.members import Members
+from mpikv.placement.on_servers import partition_bytes
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
@@ -32,10 +33,11 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.strategies.allreduce import AllreduceStrategy
-from mpikv.strategies.base import Strategy
+from mpikv.strategies.hybrid import HybridStrategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
 from mpikv.strategies.sparse_owners import RowServer
+from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import LocalTransport, local_transport
@@ -84,9 +86,9 @@ def assemble(
     """
     links = None
     spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
-    if members.path == "servers" and members.shares_memory:
+    if members.path == "servers" and members.shares_memory and not members.ring_has_memory:
         if memory is not None:
-            links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)
+            links = local_transport(transport, memory, members.workers, members.owners, partition_bytes(members))
         connect(links)
     reached = transport if links is None else links
     log = decisions.log_of(members, transport.rank)
@@ -140,17 +142,22 @@ def assemble(
         store_id=store_id,
         processes=processes,
     )
-    strategy: Strategy
+
+    def serve_rows() -> RowServer:
+        made = core()
+        return RowServer(made.rows, serve(reached, members.workers, made))
+
+    strategy: WorkersStrategy
     if members.path != "servers":
-
-        def serve_rows() -> RowServer:
-            made = core()
-            return RowServer(made.rows, serve(reached, members.workers, made))
-
-        strategy = AllreduceStrategy(session, serve_rows, memory, nccl)
+        strategy = AllreduceStrategy(session, members, serve_rows, memory, nccl)
     else:
         loopback = Loopback()
         service = None if members.servers else serve(reached, members.workers, core(), loopback)
-        strategy = PsStrategy(session, service, loopback)
+        strategy = servers = PsStrategy(session, service, loopback)
+        if members.divides:
+            of_ring = memory if members.ring_has_memory else None
+            ring = replace(members.ring, memory=of_ring is not None)
+            strategy = HybridStrategy(session, AllreduceStrategy(session, ring, serve_rows, of_ring), servers)
+    session.start(strategy.events)
     store = KVStore(session, strategy, on_device=spec.on_device)
     return metrics.start(store, members.config.metrics, metrics_name)

@@ -42,6 +42,12 @@ ACROSS = (
 )
 
 
+# Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
+# is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
+# the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
+LINK_SEGMENT_BYTES = 60 << 10
+
+
 def choose(n_bytes: int, size: int, forced: str = "auto", hosts: Sequence[str] = ()) -> str:
     """Return the name of the algorithm for `n_bytes` over `size` ranks. hosts: of each rank; empty: not known."""
     if forced != "auto":

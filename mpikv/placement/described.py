@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpikv.common.checks import shown
+from mpikv.placement.cut import seconds
 from mpikv.placement.encoding import Wire, encoded_bytes, uncompressed_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -74,6 +75,19 @@ def placement(members: Members, info: KeyInfo, found: Placement, wire: Wire | No
     n_hosts = len(set(members.worker_hosts))
     where = f"{several(len(members.workers), 'worker')} on {several(n_hosts, 'host')}"
     return f"path {found.path}, {found.algorithm} over {where}, since {_why(members, info, found, wire)}"
+
+
+def cut(members: Members, info: KeyInfo, at: int) -> str:
+    """Say what servers take of a key, and why. at: the first element that they own."""
+    share = f"servers take {1 - at / max(1, info.n_elems):.3f} of it"
+    asked = members.config.servers_take
+    if asked != "auto":
+        return f"{key(info)}: {share}, since MPIKV_SERVERS_TAKE={asked}"
+    of_each = ", ".join(
+        f"{1e3 * seconds(members, info.n_bytes, part):.3g} ms {name}"
+        for name, part in (("so", 1 - at / max(1, info.n_elems)), ("among the workers alone", 0.0), ("by servers", 1.0))
+    )
+    return f"{key(info)}: {share}, since a round takes {of_each}, with links as MPIKV_LINK={members.config.link}"
 
 
 def _on_servers(members: Members, info: KeyInfo, found: Placement) -> str:

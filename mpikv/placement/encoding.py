@@ -51,7 +51,8 @@ def uncompressed_bytes(members: Members, info: KeyInfo) -> float:
     return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)
 
 
-def bounds_in_steps(info: KeyInfo, n_shards: int, wire: Wire | None) -> tuple[int, ...]:
-    """Return `even_bounds`, at multiples of `Wire.step` elements."""
-    step = 1 if wire is None else wire.step
-    return tuple(min(step * bound, info.n_elems) for bound in even_bounds(-(-info.n_elems // step), n_shards))
+def bounds_in_steps(info: KeyInfo, n_shards: int, wire: Wire | None, begin: int = 0) -> tuple[int, ...]:
+    """Return `even_bounds` of the elements from `begin` on, at multiples of `Wire.step` elements after it."""
+    step, n_elems = 1 if wire is None else wire.step, info.n_elems
+    cuts = even_bounds(-(-(n_elems - begin) // step), n_shards)
+    return tuple(min(begin + step * bound, n_elems) for bound in cuts)

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from mpikv.common import units
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 
 Path = Literal["direct", "hosted", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"]
 DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key is in device memory
+
+
+DEFAULT_LATENCY = "50us"
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Members:
 
     hosts: of each rank of the transport. workers, servers: ranks of the transport, not always all of them. memory:
     whether the ranks of each host can share memory, as far as known. device_path: of keys in device memory.
-    device_reasons: why it is none of the better paths: pairs of a path and a sentence.
+    device_reasons: why it is none of the better paths: pairs of a path and a sentence. link_rates: bytes per second of
+    the link of each rank's host; (): all are as MPIKV_LINK says.
     """
 
     hosts: tuple[str, ...]
@@ -31,11 +36,22 @@ class Members:
     memory: bool = True
     device_path: DevicePath = "host"
     device_reasons: tuple[tuple[str, str], ...] = ()
+    link_rates: tuple[float, ...] = ()
 
     @property
     def owners(self) -> tuple[int, ...]:
         """The ranks that own the keys; a placement counts them from 0."""
         return self.servers or self.workers
+
+    @cached_property
+    def link_bytes_per_s(self) -> tuple[float, ...]:
+        """Of the link of each rank's host."""
+        return self.link_rates or (units.rate(self.config.link.partition(",")[0]),) * len(self.hosts)
+
+    @cached_property
+    def latency_s(self) -> float:
+        """Of a message between hosts."""
+        return units.duration(self.config.link.partition(",")[2] or DEFAULT_LATENCY)
 
     @cached_property
     def worker_hosts(self) -> tuple[str, ...]:
@@ -56,7 +72,28 @@ class Members:
             raise ValueError(f"workers {list(workers)} of a store whose workers are {list(self.workers)}")
         return replace(self, workers=tuple(workers))
 
-    @property
+    @cached_property
+    def servers_apart(self) -> bool:
+        """Whether no server is on a host of workers."""
+        return {self.hosts[rank] for rank in self.servers}.isdisjoint(self.worker_hosts)
+
+    @cached_property
+    def divides(self) -> bool:
+        """Whether keys are divided between the workers and the servers (cut.py)."""
+        if not self.servers or not self.synchronous:
+            return False
+        share = self.config.servers_take
+        return self.servers_apart and len(set(self.worker_hosts)) > 1 if share == "auto" else share != 1.0
+
+    @cached_property
+    def ring(self) -> Members:
+        """The workers alone, as in a store without servers: they own what servers do not take of divided keys.
+
+        They share memory only where no server is on their hosts: there workers and servers share it.
+        """
+        return replace(self, servers=(), memory=self.memory and self.servers_apart)
+
+    @cached_property
     def links(self) -> bool:
         """Whether the ranks are on several hosts, so that values are sent over links."""
         return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
@@ -68,9 +105,16 @@ class Members:
     @cached_property
     def shares_memory(self) -> bool:
         """Whether ranks of one host use memory that they share, where a host has several ranks."""
+        if self.ring_has_memory:
+            return True
         wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.host_algorithm == "auto")
         hosts = [self.hosts[rank] for rank in (*self.workers, *self.servers)]
         return wanted and self.memory and len(set(hosts)) < len(hosts)
+
+    @cached_property
+    def ring_has_memory(self) -> bool:
+        """Whether the memory of a host is that of the workers' part of divided keys."""
+        return self.divides and self.ring.shares_memory
 
     @cached_property
     def path(self) -> Path:

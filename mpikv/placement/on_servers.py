@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.encoding import Wire, bounds_in_steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -17,47 +18,66 @@ from mpikv.placement.placement import EVENLY, Placement
 # message waits at its receiver until a receive is posted: MPI searches all waiting messages each time, so that
 # thousands of them take minutes.
 MAX_PARTITIONS = 64
-SHORT_PARTITION_BYTES = 1 << 16  # from so many bytes on a partition costs little beside its bytes
+PARTITION_BYTES = 1 << 20  # in memory; the cache holds some
+FAST_BYTES_PER_S = 1.25e9
+SHORT_PARTITION_BYTES = LINK_SEGMENT_BYTES  # from so many bytes on a partition costs little beside its bytes
 
 
 def on_servers(
-    members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int], wire: Wire | None
+    members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int], wire: Wire | None, begin: int = 0
 ) -> Placement:
-    """Place a key below the bound on the server with the fewest bytes, and cut a larger one evenly over all servers."""
-    n_servers = len(members.owners)
-    partition_elems = _partition_elems(members, info, 1 if wire is None else wire.step)
-    if n_servers == 1 or whole or info.n_elems < members.config.bigarray_bound_elems:
-        return on_server(info, least_loaded(load_bytes), partition_elems)
-    return _evenly(info, n_servers, partition_elems, wire)
+    """Place a key below the bound on the server with the fewest bytes, and cut a larger one evenly over all servers.
 
-
-def _partition_elems(members: Members, info: KeyInfo, step: int) -> int:
-    """Return as many as the settings ask for, or more where there would be more than MAX_PARTITIONS short ones.
-
-    A multiple of `step`.
+    begin: the first element that servers own; the workers own those before it.
     """
-    item_bytes = info.dtype.itemsize
-    least = min(-(-info.n_elems // MAX_PARTITIONS), SHORT_PARTITION_BYTES // item_bytes)
-    most = max(1, least, members.config.partition_bytes // item_bytes)
+    n_servers, n_elems = len(members.owners), info.n_elems - begin
+    partition_elems = _partition_elems(members, info, n_elems, wire)
+    if n_servers == 1 or whole or n_elems < members.config.bigarray_bound_elems:
+        return on_server(info, least_loaded(load_bytes), partition_elems, begin)
+    return _evenly(info, n_servers, partition_elems, wire, begin)
+
+
+def partition_bytes(members: Members, sent: float = 1.0) -> int:
+    """Return how many bytes of a value a partition has. sent: the part of a pushed byte that is sent, if it is encoded.
+
+    Over links a partition is a short message for MPI: a longer one has to be agreed on, and the agreement waits behind
+    what goes the same way, so that pushes and answers hardly overlap (docs/adr/0047-the-cut.md). On faster links than
+    FAST_BYTES_PER_S the core of a server, which pays for each message, is busy for longer than its link.
+    """
+    if members.config.partition_bytes:
+        return members.config.partition_bytes
+    short = members.links and min(members.link_bytes_per_s) <= FAST_BYTES_PER_S
+    return min(PARTITION_BYTES, int(LINK_SEGMENT_BYTES / sent)) if short else PARTITION_BYTES
+
+
+def _partition_elems(members: Members, info: KeyInfo, n_elems: int, wire: Wire | None) -> int:
+    """Return as many as `partition_bytes` holds, or more where there would be more than MAX_PARTITIONS short ones.
+
+    A multiple of `Wire.step`.
+    """
+    item_bytes, step = info.dtype.itemsize, 1 if wire is None else wire.step
+    sent = wire.push_bytes / info.n_bytes if wire is not None and wire.push_bytes and info.n_elems else 1.0
+    least = min(-(-n_elems // MAX_PARTITIONS), SHORT_PARTITION_BYTES // item_bytes)
+    most = max(1, least, partition_bytes(members, sent) // item_bytes)
     return max(1, most // step) * step
 
 
-def _evenly(info: KeyInfo, n_servers: int, partition_elems: int, wire: Wire | None) -> Placement:
-    bounds = bounds_in_steps(info, n_servers, wire)
+def _evenly(info: KeyInfo, n_servers: int, partition_elems: int, wire: Wire | None, begin: int) -> Placement:
+    bounds = bounds_in_steps(info, n_servers, wire, begin)
     return Placement("servers", "", tuple(range(n_servers)), bounds, partition_elems)
 
 
-def on_server(info: KeyInfo, server: int, partition_elems: int) -> Placement:
-    """Place a key on one server alone."""
-    return Placement("servers", "", (server,), (0, info.n_elems), partition_elems)
+def on_server(info: KeyInfo, server: int, partition_elems: int, begin: int = 0) -> Placement:
+    """Place a key, from element `begin` on, on one server alone."""
+    return Placement("servers", "", (server,), (begin, info.n_elems), partition_elems)
 
 
 def as_announced(members: Members, info: KeyInfo, announced: Sequence[int], wire: Wire | None = None) -> Placement:
     """Return the placement that worker 0 has announced (`Placement.announced`). wire: see `place`."""
-    server, partition_elems = announced
+    server, partition_elems, begin = announced
     if server != EVENLY:
-        return on_server(info, server, partition_elems)
-    return _evenly(info, len(members.owners), partition_elems, wire)
+        return on_server(info, server, partition_elems, begin)
+    return _evenly(info, len(members.owners), partition_elems, wire, begin)
 
 
 def least_loaded(load_bytes: Sequence[int]) -> int:

@@ -56,16 +56,18 @@ def place(
     wire: Wire | None = None,
     updated: bool = False,
     encoded: bool | None = None,
+    begin: int = 0,
 ) -> Placement:
     """Return which ranks own a key and which path its gradients take.
 
     whole: one owner has all of it, since its optimizer's formula needs the whole value. fits: whether the memory that a
     host's workers share has space for it. load_bytes: for servers: what each of them holds already. wire: how its
     values are sent encoded; None: never. updated: whether owners update it with an optimizer. encoded: whether its
-    values are sent encoded, where that is decided already; None: it is decided here.
+    values are sent encoded, where that is decided already; None: it is decided here. begin: for servers: their first
+    element.
     """
     if members.path == "servers":
-        return on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire)
+        return on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire, begin=begin)
     size = len(members.workers)
     device_path = members.device_path_of(info)
     on_host: Path = members.path if fits or not members.shares_memory else "messages"

@@ -41,5 +41,5 @@ class Placement(NamedTuple):
         return tuple(shard._replace(owner=self.owners[shard.owner]) for shard in plan_of_bounds(self.bounds))
 
     def announced(self) -> list[int]:
-        """Return what worker 0 announces of a key on servers: its only owner, or EVENLY, and partition_elems."""
-        return [self.owners[0] if len(self.owners) == 1 else EVENLY, self.partition_elems]
+        """Return what worker 0 announces of a key on servers: its only owner, or EVENLY, partition_elems, its begin."""
+        return [self.owners[0] if len(self.owners) == 1 else EVENLY, self.partition_elems, self.bounds[0]]

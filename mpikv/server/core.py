@@ -49,6 +49,7 @@ class ServerCore:
     of values; default: memory of this process. space: that of these arrays. device: the space of the worker that an
     asynchronous server runs in: keys in that space are kept and updated there. codecs: makes a key's codecs from their
     text. recorder: gets the updates. timeline: answers requests about them. requests: how many have come.
+    counts_rounds: see `Policy`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ServerCore:
         self._copies = None if device is None else DeviceCopies(device)
         self.pool = Pool(memory, self.space)
         self._labels = labels
-        self._policy = policy
+        self._policy, self.counts_rounds = policy, policy(len(labels)).counts
         self._codecs = codecs
         self.rows = RowCore(labels, policy, self.owner)
         self._shards: dict[int, ServedShard] = {}

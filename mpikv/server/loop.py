@@ -44,6 +44,12 @@ QUICK_YIELD_S = 3e-6
 COPIED_BYTES = 2048  # shorter replies are copied: that costs less than testing whether they have been sent
 KEPT_COPIES = 16  # copied replies whose requests are kept before they are tested
 WINDOW = 3  # partitions under way for a worker: one is received, one added, one announced; more would leave the cache
+# Of short partitions, as they cross links, so many bytes from a worker, and half of that to it: they keep a link busy
+# for longer than a sleeping thread takes to wake.
+WINDOW_BYTES = 1 << 19
+# Connections do not share a link evenly, and a sum needs the partitions of all workers. So none of those that have
+# partitions to fetch gets so many elements ahead of another one.
+LEAD_ELEMS = 1 << 15
 
 
 class _WorkerLink:
@@ -55,6 +61,7 @@ class _WorkerLink:
         self.replies: list[tuple[int, int, ServerReply]] = []
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it stays in the worker's memory
         self.held = 0  # partitions that are used in the worker's memory
+        self.fetched_elems = 0  # how far it is, to compare with other workers
         self.sending: deque[tuple[Operation, ServerReply]] = deque()
         self.copying: deque[ServerReply] = deque()  # replies whose values are still being copied from a GPU
 
@@ -75,6 +82,9 @@ class _Traffic:
         self._message: tuple[Operation, int, HostArray] | None = None
         self._complete = False  # whether the message has been received
         self._sending = self._copying = 0
+        # Of a round all wait for the last worker; without rounds nobody has to wait for a worker that is slow.
+        here = transport.hosts[transport.rank]
+        self._paces = core.counts_rounds and any(transport.hosts[rank] != here for rank in workers)
         self._copied: deque[Operation] = deque()
 
     def test(self) -> bool:
@@ -151,6 +161,7 @@ class _Traffic:
                 self._copying -= 1
                 self._order += 1
                 self._reply(peer, peer.copying.popleft())
+        for peer in self._peers:
             if peer.fetches or peer.replies:
                 self._start(peer)
 
@@ -159,7 +170,7 @@ class _Traffic:
         return reply.ready is None or reply.ready.test()
 
     def _reply(self, peer: _WorkerLink, reply: ServerReply) -> None:
-        if len(peer.sending) < WINDOW and not peer.replies:
+        if not peer.replies and self._may_send(peer):
             self._send(peer, reply)
         else:
             heappush(peer.replies, (-reply.priority, self._order, reply))
@@ -178,6 +189,8 @@ class _Traffic:
                 self._refuse(event)
             else:
                 peer = self._peers[event.push.worker]
+                if not peer.fetches:  # from now on it shares the link with the others, wherever they are
+                    peer.fetched_elems = max(peer.fetched_elems, self._least_fetched())
                 heappush(peer.fetches, (-event.push.priority, self._order, event))
                 self._start(peer)
 
@@ -205,9 +218,27 @@ class _Traffic:
         self._core.pool.refer(data, give_back)
         return data
 
+    def _least_fetched(self) -> int:
+        return min((peer.fetched_elems for peer in self._peers if peer.fetches), default=0)
+
+    def _may_fetch(self, peer: _WorkerLink) -> bool:
+        """Whether one more partition of a worker may be on its way here."""
+        if self._paces and peer.fetched_elems > self._least_fetched() + LEAD_ELEMS:
+            return False
+        sizes = (WINDOW_BYTES if array is None else array.nbytes for _, _, array in peer.receiving)
+        return len(peer.receiving) < WINDOW or sum(sizes) < WINDOW_BYTES
+
+    @staticmethod
+    def _may_send(peer: _WorkerLink) -> bool:
+        """Whether one more reply may be on its way to a worker."""
+        return len(peer.sending) < WINDOW or sum(reply.data.nbytes for _, reply in peer.sending) < WINDOW_BYTES // 2
+
     def _start(self, peer: _WorkerLink) -> None:
-        while peer.fetches and len(peer.receiving) < WINDOW:
+        while peer.fetches and self._may_fetch(peer):
             fetch = heappop(peer.fetches)[2]
+            if self._paces and fetch.shard is not None:
+                begin, end = fetch.shard.partitions[fetch.partition]
+                peer.fetched_elems += end - begin
             tag = wire.TAG_PAYLOAD + fetch.push.tag
             if fetch.push.by_loopback:
                 array = None if fetch.shard is None else self._core.target(fetch)
@@ -224,7 +255,7 @@ class _Traffic:
                 continue
             array = self._core.target(fetch)
             peer.receiving.append((self._transport.irecv(array, peer.rank, tag), fetch, array))
-        while peer.replies and len(peer.sending) < WINDOW:
+        while peer.replies and self._may_send(peer):
             self._send(peer, heappop(peer.replies)[2])
 
     def _drop_sent_copies(self, left: int) -> None:

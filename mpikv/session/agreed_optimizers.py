@@ -9,7 +9,7 @@ Cost: two messages per worker and `set_optimizer`, two per worker in the first s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -29,7 +29,12 @@ from mpikv.session.base import Updater
 
 
 class OptimizerSession(KeySession):
-    """A session of several workers that agree on keys and on what updates them; `Workers` is all of it."""
+    """A session of several workers that agree on keys and on what updates them; `Workers` is all of it.
+
+    on_attributes: bring attributes of an optimizer that have changed to owners: slot, number, attributes.
+    """
+
+    on_attributes: list[Callable[[int, int, dict[str, Any]], None]]
 
     # --- optimizers
 
@@ -69,10 +74,14 @@ class OptimizerSession(KeySession):
 
     # --- labels
 
-    def under(self, info: KeyInfo) -> tuple[PushLabel, dict[str, Any] | None]:
-        """What a push of this key is made under now, and its attributes where they are new under that number. Local."""
-        exact = not self.synchronous or self.num_workers == 1 or info.dtype.kind in "iu"
-        return self.attributes.push_label(self.slot_of(info), exact=exact)
+    def under(self, info: KeyInfo) -> PushLabel:
+        """What a push of this key is made under now; attributes that are new under its number go to owners. Local."""
+        exact, slot = not self.synchronous or self.num_workers == 1 or info.dtype.kind in "iu", self.slot_of(info)
+        under, attributes = self.attributes.push_label(slot, exact=exact)
+        if attributes is not None:
+            for take in self.on_attributes:
+                take(slot, under.number, attributes)
+        return under
 
     def different(self, info: KeyInfo, round_: int, labels: Labels) -> Steps[ConfigError]:
         """The error of a round that workers have pushed under different labels, as all of them know. Worker 0 says what

@@ -76,6 +76,7 @@ class Workers(OptimizerSession):
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
         self.recorder = transport.recorder
+        self.on_attributes = []
         if compressions is not None:
             self.compressions = compressions
         self.transport.ledger.tags_from = wire.TAG_KEYS
@@ -84,7 +85,7 @@ class Workers(OptimizerSession):
         # What the collectives of keys send to other hosts leaves by priority; None: there are none.
         self.ordered: OrderedTransport | None = None
         others = [rank for rank in members.workers if transport.hosts[rank] != transport.hosts[transport.rank]]
-        if others and members.path != "servers" and members.config.bucket_bytes:
+        if others and (members.path != "servers" or members.divides) and members.config.bucket_bytes:
             self.ordered = OrderedTransport(transport, others, members.config.bucket_bytes, self.priorities)
         self._go_with(members)
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves

@@ -11,7 +11,7 @@ each push in progress, 1/W of the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -25,58 +25,62 @@ from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import StateRecord
-from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
+from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.members import Members
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE
-from mpikv.strategies.base import BucketedKeys, Entry, Loaded, PreparedCall, Read, Strategy, Write
+from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
 from mpikv.strategies.bucketed import WorkersBuckets, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundReached
 from mpikv.strategies.sparse_owners import RowServer, WorkersRows
-from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
+from mpikv.strategies.states import LOAD, SAVE, collect, distribute
+from mpikv.strategies.workers import WorkersStrategy
 
 
-class AllreduceStrategy(Strategy):
+class AllreduceStrategy(WorkersStrategy):
     """The strategy of `dist_sync` without servers. keys: this store's; `keys.regroup` goes on with fewer workers."""
 
     def __init__(
         self,
         session: Workers,
+        members: Members,
         serve_rows: Callable[[], RowServer],
         memory: HostMemory | None = None,
         nccl: NcclComm | None = None,
     ) -> None:
-        """serve_rows: makes the service that owns this worker's rows of row-sparse keys."""
-        self._session = session
+        """members: the workers. serve_rows: makes the service that owns this worker's rows of row-sparse keys."""
+        super().__init__(session)
         self._rows = WorkersRows(session, serve_rows)
-        self.keys = PlacedKeys(session, memory, self._rows, nccl)
+        self.keys = PlacedKeys(session, members, memory, self._rows, nccl)
+        self.events = self.keys.events
         self._queues = self.keys.queues
+        self._blobs: list[bytes] = []  # at worker 0, the states that each worker gets of a file
 
     # --- keys
 
-    def init(self, values: Sequence[NewKey]) -> None:
-        """Agree on the keys, then broadcast the values of worker 0."""
+    def propose(self, values: Sequence[NewKey]) -> None:
+        """Worker 0 broadcasts its values, once keys are agreed on."""
         if self._session.rank == 0:
             dense = {new.key: new.value for new in values if not isinstance(new.value, RowSparse)}
             self.keys.first_values.update(dense)
         self._rows.propose(values)
-        agreed, error = self._session.agree_on_keys(values)
+
+    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
+        """Wait for the values of worker 0."""
         for info in agreed:
-            if info.sparse or self._session.is_released(info):
+            queue = self._queues.get(info.id)
+            if queue is None or self._session.is_released(info):
                 continue  # rows are fetched when they are needed; a released key may be gone already
-            queue = self._queues[info.id]
             if not queue.has_value:
                 self._session.wait(Pending(RoundReached(queue, 0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
         self._rows.client.drop_first_rows(values)
-        if error is not None:
-            raise error
 
     # --- push and pull
 
@@ -92,7 +96,7 @@ class AllreduceStrategy(Strategy):
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
         """Send one message to each worker that owns rows of the key."""
         with self._session.engine.lock:
-            self._rows.push(info, total, self.keys.under(info), priority)
+            self._rows.push(info, total, self._session.under(info), priority)
 
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """Send one message to each worker that owns some of the rows, and receive its answer."""
@@ -137,25 +141,22 @@ class AllreduceStrategy(Strategy):
 
     # --- optimizers
 
-    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+    def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
         """Each worker keeps a copy of the optimizer for the shards it owns."""
-        self._drain("set_optimizer")
-        slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         self._rows.set_optimizer(slot, pickled, key_ids)
         self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
         if self._rows.any:  # no rows may arrive at an owner that has not set the optimizer yet
             self._session.agree("set_optimizer in place", None, "set_optimizer")
 
-    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-        """Set the attributes to compare. Owners have no optimizer to apply."""
-        self._drain("set_optimizer")
-        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
-        self.keys.set_optimizer(slot, optimizer.attributes(), key_ids)
+    def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
+        """Each worker compares them for the shards it owns."""
+        self.keys.set_optimizer(slot, attributes, key_ids)
 
-    def _drain(self, call: str) -> None:
-        """Wait until all rounds that this worker has pushed are done."""
-        self.keys.drain(call)
-        self._rows.client.settle(call)
+    def settle(self, call: str) -> None:
+        """Wait until all rounds that this worker has pushed are done; before the end, all workers agree first."""
+        if call != "close":
+            self.keys.drain(call)
+            self._rows.client.settle(call)
 
     # --- buckets
 
@@ -167,7 +168,8 @@ class AllreduceStrategy(Strategy):
         """
         session = self._session
         buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
-        infos = [session.infos[key] for key in keys]
+        queues = (self._queues.get(session.infos[key].id) for key in keys)
+        infos = [queue.info for queue in queues if queue is not None]  # servers may have the others
         if self.keys.direct is not None:
             infos = [info for info in infos if info.space == DEVICE]
         optimizers = [self.keys.owner.optimizer_of(info.id) for info in infos]
@@ -180,39 +182,35 @@ class AllreduceStrategy(Strategy):
 
     # --- states
 
-    def save_states(self, write: Write) -> None:
-        """Gather the states at worker 0, which writes them."""
-        self._drain(SAVE)
-        self._session.agree(SAVE, None, SAVE)  # wait until all workers are ready to send theirs
+    def settle_all(self, call: str) -> None:
+        """Wait until all workers have done the rounds that they pushed."""
+        self.settle(call)
+        if call == SAVE:
+            self._session.agree(SAVE, None, SAVE)  # wait until all workers are ready to send their states
+
+    def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
+        """Every worker sends worker 0 the states of its shards."""
         dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
-        mine = records_to_bytes([*dense, *self._rows.states()])
-        gathered = self._session.gather(SAVE, mine)
-        self._session.decide(SAVE, lambda: write([records_from_bytes(blob) for blob in gathered]))
+        gathered = self._session.gather(SAVE, records_to_bytes([*dense, *self._rows.states()]))
+        return lambda: [records_from_bytes(blob) for blob in gathered]
 
-    def load_states(self, read: Read) -> Loaded:
-        """Worker 0 reads the file and sends each worker the states of its shards."""
-        self._drain(LOAD)
-        blobs: list[bytes] = []
+    def send_states(self, file: StatesFile) -> None:
+        """Worker 0 cuts the states; they are sent when all know that the file is good."""
+        owned = ([*self.keys.owned(rank), *self._rows.client.owned(rank)] for rank in range(self._session.num_workers))
+        self._blobs = [records_to_bytes(distribute(file, shards)) for shards in owned]
 
-        def cut() -> Loaded:
-            file = read()
-            for rank in range(self._session.num_workers):
-                owned = [*self.keys.owned(rank), *self._rows.client.owned(rank)]
-                blobs.append(records_to_bytes(distribute(file, owned)))
-            return restored(file)
-
-        keys, configs = self._session.decide(LOAD, cut)
-        given = self._session.scatter(LOAD, blobs)
-        replaced = [self._session.infos[key].id for key in keys]
-        mine = records_from_bytes(given)
+    def take_states(self, replaced: Sequence[KeyInfo]) -> None:
+        """Worker 0 sends each worker the states of its shards."""
+        mine = records_from_bytes(self._session.scatter(LOAD, self._blobs))
+        self._blobs = []
+        key_ids = [info.id for info in replaced]
         with self._session.engine.lock:
-            self._rows.load(mine, replaced)
-            for key_id in replaced:
+            self._rows.load(mine, key_ids)
+            for key_id in key_ids:
                 self.keys.owner.states.pop(key_id, None)
             for part in mine:
                 if not self._session.infos[part.key].sparse:
                     self.keys.owner.set_state(self._session.infos[part.key], part.state)
-        return keys, configs
 
     def codec_states(self, call: str) -> list[StateRecord]:
         """Wait for the rounds that this worker has pushed, then return the states."""
@@ -226,9 +224,8 @@ class AllreduceStrategy(Strategy):
 
     # --- the end
 
-    def close(self) -> None:
-        """Wait until all workers close. Rounds that all workers have pushed are done first."""
-        common, error = self._session.leave(matched=True)
+    def leave(self, common: Mapping[int, int]) -> ConfigError | None:
+        """Do the rounds that all workers have pushed."""
         refused: ConfigError | None = None
         try:
             self.keys.drain("close", common)
@@ -237,13 +234,12 @@ class AllreduceStrategy(Strategy):
         self._rows.close()
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
-        if error is not None:  # raised before the waits below, which do not end where a worker is gone
-            raise error
+        return refused
+
+    def free(self) -> None:
+        """Free the communicators."""
         if self.keys.communicators is not None:
             self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")
             self.keys.communicators.free()
         if self.keys.nccl is not None:
             self.keys.nccl.close()
-        self._session.end()
-        if refused is not None:
-            raise refused

@@ -177,6 +177,6 @@ class WorkersBuckets:
         with self._session.engine.lock:
             for key in keys:
                 info = self._session.infos[key]
-                queue = self._queues[info.id]
+                queue = self._queues.get(info.id)
                 if isinstance(queue, Bucket) and queue.add(info, None):
                     self._start(queue)

@@ -287,9 +287,7 @@ class Direct:
         self._numbers = {}
         label = 0
         for slot, info in call.slots.items():
-            under, attributes = self._session.under(info)
-            if attributes is not None:
-                self._owner.add_attributes(slot, 0, under.number, attributes)
+            under = self._session.under(info)
             if under.ratio != 1.0:
                 return None
             self._numbers[slot] = under.number

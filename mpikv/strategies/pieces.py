@@ -18,9 +18,10 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import cut_anew
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, Span, cut
+from mpikv.collectives.stages import Span, cut
 from mpikv.engine.operation import Steps
 from mpikv.observe.recorder import Part, Recorder
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.keys import KeyInfo
 
 MOST_ELEMS = 1 << 18  # of a piece: 1 MiB of float32, some milliseconds to encode

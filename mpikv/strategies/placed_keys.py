@@ -25,7 +25,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Comparison, PushLabel
+from mpikv.placement.labels import Comparison
 from mpikv.placement.members import Members
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
@@ -53,31 +53,38 @@ class PlacedKeys:
 
     queues: by the keys' numbers; keys of a bucket have the same. owner: applies optimizers to this worker's shards.
     rows: the row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct,
-    communicators, nccl: for the paths that need them; None where the store has no such path.
+    communicators, nccl: for the paths that need them; None where the store has no such path. members: the workers.
+    events: what is done with keys as they are agreed on.
     """
 
     def __init__(
-        self, session: Workers, memory: HostMemory | None, rows: WorkersRows, nccl: NcclComm | None = None
+        self,
+        session: Workers,
+        members: Members,
+        memory: HostMemory | None,
+        rows: WorkersRows,
+        nccl: NcclComm | None = None,
     ) -> None:
-        self._session, self._rows = session, rows
+        self._session, self._members, self._rows = session, members, rows
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
         self._log_reader: Running[Any] | None = None
         self.hosts: HostKeys | None = None
         self.communicators: Communicators | None = None
-        if session.members.path == "native":
+        if members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
         self.nccl = nccl
         self._set_up(memory)
         agreed = None if self.communicators is None else self._agreed
-        session.start(KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes, agreed))
+        self.events = KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes, agreed)
+        session.on_attributes.append(lambda slot, number, found: self.owner.add_attributes(slot, 0, number, found))
 
     # --- the ranks
 
     def _set_up(self, memory: HostMemory | None) -> None:
         """Make everything that depends on which workers there are."""
-        session, members = self._session, self._session.members
+        session, members = self._session, self._members
         if self._log_reader is not None:
             self._log_reader.cancel()
         if self.hosts is not None:
@@ -146,6 +153,7 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             session.regroup(members)
+            self._members = members
             self._set_up(memory)
         places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
         places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
@@ -166,7 +174,7 @@ class PlacedKeys:
         if self.hosts is None:
             return None
         on_device = info.space == DEVICE
-        path = self._session.members.device_path_of(info) if on_device else "host"
+        path = self._members.device_path_of(info) if on_device else "host"
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
         if may_be_encoded:
             placement = self._placement(info, keys or (info,), has_place=True)
@@ -195,7 +203,8 @@ class PlacedKeys:
 
     def _forget_key(self, info: KeyInfo) -> None:
         """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
-        self._rows.client.forget(info)
+        if info.sparse:
+            self._rows.client.forget(info)
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
@@ -218,7 +227,7 @@ class PlacedKeys:
             self._session.log.detail(lambda: self._described(queue))
 
     def _described(self, queue: RoundQueue) -> str:
-        members, info, codec = self._session.members, queue.info, queue.paths.codec
+        members, info, codec = self._members, queue.info, queue.paths.codec
         measured = codec is not None and codec.choice is not None
         return described.line(members, info, queue.keys, queue.placement, wire_of(info), measured=measured)
 
@@ -234,7 +243,7 @@ class PlacedKeys:
         properties = info.n_elems, info.dtype, info.codec, info.space, has_place, bool(optimizers), encoded
         if whole or properties not in self._placements:
             placement = place(
-                self._session.members,
+                self._members,
                 info,
                 whole=whole,
                 fits=has_place,
@@ -265,13 +274,6 @@ class PlacedKeys:
     def new_running(self, queue: RoundQueue) -> Running[None] | None:
         """Make what does the queue's rounds, for the engine to run; None: it runs already."""
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
-
-    def under(self, info: KeyInfo) -> PushLabel:
-        """What a push of this key is made under now; changed attributes are also given to this worker's `owner`."""
-        under, attributes = self._session.under(info)
-        if attributes is not None:
-            self.owner.add_attributes(self._session.slot_of(info), 0, under.number, attributes)
-        return under
 
     def all(self) -> list[RoundQueue]:
         """Each queue once."""
@@ -336,7 +338,7 @@ class PlacedKeys:
     def codec_states(self) -> list[StateRecord]:
         """The states of the codecs of this worker's pushes. Not to be called while rounds are in progress."""
         return [
-            record_of(info, begin, end, state)
+            record_of(self._session.infos[info.key], begin, end, state)
             for queue, codec in self._encoded()
             for info in queue.keys
             for begin, end, state in codec.pushed.states_in(queue.span(info))
@@ -392,7 +394,7 @@ class PlacedKeys:
                 span = queue.span(info)
                 begin = min(max(queue.bounds[rank], span.start), span.stop)
                 end = max(begin, min(queue.bounds[rank + 1], span.stop))
-                owned.append((info, begin - span.start, end - span.start))
+                owned.append((self._session.infos[info.key], begin - span.start, end - span.start))
         return owned
 
 

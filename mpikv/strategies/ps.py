@@ -11,7 +11,7 @@ The servers run the same code in all modes, with different policies.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -27,10 +27,9 @@ from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import StateRecord, record_of
-from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
+from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
@@ -41,7 +40,7 @@ from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import HOST
-from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
+from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
 from mpikv.strategies.exchange import (
@@ -56,6 +55,7 @@ from mpikv.strategies.exchange import (
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
+from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports import wire
 from mpikv.transports.loopback import Loopback
 
@@ -104,14 +104,14 @@ class PsCall(PreparedCall):
         self.valid, self._entries = False, []
 
 
-class PsStrategy(Strategy):
+class PsStrategy(WorkersStrategy):
     """The strategy of one worker.
 
     service: the loop of a server to run inside this worker, or None. loopback: passes device arrays to that server.
     """
 
     def __init__(self, session: Workers, service: Steps[None] | None = None, loopback: Loopback | None = None) -> None:
-        self._session = session
+        super().__init__(session)
         members = self._members = session.members
         self._servers = members.owners
         check_owners(len(self._servers), "servers")
@@ -120,7 +120,8 @@ class PsStrategy(Strategy):
         self._choices, self._recorder = Choices(session.log), session.recorder
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
-        self._whole = False  # whether the optimizer of most keys needs all elements of a key at one server
+        self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
+        self.before_cut: dict[int, Any] = {}  # what workers own of keys that are being moved here
         self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         own = None if service is None else self._servers.index(session.transport.rank)
         self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
@@ -128,7 +129,8 @@ class PsStrategy(Strategy):
         self._engine = session.engine
         self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
-        session.start(KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes))
+        self.events = KeyEvents(self.place, self._begin, self._forget_key, self._pushes)
+        session.on_attributes.append(self._send_attributes)
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
@@ -143,13 +145,15 @@ class PsStrategy(Strategy):
 
     # --- keys as they are agreed on
 
-    def _reserve(self, info: KeyInfo) -> Any:
-        """Place a key, at worker 0, so that servers own about equal bytes. All servers have rows of row-sparse keys."""
+    def place(self, info: KeyInfo, begin: int = 0) -> Any:
+        """Place a key, at worker 0, so that servers own about equal bytes. All servers have rows of row-sparse keys.
+
+        begin: the first element that servers own.
+        """
         if info.sparse:
             return None
-        placement = place(
-            self._members, info, whole=self._whole, load_bytes=self._loads, wire=compression.wire_of(info)
-        )
+        wire_, whole = compression.wire_of(info), self.takes_whole
+        placement = place(self._members, info, whole=whole, load_bytes=self._loads, wire=wire_, begin=begin)
         add_load(self._loads, placement, info.dtype.itemsize)
         return placement.announced()
 
@@ -225,8 +229,8 @@ class PsStrategy(Strategy):
 
     # --- keys
 
-    def init(self, values: Sequence[NewKey]) -> None:
-        """Agree on the keys; worker 0 sends the first values to the owners."""
+    def propose(self, values: Sequence[NewKey]) -> None:
+        """Worker 0 sends its values to the owners, once keys are agreed on."""
         if self._rank == 0:
             spaces = self._session.spaces
             for new in values:
@@ -234,12 +238,12 @@ class PsStrategy(Strategy):
                     value = new.value if new.space == HOST else spaces.by_name(new.space).to_host(new.value)
                     self._first_values[new.key] = value
         self._rows.propose(values)
-        _, error = self._session.agree_on_keys(values)
+
+    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
+        """Return at once: servers keep requests that come before the first value."""
         for new in values:
             self._first_values.pop(new.key, None)
         self._rows.drop_first_rows(values)
-        if error is not None:
-            raise error
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
         for server, header, payload in key.first_values(value):
@@ -255,18 +259,17 @@ class PsStrategy(Strategy):
         return under
 
     def _under(self, info: KeyInfo) -> PushLabel:
-        """Send changed attributes. Returns what a push is made under, such as the attributes' number."""
-        slot = self._session.slot_of(info)
+        """What a push is made under, such as the attributes' number. Changed ones are sent before it."""
         if not self.synchronous and self._session.optimizer_of(info) is None:
             raise MpikvError(
                 f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
             )
-        under, attributes = self._session.under(info)
-        if attributes is not None:
-            text = json.dumps([slot, attributes]).encode()
-            for server in range(len(self._servers)):
-                self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=under.number), text)
-        return under
+        return self._session.under(info)
+
+    def _send_attributes(self, slot: int, number: int, attributes: dict[str, Any]) -> None:
+        text = json.dumps([slot, attributes]).encode()
+        for server in range(len(self._servers)):
+            self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
         """Send one message to each server that has rows of the key."""
@@ -420,21 +423,21 @@ class PsStrategy(Strategy):
         """Wait until every server has processed this worker's messages. Rounds may still wait for other workers."""
         self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
-    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+    def settle(self, call: str) -> None:
+        """Wait until every server has processed this worker's messages."""
+        self._flush(call)
+
+    def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
         """Worker 0 sends it to the servers. If it needs whole keys, each of its keys is first moved to one server."""
-        self._flush("set_optimizer")
-        slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         if slot == DEFAULT_SLOT:
-            self._whole = not optimizer.elementwise
-        if not optimizer.elementwise:
+            self.takes_whole = not elementwise
+        if not elementwise:
             self._move_cut_keys(slot)
         self._send_optimizer(slot, pickled, key_ids)
 
-    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-        """Worker 0 sends the attributes to compare to the servers, which have no optimizer to apply."""
-        self._flush("set_optimizer")
-        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
-        self._send_optimizer(slot, cloudpickle.dumps(optimizer.attributes()), key_ids)
+    def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
+        """Worker 0 sends the attributes to compare to the servers."""
+        self._send_optimizer(slot, cloudpickle.dumps(attributes), key_ids)
 
     def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
         """Send an optimizer, or its attributes, from worker 0 to the servers, and wait for it. Collective."""
@@ -452,14 +455,16 @@ class PsStrategy(Strategy):
         for info in self._session.in_order():
             if info.sparse:
                 continue
-            key = self._keys[info.id]
-            if self._session.slot_of(info) != slot or len(key.routes) < 2:
+            key = self._keys.get(info.id)
+            if key is None or self._session.slot_of(info) != slot or len(key.routes) + (info.id in self.before_cut) < 2:
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.partition_elems)
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
                 self._pull_uncompressed(key, [value])
+                if (before := self.before_cut.get(info.id)) is not None:
+                    value[: before.size] = before
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.use_placement(placement)
@@ -486,29 +491,21 @@ class PsStrategy(Strategy):
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return [*owned, *self._rows.owned(server)]
 
-    def save_states(self, write: Write) -> None:
-        """Worker 0 asks every server for its states, and writes them."""
-        self._settle(SAVE)
+    def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
+        """Worker 0 asks every server for its states."""
+        return lambda: [
+            records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)
+        ]
 
-        def ask() -> None:
-            write([records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)])
+    def send_states(self, file: StatesFile) -> None:
+        """Worker 0 sends each server the states of its shards."""
+        forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
+        owned = [self._owned(server) for server in range(len(self._servers))]
+        blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
+        self._ask(wire.LOAD, blobs, LOAD)
 
-        self._session.decide(SAVE, ask)
-
-    def load_states(self, read: Read) -> Loaded:
-        """Worker 0 reads the file, and sends each server the states of its shards."""
-        self._settle(LOAD)
-
-        def give() -> Loaded:
-            file = read()
-            forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
-            owned = [self._owned(server) for server in range(len(self._servers))]
-            blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
-            self._ask(wire.LOAD, blobs, LOAD)
-            return restored(file)
-
-        keys, configs = self._session.decide(LOAD, give)
-        return keys, configs
+    def take_states(self, replaced: Sequence[KeyInfo]) -> None:
+        """Return at once: the servers have them."""
 
     def codec_states(self, call: str) -> list[StateRecord]:
         """Wait until all pushes have been sent, and so encoded, then return the states."""
@@ -529,8 +526,8 @@ class PsStrategy(Strategy):
             for key in self._keys.values():
                 key.take_codec_states(pieces.get(key.info.key, {}))
 
-    def _settle(self, call: str) -> None:
-        """Wait until everything that all workers pushed so far has been applied. Collective."""
+    def settle_all(self, call: str) -> None:
+        """Pull what has been pushed."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
                 self._pull_uncompressed(key, [])
@@ -541,18 +538,14 @@ class PsStrategy(Strategy):
 
     # --- the end
 
-    def close(self) -> None:
-        """Wait until all workers close, then let the servers end."""
-        self._flush("close")
-        _, error = self._session.leave(matched=self.synchronous)
+    def leave(self, common: Mapping[int, int]) -> ConfigError | None:
+        """Let the servers end."""
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.BYE))
         self._session.wait_for(Predicate(self._all_sent), "close")
         if self._service is not None:
             self._session.wait_for(self._service, "close")
-        if error is not None:
-            raise error
-        self._session.end()
+        return None
 
     # --- memory of the host
 

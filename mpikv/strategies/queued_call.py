@@ -44,7 +44,7 @@ class QueuedCall(PreparedCall):
             for info, pushed, target, outs in self._entries:
                 queue, round_, sink, value = keys.queues[info.id], None, target, pushed
                 if value is not None:
-                    under = keys.under(info)
+                    under = self._session.under(info)
                     if under.ratio != 1.0:
                         dtype = queue.paths.dtype if outs is None and info.space == HOST else None
                         value = scaled(queue.space, value, under.ratio, dtype)

@@ -288,6 +288,7 @@ def network(
             _inside(switch, "ip", "link", "set", port, "mtu", str(mtu), "master", "bridge", "up")
             _inside(host.pid, "ip", "address", "add", f"{host.address}/24", "dev", "eth0")
             _inside(host.pid, "ip", "link", "set", "eth0", "mtu", str(mtu), "up")
+            _inside(host.pid, "ip", "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
             rate = (rates or {}).get(host.name, rate_mbit)
             if rate is not None:
                 for pid, device in ((host.pid, "eth0"), (switch, port)):

@@ -22,8 +22,6 @@ import numpy as np
 from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import wire_of
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES
-from mpikv.commands.plan.costs import Costs, Link, allreduce_s
 from mpikv.commands.plan.counting import Counting
 from mpikv.commands.plan.outcome import PlannedStep
 from mpikv.commands.plan.priced import Priced, Speeds, of_shapes
@@ -31,6 +29,8 @@ from mpikv.commands.plan.workload import DEFAULTS, DTYPE, ITEM_BYTES, StepSettin
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement import buckets
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
+from mpikv.placement.costs import Costs, Link, allreduce_s
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 from mpikv.placement.place import place

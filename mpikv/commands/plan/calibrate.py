@@ -19,12 +19,13 @@ from collections.abc import Callable
 import numpy as np
 
 from mpikv.codecs.base import Codec
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, drive
-from mpikv.commands.plan.costs import Costs
+from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, drive
 from mpikv.commands.plan.priced import Speed
 from mpikv.config import Config
 from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
+from mpikv.placement.costs import Costs
 from mpikv.runtime import library
 from mpikv.strategies.pieces import piece_elems
 from mpikv.transports.base import Group, Transport

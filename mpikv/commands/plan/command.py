@@ -12,11 +12,11 @@ from typing import Any
 
 from mpikv.codecs import compression
 from mpikv.codecs.compression import KeyCompression
-from mpikv.commands.plan import allreduce, servers
-from mpikv.commands.plan.costs import Costs, Link
+from mpikv.commands.plan import allreduce, hybrid, servers
 from mpikv.commands.plan.report import PlanRow, document, lines, mark
 from mpikv.commands.plan.workload import StepSettings, of_bytes, of_model
 from mpikv.errors import MpikvError
+from mpikv.placement.costs import Costs, Link
 
 BAD_INPUT = 2
 
@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         "mtu_bytes": options.mtu,
         "per_host": options.per_host,
         "server_hosts": options.server_hosts,
+        "servers_take": options.servers_take,
         "algorithm": options.algorithm,
         "compression": settings.compression.text,
         "buckets": settings.bucketed,
@@ -78,6 +79,7 @@ def _settings(options: argparse.Namespace) -> StepSettings:
         updated=options.optimizer,
         algorithm=options.algorithm,
         shared=options.server_hosts == "workers",
+        take=options.servers_take,
     )
 
 
@@ -105,5 +107,5 @@ def predicted(options: argparse.Namespace, costs: Costs, settings: StepSettings)
         for number in dict.fromkeys(count(workers) for count in options.servers):
             for mode in options.modes:
                 how = settings._replace(servers=number, synchronous=mode == "sync")
-                predict = servers.predict if number or mode == "async" else allreduce.predict
+                predict = servers.predict if mode == "async" else hybrid.predict if number else allreduce.predict
                 yield PlanRow(workers, number, predict(workload, workers, link, costs, how))

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.commands.plan.costs import Costs, Link
 from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.engine.operation import Done, Operation, Steps
 from mpikv.observe.recorder import Recorder
+from mpikv.placement.costs import Costs, Link
 from mpikv.transports.ledger import Ledger
 
 

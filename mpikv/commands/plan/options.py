@@ -76,6 +76,13 @@ def _ranks(group: Any) -> None:
         metavar="S",
         help="default 0,W/2,W. 0: allreduce (sync), or a server in every worker (async)",
     )
+    group.add_argument(
+        "--servers-take",
+        type=units.share,
+        default="auto",
+        metavar="SHARE",
+        help="of each key, in synchronous stores, as MPIKV_SERVERS_TAKE: auto (default), all, or 0.0 to 1.0",
+    )
     group.add_argument("--modes", type=words(MODES), default=MODES, metavar="M", help="sync, async or both (default)")
     group.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help="of the allreduce (default auto)")
     group.add_argument("--per-host", type=at_least(1), default=1, metavar="N", help="workers on each host (default 1)")

@@ -13,6 +13,7 @@ Not in it: the optimizer's own arithmetic.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,24 +23,22 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import Codecs, KeyCompression
 from mpikv.codecs.identity import IDENTITY
-from mpikv.commands.plan.costs import Costs, Link, servers_s
 from mpikv.commands.plan.counting import Counting
 from mpikv.commands.plan.outcome import PlannedStep
 from mpikv.commands.plan.priced import Speeds, of_shapes, priced
 from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, StepSettings, Workload
 from mpikv.config import Config
 from mpikv.errors import ConfigError
+from mpikv.placement.costs import Costs, Link, servers_s
+from mpikv.placement.cut import cut_of
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load
+from mpikv.placement.on_servers import add_load, partition_bytes
 from mpikv.placement.place import place
 from mpikv.server.loop import WINDOW
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.exchange import Client, Item
 from mpikv.transports import wire
-
-CONFIG = Config()
-WINDOW_ELEMS = WINDOW * CONFIG.partition_bytes // ITEM_BYTES  # of each worker on their way to a server at a time
 
 
 class _Nowhere(NamedTuple):
@@ -55,13 +54,6 @@ class _Nowhere(NamedTuple):
         """Do nothing: they stay there."""
 
 
-class PlannedHost(NamedTuple):
-    """How many workers a host has, and which servers."""
-
-    workers: int
-    servers: list[int]
-
-
 class Loads(NamedTuple):
     """What one worker has with each server, (servers,).
 
@@ -75,13 +67,34 @@ class Loads(NamedTuple):
     elems: np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def keys_of(workload: Workload, servers: int, compression: KeyCompression, codecs: Codecs) -> list[ClientKey]:
-    """Return where the keys live and how they travel. codecs: makes their codecs, of a text."""
-    members = Members(("",) * servers, (), tuple(range(servers)), config=CONFIG)
-    loads, keys = [0] * servers, []
+def members_of(workers: int, link: Link, settings: StepSettings) -> Members:
+    """Return the ranks: workers in blocks on their hosts, servers on hosts of their own or, in turn, on theirs."""
+    per_host, servers = settings.per_host, settings.servers
+    hosts = [f"h{rank // per_host}" for rank in range(workers)]
+    on = [f"h{i % (1 + (workers - 1) // per_host)}" if settings.shared else f"s{i // per_host}" for i in range(servers)]
+    return Members(
+        (*hosts, *on),
+        tuple(range(workers)),
+        tuple(range(workers, workers + servers)),
+        settings.synchronous,
+        Config(
+            algorithm=settings.algorithm,
+            servers_take=settings.take,
+            link=f"{8 * link.bytes_per_s / 1e9:.12f}gbit,{1e9 * link.latency_s:.9f}ns",
+        ),
+    )
+
+
+def keys_of(workload: Workload, members: Members, compression: KeyCompression, codecs: Codecs) -> list[ClientKey]:
+    """Return what servers have of the keys, and how it travels. codecs: makes their codecs, of a text."""
+    loads, keys = [0] * len(members.owners), []
     for number, shape in enumerate(workload.shapes):
         info = KeyInfo(number, number, shape, np.dtype(DTYPE), compression.for_shape(shape).text)
-        placement = place(members, info, load_bytes=loads, wire=compressions.wire_of(info))
+        travels = compressions.wire_of(info)
+        begin = cut_of(members, info, travels, whole=False)
+        if begin and begin == info.n_elems:
+            continue
+        placement = place(members, info, load_bytes=loads, wire=travels, begin=begin)
         add_load(loads, placement, ITEM_BYTES)
         keys.append(ClientKey(info, placement, codecs))
         keys[-1].pushed = 1
@@ -89,16 +102,17 @@ def keys_of(workload: Workload, servers: int, compression: KeyCompression, codec
 
 
 def counted(
-    workload: Workload, servers: int, compression: KeyCompression, speeds: Speeds
+    workload: Workload, members: Members, compression: KeyCompression, speeds: Speeds
 ) -> tuple[Counting, list[ClientKey]]:
     """Count what one worker sends, receives, encodes and decodes in one step. It is the last rank.
 
     Raises ConfigError where there are more servers than a worker can talk to at a time.
     """
+    servers = len(members.owners)
     transport = Counting(servers, ("server",) * servers + ("worker",))
     of_codecs = of_shapes(speeds, workload.shapes)
     keys = keys_of(
-        workload, servers, compression, lambda text: priced(compressions.of_text(text), of_codecs, transport.spend)
+        workload, members, compression, lambda text: priced(compressions.of_text(text), of_codecs, transport.spend)
     )
     longest = max((key.info.n_elems for key in keys), default=0)
     total, value = np.empty(longest, DTYPE), np.empty(longest, DTYPE)  # one for all keys: nobody looks at the values
@@ -126,36 +140,28 @@ def loads_of(one: Counting, keys: Sequence[ClientKey], servers: int, link: Link,
     return found
 
 
-def hosts_of(workers: int, servers: int, per_host: int, *, shared: bool) -> list[PlannedHost]:
-    """Place workers in blocks on their hosts, and servers on hosts of their own or, in turn, on the workers' hosts.
-
-    servers: 0: one inside every worker.
-    """
-    blocks = [list(range(workers))[first : first + per_host] for first in range(0, workers, per_host)]
-    if not servers:
-        return [PlannedHost(len(block), block) for block in blocks]
-    every = list(range(servers))
-    if shared:
-        return [PlannedHost(len(block), every[i :: len(blocks)]) for i, block in enumerate(blocks)]
-    own = [PlannedHost(0, every[first : first + per_host]) for first in range(0, servers, per_host)]
-    return [PlannedHost(len(block), []) for block in blocks] + own
-
-
 def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
     """Predict one step."""
     servers, compute_s, synchronous = settings.servers, settings.compute_s, settings.synchronous
-    one, keys = counted(workload, servers or workers, settings.compression, settings.speeds)
+    members = members_of(workers, link, settings)
+    one, keys = counted(workload, members, settings.compression, settings.speeds)
+    # Of each worker on their way to a server at a time.
+    window_elems = WINDOW * partition_bytes(members) // ITEM_BYTES
     loads = loads_of(one, keys, servers or workers, link, costs)
     of_server = _coding_s(settings, workers, costs)
     worker_s, server_s = one.core_s(costs), float((workers * loads.core_s + of_server * loads.elems).max(initial=0.0))
     core_s = max(worker_s, server_s) if servers else worker_s + server_s
     wait_s = sum(link.first_byte_s(max((n for _, n in some), default=0)) for some in (one.sent, one.received))
     exchange_s, busy_s = 0.0, dict[str, float]()
-    for host in hosts_of(workers, servers, settings.per_host, shared=settings.shared):
-        here, others = host.servers, workers - host.workers
+    workers_on = Counter(members.worker_hosts)
+    servers_on: dict[str, list[int]] = {host: [] for host in members.hosts}
+    for server, rank in enumerate(members.owners):
+        servers_on[members.hosts[rank]].append(server)
+    for host, here in servers_on.items():
+        others = workers - workers_on[host]
         push_s, answer_s = ((float(each[here].sum()), float(each.sum() - each[here].sum())) for each in loads[:2])
-        pushes_in_s, pushes_out_s = others * push_s[0], host.workers * push_s[1]
-        answers_out_s, answers_in_s = others * answer_s[0], host.workers * answer_s[1]
+        pushes_in_s, pushes_out_s = others * push_s[0], workers_on[host] * push_s[1]
+        answers_out_s, answers_in_s = others * answer_s[0], workers_on[host] * answer_s[1]
         out_s, into_s = pushes_out_s + answers_out_s, pushes_in_s + answers_in_s
         elems = float((loads.elems[here] if here else loads.elems).sum())
         its_s = servers_s(
@@ -164,9 +170,8 @@ def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings
             max(into_s, out_s),
             core_s,
             workers=workers,
-            window_share=min(1.0, WINDOW_ELEMS * (len(here) or servers) / max(1.0, elems)),
+            window_share=min(1.0, window_elems * (len(here) or servers) / max(1.0, elems)),
             wait_s=wait_s,
-            synchronous=synchronous,
         )
         exchange_s = max(exchange_s, its_s)
         role = "server" if servers and here else "worker"
@@ -177,7 +182,9 @@ def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings
     if compute_s:
         server = int(np.argmax(loads.push_s + loads.answer_s))
         stages_s = [max(core_s, workers * float(each[server])) for each in loads[:2]]
-        one_by_one_s = _overlapped_s(keys, server, workload.ready_s(compute_s), compute_s, stages_s)
+        one_by_one_s = _overlapped_s(
+            keys, server, workload.ready_s(compute_s), compute_s, stages_s, window_elems=window_elems
+        )
         overlapped_s = min(compute_s + exchange_s, max(exchange_s, one_by_one_s))
     mode = ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
     return PlannedStep(mode, exchange_s, overlapped_s, one.sent_messages, one.sent_bytes, busy_s)
@@ -198,19 +205,26 @@ def _coding_s(settings: StepSettings, workers: int, costs: Costs) -> float:
 
 
 def _overlapped_s(
-    keys: Sequence[ClientKey], server: int, ready_s: Sequence[float], compute_s: float, stages_s: Sequence[float]
+    keys: Sequence[ClientKey],
+    server: int,
+    ready_s: Sequence[float],
+    compute_s: float,
+    stages_s: Sequence[float],
+    *,
+    window_elems: int,
 ) -> float:
     """Return the time of a step that pushes each key when its gradient is there, and pulls all after the computing.
 
-    server: the one with most to do. stages_s: for how long its keys are on their way to it, and back.
+    server: the one with most to do. stages_s: for how long its keys are on their way to it, and back. window_elems: of
+    a worker on their way to a server at a time.
     """
     elems = [sum(route.end - route.begin for route in key.routes if route.owner == server) for key in keys]
     in_s, out_s = 0.0, compute_s
-    for key, its_elems in reversed(list(enumerate(elems))):
+    for key, its_elems in reversed(list(zip(keys, elems, strict=True))):
         share = its_elems / max(1, sum(elems))
-        in_s = max(in_s, ready_s[key]) + share * stages_s[0]
+        in_s = max(in_s, ready_s[key.info.id]) + share * stages_s[0]
         last_s = (
-            min(its_elems, WINDOW_ELEMS) / max(1, sum(elems)) * stages_s[1]
+            min(its_elems, window_elems) / max(1, sum(elems)) * stages_s[1]
         )  # what can leave only when all is there
         out_s = max(out_s + share * stages_s[1], in_s + last_s)
     return out_s

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-BITS_PER_S: Mapping[str, float] = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-SECONDS: Mapping[str, float] = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)")
+from mpikv.common import units
+from mpikv.config import Config
+from mpikv.errors import ConfigError
+
 _SHARE = re.compile(r"(\d*)\s*w(?:\s*/\s*(\d+))?", re.IGNORECASE)
 MOST = 16384  # workers
 
 
-def _quantity(text: str, units: Mapping[str, float], example: str) -> float:
-    found = _NUMBER.fullmatch(text.strip().lower())
-    if found is None or found[2] not in units:
-        raise ArgumentTypeError(f"{text!r} is none of the form {example}")
-    return float(found[1]) * units[found[2]]
+def _read(reader: Callable[[str], float], text: str) -> float:
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def rate(text: str) -> float:
     """Read `10gbit`, `200mbit` (also with `/s`) as bytes per second."""
-    found = _quantity(text.removesuffix("/s"), BITS_PER_S, "10gbit or 200mbit") / 8
-    if found <= 0:
-        raise ArgumentTypeError(f"{text!r}: a link carries something")
+    return _read(units.rate, text)
+
+
+def share(text: str) -> float | str:
+    """Read `MPIKV_SERVERS_TAKE`."""
+    try:
+        found: float | str = Config(servers_take=text).servers_take
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error).partition(": ")[2]) from None
     return found
 
 
 def duration(text: str) -> float:
     """Read `20us`, `1.5ms` as seconds."""
-    return _quantity(text, SECONDS, "20us or 1.5ms")
+    return _read(units.duration, text)
 
 
 def milliseconds(text: str) -> float:

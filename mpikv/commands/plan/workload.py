@@ -51,7 +51,8 @@ class StepSettings(NamedTuple):
     compression: of all keys, by codecs of these speeds. compute_s: how long a step computes; 0 leaves the step itself
     out. per_host: workers on each host. Of an allreduce: bucketed: several keys travel together, as a `Trainer` lets
     them; updated: an optimizer is in its middle; algorithm. Of servers: how many, 0 for one inside every worker;
-    synchronous; shared: they are on the workers' hosts.
+    synchronous; shared: they are on the workers' hosts; take: their share of each key, as in
+    MPIKV_SERVERS_TAKE.
     """
 
     compression: KeyCompression = compressions.NONE
@@ -64,6 +65,7 @@ class StepSettings(NamedTuple):
     servers: int = 0
     synchronous: bool = True
     shared: bool = False
+    take: float | str = "auto"
 
 
 DEFAULTS = StepSettings()

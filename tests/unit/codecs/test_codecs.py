@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_modes import DTYPES, Mode, every_way, long_messages, mode_id
+from store_modes import DTYPES, HYBRID, Mode, every_way, long_messages, mode_id
 
 from mpikv import ShapeMismatch, optimizers
 from mpikv.codecs import registry
@@ -86,6 +86,7 @@ def test_the_identity_copies_nothing() -> None:
 PART_BYTES = 32
 SIZES = (1, 5, 8, 9, 40, 67)  # float32: 8 make a partition
 MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
+MODES += (HYBRID[0], HYBRID[2])
 
 
 def forced(codec: str, **params: Any) -> KeyCompression:

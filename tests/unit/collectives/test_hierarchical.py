@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpikv.collectives import hierarchical, select
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
-from mpikv.placement.algorithms import bounds_of, choose
+from mpikv.collectives.stages import LINK_WINDOW
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES, bounds_of, choose
 from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.placement.topology import topology
 from mpikv.testing.ranks import run_collective

@@ -10,11 +10,11 @@ import pytest
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
-from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.engine.operation import wakes
 from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.segment import HostMemory, private_memory
-from mpikv.placement.algorithms import bounds_of
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES, bounds_of
 from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.placement.topology import topology
 from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys

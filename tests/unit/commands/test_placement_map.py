@@ -82,36 +82,36 @@ def test_every_value_has_one_owner(servers: int, hosts: str, algorithm: str) -> 
         ends = [0, *(shard.end for shard in plan)]
         assert [shard.begin for shard in plan] == ends[:-1]
         assert ends[-1] == n_elems
-    held = holdings(keys, servers or len(hosts))
+    held = holdings(keys, len(hosts))
     assert sum(one.n_bytes for one in held) == 4 * models.values("resnet18")
     assert sum(one.whole for one in held) + sum(len(plan) > 1 for _, plan in keys) == len(keys)
 
 
-@pytest.mark.parametrize("hosts", [["a"] * 3, ["a"] * 5, ["a", "b", "b"]])
-@pytest.mark.parametrize("servers", [0, 1])
-def test_the_store_holds_what_the_map_says(hosts: list[str], servers: int) -> None:
-    """Against real stores: the owners' parts of the optimizer's states have the lengths of the map's shards."""
-    config = Config(num_servers=servers, timeout_s=20)
+@pytest.mark.parametrize("hosts", [["a"] * 3, ["a"] * 5, ["a", "b", "b"], ["a", "b", "c", "d"]])
+@pytest.mark.parametrize(("servers", "take"), [(0, "auto"), (1, "auto"), (1, "0.3")])
+def test_the_store_holds_what_the_map_says(hosts: list[str], servers: int, take: str) -> None:
+    """Against real stores: the owners' shards are those of the map."""
+    config = Config(num_servers=servers, servers_take=take, link="200mbit,100us", timeout_s=20)
     shapes = models.shapes("lenet")
 
-    def body(store) -> dict[int, list[tuple[int, int]]]:
-        for key, shape in enumerate(shapes):
-            store.init(key, np.zeros(shape, np.float32))
-        strategy = store.strategy
-        if servers:
-            return {key: list(strategy._keys[key].placement.shards) for key in range(len(shapes))}
-        return {key: list(strategy._queues[key].bounds) for key in range(len(shapes))}
+    def body(store) -> list[tuple[tuple[int, int, int], ...]]:
+        store.init(list(range(len(shapes))), [np.zeros(shape, np.float32) for shape in shapes])
+        members, strategy = store.session.members, store.strategy
+        of_workers = getattr(strategy, "ring", strategy if not servers else None)
+        of_servers = getattr(strategy, "servers", strategy if servers else None)
+        queues, keys = getattr(of_workers, "_queues", {}), getattr(of_servers, "_keys", {})
+        found = []
+        for key in range(len(shapes)):
+            bounds = queues[key].bounds if key in queues else ()
+            shards = [(members.workers[i], b, e) for i, (b, e) in enumerate(pairwise(bounds)) if b < e]
+            placed = keys[key].placement.shards if key in keys else ()
+            found.append((*shards, *((members.servers[i], b, e) for i, b, e in placed)))
+        return found
 
     found = spawn_stores("dist_sync", len(hosts) - servers, body, num_servers=servers, config=config, hosts=hosts)
     keys = plans("lenet", assign(hosts, servers), hosts, config)
-    for of_worker in found:
-        for key, (n_elems, plan) in enumerate(keys):
-            if servers:
-                assert tuple(of_worker[key]) == plan
-            else:
-                bounds = of_worker[key]
-                assert tuple((i, b, e) for i, (b, e) in enumerate(pairwise(bounds)) if b < e) == plan
-                assert bounds[-1] == n_elems
+    assert all(of_worker == [plan for _, plan in keys] for of_worker in found)
+    assert [plan[-1].end for _, plan in keys] == [n_elems for n_elems, _ in keys]
 
 
 def test_a_network_is_counted() -> None:

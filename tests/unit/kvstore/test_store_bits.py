@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import BOUND, Mode
+from store_modes import BOUND, HYBRID, Mode
 
 from mpikv import optimizers
 
@@ -36,7 +36,7 @@ def _bits(mode, optimizer, *, late=False):
 
 
 MODES = [Mode("dist_sync", w, 0, a) for w in (2, 3, 5) for a in ("naive", "ring", "halving_doubling")]
-MODES += [Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 3)]
+MODES += [Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 3), *HYBRID[1:4]]
 
 
 @pytest.mark.grid(1)

@@ -100,7 +100,7 @@ CASES = {
         {"u": 3, "v": 5, "w": 40_000},
         {"u": served(2, 3, padding=4), "v": served(2, 5), "w": served(2, 40_000)},
         BOTH,
-        {"server_placement": "last"},
+        {"server_placement": "last", "servers_take": "all"},
     ),
     "servers here": Case(
         Mode("dist_sync", 2, 2, part_bytes=1 << 16),
@@ -113,8 +113,15 @@ CASES = {
         {"w": 1000},
         {"w": {"push": 2 * ROUNDS * (2000 + HEADER), "pull": 2 * ROUNDS * 2000}},
         BOTH,
-        {"server_placement": "last"},
+        {"server_placement": "last", "servers_take": "all"},
         FP16,
+    ),
+    "divided": Case(
+        Mode("dist_sync", 2, 1, memory="off", hosts="abc", take="0.25"),
+        {"w": 1000},
+        {"w": {leg: n for leg, n in (among(2, 750) | served(2, 250)).items() if leg != "init"}},
+        {f"{one} -> {other}" for one in "abc" for other in "abc" if one != other},
+        {"bucket_bytes": 0, "algorithm": "ring"},
     ),
     "a server in each worker": Case(
         Mode("dist_async", 2, 0, memory="off", hosts="ab"),

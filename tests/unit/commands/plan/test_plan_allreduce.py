@@ -8,13 +8,13 @@ import pytest
 
 from mpikv.codecs import compression
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES
 from mpikv.commands.plan import allreduce
 from mpikv.commands.plan.allreduce import buckets_of, hosts_of
-from mpikv.commands.plan.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, allreduce_s
 from mpikv.commands.plan.priced import Speed
 from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes, of_model
 from mpikv.errors import ConfigError
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
+from mpikv.placement.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, allreduce_s
 
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0)
 COSTS = Costs()

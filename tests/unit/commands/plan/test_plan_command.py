@@ -20,12 +20,12 @@ import mpikv
 from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
 from mpikv.codecs.compression import KeyCompression
-from mpikv.commands.plan import allreduce, calibrate, servers, units
-from mpikv.commands.plan.costs import Costs, Link
+from mpikv.commands.plan import allreduce, calibrate, hybrid, servers, units
 from mpikv.commands.plan.priced import Speed
 from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes, of_model
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
+from mpikv.placement.costs import Costs, Link
 from mpikv.testing.stores import spawn_stores
 
 LINK = Link(1.25e9, 20e-6)
@@ -100,7 +100,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("*" in line for line in lines) == 2
     assert "allreduce ring" in lines[1]
     assert "in workers, async" in lines[2]
-    assert "servers, sync" in lines[3]
+    assert "servers and allreduce" in lines[3]
 
 
 def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,8 @@ def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "lenet", "--bytes", "1M"], "not allowed with"),
         (["--per-host", "0"], "0 is less than 1"),
         (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
-        (["--workers", "8", "--servers", "8192", "--modes", "sync"], "more than 4096 messages at a time"),
+        (["--workers", "8", "--servers", "8192", "--modes", "async"], "more than 4096 messages at a time"),
+        (["--workers", "8", "--servers-take", "half"], "neither auto nor all"),
         (["--workers", "8", "--json", "/nowhere/plan.json"], "no such folder"),
         ([*ONE, "--compression", "nix"], "unknown compression type 'nix'; known: 1bit"),
         ([*ONE, "--compression", "{nix"], "--compression {nix: Expecting property name"),
@@ -185,7 +186,7 @@ def counted(
 
     hosts = [f"h{i}" for i in range(workers + n_servers)]
     # Messages of several keys that travel together are as many as time lets meet.
-    config = Config(timeout_s=60, server_placement="last", progress="calls", bucket_bytes=0)
+    config = Config(timeout_s=60, server_placement="last", progress="calls", bucket_bytes=0, link="10gbit,20us")
     found = spawn_stores(name, workers, body, num_servers=n_servers, config=config, hosts=hosts)
     return max(found)
 
@@ -200,7 +201,8 @@ def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
     settings = StepSettings(servers=n_servers, synchronous=name == "dist_sync")
-    found = servers.predict(Workload("mixed", SHAPES), 3, LINK, Costs(), settings)
+    predict = hybrid.predict if settings.synchronous else servers.predict
+    found = predict(Workload("mixed", SHAPES), 3, LINK, Costs(), settings)
     assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
 
 
@@ -235,7 +237,8 @@ def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object],
 def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
     travels = compression.make(kind)
     settings = StepSettings(travels, speeds_of(travels), servers=2, synchronous=name == "dist_sync")
-    found = servers.predict(Workload("few", FEW), 2, LINK, Costs(), settings)
+    predict = hybrid.predict if settings.synchronous else servers.predict
+    found = predict(Workload("few", FEW), 2, LINK, Costs(), settings)
     assert (found.messages, found.sent_bytes) == counted(name, 2, 2, FEW, kind)
 
 

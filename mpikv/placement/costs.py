@@ -1,4 +1,6 @@
-"""What machines and links cost, and how long an exchange takes on them: the one cost model of `mpikv plan`.
+"""What machines and links cost, and how long an exchange takes on them: the one cost model.
+
+`mpikv plan` predicts with it, and stores cut keys between workers and servers by it (cut.py).
 
     link      a message of n bytes takes n + headers bytes of its sender's link out and of its receiver's link in
     latency   from the start of a message at its sender to the start of its arrival
@@ -23,9 +25,7 @@ the link's and two cores' time for a byte.
 
 `servers_s`: a pipeline. Values come over the links into the servers, their cores add them, and answers leave over their
 links out. The longest of these binds. The other direction of a link goes on beside it, but for a window of partitions
-of each worker, and the cores but for that of one worker. Synchronous servers answer when the last worker's
-values are there; connections do not share a link evenly, so that of the answers to the other workers a part (`UNEVEN`)
-is late.
+of each worker, and the cores but for that of one worker.
 
 Headers on Ethernet: of each packet of `mtu` bytes 52 are IP's and TCP's with time stamps; 14 more are Ethernet's; and
 an acknowledgement of 66 bytes goes back for every few packets. One for four gives the bytes that interfaces counted in
@@ -55,10 +55,9 @@ PACKETS_PER_ACKNOWLEDGEMENT = 4
 TO_ALL_SHARE = 0.86
 MESSAGE_BYTES = 64  # MPI's own header of a message, about, in both libraries
 EAGER_BYTES = 64 << 10  # Open MPI sends as much over TCP at once, header included; a longer message is announced first
-# How much longer a link takes with both directions busy; and the part of synchronous servers' answers that is late. So
-# chosen that the 40 steps with servers in tests/fixtures/plan_measured.md are met: 3 % in the middle, 11 % at most.
+# How much longer a link takes with both directions busy. So chosen that the steps with servers in
+# tests/fixtures/plan_measured.md are met: 4 % in the middle, 12 % at most.
 BOTH_DIRECTIONS = 1.04
-UNEVEN = 0.4
 
 
 @dataclass(frozen=True)
@@ -127,6 +126,16 @@ def allreduce_s(
     return 2 * sum(step_s(n_bytes / 2**i) for i in range(1, halvings + 1)) + folds_s
 
 
+def exchange_s(n_bytes: int, workers: int, servers: int, link: Link, costs: Costs) -> float:
+    """Return the time of one key's push and pull when nothing else is under way and no link is full.
+
+    It lies on `servers` servers in equal parts; each of them has a message of every worker, and answers it.
+    """
+    part_bytes = n_bytes // servers
+    each_s = 2 * costs.message_s + part_bytes * (2 * costs.byte_s + costs.add_byte_s)
+    return 2 * link.first_byte_s(min(part_bytes, EAGER_BYTES)) + workers * each_s + 2 * servers * costs.message_s
+
+
 def servers_s(
     push_s: float,
     answer_s: float,
@@ -136,7 +145,6 @@ def servers_s(
     workers: int,
     window_share: float,
     wait_s: float,
-    synchronous: bool,
 ) -> float:
     """Return the time of a push and a pull of all workers, of the host with most to do.
 
@@ -145,6 +153,5 @@ def servers_s(
     on a server, the part that is under way at a time, at most 1. wait_s: the latencies of a message there and one back.
     """
     push_s, answer_s, link_s = (BOTH_DIRECTIONS * seconds for seconds in (push_s, answer_s, link_s))
-    late_s = UNEVEN * (workers - 1) / workers * (1 - window_share) * min(push_s, answer_s) if synchronous else 0.0
-    links_s = link_s + window_share * (push_s + answer_s - link_s) + late_s
+    links_s = link_s + window_share * (push_s + answer_s - link_s)
     return wait_s + max(links_s, core_s) + window_share / workers * min(links_s, core_s)

@@ -1,0 +1,105 @@
+"""Where a key is cut between the workers and the servers, in a synchronous store that has both.
+
+The elements before the cut go by the workers' own algorithm, as in a store without servers, the others go to the
+servers, both at the same time. Of S bytes let the servers take the share s. Each of h hosts of workers sends, and
+receives, 2(h-1)/h (1-s) S among the workers, and s S for each of its workers to the servers. A host with m of k servers
+receives, and sends, W m/k s S from W workers. The best s is the one where the slowest link ends first. With one worker
+on each host and equal links that is where workers and servers end together:
+
+    2(h-1)/h (1-s) + s = h s/k
+
+So a key takes, in units of S over a link's rate, with h=4: 1.5 among the workers alone, and with k = 1, 2, 4 servers
+1.33, 1.2, 1.0. Source: Jiang et al., OSDI 2020 (BytePS), section 3, which does it with machines of several GPUs. A
+server's link is taken to be busy for `SERVER_LINK` times as long as its bytes take.
+
+A key that is so short that messages cost more than bytes goes to one side whole, where it ends first; so does one for
+which the cut saves less than 5 %, or of which servers would take less than `LEAST_BYTES`. Row-sparse keys, and those in
+device memory, go to the servers; so do keys whose optimizer needs the whole value at one owner.
+
+The share is a multiple of 1/64, so that links that were measured a little differently give the same cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES, choose
+from mpikv.placement.costs import Costs, Link, allreduce_s, exchange_s
+from mpikv.placement.encoding import Wire
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.members import Members
+
+SHARES = 64
+# For how much longer a server's link is busy than its bytes take, since answers begin when all have pushed. Servers
+# alone took 1.09 and 1.19 times their bound (16 MiB; ResNet-18's keys; docs/performance.md, "Workers and servers at
+# once").
+SERVER_LINK = 1.12
+GAIN = 0.95  # a cut costs messages of both kinds: it has to save time
+# Less of a key goes to a server in one message with that of other keys, and is answered when all of these are there:
+# ResNet-18 on 3 workers and a server took 1.6 times its bytes over the rate with such cuts, and 1.3 without.
+LEAST_BYTES = 256 << 10
+
+
+def cut_of(members: Members, info: KeyInfo, wire: Wire, *, whole: bool) -> int:
+    """Return how many elements, from the first on, go by the workers: 0 to info.n_elems. The rest goes to servers.
+
+    whole: one owner has all of it, since its optimizer's formula needs the whole value. wire: how it travels encoded.
+    """
+    if not members.divides or info.sparse or info.space == "device":
+        return 0
+    share = servers_share(members, info.n_bytes)
+    if whole and share > 0:
+        return 0
+    steps = round((1 - share) * info.n_elems / wire.step)
+    return min(steps * wire.step, info.n_elems)
+
+
+def servers_share(members: Members, n_bytes: int) -> float:
+    """Return the servers' share of a key of so many bytes: MPIKV_SERVERS_TAKE, or by cost."""
+    share = members.config.servers_take
+    return _by_cost(members, n_bytes) if isinstance(share, str) else share
+
+
+@lru_cache(maxsize=1024)  # many keys have the same length
+def _by_cost(members: Members, n_bytes: int) -> float:
+    cut = min(range(SHARES + 1), key=lambda part: link_s(members, part / SHARES)) / SHARES
+    if cut * n_bytes < LEAST_BYTES:
+        cut = 0.0
+    of_ends = {share: seconds(members, n_bytes, share) for share in (0.0, 1.0)}
+    best = min(of_ends, key=lambda share: of_ends[share])
+    return cut if seconds(members, n_bytes, cut) < GAIN * of_ends[best] else best
+
+
+def seconds(members: Members, n_bytes: int, share: float) -> float:
+    """Return how long a round of a key takes where the servers take this share of it."""
+    hosts, workers = members.worker_hosts, len(members.workers)
+    link = Link(min(members.link_bytes_per_s), members.latency_s)
+    found = n_bytes * link_s(members, share)
+    of_servers = int(share * n_bytes)
+    if of_servers < n_bytes and len(set(hosts)) > 1:
+        algorithm = choose(n_bytes - of_servers, workers, members.config.host_algorithm, hosts)
+        algorithm = "ring" if algorithm == "native" else algorithm
+        n_hosts = len(set(hosts))
+        of_ring = n_bytes - of_servers
+        segment_bytes = LINK_SEGMENT_BYTES
+        ring_s = allreduce_s(algorithm, of_ring, workers, link, Costs(), hosts=n_hosts, segment_bytes=segment_bytes)
+        found = max(found, ring_s)
+    if of_servers:
+        found = max(found, exchange_s(of_servers, workers, len(members.servers), link, Costs()))
+    return found
+
+
+def link_s(members: Members, share: float) -> float:
+    """Return for how long a byte of a key keeps the busiest link busy, in its busier direction."""
+    workers, servers = Counter(members.worker_hosts), Counter(members.hosts[rank] for rank in members.servers)
+    rates, n_servers = dict(zip(members.hosts, members.link_bytes_per_s, strict=True)), len(members.servers)
+    among_workers = 2 * (len(workers) - 1) / len(workers) * (1 - share)
+    loads = []
+    for host in workers | servers:
+        others = len(members.workers) - workers[host]
+        to_servers = workers[host] * (n_servers - servers[host]) / n_servers  # what stays on a host crosses no link
+        of_workers = among_workers if workers[host] else 0.0
+        of_servers = SERVER_LINK * others * servers[host] / n_servers
+        loads.append((of_workers + share * (to_servers + of_servers)) / rates[host])
+    return max(loads)

@@ -1,0 +1,314 @@
+"""The strategy of synchronous stores whose workers and servers share the work: each key is divided between two others.
+
+The elements of a key before its cut (placement/cut.py) are a key of `AllreduceStrategy`, the others are a key of
+`PsStrategy`; either may be empty. Both parts have the key's name and number, are pushed together and are under way at
+the same time. Where a call has keys of one of the two only, it is that one's call.
+
+The cut is part of what the workers agree on at `init`. It moves once: when an optimizer is set that needs all elements
+of a key at one owner, the key goes to the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
+from mpikv.codecs.compression import wire_of
+from mpikv.engine.operation import Operation
+from mpikv.errors import ConfigError
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import StatesFile
+from mpikv.placement import described
+from mpikv.placement.cut import cut_of
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.session.agreed_keys import KeyEvents
+from mpikv.session.base import NewKey, Pending
+from mpikv.session.workers import Workers
+from mpikv.strategies.allreduce import AllreduceStrategy
+from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink
+from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.workers import WorkersStrategy
+
+
+class _Both:
+    """The request of a divided key: done when both parts are there and the value has been delivered."""
+
+    def __init__(self, parts: Sequence[Operation], deliver: Callable[[], None]) -> None:
+        self._parts, self._deliver, self._done = parts, deliver, False
+        self._error: Exception | None = None
+
+    def test(self) -> bool:
+        """See `Operation`. An error in the caller's arrays concerns this call alone, and stays."""
+        if not self._done and all(part.test() for part in self._parts):
+            self._done = True
+            try:
+                self._deliver()
+            except Exception as error:  # noqa: BLE001 - raised below
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._done
+
+
+class HybridCall(PreparedCall):
+    """One call with keys of both kinds, or with divided ones.
+
+    ring, servers: the calls of the parts. kinds: for each key, whether it has a part of the ring's call, and of the
+    servers'; deliver: brings its value to the caller's arrays.
+    """
+
+    def __init__(
+        self,
+        session: Workers,
+        ring: PreparedCall,
+        servers: PreparedCall,
+        kinds: Sequence[tuple[bool, bool]],
+        deliver: Sequence[Callable[[], None]],
+    ) -> None:
+        self._session, self._ring, self._servers = session, ring, servers
+        self._kinds, self._deliver = kinds, deliver
+
+    def start(self, priority: int = 0) -> list[Pending]:
+        """Start both calls: the servers' first, whose messages leave at once."""
+        on_servers, in_ring = self._servers.start(priority), self._ring.start(priority)
+        if not on_servers and not in_ring:
+            return []  # nothing is pulled
+        of_servers, of_ring, pending = iter(on_servers), iter(in_ring), []
+        for (ring, servers), deliver in zip(self._kinds, self._deliver, strict=True):
+            one = next(of_servers if servers else of_ring)
+            if ring and servers:
+                one = one._replace(request=_Both((one.request, next(of_ring).request), deliver))
+            pending.append(one)
+        return pending
+
+    def wait(self, pending: Sequence[Pending]) -> None:
+        """Wait for all keys, even if one is refused: the arrays of the others are in use until they are done."""
+        refused: ConfigError | None = None
+        for one in pending:
+            try:
+                self._session.wait(one, None, pending)
+            except ConfigError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+
+    def release(self) -> None:
+        """Forget the arrays."""
+        self.valid, self._deliver = False, ()
+        self._ring.release()
+        self._servers.release()
+
+
+class HybridStrategy(WorkersStrategy):
+    """The strategy of one worker. ring, servers: those that it divides keys between."""
+
+    def __init__(self, session: Workers, ring: AllreduceStrategy, servers: PsStrategy) -> None:
+        super().__init__(session)
+        self.ring, self.servers = ring, servers
+        self._cuts: dict[int, int] = {}
+        agreed = None if ring.events.agreed is None else self._agreed
+        self.events = KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed)
+
+    # --- keys
+
+    def _part(self, info: KeyInfo, cut: int) -> KeyInfo:
+        """The key that the ring has of a key."""
+        return info if cut == info.n_elems else info._replace(shape=(cut,))
+
+    def _reserve(self, info: KeyInfo) -> Any:
+        """Cut a key, at worker 0, and reserve what each part needs."""
+        cut = cut_of(self._session.members, info, wire_of(info), whole=self.servers.takes_whole)
+        of_ring = self.ring.events.reserve(self._part(info, cut)) if cut else None
+        return [cut, of_ring, None if cut and cut == info.n_elems else self.servers.place(info, cut)]
+
+    def _begin(self, info: KeyInfo, reserved: Any) -> None:
+        cut, of_ring, of_servers = reserved
+        self._cuts[info.id] = cut
+        self._session.log.detail(lambda: described.cut(self._session.members, info, cut))
+        if cut:
+            first = self.ring.keys.first_values
+            if self._session.rank == 0:
+                first[info.key] = first[info.key][:cut]
+            self.ring.events.begin(self._part(info, cut), of_ring)
+        if not cut or cut < info.n_elems:
+            self.servers.events.begin(info, of_servers)
+
+    def _broken(self, info: KeyInfo) -> None:
+        cut = self._cuts.pop(info.id)
+        if cut:
+            self.ring.events.broken(self._part(info, cut))
+        self.servers.events.broken(info)
+
+    def _agreed(self, info: KeyInfo) -> None:
+        if (cut := self._cuts[info.id]) and self.ring.events.agreed is not None:
+            self.ring.events.agreed(self._part(info, cut))
+
+    def _pushes(self) -> dict[int, int]:
+        return {**self.ring.events.pushes(), **self.servers.events.pushes()}
+
+    def propose(self, values: Sequence[NewKey]) -> None:
+        """Both keep the values; which of them needs which is known when the keys begin."""
+        self.ring.propose([new for new in values if not new.sparse])
+        self.servers.propose(values)
+
+    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
+        """Wait for both."""
+        self.ring.proposed(values, agreed)
+        self.servers.proposed(values, agreed)
+
+    # --- calls
+
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
+        """Divide the entries, unless all of them belong to one of the two."""
+        cuts = [self._cuts[entry.info.id] for entry in entries]
+        kinds = [(cut > 0, not cut or cut < entry.info.n_elems) for cut, entry in zip(cuts, entries, strict=True)]
+        if not any(ring for ring, _ in kinds):
+            return self.servers.prepare(entries, op, waits=waits)
+        if not any(servers for _, servers in kinds):
+            return self.ring.prepare(entries, op, waits=waits)
+        of_ring, of_servers, deliver = list[Entry](), list[Entry](), list[Callable[[], None]]()
+        for cut, kind, entry in zip(cuts, kinds, entries, strict=True):
+            deliver.append(_nothing)
+            if all(kind):
+                first, rest, deliver[-1] = self._divided(entry, cut)
+                of_ring.append(first)
+                of_servers.append(rest)
+            else:
+                (of_ring if kind[0] else of_servers).append(entry)
+        ring, servers = self.ring.prepare(of_ring, op), self.servers.prepare(of_servers, op)
+        return HybridCall(self._session, ring, servers, kinds, deliver)
+
+    def _divided(self, entry: Entry, cut: int) -> tuple[Entry, Entry, Callable[[], None]]:
+        """The entries of both parts, and what brings the whole value to the caller's arrays when both are there."""
+        (info, total, sink, outs), spaces = entry, self._session.spaces
+        part, first = self._part(info, cut), None if total is None else total[:cut]
+        if outs is not None:
+            buffer = outs[0]
+            others = Sink(info, outs[1:], spaces)
+            deliver: Callable[[], None] = (lambda: others.deliver(buffer)) if outs[1:] else _nothing
+        elif sink is not None:
+            whole, buffer = sink, sink.buffer()
+            deliver = lambda: whole.deliver(buffer)  # noqa: E731
+        else:
+            return Entry(part, first, None), Entry(info, total, None), _nothing
+        if total is None:
+            pulled = Entry(part, None, Sink(part, [buffer[:cut]], spaces))
+        else:
+            pulled = Entry(part, first, None, (buffer[:cut],))
+        return pulled, Entry(info, total, Sink(info, [buffer], spaces)), deliver
+
+    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        """Rows are on servers."""
+        self.servers.push_rows(info, total, priority)
+
+    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """Rows are on servers."""
+        return self.servers.pull_rows(info, ids, priority, call)
+
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """Rows are on servers."""
+        return self.servers.changed_rows(info, priority)
+
+    def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:
+        """Of what workers have of the keys."""
+        return self.ring.bucket(keys)
+
+    # --- optimizers and states
+
+    def settle(self, call: str) -> None:
+        """Both."""
+        self.ring.settle(call)
+        self.servers.settle(call)
+
+    def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
+        """Both; keys that are divided go to the servers first, where the optimizer needs all of a key at one owner."""
+        moved: list[KeyInfo] = []
+        if not elementwise:
+            dense = [info for info in self._session.in_order() if not info.sparse]
+            slots = self._session.slot_of
+            moved = [info for info in dense if slots(info) == slot and 0 < self._cuts[info.id] < info.n_elems]
+        self.servers.before_cut = {info.id: self.ring.keys.queues[info.id].value() for info in moved}
+        self.servers.use_optimizer(slot, pickled, key_ids, elementwise=elementwise)
+        self.servers.before_cut = {}
+        for info in moved:
+            with self._session.engine.lock:
+                self.ring.events.broken(self._part(info, self._cuts[info.id]))
+                self._cuts[info.id] = 0
+        self.ring.use_optimizer(slot, pickled, key_ids, elementwise=elementwise)
+
+    def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
+        """Both."""
+        self.ring.use_attributes(slot, attributes, key_ids)
+        self.servers.use_attributes(slot, attributes, key_ids)
+
+    def settle_all(self, call: str) -> None:
+        """Both."""
+        self.ring.settle_all(call)
+        self.servers.settle_all(call)
+
+    def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
+        """Of the workers, and of the servers."""
+        of_ring, of_servers = self.ring.gather_states(), self.servers.gather_states()
+        return lambda: [*of_ring(), *of_servers()]
+
+    def send_states(self, file: StatesFile) -> None:
+        """Each gets those of its part."""
+        self.ring.send_states(file)
+        self.servers.send_states(file)
+
+    def take_states(self, replaced: Sequence[KeyInfo]) -> None:
+        """Both."""
+        self.ring.take_states(replaced)
+        self.servers.take_states(replaced)
+
+    def codec_states(self, call: str) -> list[StateRecord]:
+        """Of both parts."""
+        return [*self.ring.codec_states(call), *self.servers.codec_states(call)]
+
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
+        """Each takes what lies in its part."""
+        self.ring.take_codec_states(parts)
+        self.servers.take_codec_states(parts)
+
+    # --- the rest
+
+    def allocate(self, text: str, n_bytes: int) -> HostArray | None:
+        """In the memory of this host, of whichever part has it."""
+        return (self.ring if self._session.members.ring_has_memory else self.servers).allocate(text, n_bytes)
+
+    def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
+        """In the memory of the workers' part, if it has any."""
+        return self.ring.reserve(call, n_bytes) if self._session.members.ring_has_memory else None
+
+    def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
+        """See `Strategy`."""
+        return self.servers.ask_servers(request, number)
+
+    def stats(self) -> dict[str, Any]:
+        """Both; what both count is added. servers_take: the servers' share of each key, by its name."""
+        of_ring, found = self.ring.stats(), dict(self.servers.stats())
+        dense = [info for info in self._session.in_order() if not info.sparse and info.n_elems]
+        found["servers_take"] = {str(info.key): 1 - self._cuts[info.id] / info.n_elems for info in dense}
+        for name, value in of_ring.items():
+            there = found.get(name)
+            found[name] = value if there is None else there | value if isinstance(value, dict) else there + value
+        return found
+
+    def leave(self, common: Mapping[int, int]) -> ConfigError | None:
+        """First the rounds of the workers, then the servers end."""
+        refused = self.ring.leave(common)
+        return self.servers.leave(common) or refused
+
+    def free(self) -> None:
+        """Both."""
+        self.ring.free()
+        self.servers.free()
+
+
+def _nothing() -> None:
+    """Deliver a value that is where it belongs already."""

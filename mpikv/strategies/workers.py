@@ -1,0 +1,133 @@
+"""What the strategies of several workers have in common: in which order workers agree, and then do what they agreed on.
+
+A subclass says where values and states are. Its methods that have no docstring here are called by all workers, in the
+same order; what each does is collective unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpikv.errors import ConfigError
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import StatesFile
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.session.agreed_keys import KeyEvents
+from mpikv.session.base import NewKey
+from mpikv.session.workers import Workers
+from mpikv.strategies.base import Loaded, Read, Strategy, Write
+from mpikv.strategies.states import LOAD, SAVE, restored
+
+
+class WorkersStrategy(Strategy):
+    """A strategy of several workers. events: what it does with keys as they are agreed on, for `Workers.start`."""
+
+    events: KeyEvents
+
+    def __init__(self, session: Workers) -> None:
+        self._session = session
+
+    # --- what a subclass does
+
+    @abstractmethod
+    def propose(self, values: Sequence[NewKey]) -> None:
+        """Keep the first values of keys that are about to be agreed on. Local."""
+
+    @abstractmethod
+    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
+        """Wait until the keys that were agreed on can be pushed and pulled, and forget what `propose` kept."""
+
+    @abstractmethod
+    def settle(self, call: str) -> None:
+        """Wait until what this worker pushed is where it is added, and cannot meet what follows. Blocks."""
+
+    @abstractmethod
+    def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
+        """Let owners update keys with an optimizer that all agreed on."""
+
+    @abstractmethod
+    def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
+        """Let owners compare these attributes, of an optimizer that workers apply by themselves."""
+
+    @abstractmethod
+    def settle_all(self, call: str) -> None:
+        """Wait until everything that all workers pushed so far has been applied."""
+
+    @abstractmethod
+    def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
+        """Return what gives worker 0 the states of all owners, each owner's in a list."""
+
+    @abstractmethod
+    def send_states(self, file: StatesFile) -> None:
+        """Give owners their states of a file, at worker 0 alone."""
+
+    @abstractmethod
+    def take_states(self, replaced: Sequence[KeyInfo]) -> None:
+        """Use what `send_states` has given. replaced: the keys that lose the states that they have."""
+
+    @abstractmethod
+    def leave(self, common: Mapping[int, int]) -> ConfigError | None:
+        """Do what is left when all workers have agreed to close. Returns the error of a round that was refused.
+
+        common: of keys that were pushed unequally often, the rounds that all workers have in common.
+        """
+
+    def free(self) -> None:
+        """Free what only workers that are all still there can free."""
+
+    # --- what is the same for all
+
+    def init(self, values: Sequence[NewKey]) -> None:
+        """Agree on the keys; worker 0's values become theirs."""
+        self.propose(values)
+        agreed, error = self._session.agree_on_keys(values)
+        self.proposed(values, agreed)
+        if error is not None:
+            raise error
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        """Agree on the optimizer, and give it to the owners."""
+        self.settle("set_optimizer")
+        slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
+        self.use_optimizer(slot, pickled, key_ids, elementwise=optimizer.elementwise)
+
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+        """Agree on the optimizer. Owners have none to apply, only its attributes to compare."""
+        self.settle("set_optimizer")
+        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
+        self.use_attributes(slot, optimizer.attributes(), key_ids)
+
+    def save_states(self, write: Write) -> None:
+        """Gather the states at worker 0, which writes them."""
+        self.settle_all(SAVE)
+        gathered = self.gather_states()
+        self._session.decide(SAVE, lambda: write(gathered()))
+
+    def load_states(self, read: Read) -> Loaded:
+        """Worker 0 reads the file and gives each owner the states of its shards."""
+        self.settle_all(LOAD)
+
+        def give() -> Loaded:
+            file = read()
+            self.send_states(file)
+            return restored(file)
+
+        keys, configs = self._session.decide(LOAD, give)
+        self.take_states([self._session.infos[key] for key in keys])
+        return keys, configs
+
+    def close(self) -> None:
+        """Wait until all workers close. Rounds that all workers have pushed are done first."""
+        session = self._session
+        self.settle("close")
+        common, error = session.leave(matched=session.synchronous)
+        refused = self.leave(common)
+        if error is not None:  # raised before the waits below, which do not end where a worker is gone
+            raise error
+        self.free()
+        session.end()
+        if refused is not None:
+            raise refused

@@ -1,0 +1,109 @@
+"""Where keys are cut between workers and servers: the optimum of BytePS's model, small keys, links that differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.config import Config
+from mpikv.errors import ConfigError
+from mpikv.placement import cut
+from mpikv.placement.cut import SHARES, cut_of, link_s, seconds, servers_share
+from mpikv.placement.encoding import Wire
+from mpikv.placement.keys import KeyInfo
+from mpikv.placement.members import Members
+
+LONG = 64 << 20
+WIRE = Wire(LONG, LONG)
+
+
+def members(workers: str, servers: str, rates: tuple[float, ...] = (), **settings: object) -> Members:
+    """Of ranks on hosts that are called by one letter each."""
+    n = len(workers)
+    ranks = tuple(range(n)), tuple(range(n, n + len(servers)))
+    return Members((*workers, *servers), *ranks, config=Config(**settings), link_rates=rates)  # type: ignore[arg-type]
+
+
+def key(n_elems: int, **more: object) -> KeyInfo:
+    return KeyInfo("w", 0, (n_elems,), np.dtype(np.float32), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("k", range(1, 9))
+def test_equal_links_end_together(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theorem 1 of the source, but for the grid of shares, where a server's link takes what its bytes take."""
+    monkeypatch.setattr(cut, "SERVER_LINK", 1.0)
+    store = members("abcdefgh"[:n], "ABCDEFGH"[:k], link="8gbit,1us")
+    share = min(1.0, 2 * k * (n - 1) / (n * n + k * n - 2 * k))
+    best = max(2 * (n - 1) / n * (1 - share) + share, n * share / k)
+    found = min(link_s(store, part / SHARES) for part in range(SHARES + 1)) * 1e9
+    assert best - 1e-9 <= found <= best + n / k / SHARES + 1e-9
+    ends = [link_s(store, end) * 1e9 for end in (0.0, 1.0)]
+    assert ends == pytest.approx([2 * (n - 1) / n, max(1.0, n / k)])
+
+
+@pytest.mark.parametrize(("k", "share"), [(1, 0.301), (2, 0.549), (4, 0.926)])
+def test_four_workers(k: int, share: float) -> None:
+    """1.5 (1 - s) + s = 1.12 * 4 s / k."""
+    assert servers_share(members("abcd", "ABCD"[:k]), LONG) == pytest.approx(share, abs=1 / SHARES)
+
+
+def test_the_cut_follows_a_slow_link() -> None:
+    """Of a worker all goes less over its link the more the servers take; of a server the less they take."""
+    equal = servers_share(members("abcd", "A", (1.0,) * 5), LONG)
+    slow_worker = servers_share(members("abcd", "A", (0.5, 1.0, 1.0, 1.0, 1.0)), LONG)
+    slow_server = servers_share(members("abcd", "A", (1.0, 1.0, 1.0, 1.0, 0.5)), LONG)
+    assert slow_server < equal < slow_worker
+    best = (1.5 - 0.5 * slow_worker) / 0.5
+    assert link_s(members("abcd", "A", (0.5, 1.0, 1.0, 1.0, 1.0)), slow_worker) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("n_bytes", [4, 1 << 12, 1 << 16, 1 << 20, LONG])
+@pytest.mark.parametrize("link", ["200mbit,100us", "10gbit,20us", "100gbit,2us"])
+@pytest.mark.parametrize(("workers", "servers"), [("ab", "A"), ("abc", "AB"), ("abcdefg", "AB"), ("aabb", "A")])
+def test_no_key_is_slower_than_whole(workers: str, servers: str, link: str, n_bytes: int) -> None:
+    store = members(workers, servers, link=link)
+    share = servers_share(store, n_bytes)
+    ends = [seconds(store, n_bytes, end) for end in (0.0, 1.0)]
+    assert seconds(store, n_bytes, share) <= min(ends)
+    assert share in (0.0, 1.0) or seconds(store, n_bytes, share) < 0.95 * min(ends)
+
+
+def test_what_stays_on_a_host_crosses_no_link() -> None:
+    assert link_s(members("ab", "ab", (1.0,) * 4), 1.0) == pytest.approx(0.5 + 0.5 * cut.SERVER_LINK)
+    assert link_s(members("aa", "a", (1.0,) * 3), 1.0) == 0
+
+
+def test_which_stores_divide_keys() -> None:
+    assert members("ab", "AB").divides
+    assert not members("ab", "Ab").divides  # by itself only where servers have hosts of their own
+    assert not members("aa", "AB").divides  # and workers have several, whose links are busy
+    assert members("ab", "Ab", servers_take=0.5).divides
+    assert not members("ab", "AB", servers_take="all").divides
+    assert not members("ab", "").divides
+    assert not Members(("a", "A"), (0,), (1,), synchronous=False).divides
+
+
+def test_the_share_that_is_asked_for() -> None:
+    store = members("ab", "ab", servers_take=0.25)
+    assert cut_of(store, key(100), WIRE, whole=False) == 75
+    assert cut_of(store, key(100), WIRE._replace(step=8), whole=False) == 72  # whole rows of a codec
+    assert cut_of(store, key(1), WIRE, whole=False) == 1
+    assert cut_of(store, key(0), WIRE, whole=False) == 0
+    assert cut_of(store, key(100), WIRE, whole=True) == 0  # an optimizer that needs all of it
+    assert cut_of(store, key(100, sparse=True), WIRE, whole=False) == 0
+    assert cut_of(store, key(100, space="device"), WIRE, whole=False) == 0
+    nothing = members("ab", "ab", servers_take=0.0)
+    assert cut_of(nothing, key(100), WIRE, whole=True) == 100
+
+
+@pytest.mark.parametrize("text", ["some", "-0.1", "1.1", "nan"])
+def test_no_share(text: str) -> None:
+    with pytest.raises(ConfigError, match="is neither auto nor all, nor a number from 0 to 1"):
+        Config(servers_take=text)
+
+
+@pytest.mark.parametrize("text", ["fast", "10", "0gbit", "10gbit,long", "10gbit,20us,3"])
+def test_no_link(text: str) -> None:
+    with pytest.raises(ConfigError, match="write a rate and a latency, as in 10gbit,50us"):
+        Config(link=text)
