@@ -47,6 +47,7 @@ WINDOW = 3  # partitions under way for a worker: one is received, one added, one
 # Of short partitions, as they cross links, so many bytes from a worker, and half of that to it: they keep a link busy
 # for longer than a sleeping thread takes to wake.
 WINDOW_BYTES = 1 << 19
+MOST_PARTITIONS = 16  # of those that are shorter still: MPI looks through all that is under way for each message
 # Connections do not share a link evenly, and a sum needs the partitions of all workers. So none of those that have
 # partitions to fetch gets so many elements ahead of another one.
 LEAD_ELEMS = 1 << 15
@@ -225,13 +226,14 @@ class _Traffic:
         """Whether one more partition of a worker may be on its way here."""
         if self._paces and peer.fetched_elems > self._least_fetched() + LEAD_ELEMS:
             return False
-        sizes = (WINDOW_BYTES if array is None else array.nbytes for _, _, array in peer.receiving)
-        return len(peer.receiving) < WINDOW or sum(sizes) < WINDOW_BYTES
+        sizes = [WINDOW_BYTES if array is None else array.nbytes for _, _, array in peer.receiving]
+        return len(sizes) < WINDOW or (len(sizes) < MOST_PARTITIONS and sum(sizes) < WINDOW_BYTES)
 
     @staticmethod
     def _may_send(peer: _WorkerLink) -> bool:
         """Whether one more reply may be on its way to a worker."""
-        return len(peer.sending) < WINDOW or sum(reply.data.nbytes for _, reply in peer.sending) < WINDOW_BYTES // 2
+        sizes = [reply.data.nbytes for _, reply in peer.sending]
+        return len(sizes) < WINDOW or (len(sizes) < MOST_PARTITIONS and sum(sizes) < WINDOW_BYTES // 2)
 
     def _start(self, peer: _WorkerLink) -> None:
         while peer.fetches and self._may_fetch(peer):

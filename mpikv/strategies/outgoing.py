@@ -17,6 +17,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Operation
 
 UNDER_WAY_BYTES = 1 << 19  # 20 ms at 200 Mbit/s: longer than a sleeping thread takes to wake
+MOST_UNDER_WAY = 64  # of pieces that are very short, so that MPI finds the matching message quickly
 
 
 class OutgoingPiece:
@@ -55,7 +56,7 @@ class OutgoingPieces:
         """Start what may leave."""
         while self._under_way and (first := self._under_way[0]).request is not None and first.request.test():
             self._bytes -= self._under_way.popleft().data.nbytes
-        while self._waiting and self._bytes < UNDER_WAY_BYTES:
+        while self._waiting and self._bytes < UNDER_WAY_BYTES and len(self._under_way) < MOST_UNDER_WAY:
             piece = heappop(self._waiting)[2]
             piece.request = self._start(piece.data, piece.tag)
             self._under_way.append(piece)

@@ -55,7 +55,7 @@ def with_servers(
         store.barrier()
         return np.array(found, np.float64), plain, owed, store.pull("w").astype(np.float64), store.stats()
 
-    config = Config(timeout_s=20.0)
+    config = Config(timeout_s=20.0, servers_take="all")
     return spawn_stores(kind, 2, body, num_servers=1, hosts="abc", config=config, compression=make(compression))
 
 
