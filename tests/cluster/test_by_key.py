@@ -25,11 +25,14 @@ HEADERS_BYTES = 14 + 20 + 32
 SEGMENT_BYTES = 1500 - 20 - 32
 WITHIN = 0.01
 PROGRAM = str(Path(__file__).with_name("counted_by_key.py"))
-SERVED = {"MPIKV_NUM_SERVERS": "1", "MPIKV_SERVER_PLACEMENT": "last"}
+SERVED, DIVIDED = (
+    {"MPIKV_NUM_SERVERS": "1", "MPIKV_SERVER_PLACEMENT": "last", "MPIKV_SERVERS_TAKE": share}
+    for share in ("all", "0.5")
+)
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-@pytest.mark.parametrize("settings", [{}, SERVED], ids=["three workers", "two workers and a server"])
+@pytest.mark.parametrize("settings", [{}, SERVED, DIVIDED], ids=["three workers", "two workers and a server", "both"])
 def test_the_ledgers_have_what_the_interfaces_count(kind: str, settings: dict[str, str]) -> None:
     mpi = jobs.find_mpi(kind)
     if mpi is None:
@@ -43,7 +46,7 @@ def test_the_ledgers_have_what_the_interfaces_count(kind: str, settings: dict[st
     lines = [line.split(" ", 1) for line in job.stdout.splitlines()]
     ledgers = [json.loads(text) for what, text in lines if what == "ledger"]
     (carried,) = (json.loads(text) for what, text in lines if what == "carried")
-    assert len(ledgers) == 3 - len(settings) // 2
+    assert len(ledgers) == 3 - bool(settings)
     sent, received = Counter[str](), Counter[str]()
     for legs in (legs for ledger in ledgers for legs in ledger.values()):
         for link, n_bytes in (pair for links in legs.values() for pair in links.items()):
