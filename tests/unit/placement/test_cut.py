@@ -8,7 +8,7 @@ import pytest
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement import cut
-from mpikv.placement.cut import SHARES, cut_of, link_s, seconds, servers_share
+from mpikv.placement.cut import GAIN, SHARES, cut_of, link_s, seconds, servers_share
 from mpikv.placement.encoding import Wire
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -42,9 +42,9 @@ def test_equal_links_end_together(n: int, k: int, monkeypatch: pytest.MonkeyPatc
     assert ends == pytest.approx([2 * (n - 1) / n, max(1.0, n / k)])
 
 
-@pytest.mark.parametrize(("k", "share"), [(1, 0.301), (2, 0.549), (4, 0.926)])
+@pytest.mark.parametrize(("k", "share"), [(1, 0.301), (2, 0.549), (4, 1.0)])
 def test_four_workers(k: int, share: float) -> None:
-    """1.5 (1 - s) + s = 1.12 * 4 s / k."""
+    """1.5 (1 - s) + s = 1.12 * 4 s / k; with 4 servers that would save too little."""
     assert servers_share(members("abcd", "ABCD"[:k]), LONG) == pytest.approx(share, abs=1 / SHARES)
 
 
@@ -66,7 +66,7 @@ def test_no_key_is_slower_than_whole(workers: str, servers: str, link: str, n_by
     share = servers_share(store, n_bytes)
     ends = [seconds(store, n_bytes, end) for end in (0.0, 1.0)]
     assert seconds(store, n_bytes, share) <= min(ends)
-    assert share in (0.0, 1.0) or seconds(store, n_bytes, share) < 0.95 * min(ends)
+    assert share in (0.0, 1.0) or seconds(store, n_bytes, share) < GAIN * min(ends)
 
 
 def test_what_stays_on_a_host_crosses_no_link() -> None:
