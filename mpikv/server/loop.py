@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -51,6 +51,11 @@ MOST_PARTITIONS = 16  # of those that are shorter still: MPI looks through all t
 # Connections do not share a link evenly, and a sum needs the partitions of all workers. So none of those that have
 # partitions to fetch gets so many elements ahead of another one.
 LEAD_ELEMS = 1 << 15
+
+
+def _fits(count: int, sizes: Iterable[int], most_bytes: int) -> bool:
+    """Whether one more may be under way beside so many of these sizes, which are added up only where that decides."""
+    return count < WINDOW or (count < MOST_PARTITIONS and sum(sizes) < most_bytes)
 
 
 class _WorkerLink:
@@ -190,7 +195,7 @@ class _Traffic:
                 self._refuse(event)
             else:
                 peer = self._peers[event.push.worker]
-                if not peer.fetches:  # from now on it shares the link with the others, wherever they are
+                if self._paces and not peer.fetches:  # it shares the link from now on, wherever the others are
                     peer.fetched_elems = max(peer.fetched_elems, self._least_fetched())
                 heappush(peer.fetches, (-event.push.priority, self._order, event))
                 self._start(peer)
@@ -226,14 +231,13 @@ class _Traffic:
         """Whether one more partition of a worker may be on its way here."""
         if self._paces and peer.fetched_elems > self._least_fetched() + LEAD_ELEMS:
             return False
-        sizes = [WINDOW_BYTES if array is None else array.nbytes for _, _, array in peer.receiving]
-        return len(sizes) < WINDOW or (len(sizes) < MOST_PARTITIONS and sum(sizes) < WINDOW_BYTES)
+        sizes = (WINDOW_BYTES if array is None else array.nbytes for _, _, array in peer.receiving)
+        return _fits(len(peer.receiving), sizes, WINDOW_BYTES)
 
     @staticmethod
     def _may_send(peer: _WorkerLink) -> bool:
         """Whether one more reply may be on its way to a worker."""
-        sizes = [reply.data.nbytes for _, reply in peer.sending]
-        return len(sizes) < WINDOW or (len(sizes) < MOST_PARTITIONS and sum(sizes) < WINDOW_BYTES // 2)
+        return _fits(len(peer.sending), (reply.data.nbytes for _, reply in peer.sending), WINDOW_BYTES // 2)
 
     def _start(self, peer: _WorkerLink) -> None:
         while peer.fetches and self._may_fetch(peer):
