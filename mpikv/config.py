@@ -8,7 +8,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
 | `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
 | `MPIKV_SERVERS_TAKE` | auto | the share of a key that goes to servers, 0.0 to 1.0 or `all`; see settings.md |
-| `MPIKV_LINK` | 10gbit,50us | rate and latency of the links between hosts, by which keys are cut for servers |
+| `MPIKV_LINK` | auto | links between hosts: `10gbit,50us`, or a file of `mpikv bench link --save`; `auto`: measured |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
 | `MPIKV_PARTITION_BYTES` | 0 | bytes of a piece of a big value on its way to a server and back; 0: see settings.md |
 | `MPIKV_BUCKET_BYTES` | 61440 | bytes of a message in which short ones of several keys travel together; 0: none do |
@@ -63,7 +63,7 @@ AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical", "nccl")
 DEVICE_PATHS = ("auto", "ipc", "mpi", "nccl", "staged", "host")  # of arrays on a GPU between workers
-PATHS = ("stop_file", "timeline", "metrics")  # fields that a program may give as a path, too
+PATHS = ("stop_file", "timeline", "metrics", "link")  # fields that a program may give as a path, too
 NUMBER_OR_WORD = ("local_device", "cuda_aware", "servers_take")  # fields that a program may give as a number, too
 
 
@@ -136,15 +136,18 @@ def _share(text: str) -> float | str:
 
 
 def _link(text: str) -> str:
+    if text.lower() == "auto" or "/" in text.removesuffix("/s").partition(",")[0] or text.endswith(".json"):
+        return "auto" if text.lower() == "auto" else text
     rate, _, latency = text.partition(",")
     for reader, word in ((units.rate, rate), (units.duration, latency or "1us")):
         try:
             reader(word)
         except ValueError as error:
             raise ValueError(
-                f"has {shown(word)}, which {error}; write a rate and a latency, as in 10gbit,50us"
+                f"has {shown(word)}, which {error}; write a rate and a latency, as in 10gbit,50us, a file as "
+                "./link.json, or auto"
             ) from None
-    return text.strip().lower()
+    return text.lower()
 
 
 def _signals(text: str) -> str:
@@ -250,7 +253,7 @@ class Config:
     num_servers: int = 0
     server_placement: str = "spread"
     servers_take: float | str = "auto"
-    link: str = "10gbit,50us"
+    link: str = "auto"
     bigarray_bound_elems: int = 1_000_000
     partition_bytes: int = 0
     bucket_bytes: int = 60 << 10

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
 from mpikv.config import Config, log_level
-from mpikv.create import decisions, device_trials, metrics, notices, offered, worker_device
+from mpikv.create import decisions, device_trials, link_trial, metrics, notices, offered, worker_device
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble, local_store
 from mpikv.create.spec import StoreSpec
@@ -25,7 +25,7 @@ from mpikv.kvstore import KVStore
 from mpikv.observe import log
 from mpikv.observe.metrics import check as check_folder
 from mpikv.observe.program import Process, this_process
-from mpikv.placement import device_paths
+from mpikv.placement import device_paths, links
 from mpikv.placement.device_paths import DeviceReport
 from mpikv.placement.members import Members
 from mpikv.placement.topology import labels, topology
@@ -120,6 +120,7 @@ def _config(config: Any) -> Config:
         raise wrong("config", "an mpikv.Config or None", config)
     found = Config.from_environ() if config is None else config
     log.print_from(log_level())
+    links.given(found.link)  # ConfigError for a file that is none
     if found.metrics:
         check_folder(found.metrics)
     return found
@@ -170,10 +171,11 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         transport.close()
         raise
 
-    def connect(links: LocalTransport | None) -> None:
-        (waker.stand_by if links is None else links.waker.connect)(processes.gather_here)
+    def connect(local: LocalTransport | None) -> None:
+        (waker.stand_by if local is None else local.waker.connect)(processes.gather_here)
 
     members = Members(transport.hosts, roles.workers, roles.servers, spec.synchronous, config)
+    members = link_trial.settled(members, processes)
     memory = None
     if members.shares_memory:
         memory = processes.memory()
@@ -255,7 +257,7 @@ def _introduction(spec: StoreSpec | None, config: Config, device: DeviceReport) 
     settings = {
         "MPIKV_SERVER_PLACEMENT": config.server_placement,
         "MPIKV_SERVERS_TAKE": config.servers_take,
-        "MPIKV_LINK": config.link,
+        "MPIKV_LINK": links.announced(config.link),
         "MPIKV_BIGARRAY_BOUND": config.bigarray_bound_elems,
         "MPIKV_ALGORITHM": config.algorithm,
         "MPIKV_FAKE_HOSTS": config.fake_hosts,

@@ -23,6 +23,7 @@ from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement.cut import cut_of
 from mpikv.placement.keys import KeyInfo, Shard, ShardPlan
+from mpikv.placement.links import expected
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import add_load
 from mpikv.placement.place import place
@@ -85,7 +86,7 @@ def device(gpus: Gpus, local_rank: int) -> str:
 
 def plans(model: str, roles: Roles, hosts: Sequence[str], config: Config) -> list[tuple[int, ShardPlan]]:
     """Return elements and shards of each key of a network. Owners are ranks."""
-    members = Members(tuple(hosts), roles.workers, roles.servers, config=config)
+    members = Members(tuple(hosts), roles.workers, roles.servers, config=config, link=expected(config.link))
     load_bytes = [0] * len(members.owners)
     found = []
     for number, shape in enumerate(models.shapes(model)):
@@ -115,7 +116,7 @@ def holdings(keys: Sequence[tuple[int, ShardPlan]], ranks: int) -> list[OwnerLoa
 
 def lines(hosts: Sequence[str], gpus: Sequence[Gpus], roles: Roles, config: Config, model: str = "") -> list[Line]:
     """Make a line for each rank. hosts, gpus: of each rank; model: one of `models.NAMES`, or "" for shares alone."""
-    members = Members(tuple(hosts), roles.workers, roles.servers, config=config)
+    members = Members(tuple(hosts), roles.workers, roles.servers, config=config, link=expected(config.link))
     if model:
         keys = plans(model, roles, hosts, config)
         total_bytes = ITEM_BYTES * sum(n for n, _ in keys)

@@ -13,7 +13,8 @@ is ever executed. This is the header of a file with one key "w" of 2 x 3 element
 
 - arrays: dtype and shape of each array, which its own .npy header repeats.
 - optimizer: always null; older versions of mpikv read it.
-- meta: the optimizer of each key, and the optimizers' `config` if they were saved, too (strategies/states.py).
+- meta: the optimizer of each key, and the optimizers' `config` if they were saved, too; `cuts`: where keys were divided
+  between workers and servers, and `workers`: among how many (strategies/states.py).
 - records: each a `StateRecord` (states.py). key: a str or an int. shape, dtype: of the key's whole value. begin, end:
   the flat elements that the state belongs to; if missing, all. worker: the rank of the worker whose codec's state it
   is; if missing, it is the optimizer's. state: numbers themselves, and for each array its index; scalar: whether it is

@@ -76,7 +76,7 @@ def _by_cost(members: Members, n_bytes: int) -> float:
 def seconds(members: Members, n_bytes: int, share: float) -> float:
     """Return how long a round of a key takes where the servers take this share of it."""
     hosts, workers = members.worker_hosts, len(members.workers)
-    link = Link(min(members.link_bytes_per_s), members.latency_s)
+    link = Link(min(members.link_bytes_per_s), members.link.latency_s)
     found = n_bytes * link_s(members, share)
     of_servers = int(share * n_bytes)
     if of_servers < n_bytes and len(set(hosts)) > 1:

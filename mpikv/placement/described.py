@@ -87,7 +87,7 @@ def cut(members: Members, info: KeyInfo, at: int) -> str:
         f"{1e3 * seconds(members, info.n_bytes, part):.3g} ms {name}"
         for name, part in (("so", 1 - at / max(1, info.n_elems)), ("among the workers alone", 0.0), ("by servers", 1.0))
     )
-    return f"{key(info)}: {share}, since a round takes {of_each}, with links as MPIKV_LINK={members.config.link}"
+    return f"{key(info)}: {share}, since a round takes {of_each}, with links {members.link}"
 
 
 def _on_servers(members: Members, info: KeyInfo, found: Placement) -> str:

@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from mpikv.common import units
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.links import ASSUMED, LinkRates
 
 Path = Literal["direct", "hosted", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"]
 DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key is in device memory
-
-
-DEFAULT_LATENCY = "50us"
 
 
 @dataclass(frozen=True)
@@ -24,8 +21,7 @@ class Members:
 
     hosts: of each rank of the transport. workers, servers: ranks of the transport, not always all of them. memory:
     whether the ranks of each host can share memory, as far as known. device_path: of keys in device memory.
-    device_reasons: why it is none of the better paths: pairs of a path and a sentence. link_rates: bytes per second of
-    the link of each rank's host; (): all are as MPIKV_LINK says.
+    device_reasons: why it is none of the better paths: pairs of a path and a sentence. link: what hosts' links carry.
     """
 
     hosts: tuple[str, ...]
@@ -36,7 +32,7 @@ class Members:
     memory: bool = True
     device_path: DevicePath = "host"
     device_reasons: tuple[tuple[str, str], ...] = ()
-    link_rates: tuple[float, ...] = ()
+    link: LinkRates = ASSUMED
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -46,12 +42,7 @@ class Members:
     @cached_property
     def link_bytes_per_s(self) -> tuple[float, ...]:
         """Of the link of each rank's host."""
-        return self.link_rates or (units.rate(self.config.link.partition(",")[0]),) * len(self.hosts)
-
-    @cached_property
-    def latency_s(self) -> float:
-        """Of a message between hosts."""
-        return units.duration(self.config.link.partition(",")[2] or DEFAULT_LATENCY)
+        return tuple(map(self.link.of, self.hosts))
 
     @cached_property
     def worker_hosts(self) -> tuple[str, ...]:

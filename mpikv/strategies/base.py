@@ -192,6 +192,10 @@ class Strategy(ABC):
         Raises what `read` raises, on every worker, and has changed nothing then.
         """
 
+    def cuts(self) -> dict[Key, int]:
+        """Where keys are divided between workers and servers: the first element of the servers'. Local."""
+        return {}
+
     def codec_states(self, call: str) -> list[StateRecord]:
         """The states of this worker's codecs, piece by piece, after all of its pushes. Collective, blocks."""
         return []

@@ -251,6 +251,10 @@ class HybridStrategy(WorkersStrategy):
         self.ring.settle_all(call)
         self.servers.settle_all(call)
 
+    def cuts(self) -> dict[Key, int]:
+        """Of the keys in the order of their names."""
+        return {info.key: self._cuts[info.id] for info in self._session.in_order() if not info.sparse}
+
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
         """Of the workers, and of the servers."""
         of_ring, of_servers = self.ring.gather_states(), self.servers.gather_states()

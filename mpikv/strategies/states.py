@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError, StatesFileError
+from mpikv.observe.stall import say
 from mpikv.optimizers import states, states_file
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
@@ -53,14 +55,14 @@ def save_file(
     gathered. Raises MpikvError where no key has an optimizer or a codec, and OSError, on every worker.
     """
     of_codecs = [*of_codecs, *codec_states.gather(session, strategy, SAVE, keys)]
-    stateless = not codec_states.compresses(session, keys)
+    stateless, cuts = not codec_states.compresses(session, keys), _cuts(session, strategy)
 
     def write(parts: Sequence[Sequence[StateRecord]]) -> None:
         infos = [info for info in session.in_order() if keys is None or info.key in keys]
         optimizers = {info.key: one for info in infos if (one := session.optimizer_of(info)) is not None}
         if not optimizers and stateless:
             raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
-        _write_file(path, parts, infos, optimizers, of_codecs, dump_optimizer=dump_optimizer)
+        _write_file(path, parts, infos, optimizers, of_codecs, cuts=cuts, dump_optimizer=dump_optimizer)
 
     strategy.save_states(write)
 
@@ -77,6 +79,7 @@ def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[State
         stateless = not codec_states.compresses(session)
         file = _read_file(path, session.infos, session.optimizers(), stateless=stateless)
         codec_states.check(file.codecs, path)
+        _compare_cuts(path, file.meta, _cuts(session, strategy))
         of_codecs.extend(file.codecs)
         return file
 
@@ -89,6 +92,27 @@ def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[State
     return of_codecs
 
 
+def _cuts(session: Session, strategy: Strategy) -> dict[str, Any]:
+    """What a file says of where keys are divided."""
+    cuts = strategy.cuts()
+    return {"workers": session.num_workers, "cuts": [list(one) for one in cuts.items()]} if cuts else {}
+
+
+def _compare_cuts(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Print a line where as many workers would go on with other bits, since keys are divided elsewhere."""
+    if not here or there.get("workers") != here["workers"]:
+        return
+    saved = {tuple(one) for one in there["cuts"]}
+    moved = [key for key, cut in here["cuts"] if (key, cut) not in saved]
+    if moved:
+        many = f"{len(moved)} keys are" if len(moved) > 1 else f"key {shown(moved[0])} is"
+        say(
+            f"mpikv: warning: {many} divided between workers and servers at other places than when {path} was saved, "
+            "so sums may differ in the last bit. Links were measured differently, or settings have changed; MPIKV_LINK "
+            "with a file of `mpikv bench link --save` in all runs gives the same places"
+        )
+
+
 def _write_file(
     path: str,
     parts: Sequence[Sequence[StateRecord]],
@@ -96,6 +120,7 @@ def _write_file(
     optimizers: Mapping[Key, Optimizer],
     of_codecs: Sequence[StateRecord],
     *,
+    cuts: Mapping[str, Any],
     dump_optimizer: bool,
 ) -> None:
     """Join the shards' states of all owners and write those of `infos`, whole or not at all.
@@ -115,7 +140,7 @@ def _write_file(
     # The file also names keys that were never updated, so that loading it removes the states that they have by then.
     kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
     configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
-    states_file.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs})
+    states_file.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs, **cuts})
 
 
 def _read_file(

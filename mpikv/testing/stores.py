@@ -12,6 +12,7 @@ from mpikv.config import Config
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble
 from mpikv.kvstore import KVStore
+from mpikv.placement import links
 from mpikv.placement.device_paths import DeviceReport, choose
 from mpikv.placement.members import Members
 from mpikv.server.roles import assign
@@ -65,7 +66,7 @@ def spawn_stores(
     size = num_workers + num_servers
     places = tuple(hosts or ["localhost"] * size)
     roles = assign(places, num_servers, config.server_placement)
-    members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
+    members = Members(places, roles.workers, roles.servers, spec.synchronous, config, link=links.expected(config.link))
     memories = memories_of(places) if members.shares_memory else [None] * size
     if gpus is not None:
         told = [DeviceReport() if one is None else DeviceReport(one.number, one.uuid, one.name) for one in gpus]

@@ -17,7 +17,7 @@ def test_defaults():
         "bigarray_bound_elems": 1_000_000,
         "partition_bytes": 0,
         "servers_take": "auto",
-        "link": "10gbit,50us",
+        "link": "auto",
         "bucket_bytes": 61440,
         "algorithm": "auto",
         "fake_hosts": 0,

@@ -12,7 +12,7 @@ from mpikv.codecs import registry
 from mpikv.commands.bench import allreduce, codec, gloo, plot, ps, wire
 from mpikv.commands.bench.choices import FLOATS, TRAINED
 from mpikv.commands.bench.job import BenchJob, describe, header, open_job
-from mpikv.commands.bench.link import measured
+from mpikv.commands.bench.link import measured, rates_of
 from mpikv.commands.bench.report import BenchTable, check_writable, ledger, ledger_lines, write_json
 from mpikv.commands.bench.session import BenchRun
 from mpikv.commands.bench.sizes import sweep
@@ -20,6 +20,7 @@ from mpikv.commands.bench.start import BAD_INPUT, become_mpirun, check_ranks, en
 from mpikv.common.progress import Progress
 from mpikv.config import Config
 from mpikv.errors import ConfigError
+from mpikv.placement.links import to_json
 from mpikv.runtime import launcher
 
 WRONG = 1  # the status where a result was not exact
@@ -43,6 +44,11 @@ def _train(session: BenchRun) -> None:
 def _link(session: BenchRun) -> None:
     session.titles(LINKS)
     session.add(LINKS, [one._asdict() for one in session.links])
+    file = session.options.save
+    if file and session.job.rank == 0:
+        rates = rates_of(session.job, session.links)
+        write_json(file, to_json(rates))
+        session.note(f"links {rates}; written for MPIKV_LINK={Path(file).resolve()}")
 
 
 BENCHMARKS: Mapping[str, Callable[[BenchRun], None]] = {
@@ -83,8 +89,8 @@ def _check(options: argparse.Namespace) -> None:
     if kind in ("pushpull", "ps", "codec") and dtype not in FLOATS:
         taker = "a codec encodes" if kind == "codec" else "an optimizer needs"
         raise ConfigError(f"--dtype {dtype}: {taker} one of {', '.join(FLOATS)}")
-    for option in ("json", "plot"):
-        if getattr(options, option):
+    for option in ("json", "plot", "save"):
+        if getattr(options, option, None):
             check_writable(f"--{option}", getattr(options, option))
     if options.plot:
         if getattr(options, "keys", None):
@@ -116,6 +122,8 @@ def _check_job(options: argparse.Namespace, job: BenchJob) -> None:
         )
     if options.kind == "link" and job.size < 2:
         raise ConfigError("link needs at least 2 ranks: -n 2, or mpirun -n 2")
+    if options.kind == "link" and options.save and len(job.host_names) == 1:
+        raise ConfigError("--save: all ranks are on one host, and there is no link to save")
 
 
 def _measure(options: argparse.Namespace, job: BenchJob) -> int:

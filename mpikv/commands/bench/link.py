@@ -8,11 +8,13 @@ to be measured: by then the connection is there and has found its speed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpikv.commands.bench.job import BenchJob
+from mpikv.placement.links import LinkRates, in_ring
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -54,6 +56,16 @@ def measured(job: BenchJob, *, within_hosts: bool) -> list[MeasuredLink]:
         job.quiet_barrier()
         found.append(MeasuredLink(which, first, second, *job.comm.bcast(here, first)))
     return found
+
+
+def rates_of(job: BenchJob, links: Sequence[MeasuredLink]) -> LinkRates:
+    """Return what stores need to know of the links between hosts, of which there are at least two."""
+    between = [one for one in links if one.which == "other host"]
+    return in_ring(
+        [job.hosts[one.first] for one in between],
+        [one.bytes_per_s for one in between],
+        [one.latency_s for one in between],
+    )
 
 
 def round_trips(job: BenchJob, first: int, second: int, turns: int) -> list[float]:

@@ -188,8 +188,9 @@ KINDS = {
         "latency and bandwidth between two ranks of a host, and from each host to the next",
         "Measure the links by MPI between two ranks of one host and from each host to the next: half a round trip of 8 "
         "bytes, and a stream of long messages in one direction. The bound of an allreduce across hosts, in the other "
-        "tables, follows from the slowest of these streams.",
-        {},
+        "tables, follows from the slowest of these streams. With --save, MPIKV_LINK=FILE spares stores a measurement "
+        "of their own, and lets them divide keys between workers and servers alike in every run.",
+        {"--save": _option("write what stores need to know of each host's link, for MPIKV_LINK", None, None, "FILE")},
     ),
 }
 

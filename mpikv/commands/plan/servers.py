@@ -32,6 +32,7 @@ from mpikv.errors import ConfigError
 from mpikv.placement.costs import Costs, Link, servers_s
 from mpikv.placement.cut import cut_of
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.links import LinkRates
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import add_load, partition_bytes
 from mpikv.placement.place import place
@@ -77,11 +78,8 @@ def members_of(workers: int, link: Link, settings: StepSettings) -> Members:
         tuple(range(workers)),
         tuple(range(workers, workers + servers)),
         settings.synchronous,
-        Config(
-            algorithm=settings.algorithm,
-            servers_take=settings.take,
-            link=f"{8 * link.bytes_per_s / 1e9:.12f}gbit,{1e9 * link.latency_s:.9f}ns",
-        ),
+        Config(algorithm=settings.algorithm, servers_take=settings.take),
+        link=LinkRates(link.bytes_per_s, link.latency_s),
     )
 
 

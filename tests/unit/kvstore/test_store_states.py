@@ -54,6 +54,30 @@ def bits(values):
     return {key: value.tobytes() for key, value in values.items()}
 
 
+@pytest.mark.parametrize(
+    ("saver", "loader", "told"), [("0.4", "0.4", False), ("0.4", "0.7", True), ("0.4", "all", False)]
+)
+def test_where_keys_are_divided_is_saved(saver, loader, told, tmp_path, capsys):
+    """As many workers that divide keys elsewhere would get other bits: they are told."""
+    path = str(tmp_path / "states")
+
+    def save(store):
+        start(store, "sgd")
+        rounds(store, "sgd", 0, 1)
+        store.save_optimizer_states(path)
+
+    def load(store):
+        start(store, "sgd")
+        store.load_optimizer_states(path)
+
+    mode = Mode("dist_sync", 3, 2)
+    mode._replace(take=saver).run(save)
+    mode._replace(take=loader).run(load)
+    error = capsys.readouterr().err
+    assert ("divided between workers and servers at other places than when" in error) == told
+    assert error.count("warning") == told
+
+
 ON_DEVICE = [FEW_ON_DEVICE[0], FEW_ON_DEVICE[2]]  # of many pairs
 SYNC = (
     Mode("local", 1),

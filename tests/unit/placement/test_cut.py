@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from mpikv.placement import cut
 from mpikv.placement.cut import GAIN, SHARES, cut_of, link_s, seconds, servers_share
 from mpikv.placement.encoding import Wire
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.links import ASSUMED, given
 from mpikv.placement.members import Members
 
 LONG = 64 << 20
@@ -19,9 +22,11 @@ WIRE = Wire(LONG, LONG)
 
 def members(workers: str, servers: str, rates: tuple[float, ...] = (), **settings: object) -> Members:
     """Of ranks on hosts that are called by one letter each."""
-    n = len(workers)
+    n, hosts = len(workers), (*workers, *servers)
     ranks = tuple(range(n)), tuple(range(n, n + len(servers)))
-    return Members((*workers, *servers), *ranks, config=Config(**settings), link_rates=rates)  # type: ignore[arg-type]
+    link = given(str(settings.pop("link", "auto"))) or ASSUMED
+    link = replace(link, by_host=tuple(zip(hosts, rates, strict=False)))
+    return Members(hosts, *ranks, config=Config(**settings), link=link)  # type: ignore[arg-type]
 
 
 def key(n_elems: int, **more: object) -> KeyInfo:
