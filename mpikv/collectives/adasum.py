@@ -1,8 +1,8 @@
 """Adasum: one vector of all ranks' vectors, in which what several of them have in common counts once.
 
 For two vectors: `Adasum(a, b) = (1 - a·b / (2 |a|²)) a + (1 - a·b / (2 |b|²)) b`. Orthogonal vectors are added,
-parallel ones averaged, and what is between is treated between. Where a vector is zero its factor is 1: the other one is
-the result.
+parallel ones averaged; for others the result lies between, by their angle. Where a vector is zero its factor is 1, and
+the other vector is the result.
 
 More vectors are combined in pairs. With W ranks and P the largest power of two in W, rank P + i is *folded* first: it
 sends its vector to rank i, which combines the two. Then the first P ranks are combined as a tree: rank 0 with 1, 2 with
