@@ -436,11 +436,13 @@ class KVStore:
         array of the same library in place of each that cannot be written to, and the others themselves, which were
         written to.
 
-        op: what the workers' arrays become, for keys without an optimizer: 'sum', 'mean', 'min', 'max' or 'prod'; the
-        same on all workers. The arrays of one worker's devices are reduced likewise, but for a mean they are added, and
-        the sum of all is divided by the number of workers. float16 and bfloat16 are reduced in float32, whole numbers
-        wrap around and have no mean. Raises what `push` and `pull` raise, UnsupportedError, and ValueError for an
-        unknown op.
+        op: what the workers' arrays become, for keys without an optimizer: 'sum', 'mean', 'min', 'max', 'prod' or
+        'adasum'; the same on all workers. The arrays of one worker's devices are reduced likewise, but for a mean they
+        are added, and the sum of all is divided by the number of workers. float16 and bfloat16 are reduced in float32,
+        whole numbers wrap around and have no mean. 'adasum' adds what the workers' arrays do not have in common and
+        averages what they have (Maleki et al. 2020, arXiv:2006.02924), each key by itself, of float32 and float64 and
+        without servers; devices are added before. Raises what `push` and `pull` raise, UnsupportedError, and ValueError
+        for an unknown op.
 
         >>> store = kv.create('local')
         >>> store.init('g', np.zeros(2))

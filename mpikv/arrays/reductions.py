@@ -4,6 +4,9 @@ A reduction combines two arrays, element by element, in the dtype that a key is 
 are rounded once. In which order the workers' arrays are combined is fixed by the ranks alone, as it is for sums; the
 arrays of one worker's devices are combined in the order given, before them. A mean is the sum over workers and devices,
 which the owner of an element divides by the number of workers when it is complete.
+
+Adasum is the one that is not made element by element: collectives/adasum.py combines whole arrays of workers, and the
+arrays of one worker's devices are added before.
 """
 
 from __future__ import annotations
@@ -15,17 +18,21 @@ import numpy.typing as npt
 
 
 class Reduction(NamedTuple):
-    """A way in which two arrays become one: combine(a, b, out=c). code: its number in requests to servers."""
+    """A way in which two arrays become one: combine(a, b, out=c). code: its number in requests to servers.
+
+    whole: whether what becomes of an element depends on the whole arrays of the workers; `combine` is only of devices.
+    """
 
     name: str
     code: int
     combine: np.ufunc
     is_mean: bool = False
+    whole: bool = False
 
     @property
     def adds(self) -> bool:
-        """Whether it is made of a sum."""
-        return self.combine is np.add
+        """Whether it is made of a sum over the workers."""
+        return self.combine is np.add and not self.whole
 
     def finish(self, total: npt.NDArray[Any], num_workers: int) -> None:
         """Make the result, in place, of `total`: what all workers' arrays have been combined to."""
@@ -34,7 +41,8 @@ class Reduction(NamedTuple):
 
 
 SUM = Reduction("sum", 0, np.add)
-REDUCTIONS = {
+ADASUM = Reduction("adasum", 5, np.add, whole=True)  # no server is ever asked for it
+REDUCTIONS = {  # those that are made element by element
     one.name: one
     for one in (
         SUM,
@@ -45,11 +53,12 @@ REDUCTIONS = {
     )
 }
 BY_CODE = {one.code: one for one in REDUCTIONS.values()}
+_NAMED = {**REDUCTIONS, ADASUM.name: ADASUM}
 
 
 def named(op: Any) -> Reduction:
     """Return the reduction of that name. ValueError where there is none."""
-    found = REDUCTIONS.get(op) if isinstance(op, str) else None
+    found = _NAMED.get(op) if isinstance(op, str) else None
     if found is None:
-        raise ValueError(f"op={op!r} is no reduction; there are {', '.join(map(repr, REDUCTIONS))}")
+        raise ValueError(f"op={op!r} is no reduction; there are {', '.join(map(repr, _NAMED))}")
     return found

@@ -161,6 +161,8 @@ class CallForms:
                 why = "it is updated by an optimizer or an updater, which take sums"
             elif found.is_mean and info.dtype.kind != "f" and info.dtype != BFLOAT16:
                 why = f"{info.dtype} holds whole numbers, a mean is none: divide the sum as you want it rounded"
+            elif found.whole and info.dtype not in (np.float32, np.float64):
+                why = f"it is defined for float32 and float64, and this key is {info.dtype}"
             if why:
                 raise UnsupportedError(f"{call}: op={op!r} of key {info.key!r}: {why}")
         return found

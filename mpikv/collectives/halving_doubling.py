@@ -12,7 +12,7 @@ Source: Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -27,6 +27,19 @@ def _check(group: Group, chunks: Sequence[int]) -> int:
     if chunks[core] != chunks[group.size]:
         raise ValueError(f"halving_doubling: of {group.size} ranks only the first {core} may own a chunk")
     return core
+
+
+def exchanges(rank: int, chunks: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
+    """The exchanges by which one of a power of two of ranks comes to its own chunk: one for each, n/2, n/4, ...
+
+    Of each: the partner, the elements that this rank keeps, and those that it gives to the partner.
+    """
+    low, high = 0, len(chunks) - 1  # the chunks that this rank still holds
+    while high - low > 1:
+        middle = (low + high) // 2
+        keep, give = ((low, middle), (middle, high)) if rank < middle else ((middle, high), (low, middle))
+        yield rank ^ (middle - low), slice(chunks[keep[0]], chunks[keep[1]]), slice(chunks[give[0]], chunks[give[1]])
+        low, high = keep
 
 
 def reduce_scatter(
@@ -49,12 +62,8 @@ def reduce_scatter(
         yield group.irecv(folded, me + core, tag)
         combine(buf, folded[: buf.size], out=buf)
         del folded
-    low, high = 0, core  # the chunks that this rank still adds
-    while high - low > 1:
-        middle = (low + high) // 2
-        keep, give = ((low, middle), (middle, high)) if me < middle else ((middle, high), (low, middle))
-        partner = me ^ (middle - low)
-        kept, given = buf[chunks[keep[0]] : chunks[keep[1]]], buf[chunks[give[0]] : chunks[give[1]]]
+    for partner, keep, give in exchanges(me, chunks[: core + 1]):
+        kept, given = buf[keep], buf[give]
         send = group.isend(given, partner, tag) if given.size else None
         if kept.size:
             scratch = group.empty(kept.size + room, buf.dtype)
@@ -64,7 +73,6 @@ def reduce_scatter(
             combine(*((kept, scratch) if me < partner else (scratch, kept)), out=kept)
         if send is not None:
             yield send
-        low, high = keep
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:

@@ -21,8 +21,9 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
+from mpikv.common.checks import shown
 from mpikv.engine.operation import Predicate
-from mpikv.errors import ConfigError
+from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.states import StateRecord
@@ -33,7 +34,7 @@ from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
-from mpikv.strategies.bucketed import WorkersBuckets, agreed_buckets
+from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundReached
@@ -85,8 +86,19 @@ class AllreduceStrategy(WorkersStrategy):
     # --- push and pull
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """Take the direct path if it is the path of all keys and the caller lends its arrays; else the keys' queues."""
+        """Take the direct path if it is the path of all keys and the caller lends its arrays; else the keys' queues.
+
+        What needs whole values always goes through the queues.
+        """
         queued = QueuedCall(self.keys, self._session, entries, op)
+        if op.whole:
+            for entry in entries:
+                if isinstance(queue := self._queues[entry.info.id], Bucket):
+                    raise UnsupportedError(
+                        f"pushpull of key {shown(entry.info.key)} with op={op.name!r}: the key travels with others "
+                        f"as one value ({queue.name}), and {op.name} is of each key by itself: give it another store"
+                    )
+            return queued
         if not waits or (direct := self.keys.direct) is None or any(entry.outs is None for entry in entries):
             return queued
         if {self._queues[entry.info.id].placement.path for entry in entries} != {"direct"}:

@@ -1,10 +1,11 @@
 """The paths of rounds, by name, and the choice of a path for each round of a key.
 
 A key's placement names its path, so that keys of one store may use different paths at the same time. A key whose values
-are sent encoded may have a second path, for rounds whose values are sent uncompressed; `begin_round` chooses between
-the two. A bucket of several keys counts as one key.
+are sent encoded may have a second path, for rounds whose values are sent uncompressed. A key gets one more with the
+first round whose reduction needs whole values (whole_path.py). `begin_round` chooses among them. A bucket of several
+keys counts as one key.
 
-Where the value is: in the memory of the key's path, or on the GPU if that path is staged. The second path completes the
+Where the value is: in the memory of the key's path, or on the GPU if that path is staged. The other paths complete the
 value in the same array, or in shared memory of the host, from which it is copied to that array.
 """
 
@@ -21,6 +22,7 @@ from mpikv.placement.members import Path
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.encoded_path import EncodedPath
 from mpikv.strategies.hosted_path import HostedPath
 from mpikv.strategies.ipc_path import IpcPath
@@ -31,6 +33,7 @@ from mpikv.strategies.native_path import NativePath
 from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.one_host_path import OneHostPath
 from mpikv.strategies.staging import Staging
+from mpikv.strategies.whole_path import WholePath
 from mpikv.transports import wire
 
 PATHS: Mapping[Path, type[KeyPath]] = {
@@ -49,12 +52,13 @@ class KeyPaths:
     """The paths of one key. place: the key's place in shared memory; None: it has none.
 
     value: the key's value, (n,). dtype: the dtype in which paths take pushed values. usual: the path of most rounds.
-    uncompressed: the path of uncompressed rounds of a key with a codec; None: it is the usual one. codec: of the usual
-    path.
+    uncompressed: the path of uncompressed rounds of a key with a codec; None: it is the usual one. whole: the path of
+    rounds whose reduction needs whole values; None: there was none. codec: of the usual path.
     """
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         self.placement, self._is_first, self._key_id = placement, resources.group.rank == 0, info.id
+        self._resources, self._info = resources, info
         self.usual = path_of(resources, info, placement, place)
         staging = self.usual.staging
         self.value: SpaceArray = self.usual.value if staging is None else staging.value
@@ -63,6 +67,7 @@ class KeyPaths:
         self.uncompressed: KeyPath | None = None
         if (uncompressed := placement.uncompressed) is not None:
             self.uncompressed = path_of(resources, info, uncompressed, place, self.value)
+        self.whole: WholePath | None = None
 
     @property
     def shared(self) -> bool:
@@ -93,6 +98,7 @@ class KeyPaths:
         if (path := self.uncompressed) is not None:  # both paths count `value`, unless the second has its own
             held += path.held_bytes - (int(self.value.nbytes) if path.value is self.value else 0)
             held += 0 if path.staging is None else path.staging.held_bytes - int(self.value.nbytes)
+        held += 0 if self.whole is None else self.whole.held_bytes
         return held + (0 if self.usual.staging is None else self.usual.staging.held_bytes)
 
     def reshard(self, placement: Placement) -> None:
@@ -119,11 +125,20 @@ class KeyPaths:
 
     # --- rounds
 
-    def begin_round(self, *, uncompressed: bool) -> KeyPath:
-        """Begin a round, and return its path. uncompressed: values must be sent uncompressed, whatever the codec."""
+    def begin_round(self, *, uncompressed: bool, whole: bool) -> KeyPath:
+        """Begin a round, and return its path.
+
+        uncompressed: values must be sent uncompressed, whatever the codec. whole: its reduction needs whole values,
+        which are sent uncompressed, too.
+        """
+        if self.codec is not None:
+            self.codec.begin_round(uncompressed=uncompressed)
+        if whole:
+            if self.whole is None:
+                self.whole = whole_path_of(self._resources, self._info, self.placement, self.value)
+            return self.whole
         if self.codec is None:
             return self.usual
-        self.codec.begin_round(uncompressed=uncompressed)
         return self.uncompressed if self.uncompressed is not None and self.codec.uncompressed else self.usual
 
     def end_round(self) -> Steps[None]:
@@ -146,3 +161,11 @@ def path_of(
     if value is not None and staging is None and not path.shared:
         path.value = value
     return path
+
+
+def whole_path_of(resources: PathResources, info: KeyInfo, placement: Placement, value: SpaceArray) -> WholePath:
+    """Make the path of rounds whose reduction needs whole values. value: the array that the key's other paths have."""
+    staging = None
+    if info.space == DEVICE:
+        staging = Staging(cast(DeviceSpace, resources.spaces.of(info)), info, None, value)
+    return WholePath(resources, info, placement, value, staging)

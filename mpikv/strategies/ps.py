@@ -25,7 +25,7 @@ from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.errors import ConfigError, MpikvError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import StateRecord, record_of
@@ -313,6 +313,12 @@ class PsStrategy(WorkersStrategy):
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Prepare a call that sends from the caller's arrays if they are lent."""
+        if op.whole and entries:
+            raise UnsupportedError(
+                f"pushpull of key {shown(entries[0].info.key)} with op={op.name!r}: servers have the key, or a part of "
+                "it, and get it from each worker shard by shard, but what becomes of one element depends on all of "
+                "them; use a store without servers, or set MPIKV_SERVERS_TAKE=0"
+            )
         if len(entries) * len(self._servers) > self._client.payload_tags.count:  # hardly ever
             self._client.check_call([self._keys[entry.info.id] for entry in entries])
         lent = all(entry.outs is not None for entry in entries)

@@ -36,6 +36,8 @@ class QueuedCall(PreparedCall):
 
     def __init__(self, keys: PlacedKeys, session: Workers, entries: Sequence[Entry], op: Reduction) -> None:
         self._keys, self._session, self._entries, self._op = keys, session, entries, op
+        # In reports of a wait: in such a round labels are not compared, and another op on another worker is a stall.
+        self._name = f"pushpull(op={op.name!r})" if op.whole else "pushpull"
 
     def start(self, priority: int = 0) -> list[Pending]:
         """Append a round to the queue of each pushed key. A pull is done when this worker's last push of it is."""
@@ -61,7 +63,7 @@ class QueuedCall(PreparedCall):
                         if running is not None:
                             queue.running = engine.take(running)
                     if sink is not None:
-                        pending.append(self._deliver(queue, info, sink, "pull" if round_ is None else "pushpull"))
+                        pending.append(self._deliver(queue, info, sink, "pull" if round_ is None else self._name))
         return pending
 
     def wait(self, pending: Sequence[Pending]) -> None:

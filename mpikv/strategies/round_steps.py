@@ -60,7 +60,7 @@ class RoundSteps:
             self._priorities[queue.info.id] = round_.priority
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
-            path = paths.begin_round(uncompressed=round_.uncompressed)
+            path = paths.begin_round(uncompressed=round_.uncompressed, whole=round_.op.whole)
             values = buf = round_.values
             if queue.space.device is not None:
                 values = buf = yield from queue.device_values(round_)
@@ -90,7 +90,7 @@ class RoundSteps:
             if part is not None:
                 part.done("allgather")
             if codec is not None:
-                if path is paths.uncompressed:
+                if path is not paths.usual:
                     codec.exact = None  # the value itself is exact again
                 if codec.timed:
                     yield from paths.end_round()

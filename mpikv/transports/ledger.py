@@ -22,7 +22,7 @@ Ends = tuple[int, int]  # the ranks that send and receive it
 NO_TAG = 1 << 62  # above all tags
 MEMORY: Ends = (-1, -1)  # in their place: it goes through memory that both share
 
-OF_RANKS = ("init", "reduce_scatter", "allgather")  # legs, by the use of a key's tag
+OF_RANKS = ("init", "reduce_scatter", "allgather", "adasum")  # legs, by the use of a key's tag
 OF_NO_KEY = {
     wire.TAG_STATES: "states",
     wire.TAG_CALLS: "calls",

@@ -41,7 +41,7 @@ REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarant
 TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
 PAYLOAD_TAGS = 4096  # payloads that one client may hold for servers at a time
 TAG_KEYS = TAG_PAYLOAD + PAYLOAD_TAGS
-TAGS_PER_KEY = 3  # initial value, reduce-scatter, allgather
+TAGS_PER_KEY = 4  # initial value, reduce-scatter, allgather, both of them in one
 
 
 def control_tag(regrouped: int) -> int:
@@ -53,7 +53,10 @@ def control_tag(regrouped: int) -> int:
 
 
 def key_tag(key_id: int, use: int) -> int:
-    """The tag of a key's collective: use 0 is the initial value, then times of rounds; 1 adds, 2 brings the result."""
+    """The tag of a key's collective.
+
+    use: 0 is the initial value, then times of rounds; 1 adds, 2 brings the result, 3 does both (strategies/whole_path).
+    """
     return TAG_KEYS + key_id * TAGS_PER_KEY + use
 
 

@@ -6,6 +6,7 @@ What every call does on a GPU the tests of all modes say (store_modes.py): here 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from adasum_reference import close, random_vectors
 from fake_cupy import Machine
 from fake_gpus import DeviceFabric, gpu_of, gpus_of, one_gpu, spaces_of
 from on_workers import counted, taken_of, uniform
@@ -147,6 +149,22 @@ def test_what_crosses_to_the_host(store: Any, cupy: Any, path: str) -> None:
 
 
 CROSSED = ("copies_down_bytes", "copies_up_bytes")
+
+
+@on_paths(*PATHS)
+def test_adasum_crosses_to_the_host_once_each_way(store: Any, cupy: Any) -> None:
+    """Whichever path the key's sums take, in rounds before and after."""
+    n = 70_001
+    store.init("w", cupy.zeros(n, F4))
+    for step in range(3):
+        every = random_vectors(store.num_workers, n, "float32", step)
+        value, out = cupy.asarray(every[store.rank]), cupy.zeros(n, F4)
+        call = functools.partial(store.pushpull, "w", value, out, op="adasum")
+        assert counted(store, call, *CROSSED) == [4 * n, 4 * n]
+        close(out.get(), every)
+        assert (value.get() == every[store.rank]).all()
+        store.pushpull("w", ones := cupy.asarray(np.ones(n, F4)))
+        assert uniform(ones.get()) == store.num_workers
 
 
 @on_paths("staged", name="dist_sync")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adasum_reference import close
 from direct_stores import exchange
 from on_workers import on, uniform
 from store_modes import Mode
@@ -68,6 +69,13 @@ def some_rounds(store: KVStore, me: int, ranks: Sequence[int], steps: range) -> 
             assert [array.tobytes() for array in arrays] == sums(ranks, step)
 
 
+def adasum_round(store: KVStore, me: int, ranks: Sequence[int]) -> None:
+    """A smaller group has a tree of its own."""
+    store.pushpull(KEYS, arrays := [value_of(me, 0, size) for size in SIZES], op="adasum")
+    for array, size in zip(arrays, SIZES, strict=True):
+        close(array, [value_of(rank, 0, size) for rank in ranks])
+
+
 def on_hosts(hosts: str, memory: str = "auto", algorithm: str = "auto") -> Mode:
     return Mode("dist_sync", len(hosts), 0, algorithm, memory, hosts=hosts)
 
@@ -85,6 +93,7 @@ def test_three_workers_then_two_then_one(mode: Mode, two: tuple[int, ...], one: 
     def body(store: KVStore) -> int:
         me = store.rank
         store.init(KEYS, [np.full(size, 7, F32) for size in SIZES])
+        adasum_round(store, me, range(3))
         some_rounds(store, me, range(3), range(2))
         assert [value.tobytes() for value in store.pull(KEYS)] == sums(range(3), 1)
         if not regroup(store, me, two, shared):
@@ -92,6 +101,7 @@ def test_three_workers_then_two_then_one(mode: Mode, two: tuple[int, ...], one: 
         paths = {queue.placement.path for queue in store.strategy._queues.values()}
         assert paths == {"direct" if shares else "messages"}
         assert [value.tobytes() for value in store.pull(KEYS)] == sums(range(3), 1)
+        adasum_round(store, me, two)
         some_rounds(store, me, two, range(2, 4))
         store.barrier()
         store.init("new", np.full(9, store.rank, F32))  # worker 0 is another one, maybe, and gives numbers and places
