@@ -13,47 +13,69 @@ import numpy as np
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
+from mpikv.errors import StatesFileError
 from mpikv.trainer.parameter import data_written, list_data
+from mpikv.trainer.torch_parameter import TorchParameter
 from mpikv.trainer.trainer import Trainer
 
 COUNTS, OF_TRAINER = "steps", "trainer"
-MODEL, STATE, GROUPS = "model/", "state/", "groups/"
+MODEL, BEGUN, STATE, GROUPS = "model/", "begun/", "state/", "groups/"
 
 
 class LocalState:
-    """Of one worker; a `WorkerState` of its trainer. since: steps since the last round. restored: whether it was.
+    """Of one worker; a `WorkerState` of its trainer.
 
-    params: by name, buffers among them. optimizer: see `LocalUpdates`. Raises TypeError or ValueError for another one.
+    params: by name, buffers among them. parts: their number. optimizer: see `LocalUpdates`. Raises TypeError or
+    ValueError for another one.
+
+    steps: made by this worker. unsent: for each part, those since its last exchange began. part: the next one to be
+    exchanged. pending: the one whose exchange has begun and whose common weights are not in the parameters yet; None:
+    none. begun: the weights with which it began, by name, if there were steps since. restored: whether all that was.
     """
 
-    def __init__(self, params: Mapping[str, Any], optimizer: Any) -> None:
+    def __init__(self, params: Mapping[str, Any], parts: int, optimizer: Any) -> None:
         self._params, self._states = params, _states_of(optimizer)
-        self.steps = self.since = 0
+        self.steps = self.part = 0
+        self.unsent = [0] * parts
+        self.pending: int | None = None
+        self.begun: dict[str, Any] = {}
         self.restored = False
 
     def count(self) -> None:
         """Count a step."""
-        self.steps, self.since = self.steps + 1, self.since + 1
+        self.steps, self.unsent = self.steps + 1, [steps + 1 for steps in self.unsent]
 
-    def begin_round(self) -> None:
-        """Count from here on."""
-        self.since = 0
+    def begin(self, part: int) -> None:
+        """Note that the exchange of this part begins."""
+        self.pending, self.unsent[part] = part, 0
+        self.part = (part + 1) % len(self.unsent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return arrays by name: see `WorkerState`."""
-        arrays: dict[str, Any] = {COUNTS: np.array([self.steps, self.since])}
+        pending = -1 if self.pending is None else self.pending
+        arrays: dict[str, Any] = {COUNTS: np.array([self.steps, self.part, pending, *self.unsent])}
         arrays |= {MODEL + name: list_data(parameter)[0] for name, parameter in self._params.items()}
+        arrays |= {BEGUN + name: value for name, value in self.begun.items()}
         return arrays if self._states is None else arrays | self._states.arrays()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` has returned."""
-        self.steps, self.since = (int(count) for count in state[COUNTS])
+        """Restore what `state_dict` has returned. Raises StatesFileError if there were more or fewer parts."""
+        self.steps, self.part, pending, *unsent = (int(count) for count in state[COUNTS])
+        if len(unsent) != len(self.unsent):
+            raise StatesFileError(f"saved with parts={len(unsent)}, and this run has parts={len(self.unsent)}")
+        self.unsent, self.pending = unsent, None if pending < 0 else pending
+        self.begun = {name: state[BEGUN + name] for name in self._params if BEGUN + name in state}
         for name, parameter in self._params.items():
             as_numpy.write(list_data(parameter)[0], state[MODEL + name], f"parameter {shown(name)}")
             data_written(parameter)
         if self._states is not None:
             self._states.restore(state)
         self.restored = True
+
+
+def weight_of(parameter: Any) -> Any:
+    """Return the array of a weight on its first device, in which it may be changed: of NumPy, CuPy or PyTorch."""
+    return parameter.tensor.detach() if isinstance(parameter, TorchParameter) else list_data(parameter)[0]
 
 
 class _TrainersStates:

@@ -13,6 +13,10 @@ DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with plain momentum SlowMo (Wa
 inner rate that does not change. With elastic averaging (Zhang et al. 2015, arXiv:1412.6651) a worker keeps its weights,
 and they and the common ones come nearer to each other by a part of their difference.
 
+The exchanges may be spread, and hidden behind computing (Streaming DiLoCo; Douillard et al. 2025, arXiv:2501.18512):
+each of several parts of the weights has rounds of its own, which end one after another, and the result of an exchange
+is waited for some steps later only.
+
 Cost: one exchange of all weights each round. Memory: a copy of the weights with their gradients, on each worker.
 """
 
@@ -24,14 +28,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpikv import optimizers
+from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
-from mpikv.trainer.local_state import LocalState
+from mpikv.trainer.local_state import LocalState, weight_of
 from mpikv.trainer.parameter import Parameter, is_frozen, list_data, named, zero_grad
+from mpikv.trainer.parts import PartsTrainer, divide
 from mpikv.trainer.torch_parameter import TorchParameter, is_module
-from mpikv.trainer.trainer import Trainer
 
 # By the name of `type`: the store's optimizer, and its arguments where they are not given.
 OUTER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -63,6 +68,14 @@ class LocalUpdates:
     optimizer: the worker's own, whose state `save` includes: a `Trainer(..., kvstore=None)` for the same parameters, or
     a torch.optim.Optimizer. compression: as in `set_gradient_compression`, for what is pushed.
 
+    parts: how many parts of the parameters are exchanged in turn, each every `every` steps: every `every` / `parts` one
+    of them. A part is some whole parameters; all have about as many bytes. delay: how many steps after an exchange has
+    begun its result is written into the parameters; only then a worker waits for it. At most `every` // `parts`.
+
+    mixing: what the parameters get when the common weights arrive. None: these, and what the worker has moved since the
+    exchange began. A number from 0 to 1: mixing * own + (1 - mixing) * common, as in Streaming DiLoCo; of what the
+    worker has moved in the delay that part is left.
+
     common: the weights of the last round: a module if `params` is one, else parameters by their names.
 
     Collective, blocks. Raises TypeError or ValueError for wrong arguments; what `Trainer` raises.
@@ -87,32 +100,38 @@ class LocalUpdates:
         outer: Any = "mean",
         optimizer: Any = None,
         compression: Mapping[str, Any] | None = None,
+        parts: int = 1,
+        delay: int = 0,
+        mixing: float | None = None,
     ) -> None:
         if not isinstance(store, KVStore):
             raise checks.wrong("LocalUpdates: store", "a store, as kv.create makes one", store)
         if every is not None and not callable(every):
             checks.whole("every", every, 1)
-        self._every = every
         made, rate = _outer(outer)
+        _check_parts(every, parts, delay, mixing, elastic=rate > 0)
+        self._every, self._delay, self._mixing = every, delay, mixing
         self._store = store
         self._elastic = rate / store.num_workers  # 0: workers get the common weights
         self._own = named(params)
         for name, parameter in self._own.items():
             if len(list_data(parameter)) > 1:
                 raise ValueError(f"LocalUpdates: parameter {shown(name)} is on several devices; give one for a worker")
-        self._state = LocalState(self._own, optimizer)
+        self._state = LocalState(self._own, parts, optimizer)
         # With the weights of the last round; their gradients are what this worker has moved since.
         self.common, self._shared = _copies(params, self._own)
-        self._trainer = Trainer(
+        self._parts = divide({name: weight_of(one).nbytes for name, one in self._shared.items()}, parts)
+        self._trainer = PartsTrainer(
             list((self._own | self._shared).items()),
             made,
+            self._parts,
             kvstore=store,
             compression_params=compression,
             worker_state=self._state,
         )
         for shared in self._shared.values():
             zero_grad(shared)
-        self._take()
+        self._take_all()
 
     @property
     def steps(self) -> int:
@@ -126,7 +145,7 @@ class LocalUpdates:
 
     @property
     def rounds(self) -> int:
-        """The rounds that have ended."""
+        """The rounds whose exchange has begun; with several parts each round is of one part."""
         return self._trainer.steps
 
     @property
@@ -137,26 +156,30 @@ class LocalUpdates:
     def step(self) -> bool:
         """Count a step of this worker, and end the round if it is time. Returns whether a round has ended.
 
-        Call it after each step of the worker's own optimizer. Collective where a round ends, and then blocks in a
-        synchronous store until all workers have come; the parameters have the next common weights afterwards. Raises
-        ValueError where `every` returns no number of steps, and what `Trainer.step` raises.
+        Call it after each step of the worker's own optimizer. Collective where the exchange of a round begins. Where a
+        round ends, with a delay so many steps later, the parameters have the next common weights afterwards, and in a
+        synchronous store the call blocks until all workers have begun the exchange. Raises ValueError where `every`
+        returns no number of steps, and what `Trainer.step` raises.
         """
-        self._state.count()
-        if self._every is None:
+        state, every = self._state, self._every
+        state.count()
+        ended = self._finish_if_due()
+        if every is None:
             return False
-        every = self._every
         if callable(every):
-            every = checks.whole("every: what it returns", every(self._state.steps), 1)
-        if self._state.since < every:
-            return False
-        self._exchange(None)
-        return True
+            every = checks.whole("every: what it returns", every(state.steps), 1)
+        # The last part's exchange is the last one of a turn, from which steps are counted.
+        if state.unsent[-1] < (state.part + 1) * every // len(self._parts):
+            return ended
+        self._begin(state.part, None)
+        return self._finish_if_due() or ended
 
     def exchange(self) -> None:
-        """End the round now, whatever `every` says, as before an evaluation. Collective, blocks.
+        """End the rounds of all parts now, whatever `every` says, as before an evaluation. Collective, blocks.
 
-        Does nothing right after a round. With every=None each worker's part has the weight of the steps that it has
-        made since the last round, and a worker that has made none gets MpikvError.
+        What is under way is finished before. Does nothing for a part whose round has just ended. With every=None each
+        worker's part has the weight of the steps that it has made since the last round, and a worker that has made none
+        gets MpikvError.
 
         >>> local = mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=100)
         >>> _ = local.step()
@@ -164,33 +187,70 @@ class LocalUpdates:
         >>> local.rounds
         1
         """
-        if self._every is not None:
-            if self._state.since:
-                self._exchange(None)
-            return
-        if not self._state.since:
+        self._finish()
+        if self._every is None and not self._state.unsent[0]:
             raise MpikvError("exchange: this worker has made no step since the last round")
-        self._exchange(float(self._state.since))
+        for part, unsent in enumerate(self._state.unsent):
+            if unsent:
+                self._begin(part, float(unsent) if self._every is None else None)
+                self._finish()
+        self._state.part = 0
 
-    def _exchange(self, examples: float | None) -> None:
-        if self._elastic:
-            self._trainer.pull_weights()
-        for name, parameter in self._shared.items():
-            shared, own, moved = _weight(parameter), _weight(self._own[name]), _gradient(parameter)
-            moved[...] = shared
-            moved -= own
+    def _begin(self, part: int, examples: float | None) -> None:
+        """Begin the exchange of this part, and without a delay wait for it."""
+        self._finish()
+        self._state.begin(part)  # before the step, which may save it all and end the program
+        with self._trainer.only(part):
             if self._elastic:
-                _add(own, moved, self._elastic)
-                moved *= self._elastic * self._store.num_workers  # of which the mean is taken
-        self._trainer.step(examples=examples)
-        if not self._elastic:
-            self._take()
-        self._state.begin_round()
+                self._trainer.pull_weights()
+            for name in self._parts[part]:
+                shared, own = weight_of(self._shared[name]), weight_of(self._own[name])
+                moved = _gradient(self._shared[name])
+                moved[...] = shared
+                moved -= own
+                if self._elastic:
+                    _add(own, moved, self._elastic)
+                    moved *= self._elastic * self._store.num_workers  # of which the mean is taken
+            self._trainer.step(examples=examples, wait=not self._delay)
+        self._keep_begun()
 
-    def _take(self) -> None:
-        """Let the worker have the common weights."""
-        for name, parameter in self._shared.items():
-            _weight(self._own[name])[...] = _weight(parameter)
+    def _keep_begun(self) -> None:
+        """Keep the weights with which the exchange under way has begun: in gradients, which have been pushed."""
+        if self._state.pending is not None and self._delay and self._mixing is None:
+            for name in self._parts[self._state.pending]:
+                place = _gradient(self._shared[name])
+                if name in self._state.begun:  # from a file
+                    as_numpy.write(place, self._state.begun[name], f"parameter {shown(name)}")
+                else:
+                    place[...] = weight_of(self._own[name])
+                self._state.begun[name] = place
+
+    def _finish_if_due(self) -> bool:
+        pending = self._state.pending
+        if pending is None or self._state.unsent[pending] < self._delay:
+            return False
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        """Wait for the exchange that has begun, if any, and let the worker have the common weights."""
+        if self._state.pending is not None:
+            for name in self._parts[self._state.pending]:
+                self._trainer.wait(name)
+                if not self._elastic:
+                    self._take(name, self._state.begun.pop(name, None))
+            self._state.pending = None
+
+    def _take(self, name: str, begun: Any) -> None:
+        own, shared = weight_of(self._own[name]), weight_of(self._shared[name])
+        if self._mixing:
+            own *= self._mixing
+            _add(own, shared, 1 - self._mixing)
+        elif begun is None:
+            own[...] = shared
+        else:
+            own -= begun
+            own += shared
 
     def sync_buffers(self) -> None:
         """Write worker 0's buffers of the module into every worker's, as before an evaluation by all.
@@ -206,11 +266,28 @@ class LocalUpdates:
     def save(self, fname: str | os.PathLike[str]) -> None:
         """Write all into one file: common weights, the outer optimizer's states, each worker's weights and optimizer.
 
-        Also in the middle of a round. Collective, blocks; worker 0 writes. Raises what `Trainer.save` raises.
+        Also in the middle of a round. The result of an exchange under way is waited for and saved, and gets into the
+        parameters in its time. In an asynchronous store the worker gets what others have moved until now. Collective,
+        blocks; worker 0 writes. Raises what `Trainer.save` raises.
 
         >>> mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2).save('saved')
         """
+        if "async" in self._store.type and not self._elastic:
+            self._follow()
         self._trainer.save(fname)
+
+    def _follow(self) -> None:
+        """Pull the common weights, as saving does, and add to the worker's what they have changed by."""
+        pending = () if self._state.pending is None else self._parts[self._state.pending]
+        for name in pending:
+            self._trainer.wait(name)
+        others = [name for name in self._shared if name not in pending]
+        before = [_copied(weight_of(self._shared[name])) for name in others]
+        self._store.barrier()
+        self._trainer.pull_weights()
+        for name, old in zip(others, before, strict=True):
+            own = weight_of(self._own[name])
+            own += weight_of(self._shared[name]) - old
 
     def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
         """Continue from a file of `save`; returns the number of rounds, 0 where there is no such file.
@@ -223,9 +300,33 @@ class LocalUpdates:
         """
         self._state.restored = False
         rounds = self._trainer.resume(fname)
-        if rounds and not self._state.restored:
-            self._take()
+        if self._state.restored:
+            self._keep_begun()
+            self._finish_if_due()  # where a signal stopped the run before
+        else:
+            self._take_all()
         return rounds
+
+    def _take_all(self) -> None:
+        for name, shared in self._shared.items():
+            weight_of(self._own[name])[...] = weight_of(shared)
+
+
+def _check_parts(every: Any, parts: Any, delay: Any, mixing: Any, *, elastic: bool) -> None:
+    """Raise TypeError or ValueError for arguments of `LocalUpdates` that are wrong, or do not go together."""
+    checks.whole("parts", parts, 1)
+    checks.whole("delay", delay)
+    if mixing is not None and checks.number("mixing", mixing, 0.0) > 1:
+        raise ValueError(f"mixing must be at most 1, not {mixing:g}")
+    if elastic and (delay or mixing is not None):
+        raise ValueError("outer='easgd' has no delay and no mixing: a worker moves before anything is sent")
+    if parts == 1 and not delay:
+        return
+    if every is None or callable(every):
+        raise ValueError("parts and delay need `every` to be a number of steps, by which the exchanges are spread")
+    if delay > every // parts or parts > every:
+        text = "each exchange has every // parts steps, 1 at least, to itself, of which delay takes some or all"
+        raise ValueError(f"every={every}, parts={parts}, delay={delay}: {text}")
 
 
 def _copies(params: Any, own: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -248,13 +349,12 @@ def _copies(params: Any, own: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return {name: getattr(one, "tensor", one) for name, one in shared.items()}, shared
 
 
-def _weight(parameter: Any) -> Any:
-    """The array of a weight, in which it may be changed."""
-    return parameter.tensor.detach() if isinstance(parameter, TorchParameter) else list_data(parameter)[0]
-
-
 def _gradient(parameter: Any) -> Any:
     return parameter.tensor.grad if isinstance(parameter, TorchParameter) else parameter.grad
+
+
+def _copied(array: Any) -> Any:
+    return array.clone() if hasattr(array, "clone") else array.copy()
 
 
 def _add(array: Any, other: Any, factor: float) -> None:

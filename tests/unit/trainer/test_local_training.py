@@ -6,6 +6,7 @@ the results have the same bits in whatever order they are computed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from store_modes import HYBRID, ONE_HOST, SERVED, Mode
 import mpikv
 from mpikv import Parameter, Trainer, kv
 from mpikv.errors import StatesFileError
+from mpikv.testing.stores import TEST_TIMEOUT_S
+from mpikv.trainer.parts import divide
 
 STEPS = 12
 SHAPES = {"first": (4, 3), "second": (7,), "third": (2, 2), "number": ()}
@@ -58,21 +61,65 @@ OUTER: dict[str, tuple[Any, Callable[..., np.ndarray]]] = {
 }
 
 
-def reference(workers: int, outer: Callable[..., np.ndarray], every: int, steps: int = STEPS) -> list[Weights]:
-    common = first_weights(0)
-    momentum = {name: np.zeros_like(w) for name, w in common.items()}
-    own = [first_weights(0) for _ in range(workers)]
-    for step in range(steps):
-        for worker, weights in enumerate(own):
+PARTS = {  # of parameters with 96, 56, 32 and 8 bytes
+    1: [["first", "second", "third", "number"]],
+    2: [["first"], ["second", "third", "number"]],
+    3: [["first"], ["second"], ["third", "number"]],
+}
+
+
+class Reference:
+    """All workers, one after another. own: their weights."""
+
+    def __init__(self, workers: int, outer: Callable[..., np.ndarray], mixing: float | None) -> None:
+        self.outer, self.mixing = outer, mixing
+        self.common = first_weights(0)
+        self.momentum = {name: np.zeros_like(w) for name, w in self.common.items()}
+        self.own = [first_weights(0) for _ in range(workers)]
+        self.begun: dict[str, tuple[int, list[np.ndarray]]] = {}  # by name at which step, and the workers' weights then
+
+    def train(self, step: int) -> None:
+        for worker, weights in enumerate(self.own):
             for name, gradient in gradients(step, worker).items():
                 weights[name] = weights[name] - 0.5 * gradient
-        if (step + 1) % every == 0:
-            for name in SHAPES:
-                moved = sum(common[name] - weights[name] for weights in own) / workers
-                common[name] = outer(common[name], moved, momentum[name])
-                for weights in own:
-                    weights[name] = common[name]
-    return own
+
+    def begin(self, name: str, step: int) -> None:
+        then = [weights[name] for weights in self.own]
+        moved = sum(self.common[name] - weight for weight in then) / len(then)
+        self.common[name] = self.outer(self.common[name], moved, self.momentum[name])
+        self.begun[name] = step, then
+
+    def finish(self, until: int) -> None:
+        for name, (step, then) in list(self.begun.items()):
+            if step <= until:
+                del self.begun[name]
+                for weights, old in zip(self.own, then, strict=True):
+                    if self.mixing is None:
+                        weights[name] = self.common[name] + (weights[name] - old)
+                    else:
+                        weights[name] = self.mixing * weights[name] + (1 - self.mixing) * self.common[name]
+
+
+def reference(
+    workers: int,
+    outer: Callable[..., np.ndarray],
+    every: int,
+    *,
+    parts: int = 1,
+    delay: int = 0,
+    mixing: float | None = None,
+    steps: int = STEPS,
+) -> list[Weights]:
+    found = Reference(workers, outer, mixing)
+    for step in range(1, steps + 1):
+        found.train(step - 1)
+        found.finish(step - delay)
+        for part, names in enumerate(PARTS[parts], 1):
+            if (step - part * every // parts) % every == 0:
+                for name in names:
+                    found.begin(name, step)
+        found.finish(step - delay)
+    return found.own
 
 
 class Worker:
@@ -118,24 +165,230 @@ def test_workers_train_alone_and_meet_in_the_outer_optimizers_weights(mode, name
     assert_same(mode.run(body), reference(mode.workers, formula, 3))
 
 
-@on(ALONE, ONE_HOST, SERVED)
-@pytest.mark.parametrize("at", [6, 7], ids=["at a round's end", "in the middle of a round"])
-def test_a_run_that_is_resumed_goes_on_exactly(mode, at, tmp_path):
-    """With the states of the worker's own Adam, which are as far as its steps."""
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [
+        (4, {"parts": 2}),
+        (4, {"parts": 2, "delay": 2}),
+        (5, {"parts": 3, "delay": 1}),
+        (3, {"delay": 2}),
+        (3, {"delay": 3, "mixing": 0.5}),
+        (4, {"parts": 2, "delay": 1, "mixing": 0.0}),
+        (2, {"mixing": 0.25}),
+    ],
+)
+@on(*EVERYWHERE)
+def test_parts_are_exchanged_in_turn_and_the_result_comes_later(mode, every, options):
+    parts, delay = options.get("parts", 1), options.get("delay", 0)
+    begun = [turn * every + part * every // parts for turn in range(STEPS) for part in range(1, parts + 1)]
 
-    def body(store: Any, first: int, last: int) -> Weights:
-        worker = Worker(store, "adam", every=3, outer=NESTEROV)
-        assert worker.local.resume(tmp_path / "saved") == first // 3
-        assert (worker.local.steps, worker.trainer.steps) == (first, first)
-        worker.train(first, last)
-        worker.local.save(tmp_path / f"saved{'' if last < STEPS else ' at the end'}")
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=every, outer=NESTEROV, **options)
+        ended = worker.train()
+        assert [i for i, one in enumerate(ended, 1) if one] == [step + delay for step in begun if step + delay <= STEPS]
+        assert worker.local.rounds == len([step for step in begun if step <= STEPS])
         return worker.weights()
 
-    whole = mode.run(
-        lambda store: (worker := Worker(store, "adam", every=3, outer=NESTEROV)).train() and worker.weights()
-    )
-    mode.run(lambda store: body(store, 0, at))
-    assert_same(mode.run(lambda store: body(store, at, STEPS)), whole)
+    assert_same(mode.run(body), reference(mode.workers, nesterov, every, **options))
+
+
+@on(ONE_HOST, BY_MESSAGES, SERVED)
+def test_an_exchange_out_of_turn_finishes_what_is_under_way_and_ends_the_rounds_of_all_parts(mode):
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=4, parts=2, delay=2, outer=NESTEROV)
+        for first, last in ((0, 3), (3, 6), (6, 9)):
+            worker.train(first, last)
+            rounds = worker.local.rounds
+            worker.local.exchange()
+            assert worker.local.rounds == rounds + 2
+            worker.local.exchange()
+            assert worker.local.rounds == rounds + 2
+            assert_same([worker.weights()], [{name: one.data for name, one in worker.local.common.items()}])
+        return worker.weights()
+
+    expected = Reference(mode.workers, nesterov, None)
+    for steps in (range(3), range(3, 6), range(6, 9)):
+        for i, step in enumerate(steps, 1):
+            expected.train(step)
+            if i == 2:
+                for name in PARTS[2][0]:
+                    expected.begin(name, step)
+        expected.finish(STEPS)
+        for name in SHAPES:
+            expected.begin(name, STEPS)
+        expected.finish(STEPS)
+    assert_same(mode.run(body), expected.own)
+
+
+@on(ONE_HOST, BY_MESSAGES, SERVED)
+def test_a_part_whose_exchange_is_under_way_is_not_waited_for(mode):
+    """Worker 1 begins the exchange when worker 0 has gone on, until its result is due."""
+    has_gone_on = threading.Event()
+
+    def body(store: Any) -> None:
+        worker = Worker(store, every=4, parts=2, delay=2)
+        worker.train(0, 1)
+        worker.local.exchange()  # the first one agrees on something
+        assert store.rank == 0 or has_gone_on.wait(TEST_TIMEOUT_S)
+        assert worker.train(1, 4) == [False, False, False]
+        has_gone_on.set()
+        assert worker.train(4, 5) == [True]
+
+    mode.run(body)
+
+
+RESUMED = [
+    pytest.param({"every": 3}, 6, id="at a round's end"),
+    pytest.param({"every": 3}, 7, id="in the middle of a round"),
+    pytest.param({"every": 4, "parts": 2}, 6, id="in the middle of a turn"),
+    pytest.param({"every": 4, "parts": 2, "delay": 2}, 7, id="with an exchange under way"),
+    pytest.param({"every": 3, "delay": 2, "mixing": 0.5}, 7, id="with one that will be mixed"),
+]
+
+
+@on(ALONE, ONE_HOST, BY_MESSAGES, SERVED)
+@pytest.mark.parametrize(("options", "at"), RESUMED)
+def test_a_run_that_is_resumed_goes_on_exactly(mode, options, at, tmp_path):
+    """With the states of the worker's own Adam, which are as far as its steps; and the run that is saved goes on so."""
+
+    def begin(store: Any) -> Weights:
+        worker = Worker(store, "adam", outer=NESTEROV, **options)
+        assert worker.local.resume(tmp_path / "saved") == 0
+        worker.train(0, at)
+        worker.local.save(tmp_path / "saved")
+        worker.train(at, STEPS)
+        return worker.weights()
+
+    def go_on(store: Any) -> Weights:
+        worker = Worker(store, "adam", outer=NESTEROV, **options)
+        assert worker.local.resume(tmp_path / "saved") == worker.local.rounds > 0
+        assert (worker.local.steps, worker.trainer.steps) == (at, at)
+        worker.train(at, STEPS)
+        return worker.weights()
+
+    def uninterrupted(store: Any) -> Weights:
+        worker = Worker(store, "adam", outer=NESTEROV, **options)
+        worker.train()
+        return worker.weights()
+
+    whole = mode.run(uninterrupted)
+    assert_same(mode.run(begin), whole)
+    assert_same(mode.run(go_on), whole)
+
+
+def test_another_number_of_workers_or_servers_begins_with_the_common_weights(tmp_path, capsys):
+    options = {"every": 4, "parts": 2, "delay": 2, "outer": NESTEROV}
+
+    def begin(store: Any) -> Weights:
+        worker = Worker(store, **options)
+        worker.train(0, 7)
+        worker.local.save(tmp_path / "saved")
+        return {name: one.data.copy() for name, one in worker.local.common.items()}
+
+    def go_on(store: Any) -> Weights:
+        worker = Worker(store, **options)
+        assert worker.local.resume(tmp_path / "saved") == 3
+        weights = worker.weights()
+        worker.train()
+        return weights
+
+    (common, *_), found = FOUR.run(begin), SERVED.run(go_on)
+    assert_same(found, [common, common])
+    assert "begin with none of it" in capsys.readouterr().err
+
+
+def test_another_number_of_parts_is_refused(tmp_path):
+    with kv.create("local") as store, kv.create("local") as other:
+        Worker(store, every=4, parts=2).local.save(tmp_path / "saved")
+        with pytest.raises(StatesFileError, match="saved with parts=2, and this run has parts=3"):
+            Worker(other, every=4, parts=3).local.resume(tmp_path / "saved")
+
+
+def test_a_run_that_a_signal_stops_is_resumed_where_it_was(tmp_path):
+    """The checkpoint is written within the exchange, before its result is in the parameters."""
+    options = {"every": 4, "parts": 2, "outer": NESTEROV}
+
+    def stopped(store: Any) -> None:
+        worker = Worker(store, **options)
+        worker.train(0, 5)
+        store.request_stop()
+        with pytest.raises(SystemExit):
+            worker.train(5, STEPS)
+        assert worker.local.steps in {6, 8}  # workers agree in one exchange, and stop after the next one
+
+    def go_on(store: Any) -> Weights:
+        worker = Worker(store, **options)
+        assert worker.local.resume() in {3, 4}
+        worker.train(worker.local.steps, STEPS)
+        return worker.weights()
+
+    for mode in (ONE_HOST, SERVED):
+        (file := tmp_path / "stopped").unlink(missing_ok=True)
+        mode.run(stopped, stop_file=str(file))
+        assert_same(mode.run(go_on, stop_file=str(file)), reference(mode.workers, nesterov, 4, parts=2))
+
+
+@on(Mode("dist_async", 2), Mode("dist_async", 2, 1))
+def test_workers_of_an_asynchronous_store_wait_for_nobody_and_saving_brings_what_others_have_moved(store, tmp_path):
+    params = {"a": Parameter(np.zeros(3)), "b": Parameter(np.zeros(2))}
+    local = mpikv.LocalUpdates(params, store, every=2, parts=2, delay=1)
+
+    def step() -> None:
+        for parameter in params.values():
+            parameter.data += 1.0
+        local.step()
+
+    def weights() -> list[list[float]]:
+        return [parameter.data.tolist() for parameter in params.values()]
+
+    if store.rank == 0:  # the other one makes no call meanwhile
+        for _ in range(3):
+            step()
+        # Of a 1 was pushed after the first step, of b 2 after the second one, both halved; what came since is added.
+        assert weights() == [[2.5] * 3, [2.0] * 2]
+    store.barrier()
+    local.save(tmp_path / "saved")
+    if store.rank == 0:
+        assert weights() == [[2.5] * 3, [2.0] * 2]
+    else:
+        assert weights() == [[1.5] * 3, [1.0] * 2]
+
+
+@on(ONE_HOST)
+def test_elastic_averaging_of_parts(store):
+    params = {"a": Parameter(np.zeros(3)), "b": Parameter(np.zeros(2))}
+    local = mpikv.LocalUpdates(params, store, every=2, parts=2, outer={"type": "easgd", "moving_rate": 0.5})
+    for i in range(2):
+        for parameter in params.values():
+            parameter.data += 1.0 + store.rank
+        assert local.step()
+        assert params["a"].data[0] == (1 + store.rank) * (0.75 + i)
+        assert local.common["a"].data[0] == 0.75
+    assert params["b"].data[0] == 2 * (1 + store.rank) * 0.75
+    assert local.common["b"].data[0] == 1.5
+
+
+@on(BY_MESSAGES, SERVED)
+def test_what_parts_push_may_be_compressed(mode):
+    """All that is pushed here has few digits, which fp16 keeps."""
+    options = {"parts": 2, "delay": 1}
+
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=4, compression={"type": "fp16", "force": True}, **options)
+        worker.train()
+        stats = store.stats()
+        assert 4 * stats["encoded_bytes"] == stats["encoded_from_bytes"] > 0
+        return worker.weights()
+
+    assert_same(mode.run(body), reference(mode.workers, mean, 4, **options))
+
+
+def test_parameters_are_dealt_out_by_size():
+    for parts, names in PARTS.items():
+        assert divide({name: 8 * int(np.prod(shape)) for name, shape in SHAPES.items()}, parts) == names
+    layers = {f"layer {i}": 4 for i in range(6)}
+    assert divide(layers, 2) == [["layer 0", "layer 2", "layer 4"], ["layer 1", "layer 3", "layer 5"]]
+    assert divide({"a": 0, "b": 0}, 2) == [["a"], ["b"]]
 
 
 def test_a_file_of_another_optimizer_is_refused(tmp_path):
@@ -187,6 +440,17 @@ def test_row_sparse_parameters_are_exchanged_whole_and_frozen_ones_not_at_all(st
         ({"every": 2, "optimizer": "sgd"}, TypeError, "optimizer is a torch.optim.Optimizer or None, or a Trainer"),
         ({"every": 2, "params": np.zeros(2)}, TypeError, "params is a torch.nn.Module, a dict or a list"),
         ({"every": 2, "params": [Parameter(np.zeros(2), devices=["cpu", "cpu"])]}, ValueError, "on several devices"),
+        ({"every": 2, "parts": 0}, ValueError, "parts must be at least 1"),
+        ({"every": 2, "parts": 2}, ValueError, "parts=2, and there are 1 parameters"),
+        ({"every": 2, "parts": 4}, ValueError, "every=2, parts=4, delay=0: each exchange has"),
+        ({"every": 5, "parts": 2, "delay": 3}, ValueError, "every=5, parts=2, delay=3: each exchange has"),
+        ({"every": 2, "delay": -1}, ValueError, "delay must be at least 0"),
+        ({"every": None, "parts": 2}, ValueError, "parts and delay need `every` to be a number"),
+        ({"every": lambda step: 4, "delay": 1}, ValueError, "parts and delay need `every` to be a number"),
+        ({"every": 2, "mixing": 1.5}, ValueError, "mixing must be at most 1"),
+        ({"every": 2, "mixing": "half"}, TypeError, "mixing is a number"),
+        ({"every": 2, "outer": "easgd", "delay": 1}, ValueError, "'easgd' has no delay and no mixing"),
+        ({"every": 2, "outer": "easgd", "mixing": 0.5}, ValueError, "'easgd' has no delay and no mixing"),
         ({"every": 2, "store": "local"}, TypeError, "store is a store, as kv.create makes one"),
     ],
 )
