@@ -153,6 +153,16 @@ class LocalUpdates:
         """The outer optimizer. Attributes that are changed on all workers, such as `learning_rate`, count at once."""
         return self._trainer.optimizer
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether all workers stop after the last exchange: see `Trainer.stop_requested`.
+
+        >>> local = mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2)
+        >>> local.stop_requested
+        False
+        """
+        return self._trainer.stop_requested
+
     def step(self) -> bool:
         """Count a step of this worker, and end the round if it is time. Returns whether a round has ended.
 
