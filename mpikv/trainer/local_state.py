@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import as_numpy
+from mpikv.arrays import as_numpy, tensors
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import StatesFileError
@@ -124,11 +124,11 @@ class _TorchsStates:
                     yield f"{GROUPS}{i}/{what}", value
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        from_numpy, found = sys.modules["torch"].from_numpy, self._optimizer.state_dict()
+        found = self._optimizer.state_dict()
         for name, value in state.items():
             if name.startswith(STATE):
                 _, i, what = name.split("/", 2)
-                found["state"].setdefault(int(i), {})[what] = from_numpy(np.array(value))
+                found["state"].setdefault(int(i), {})[what] = tensors.in_memory_of(np.array(value))[0]
             elif name.startswith(GROUPS):
                 _, i, what = name.split("/", 2)
                 found["param_groups"][int(i)][what] = value.item()

@@ -161,6 +161,29 @@ def test_a_run_that_is_resumed_goes_on_exactly(mode, at, options, tmp_path):
         assert all(map(np.array_equal, found, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_model_of_another_dtype_is_resumed_with_its_optimizer(dtype, tmp_path):
+    def train(first: int, last: int) -> list[list[float]]:
+        with kv.create("local") as store:
+            net = network(0).to(dtype)
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+            local = mt.LocalUpdates(net, store, every=4, delay=2, outer=NESTEROV, optimizer=optimizer)
+            local.resume(tmp_path / "saved")
+            for step in range(first, last):
+                x, y = batch(step, 0)
+                optimizer.zero_grad()
+                loss(net, (x.to(dtype), y)).backward()
+                optimizer.step()
+                local.step()
+            if last < STEPS:
+                local.save(tmp_path / "saved")
+            return [parameter.tolist() for parameter in net.parameters()]
+
+    whole = train(0, STEPS)
+    train(0, 5)
+    assert train(5, STEPS) == whole
+
+
 def test_another_number_of_workers_begins_with_the_common_weights(tmp_path, capsys):
     def begin(store: Any) -> list[np.ndarray]:
         net = network(store.rank)
