@@ -5,6 +5,7 @@
     mpirun -n 2 python examples/image_classification.py --epochs 10 --lr-steps 6,9
     mpirun -n 6 python examples/image_classification.py --num-servers 2 --optimizer sgd --lr 0.05
     mpirun -n 4 python examples/image_classification.py --kv-store dist_async --dataset fashion-mnist --model lenet
+    mpirun -n 4 python examples/image_classification.py --local 8 --outer nesterov
 
 Batches. Each step takes the next --batch-size images of every worker, from one random order of all images. What is left
 at the end of an epoch and makes no whole step is left out, other images in every epoch. A step's gradient is the mean
@@ -17,9 +18,14 @@ part of the batch: no messages; parts of less than 16 images cost accuracy (Y. W
 evaluation, and in what --save writes, all workers take those of worker 0's first device. With dist_async, where nobody
 waits, worker 0 evaluates alone, with its own.
 
+Seldom. With --local H every worker makes its steps by itself, with an optimizer and batches of its own, and all make
+their weights one every H steps and before each evaluation, by --outer (docs/local-training.md). --gc-type compresses
+what a worker has moved since then. The last line has accuracy, seconds and megabytes, with --local and without.
+
 Saving. --save writes weights, running means, the optimizer's states and the place in the data into one file after every
 epoch, whole or not at all; --resume goes on from there as if nothing had happened, bit for bit with as many workers and
-devices (and a synchronous store), and also with others; but what workers keep (--gc-momentum) begins anew.
+devices (and a synchronous store), and also with others; but what workers keep (--gc-momentum) begins anew, and with
+--local the count of epochs, too.
 MPIKV_STOP_SIGNALS=TERM makes a signal end the run after the step in which it comes, saved in --save's file, or in
 MPIKV_STOP_FILE=FILE, from which the next run goes on by itself.
 
@@ -48,11 +54,12 @@ from torch import nn
 from torch_networks import NETWORKS
 from usage import Parser
 
-from mpikv import KVStore, MpikvError, Trainer, kv, optimizers
+from mpikv import KVStore, LocalUpdates, MpikvError, Trainer, kv, optimizers
 from mpikv.common.progress import Progress
 from mpikv.data import SplitSampler, split_and_load
 
 DATASETS = {"cifar10": image_sets.cifar10, "fashion-mnist": image_sets.fashion_mnist}
+OUTER = ("mean", "nesterov", "slowmo")
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
 EVALUATION_BATCH = 250  # images at once: the activations of resnet18-large then take 0.3 GB
 
@@ -71,6 +78,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num-examples", type=int, help="train on the first N images only")
     names = optimizers.names()
     add("--optimizer", choices=names, default="adam", metavar="NAME", help=f"one of {', '.join(names)} (adam)")
+    add("--local", type=int, metavar="H", help="workers train by themselves, and make their weights one every H steps")
+    add("--outer", choices=OUTER, default="mean", help="with --local: what makes the common weights (mean)")
     add("--lr", type=float, help="learning rate (0.001; optimizers with momentum 0.05)")
     add("--lr-steps", default="", help="epochs after which --lr-factor multiplies the rate, as in 6,9 or 0.75")
     add("--lr-factor", type=float, default=0.1, help="(0.1)")
@@ -98,11 +107,15 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--lr-steps and --gpus are numbers with commas between them ({error})")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         parser.error("--tensorboard needs TensorBoard: pip install tensorboard")
+    if options.local and options.gc_momentum:
+        parser.error("--gc-momentum: with --local each worker has an optimizer of its own anyway")
+    if options.local and (options.compression or {}).get("type") in {"1bit", "2bit"} and options.gc_threshold is None:
+        parser.error("--local pushes what weights have moved: --gc-threshold must say how far, such as 0.01")
     if options.gpus == "auto" and not torch.cuda.is_available():
         parser.error("--gpus: PyTorch sees no GPU here")
     if gpus and max(gpus) >= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: PyTorch sees {torch.cuda.device_count()} GPUs here, from 0")
-    for name in ("batch_size", "epochs", "max_steps", "num_examples", "num_devices"):
+    for name in ("batch_size", "epochs", "max_steps", "num_examples", "num_devices", "local"):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -127,13 +140,17 @@ def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
 
 @dataclass
 class Run:
-    """A training. nets: replicas of the model, one per device; the trainer's is the first. writer: to TensorBoard."""
+    """A training. nets: replicas of the model, one per device; the trainer's is the first. writer: to TensorBoard.
+
+    local: with --local; the trainer is then this worker's own.
+    """
 
     options: argparse.Namespace
     store: KVStore
     images: ImageSet
     nets: list[nn.Module]
     trainer: Trainer
+    local: LocalUpdates | None = None
     memory: compressed.Memory | None = None
     writer: Any = None
 
@@ -145,6 +162,11 @@ class Run:
     def together(self) -> int:
         """Images of all workers in a step."""
         return int(self.options.batch_size * self.store.num_workers)
+
+    @property
+    def shared(self) -> Trainer | LocalUpdates:
+        """What exchanges with the other workers, saves and resumes."""
+        return self.trainer if self.local is None else self.local
 
     def split(self, array: np.ndarray) -> list[torch.Tensor]:
         """A part of a batch for each device. Cut on the host, so that PyTorch alone brings it to a GPU."""
@@ -210,10 +232,12 @@ class Run:
                 with self.store.span("forward, backward"):  # shown by `mpikv trace`
                     loss += self.gradients(x, y)
                 trainer.step(self.together)
+                if self.local is not None:
+                    self.local.step()
                 self.spread()
                 done += self.together
                 progress.update(self.together, loss=loss * self.store.num_workers / done)
-                if trainer.stop_requested:
+                if self.shared.stop_requested:
                     break
         return loss * self.store.num_workers / max(done, 1), done / (time.perf_counter() - start_s)
 
@@ -224,11 +248,14 @@ class Run:
         weights of the moment, as the others have no reason to wait.
         """
         n = len(self.images.test)
-        if self.asynchronous:
+        if self.local is not None:
+            self.local.exchange()
+        elif self.asynchronous:
             self.trainer.pull_weights()
-            self.spread()
+        self.spread()
+        if self.asynchronous:
             return self.count_correct(np.arange(n)) / n if self.store.rank == 0 else 0.0
-        self.trainer.sync_buffers()
+        self.shared.sync_buffers()
         part = SplitSampler.for_store(n, self.store, shuffle=False, last="uneven").indices()
         correct = np.array([self.count_correct(part)])
         self.store.pushpull("correct", correct)
@@ -256,7 +283,7 @@ class Run:
                 break
             loss, speed = self.epoch(epoch, start)
             start = 0
-            if trainer.stop_requested:
+            if self.shared.stop_requested:
                 self.save()
                 return None
             if trainer.steps != options.max_steps:
@@ -282,7 +309,7 @@ class Run:
     def save(self) -> None:
         """Collective."""
         if self.options.save:
-            self.trainer.save(self.options.save)
+            self.shared.save(self.options.save)
 
 
 def end_if_wrong(store: KVStore, what: str, error: Exception | None) -> None:
@@ -324,19 +351,27 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     net = NETWORKS[options.model](images.channels, 10).to(options.devices[0])
     store.init("correct", np.zeros(1, dtype=np.int64))
     params = optimizer_params(options)
-    optimizer, memory = compressed.on_workers(options, params, 1)
-    trainer = Trainer(net, optimizer, params, store, options.compression, worker_state=memory)
+    optimizer, memory, local = options.optimizer, None, None
+    if options.local:
+        params["rescale_grad"] = store.num_workers  # a step divides by the images of all workers, and is of one here
+        trainer = Trainer(net, optimizer, params, None)
+        how = {"every": options.local, "outer": options.outer, "compression": options.compression}
+        local = LocalUpdates(net, store, optimizer=trainer, **how)
+    else:
+        optimizer, memory = compressed.on_workers(options, params, 1)
+        trainer = Trainer(net, optimizer, params, store, options.compression, worker_state=memory)
+    shared = trainer if local is None else local
     problem: Exception | None = None
     try:
-        if options.resume and trainer.resume(options.resume) == 0:
+        if options.resume and shared.resume(options.resume) == 0:
             problem = FileNotFoundError(f"--resume {options.resume}: there is no such file")
     except (OSError, MpikvError) as error:
         problem = error
     end_if_wrong(store, "checkpoint", problem)
-    trainer.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
+    shared.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
     replicas = [copy.deepcopy(net).to(device) for device in options.devices[1:]]
     writer = summary_writer(options.tensorboard) if options.tensorboard and store.rank == 0 else None
-    return Run(options, store, images, [net, *replicas], trainer, memory, writer)
+    return Run(options, store, images, [net, *replicas], trainer, local, memory, writer)
 
 
 def main() -> None:
@@ -354,7 +389,8 @@ def main() -> None:
         if store.rank == 0:
             what = "stopped" if result is None else f"accuracy {result:.4f}"
             compressed.print_saving(store)
-            print(f"{what} after {run.trainer.steps} steps in {time_s:.1f} s", flush=True)
+            sent = f"worker 0 has sent {store.stats()['bytes_sent'] / 1e6:.1f} MB"
+            print(f"{what} after {run.trainer.steps} steps in {time_s:.1f} s, {sent}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
     python examples/word_vectors.py --text FILE
     mpikv launch -n 4 -s 0 python examples/word_vectors.py --text FILE
     mpikv launch -n 4 -s 1 python examples/word_vectors.py --text FILE --dense
+    mpikv launch -n 4 -s 0 python examples/word_vectors.py --text FILE --local 32
 
 A word has two vectors, rows of two tables: one for the middle of a window, one for its surroundings. In a step each
 worker takes one piece of the text, pulls the rows of its words, and pushes the gradients of these rows. Pieces that
 do not divide among the workers are left out of an epoch. With `--dense` the tables are dense keys, of which whole
-values are pulled and pushed: the same arithmetic with many more bytes.
+values are pulled and pushed: the same arithmetic with many more bytes. With `--local H` each worker keeps both tables
+for itself and makes its steps alone; every H steps, and after an epoch, all that the workers have moved is added up, or
+becomes what `--outer` makes of its mean.
 
 Frequent words are left out at random, and each piece has its own negatives, which all its words share: as few rows as
 a piece has words. Sources: T. Mikolov et al., "Distributed representations of words and phrases", NIPS 2013; S. Ji et
@@ -27,7 +30,7 @@ import numpy as np
 from fetched import ROOT
 from usage import Parser
 
-from mpikv import KVStore, MpikvError, RowSparse, SplitSampler, kv, optimizers
+from mpikv import KVStore, LocalUpdates, MpikvError, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
 from mpikv.common.progress import Progress
 
 BIBLE = ROOT / "data/bible.txt"
@@ -40,6 +43,8 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="plain text in UTF-8 (data/bible.txt of the clone)")
     add("--dense", action="store_true", help="dense keys in the place of row-sparse ones")
+    add("--local", type=int, metavar="H", help="workers train by themselves, and exchange both tables every H steps")
+    add("--outer", choices=("sum", "mean", "nesterov", "slowmo"), default="sum", help="with --local (sum)")
     add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
     add("--optimizer", choices=("sgd", "adagrad"), default="adagrad", help="(adagrad)")
     add("--lr", type=float, help="learning rate (adagrad 0.1, sgd 0.025)")
@@ -52,9 +57,11 @@ def arguments() -> argparse.Namespace:
     add("--sample", type=float, default=1e-3, help="words more frequent than this share are thinned out (0.001)")
     add("--seed", type=int, default=0, help="of all that is drawn (0)")
     options = parser.parse_args()
-    for name in ("num_epochs", "dim", "piece", "window", "negatives", "min_count"):
-        if getattr(options, name) < 1:
+    for name in ("num_epochs", "dim", "piece", "window", "negatives", "min_count", "local"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.local and options.dense:
+        parser.error("--dense: with --local the tables are dense anyway, and are exchanged whole")
     return options
 
 
@@ -107,6 +114,23 @@ class Table:
         self.store.push(self.key, rows.to_dense() if self.dense else rows)
 
 
+class OwnTable:
+    """The same for a worker that trains by itself: a parameter, and the gradients of a step's words."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.parameter = Parameter(first.copy())
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return the vectors of these words as this worker has them."""
+        found: np.ndarray = self.parameter.data[ids]
+        return found
+
+    def push(self, ids: np.ndarray, gradients: np.ndarray) -> None:
+        """Let these be all gradients of the step."""
+        self.parameter.zero_grad()
+        np.add.at(self.parameter.grad, ids, gradients)
+
+
 def softplus(x: np.ndarray) -> np.ndarray:
     """log(1 + exp(x)): the loss of a pair whose score is -x."""
     return np.logaddexp(0, x)
@@ -140,10 +164,20 @@ class Training:
     def __post_init__(self) -> None:
         n, dim = len(self.text.words), self.options.dim
         first = (np.random.default_rng(self.options.seed).random((n, dim), np.float32) - 0.5) / dim
-        self.middle = Table(self.store, "middle", first, dense=self.options.dense)
-        self.around = Table(self.store, "around", np.zeros_like(first), dense=self.options.dense)
-        lr = self.options.lr or {"sgd": 0.025, "adagrad": 0.1}[self.options.optimizer]
-        self.store.set_optimizer(optimizers.create(self.options.optimizer, learning_rate=lr))
+        options, lr = self.options, self.options.lr or {"sgd": 0.025, "adagrad": 0.1}[self.options.optimizer]
+        self.trainer: Trainer | None = None  # this worker's own, with --local
+        if options.local:
+            self.middle, self.around = OwnTable(first), OwnTable(np.zeros_like(first))
+            params = {"middle": self.middle.parameter, "around": self.around.parameter}
+            self.trainer = Trainer(params, options.optimizer, {"learning_rate": lr}, kvstore=None)
+            # Most words are in the pieces of one worker alone: by the mean they would move a part of the way.
+            summed = {"type": "mean", "learning_rate": float(self.store.num_workers)}
+            outer = summed if options.outer == "sum" else options.outer
+            self.local = LocalUpdates(params, self.store, every=options.local, outer=outer)
+        else:
+            self.middle = Table(self.store, "middle", first, dense=options.dense)
+            self.around = Table(self.store, "around", np.zeros_like(first), dense=options.dense)
+            self.store.set_optimizer(optimizers.create(options.optimizer, learning_rate=lr))
         self.chances = self.text.counts**0.75 / (self.text.counts**0.75).sum()
 
     def step(self, words: np.ndarray, random: np.random.Generator) -> tuple[float, float]:
@@ -158,6 +192,9 @@ class Training:
         loss, *gradients = loss_and_gradients(middle, around[: words.size], around[words.size :], near)
         self.middle.push(words, gradients[0])
         self.around.push(both, np.concatenate(gradients[1:]))
+        if self.trainer is not None:
+            self.trainer.step()
+            self.local.step()
         self.steps += 1
         return loss, float(near.sum())
 
@@ -176,6 +213,8 @@ class Training:
             for piece in sampler.indices():
                 sums += self.step(pieces[piece], random)
                 progress.update(1, loss=sums[0] / max(sums[1], 1))
+        if self.trainer is not None:
+            self.local.exchange()
         return float(sums[0] / max(sums[1], 1))
 
     def print_nearest(self) -> None:
@@ -205,7 +244,8 @@ def main() -> None:
         if store.rank == 0:
             training.print_nearest()
             print(f"worker 0 has sent {sent / 1e6:.2f} MB; the whole tables in each step are {tables / 1e6:.2f} MB")
-            print(f"{training.steps} steps in {time.perf_counter() - start_s:.1f} s", flush=True)
+            what = f"loss {loss:.4f} after {training.steps} steps in {time.perf_counter() - start_s:.1f} s"
+            print(f"{what}, worker 0 has sent {sent / 1e6:.2f} MB", flush=True)
 
 
 if __name__ == "__main__":

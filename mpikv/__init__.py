@@ -30,6 +30,7 @@ from mpikv.errors import (
     UnsupportedError,
 )
 from mpikv.kv import KVStore, create
+from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import Parameter
 from mpikv.trainer.trainer import Trainer
 
@@ -39,6 +40,7 @@ __all__ = [
     "KVStore",
     "KeyExists",
     "KeyNotInitialized",
+    "LocalUpdates",
     "MpikvError",
     "Parameter",
     "PeerError",

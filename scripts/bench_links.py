@@ -205,7 +205,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
     from mpikv.commands.models import shapes  # noqa: PLC0415
 
     for n_mib in options.mib.split(",") if options.mib else ():
-        yield f"{n_mib} MiB", [int(n_mib) << 18]
+        yield f"{n_mib} MiB", [round(float(n_mib) * (1 << 18))]
     if options.model:
         yield options.model, [math.prod(shape) for shape in shapes(options.model)][::-1]
     if options.keys:

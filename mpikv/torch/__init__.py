@@ -36,7 +36,7 @@ from mpikv.torch.default import (
     shutdown,
     size,
 )
-from mpikv.torch.local_updates import LocalUpdates
+from mpikv.torch.local_updates import ModelUpdates as LocalUpdates
 from mpikv.torch.model import DistributedModel
 from mpikv.torch.optimizer import DistributedOptimizer
 from mpikv.torch.states import broadcast_object, broadcast_optimizer_state, broadcast_parameters

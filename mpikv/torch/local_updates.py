@@ -1,68 +1,23 @@
-"""Training that seldom talks: workers make steps by themselves, and then agree on weights by what each has moved.
-
-    local = LocalUpdates(net, store, every=8, outer={"type": "nesterov", "learning_rate": 0.7, "momentum": 0.9})
-    ...
-    optimizer.step()
-    local.step()                         # after every 8 steps all workers have the same weights again
-
-What a worker has moved since the last round, `old - new`, is pushed as if it were a gradient; the store's *outer*
-optimizer makes the next common weights of the mean. With SGD and a rate of 1 that is the mean of the workers' weights
-("mean": local SGD; Lin et al. 2020, arXiv:1808.07217, from some step on: post-local SGD). With Nesterov momentum it is
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with plain momentum SlowMo (Wang et al. 2020, arXiv:1910.00643) for an
-inner rate that does not change. With elastic averaging (Zhang et al. 2015, arXiv:1412.6651) a worker keeps its weights,
-and they and the common ones come nearer to each other by a part of their difference.
-
-Cost: one exchange of all weights each round. Memory: a copy of the model with its gradients, on each worker.
-"""
+"""`mpikv.LocalUpdates` for a model of PyTorch, with the default store where none is given."""
 
 from __future__ import annotations
 
-import copy
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mpikv import optimizers
 from mpikv.common import checks
-from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
 from mpikv.torch.default import calls_of
-from mpikv.torch.local_state import LocalState
-from mpikv.torch.states import broadcast_parameters
-from mpikv.trainer.trainer import Trainer
-
-# By the name of `type`: the store's optimizer, and its arguments where they are not given.
-OUTER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "mean": ("sgd", {"learning_rate": 1.0}),
-    "nesterov": ("nag", {"learning_rate": 0.7, "momentum": 0.9}),  # DiLoCo's, section 3.1
-    "slowmo": ("sgd", {"learning_rate": 1.0, "momentum": 0.5}),
-    "easgd": ("sgd", {"learning_rate": 1.0}),
-}
-MOVING_RATE = 0.9  # of elastic averaging, over all workers: section 5 of the paper
+from mpikv.trainer.local_updates import LocalUpdates
 
 
-class LocalUpdates:
-    """Lets each worker train a model by itself, and makes the workers' models one from time to time.
+class ModelUpdates(LocalUpdates):
+    """`mpikv.LocalUpdates` for a torch.nn.Module, where its options and calls stand.
 
-    model: a torch.nn.Module; worker 0's weights and buffers are everybody's afterwards. Only parameters that need
-    gradients are exchanged; buffers, such as statistics of a batch normalisation, stay each worker's own, but for
-    `sync_buffers`. store: `dist_sync`, `dist_async` or `local`; None: the default one, as in `mt.init`.
-
-    every: after how many steps a round ends; or a function that gets the number of steps made and returns that, the
-    same on all workers (`lambda step: 1 if step < 1000 else 8`: post-local SGD); or None: a round ends where the
-    program calls `exchange`, after any number of steps on each worker, by which their parts are weighed.
-
-    outer: 'mean', 'nesterov', 'slowmo', 'easgd' or a dict with such a `type` and its arguments; or an optimizer as
-    `optimizers.create` takes one, to which the mean of what workers have moved is the gradient. 'easgd', made for
-    `dist_async`, has `moving_rate` (0.9): each round moves a worker and the common weights towards each other by
-    moving_rate / number of workers of their difference; `common` has the weights to evaluate.
-
-    optimizer: the worker's own, whose state `save` includes. compression: as in `set_gradient_compression`, for what is
-    pushed.
-
-    Collective, blocks. Raises TypeError or ValueError for wrong arguments; what `Trainer` raises.
+    store: None: the default one, as in `mt.init`. Collective, blocks. Raises TypeError for what is no module; what
+    `mpikv.LocalUpdates` raises.
 
     >>> net = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -82,161 +37,8 @@ class LocalUpdates:
         store: KVStore | None = None,
         *,
         every: int | Callable[[int], int] | None,
-        outer: Any = "mean",
-        optimizer: torch.optim.Optimizer | None = None,
-        compression: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise checks.wrong("LocalUpdates: model", "a torch.nn.Module", model)
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise checks.wrong("LocalUpdates: optimizer", "a torch.optim.Optimizer or None", optimizer)
-        if every is not None and not callable(every):
-            checks.whole("every", every, 1)
-        self._every = every
-        self._state = LocalState(model, optimizer)
-        made, rate = _outer(outer)
-        self._store = calls_of(None).store if store is None else store
-        self._elastic = rate / self._store.num_workers  # 0: workers get the common weights
-        # With the weights of the last round; their gradients are what this worker has moved since.
-        self.common = copy.deepcopy(model)
-        self._trainer = Trainer(
-            self.common,
-            made,
-            kvstore=self._store,
-            compression_params=compression,
-            worker_state=self._state,
-        )
-        model.load_state_dict(self.common.state_dict())
-        theirs = dict(self.common.named_parameters())
-        self._pairs = [(theirs[name], own) for name, own in model.named_parameters() if own.requires_grad]
-        for shared, _ in self._pairs:
-            if shared.grad is None:
-                shared.grad = torch.zeros_like(shared)
-
-    @property
-    def steps(self) -> int:
-        """The steps that this worker has made, those of earlier runs among them.
-
-        >>> local = mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=2)
-        >>> [local.step() for _ in range(3)], local.steps
-        ([False, True, False], 3)
-        """
-        return self._state.steps
-
-    @property
-    def rounds(self) -> int:
-        """The rounds that have ended."""
-        return self._trainer.steps
-
-    @property
-    def optimizer(self) -> Any:
-        """The outer optimizer. Attributes that are changed on all workers, such as `learning_rate`, count at once."""
-        return self._trainer.optimizer
-
-    def step(self) -> bool:
-        """Count a step of this worker, and end the round if it is time. Returns whether a round has ended.
-
-        Call it after each step of the worker's own optimizer. Collective where a round ends, and then blocks in a
-        synchronous store until all workers have come; the model has the next common weights afterwards. Raises
-        ValueError where `every` returns no number of steps, and what `Trainer.step` raises.
-        """
-        self._state.count()
-        if self._every is None:
-            return False
-        every = self._every
-        if callable(every):
-            every = checks.whole("every: what it returns", every(self._state.steps), 1)
-        if self._state.since < every:
-            return False
-        self._exchange(None)
-        return True
-
-    def exchange(self) -> None:
-        """End the round now, whatever `every` says, as before an evaluation. Collective, blocks.
-
-        Does nothing right after a round. With every=None each worker's part has the weight of the steps that it has
-        made since the last round, and a worker that has made none gets MpikvError.
-
-        >>> local = mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=100)
-        >>> _ = local.step()
-        >>> local.exchange()
-        >>> local.rounds
-        1
-        """
-        if self._every is not None:
-            if self._state.since:
-                self._exchange(None)
-            return
-        if not self._state.since:
-            raise MpikvError("exchange: this worker has made no step since the last round")
-        self._exchange(float(self._state.since))
-
-    def _exchange(self, examples: float | None) -> None:
-        with torch.no_grad():
-            if self._elastic:
-                self._trainer.pull_weights()
-            for shared, own in self._pairs:
-                torch.sub(shared, own, out=shared.grad)
-                if self._elastic:
-                    own.add_(shared.grad, alpha=self._elastic)
-                    shared.grad.mul_(self._elastic * self._store.num_workers)  # of which the mean is taken
-            self._trainer.step(examples=examples)
-            if not self._elastic:
-                self._take()
-        self._state.begin_round()
-
-    def _take(self) -> None:
-        """Let the model have the common weights."""
-        with torch.no_grad():
-            for shared, own in self._pairs:
-                own.copy_(shared)
-
-    def sync_buffers(self) -> None:
-        """Write worker 0's buffers into every worker's model, as before an evaluation by all. Collective, blocks.
-
-        Raises UnsupportedError for `dist_async`.
-
-        >>> mt.LocalUpdates(torch.nn.BatchNorm1d(2), kv.create('local'), every=2).sync_buffers()
-        """
-        broadcast_parameters(dict(self._state.model.named_buffers()), store=self._store)
-
-    # --- files
-
-    def save(self, fname: str | os.PathLike[str]) -> None:
-        """Write all into one file: common weights, the outer optimizer's states, each worker's model and optimizer.
-
-        Also in the middle of a round. Collective, blocks; worker 0 writes. Raises what `Trainer.save` raises.
-
-        >>> mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=2).save('saved')
-        """
-        self._trainer.save(fname)
-
-    def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
-        """Continue from a file of `save`; returns the number of rounds, 0 where there is no such file.
-
-        As many workers go on exactly where they were. With another number of them each begins a round with the common
-        weights and its own optimizer as it is, and worker 0 prints that. Collective, blocks; before the first step.
-
-        >>> mt.LocalUpdates(torch.nn.Linear(2, 1), kv.create('local'), every=2).resume('no such file')
-        0
-        """
-        self._state.restored = False
-        rounds = self._trainer.resume(fname)
-        if rounds and not self._state.restored:
-            self._take()
-        return rounds
-
-
-def _outer(outer: Any) -> tuple[optimizers.Optimizer, float]:
-    """The store's optimizer for what the user has given, and the moving rate of elastic averaging, else 0."""
-    if isinstance(outer, str) and outer in OUTER:
-        outer = {"type": outer}
-    if not isinstance(outer, Mapping):
-        return optimizers.create(outer), 0.0
-    arguments = checks.options("outer", outer)
-    kind = checks.one_of("outer: type", arguments.pop("type", None), [*OUTER])
-    rate = arguments.pop("moving_rate", MOVING_RATE) if kind == "easgd" else 0.0
-    if kind == "easgd" and not 0 < checks.number("outer: moving_rate", rate) <= 1:
-        raise ValueError(f"outer: moving_rate must be above 0 and at most 1, not {rate:g}")
-    name, defaults = OUTER[kind]
-    return optimizers.create(name, **{**defaults, **arguments}), rate
+        super().__init__(model, calls_of(None).store if store is None else store, every=every, **options)

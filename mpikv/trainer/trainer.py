@@ -141,7 +141,7 @@ class Trainer(TrainerFiles):
         elif self._store is not None:
             # A backward pass computes the gradients of the last parameters first.
             self._bucketed = list(reversed(dense))
-            self._buckets = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
+            self._buckets = self._bucket(self._store, self._bucketed)
         devices = len(list_data(self._params[self._trained[0]]))
         self._shares = Shares(self._store, f"examples of trainer{self._number}", devices, self._optimizer)
         self._overlap = Overlap(self._tensors if overlap else {}, self._gradient_ready)
@@ -498,7 +498,7 @@ class Trainer(TrainerFiles):
                 "optimizer: make a new Trainer"
             )
         for name, parameter in self._params.items():
-            if parameters.is_frozen(parameter):
+            if self._is_frozen(name):
                 continue
             if name in self._pushed:
                 result[name] = self._pushed[name].replicas

@@ -17,6 +17,7 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.create.worker_device import spaces_for
 from mpikv.kvstore import KVStore
+from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
 from mpikv.trainer.own_updates import OwnUpdates
@@ -174,6 +175,10 @@ class TrainedWeights:
     def _priority(self, name: str) -> int:
         """Return the priority of a parameter: the next forward pass needs the first parameters first."""
         return -self._order[name]
+
+    def _bucket(self, store: KVStore, names: Sequence[str]) -> BucketedKeys | None:
+        """Let these parameters share messages, in this order."""
+        return store.strategy.bucket([self._keys[name] for name in names])
 
     def _is_frozen(self, name: str) -> bool:
         return parameters.is_frozen(self._params[name])

@@ -152,6 +152,25 @@ def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: in
     assert rows[1] < rows[0] * 0.95
 
 
+@pytest.mark.parametrize("n", [None, job(3)])
+def test_word_vectors_of_workers_that_train_by_themselves(n: int | None) -> None:
+    """They learn; three workers send two tables of the text's words, there and back, in each of a few rounds."""
+    text = EXAMPLES.parent / "CHANGELOG.md"
+    common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
+    sent = []
+    for every in (16, 1_000_000):
+        output = run("word_vectors.py", *common, "--local", every, n=n)
+        first, second = (float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE))
+        assert second < first * 0.99
+        last = re.fullmatch(
+            r"loss (\d\.\d{4}) after \d+ steps in \d+\.\d s, worker 0 has sent (\d+\.\d\d) MB", output.splitlines()[-1]
+        )
+        assert last, output
+        assert float(last[1]) == second
+        sent.append(float(last[2]))
+    assert n is None or sent[0] >= sent[1]
+
+
 def test_word_vectors_say_how_to_get_a_text(tmp_path: Path) -> None:
     line = [sys.executable, str(EXAMPLES / "word_vectors.py"), "--text", str(tmp_path / "none")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -208,11 +227,24 @@ def test_image_classification(tmp_path: Path) -> None:
     output = run("image_classification.py", *common, "--epochs", 1, n=2).splitlines()
     assert output[0] == f"data: CIFAR-10, 40 training and 20 test images from {data}"
     assert re.fullmatch(r"epoch 1/1: loss \d+\.\d{4}, test accuracy \d\.\d{4}, \d+ images/s", output[1])
-    assert re.fullmatch(r"accuracy \d\.\d{4} after 2 steps in \d+\.\d s", output[2])
+    assert re.fullmatch(r"accuracy \d\.\d{4} after 2 steps in \d+\.\d s, worker 0 has sent \d+\.\d MB", output[2])
     more = ["--epochs", 2, "--resume", tmp_path / "run", "--num-servers", 1, "--kv-store", "dist_async"]
     again = run("image_classification.py", *common, *more, n=3).splitlines()
     assert [line.split(":")[0] for line in again[1:-1]] == ["epoch 2/2"]
     assert "after 4 steps" in again[-1]
+
+
+@pytest.mark.thorough
+@pytest.mark.whole_job
+def test_image_classification_by_workers_that_train_by_themselves(tmp_path: Path) -> None:
+    """Saved after an epoch of 2 steps, of which no round has ended but for the evaluation; then on."""
+    frameworks.need("torch")
+    data = cifar_files.write(tmp_path / "cifar", train=40)
+    common = ["--data-dir", data, "--model", "lenet", "--batch-size", 8, "--local", 3, "--outer", "nesterov"]
+    run("image_classification.py", *common, "--epochs", 1, "--save", tmp_path / "run", n=2)
+    output = run("image_classification.py", *common, "--epochs", 2, "--resume", tmp_path / "run", n=2).splitlines()
+    assert re.fullmatch(r"epoch 2/2: loss \d+\.\d{4}, test accuracy \d\.\d{4}, \d+ images/s", output[1])
+    assert re.fullmatch(r"accuracy \d\.\d{4} after 4 steps in \d+\.\d s, worker 0 has sent \d+\.\d MB", output[2])
 
 
 @pytest.mark.thorough

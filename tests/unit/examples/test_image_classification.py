@@ -223,6 +223,27 @@ def test_devices_servers_and_workers_do_not_change_what_is_learned(kind: str, nu
     assert distance(found[0][3], alone[0][3]) < 1e-4
 
 
+@pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 0), ("dist_sync", 1), ("dist_async", 0)])
+def test_workers_that_train_by_themselves(kind: str, num_servers: int, data: Path, tmp_path: Path) -> None:
+    """They learn, and end with the same weights; a run that is resumed goes on exactly."""
+    line = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.01, "--local", 2, "--num-devices", 2]
+    found = train(data, 2, *line, "--epochs", 8, kind=kind, num_servers=num_servers)
+    assert found[0][0] is not None
+    assert found[0][0] > 0.4  # guessing gives 0.1
+    for _, steps, examples, _ in found:
+        assert (steps, examples) == (8 * 5, 8 * 80)
+    if kind == "dist_async":
+        return
+    assert same(found[0][3], found[1][3])
+    for more in ([], ["--gc-type", "fp16", "--gc-force", "--outer", "nesterov"]):
+        whole = train(data, 2, *line, *more, "--epochs", 3, num_servers=num_servers)
+        train(data, 2, *line, *more, "--epochs", 1, "--save", tmp_path / "run", num_servers=num_servers)
+        resumed = train(data, 2, *line, *more, "--epochs", 3, "--resume", tmp_path / "run", num_servers=num_servers)
+        for (*_, state), (_, steps, examples, other) in zip(whole, resumed, strict=True):
+            assert (steps, examples) == (3 * 5, 3 * 80)
+            assert same(state, other)
+
+
 @pytest.mark.parametrize("num_servers", [0, 1])
 def test_asynchronous_training(num_servers: int, data: Path, tmp_path: Path) -> None:
     line = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.005, "--save", tmp_path / "run"]
@@ -259,6 +280,9 @@ def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: p
     for line, words in (
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--batch-size", "2", "--num-devices", "3"], "less than the number of devices, 3"),
+        (["--local", "0"], "--local must be at least 1"),
+        (["--local", "2", "--gc-type", "2bit"], "--gc-threshold must say how far"),
+        (["--local", "2", "--gc-momentum", "worker"], "with --local each worker has an optimizer of its own"),
         (["--lr-steps", "1,x"], "numbers with commas between them"),
         (["--gpus", "99"], "PyTorch sees"),
         (["--gpus", "1,a"], "numbers with commas between them"),

@@ -77,7 +77,7 @@ def train(store: Any, steps: int = STEPS, **options: Any) -> tuple[list[np.ndarr
         own_step(net, optimizer, store.rank, step)
         ended.append(local.step())
     assert local.steps == steps
-    assert local.rounds == sum(ended)
+    assert local.rounds == sum(ended) + (options.get("delay", 0) > 0)  # the last one has begun
     return weights(net), ended
 
 
@@ -136,12 +136,16 @@ def test_who_makes_fewer_steps_has_less_weight(mode):
 
 
 @on(MESSAGES, SERVED, Mode("local", 1))
-@pytest.mark.parametrize("at", [6, 7], ids=["at a round's end", "in the middle of a round"])
-def test_a_run_that_is_resumed_goes_on_exactly(mode, at, tmp_path):
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [(6, {}), (7, {}), (7, {"delay": 2})],
+    ids=["at a round's end", "in the middle of a round", "with an exchange under way"],
+)
+def test_a_run_that_is_resumed_goes_on_exactly(mode, at, options, tmp_path):
     def body(store: Any, first: int, last: int) -> list[np.ndarray]:
         net = network(store.rank)
         optimizer = own_optimizer(net)
-        local = mt.LocalUpdates(net, store, every=3, outer=NESTEROV, optimizer=optimizer)
+        local = mt.LocalUpdates(net, store, every=3, outer=NESTEROV, optimizer=optimizer, **options)
         assert local.resume(tmp_path / "saved") == (first // 3)
         assert local.steps == first
         for step in range(first, last):
@@ -151,10 +155,33 @@ def test_a_run_that_is_resumed_goes_on_exactly(mode, at, tmp_path):
             local.save(tmp_path / "saved")
         return weights(net)
 
-    whole = mode.run(lambda store: train(store, every=3, outer=NESTEROV)[0])
+    whole = mode.run(lambda store: train(store, every=3, outer=NESTEROV, **options)[0])
     mode.run(lambda store: body(store, 0, at))
     for found, expected in zip(mode.run(lambda store: body(store, at, STEPS)), whole, strict=True):
         assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_model_of_another_dtype_is_resumed_with_its_optimizer(dtype, tmp_path):
+    def train(first: int, last: int) -> list[list[float]]:
+        with kv.create("local") as store:
+            net = network(0).to(dtype)
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+            local = mt.LocalUpdates(net, store, every=4, delay=2, outer=NESTEROV, optimizer=optimizer)
+            local.resume(tmp_path / "saved")
+            for step in range(first, last):
+                x, y = batch(step, 0)
+                optimizer.zero_grad()
+                loss(net, (x.to(dtype), y)).backward()
+                optimizer.step()
+                local.step()
+            if last < STEPS:
+                local.save(tmp_path / "saved")
+            return [parameter.tolist() for parameter in net.parameters()]
+
+    whole = train(0, STEPS)
+    train(0, 5)
+    assert train(5, STEPS) == whole
 
 
 def test_another_number_of_workers_begins_with_the_common_weights(tmp_path, capsys):
@@ -175,6 +202,23 @@ def test_another_number_of_workers_begins_with_the_common_weights(tmp_path, caps
     (common, *_), found = MESSAGES.run(begin), ONE_HOST.run(go_on)
     assert all(all(map(np.array_equal, one, common)) for one in found)
     assert "begin with none of it" in capsys.readouterr().err
+
+
+@on(ONE_HOST, SERVED)
+def test_parts_of_a_module_are_exchanged_in_turn(store):
+    """Its four parameters, in two parts of about as many bytes: the large weight is one of them."""
+    net = network(store.rank)
+    local = mt.LocalUpdates(net, store, every=4, parts=2, delay=1)
+    first = weights(net)
+    for step in range(5):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(1.0 + store.rank)
+        assert local.step() == (step in {2, 4})
+    found = [float((one - other).mean()) for one, other in zip(weights(net), first, strict=True)]
+    large, *rest = found  # 2 steps of the mean, then 3 of one's own; 4 of the mean, then 1
+    assert large == pytest.approx(2 * 1.5 + 3 * (1 + store.rank))
+    assert rest == pytest.approx([4 * 1.5 + 1 + store.rank] * 3)
 
 
 @on(MESSAGES)
@@ -266,6 +310,15 @@ def test_wrong_arguments_are_named(options, error, text):
         mt.LocalUpdates(network(0), store, **options).step()
     with kv.create("local") as store, pytest.raises(TypeError, match=r"model is a torch\.nn\.Module"):
         mt.LocalUpdates([torch.nn.Parameter(torch.ones(1))], store, every=1)
+
+
+@on(Mode("dist_async", 2))
+def test_buffers_are_copied_in_an_asynchronous_store_too(store):
+    net = torch.nn.BatchNorm1d(4)
+    local = mt.LocalUpdates(net, store, every=1)
+    net.running_mean.fill_(1.0 + store.rank)
+    local.sync_buffers()
+    assert net.running_mean.tolist() == [1.0] * 4
 
 
 @on(MESSAGES)

@@ -23,6 +23,7 @@ from mpikv.create.assembly import local_store
 from mpikv.create.spec import parse
 from mpikv.kvstore import KVStore
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import Parameter
 from mpikv.trainer.trainer import Trainer
 from mpikv.transports.threads import Fabric
@@ -317,3 +318,30 @@ def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.Monke
     found = worker_device.spaces_for([np.zeros(2), parameter.data])
     assert found.device is None
     assert "pip install" in found.missing
+
+
+@pytest.mark.parametrize("mixing", [None, 0.5])
+@pytest.mark.parametrize(
+    ("path", "options"), [("ipc", {}), ("staged", {}), ("staged", {"num_servers": 1}), ("mpi", {"hosts": ["a", "b"]})]
+)
+def test_local_updates(path: str, options: Any, mixing: float | None, tmp_path: Path) -> None:
+    """Saved and resumed with an exchange under way."""
+
+    def body(store: KVStore, model: Model) -> list[bytes]:
+        def made() -> LocalUpdates:
+            return LocalUpdates(model.params, store, every=4, parts=2, delay=1, outer="nesterov", mixing=mixing)
+
+        local = made()
+        for step in range(9):
+            model.backward(step, store.rank)
+            for parameter in model.params.values():
+                weight = parameter.data
+                weight -= parameter.grad
+            local.step()
+            if step == 5:
+                local.save(tmp_path / "saved")
+                local = made()
+                assert local.resume(tmp_path / "saved") == 3
+        return model.weights()
+
+    check(sides_of(2, seed=5), body, path=path, **options)

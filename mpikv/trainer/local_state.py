@@ -1,0 +1,147 @@
+"""What a worker of local training has for itself: its weights between two rounds, its optimizer, counts of steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import as_numpy, tensors
+from mpikv.common import checks
+from mpikv.common.checks import shown
+from mpikv.errors import StatesFileError
+from mpikv.trainer.parameter import data_written, list_data
+from mpikv.trainer.torch_parameter import TorchParameter
+from mpikv.trainer.trainer import Trainer
+
+COUNTS, OF_TRAINER = "steps", "trainer"
+MODEL, BEGUN, STATE, GROUPS = "model/", "begun/", "state/", "groups/"
+
+
+class LocalState:
+    """Of one worker; a `WorkerState` of its trainer.
+
+    params: by name, buffers among them. parts: their number. optimizer: see `LocalUpdates`. Raises TypeError or
+    ValueError for another one.
+
+    steps: made by this worker. unsent: for each part, those since its last exchange began. part: the next one to be
+    exchanged. pending: the one whose exchange has begun and whose common weights are not in the parameters yet; None:
+    none. begun: the weights with which it began, by name, if there were steps since. restored: whether all that was.
+    """
+
+    def __init__(self, params: Mapping[str, Any], parts: int, optimizer: Any) -> None:
+        self._params, self._states = params, _states_of(optimizer)
+        self.steps = self.part = 0
+        self.unsent = [0] * parts
+        self.pending: int | None = None
+        self.begun: dict[str, Any] = {}
+        self.restored = False
+
+    def count(self) -> None:
+        """Count a step."""
+        self.steps, self.unsent = self.steps + 1, [steps + 1 for steps in self.unsent]
+
+    def begin(self, part: int) -> None:
+        """Note that the exchange of this part begins."""
+        self.pending, self.unsent[part] = part, 0
+        self.part = (part + 1) % len(self.unsent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return arrays by name: see `WorkerState`."""
+        pending = -1 if self.pending is None else self.pending
+        arrays: dict[str, Any] = {COUNTS: np.array([self.steps, self.part, pending, *self.unsent])}
+        arrays |= {MODEL + name: list_data(parameter)[0] for name, parameter in self._params.items()}
+        arrays |= {BEGUN + name: value for name, value in self.begun.items()}
+        return arrays if self._states is None else arrays | self._states.arrays()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` has returned. Raises StatesFileError if there were more or fewer parts."""
+        self.steps, self.part, pending, *unsent = (int(count) for count in state[COUNTS])
+        if len(unsent) != len(self.unsent):
+            raise StatesFileError(f"saved with parts={len(unsent)}, and this run has parts={len(self.unsent)}")
+        self.unsent, self.pending = unsent, None if pending < 0 else pending
+        self.begun = {name: state[BEGUN + name] for name in self._params if BEGUN + name in state}
+        for name, parameter in self._params.items():
+            as_numpy.write(list_data(parameter)[0], state[MODEL + name], f"parameter {shown(name)}")
+            data_written(parameter)
+        if self._states is not None:
+            self._states.restore(state)
+        self.restored = True
+
+
+def weight_of(parameter: Any) -> Any:
+    """Return the array of a weight on its first device, in which it may be changed: of NumPy, CuPy or PyTorch."""
+    return parameter.tensor.detach() if isinstance(parameter, TorchParameter) else list_data(parameter)[0]
+
+
+class _TrainersStates:
+    """Of a `Trainer` without a store: its file of states, as bytes, and how far it has come."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        if trainer.kvstore is not None:
+            raise ValueError("LocalUpdates: optimizer is a Trainer with kvstore=None, whose steps a worker makes alone")
+
+    def arrays(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="mpikv-local-") as folder:
+            self._trainer.save_states(file := os.path.join(folder, "states"))
+            states = np.fromfile(file, np.uint8)
+        return {
+            OF_TRAINER: states,
+            f"{OF_TRAINER}/steps": np.array([self._trainer.steps, self._trainer.examples], float),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(prefix="mpikv-local-") as folder:
+            np.asarray(state[OF_TRAINER]).tofile(file := os.path.join(folder, "states"))
+            self._trainer.load_states(file)
+        steps, self._trainer.examples = (float(count) for count in state[f"{OF_TRAINER}/steps"])
+        self._trainer.steps = int(steps)
+
+
+class _TorchsStates:
+    """Of a torch.optim.Optimizer: the tensors and numbers of its state, and the numbers of its groups."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def arrays(self) -> dict[str, Any]:
+        return {name: np.asarray(one) if np.isscalar(one) else one for name, one in self._flat()}
+
+    def _flat(self) -> Iterator[tuple[str, Any]]:
+        found, tensor = self._optimizer.state_dict(), sys.modules["torch"].Tensor
+        for i, values in found["state"].items():
+            for what, value in values.items():
+                if isinstance(value, (tensor, bool, int, float)):
+                    yield f"{STATE}{i}/{what}", value
+        for i, group in enumerate(found["param_groups"]):
+            for what, value in group.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    yield f"{GROUPS}{i}/{what}", value
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        found = self._optimizer.state_dict()
+        for name, value in state.items():
+            if name.startswith(STATE):
+                _, i, what = name.split("/", 2)
+                found["state"].setdefault(int(i), {})[what] = tensors.in_memory_of(np.array(value))[0]
+            elif name.startswith(GROUPS):
+                _, i, what = name.split("/", 2)
+                found["param_groups"][int(i)][what] = value.item()
+        self._optimizer.load_state_dict(found)
+
+
+def _states_of(optimizer: Any) -> _TrainersStates | _TorchsStates | None:
+    """What is saved of a worker's optimizer; None: nothing. Raises TypeError or ValueError for what is none."""
+    torch = sys.modules.get("torch")  # not imported: a program that has one of its optimizers has imported it
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Trainer):
+        return _TrainersStates(optimizer)
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        return _TorchsStates(optimizer)
+    raise checks.wrong("LocalUpdates: optimizer", "a torch.optim.Optimizer or None, or a Trainer", optimizer)

@@ -1,0 +1,351 @@
+"""Local training of NumPy's parameters on thread ranks, against a plain loop over the workers (local_workers.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from local_workers import (
+    ALONE,
+    BY_MESSAGES,
+    EVERYWHERE,
+    FOUR,
+    NESTEROV,
+    OUTER,
+    PARTS,
+    SHAPES,
+    STEPS,
+    Reference,
+    Weights,
+    Worker,
+    assert_same,
+    first_weights,
+    mean,
+    nesterov,
+    reference,
+)
+from on_workers import on
+from store_modes import ONE_HOST, SERVED, Mode
+
+import mpikv
+from mpikv import Parameter, Trainer, kv
+from mpikv.errors import StatesFileError
+from mpikv.testing.stores import TEST_TIMEOUT_S
+from mpikv.trainer.parts import divide
+
+
+@pytest.mark.parametrize("name", OUTER)
+@on(*EVERYWHERE)
+def test_workers_train_alone_and_meet_in_the_outer_optimizers_weights(mode, name):
+    outer, formula = OUTER[name]
+
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=3, outer=outer)
+        assert worker.train() == [False, False, True] * (STEPS // 3)
+        assert (worker.local.steps, worker.local.rounds) == (STEPS, STEPS // 3)
+        return worker.weights()
+
+    assert_same(mode.run(body), reference(mode.workers, formula, 3))
+
+
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [
+        (4, {"parts": 2}),
+        (4, {"parts": 2, "delay": 2}),
+        (5, {"parts": 3, "delay": 1}),
+        (3, {"delay": 2}),
+        (3, {"delay": 3, "mixing": 0.5}),
+        (4, {"parts": 2, "delay": 1, "mixing": 0.0}),
+        (2, {"mixing": 0.25}),
+    ],
+)
+@on(*EVERYWHERE)
+def test_parts_are_exchanged_in_turn_and_the_result_comes_later(mode, every, options):
+    parts, delay = options.get("parts", 1), options.get("delay", 0)
+    begun = [turn * every + part * every // parts for turn in range(STEPS) for part in range(1, parts + 1)]
+
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=every, outer=NESTEROV, **options)
+        ended = worker.train()
+        assert [i for i, one in enumerate(ended, 1) if one] == [step + delay for step in begun if step + delay <= STEPS]
+        assert worker.local.rounds == len([step for step in begun if step <= STEPS])
+        return worker.weights()
+
+    assert_same(mode.run(body), reference(mode.workers, nesterov, every, **options))
+
+
+@on(ONE_HOST, BY_MESSAGES, SERVED)
+def test_an_exchange_out_of_turn_finishes_what_is_under_way_and_ends_the_rounds_of_all_parts(mode):
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=4, parts=2, delay=2, outer=NESTEROV)
+        for first, last in ((0, 3), (3, 6), (6, 9)):
+            worker.train(first, last)
+            rounds = worker.local.rounds
+            worker.local.exchange()
+            assert worker.local.rounds == rounds + 2
+            worker.local.exchange()
+            assert worker.local.rounds == rounds + 2
+            assert_same([worker.weights()], [{name: one.data for name, one in worker.local.common.items()}])
+        return worker.weights()
+
+    expected = Reference(mode.workers, nesterov, None)
+    for steps in (range(3), range(3, 6), range(6, 9)):
+        for i, step in enumerate(steps, 1):
+            expected.train(step)
+            if i == 2:
+                for name in PARTS[2][0]:
+                    expected.begin(name, step)
+        expected.finish(STEPS)
+        for name in SHAPES:
+            expected.begin(name, STEPS)
+        expected.finish(STEPS)
+    assert_same(mode.run(body), expected.own)
+
+
+@on(ONE_HOST, BY_MESSAGES, SERVED)
+def test_a_part_whose_exchange_is_under_way_is_not_waited_for(mode):
+    """Worker 1 begins the exchange when worker 0 has gone on, until its result is due."""
+    has_gone_on = threading.Event()
+
+    def body(store: Any) -> None:
+        worker = Worker(store, every=4, parts=2, delay=2)
+        worker.train(0, 1)
+        worker.local.exchange()  # the first one agrees on something
+        assert store.rank == 0 or has_gone_on.wait(TEST_TIMEOUT_S)
+        assert worker.train(1, 4) == [False, False, False]
+        has_gone_on.set()
+        assert worker.train(4, 5) == [True]
+
+    mode.run(body)
+
+
+RESUMED = [
+    pytest.param({"every": 3}, 6, id="at a round's end"),
+    pytest.param({"every": 3}, 7, id="in the middle of a round"),
+    pytest.param({"every": 4, "parts": 2}, 6, id="in the middle of a turn"),
+    pytest.param({"every": 4, "parts": 2, "delay": 2}, 7, id="with an exchange under way"),
+    pytest.param({"every": 3, "delay": 2, "mixing": 0.5}, 7, id="with one that will be mixed"),
+]
+
+
+@on(ALONE, ONE_HOST, BY_MESSAGES, SERVED)
+@pytest.mark.parametrize(("options", "at"), RESUMED)
+def test_a_run_that_is_resumed_goes_on_exactly(mode, options, at, tmp_path):
+    """With the states of the worker's own Adam, which are as far as its steps; and the run that is saved goes on so."""
+
+    def begin(store: Any) -> Weights:
+        worker = Worker(store, "adam", outer=NESTEROV, **options)
+        assert worker.local.resume(tmp_path / "saved") == 0
+        worker.train(0, at)
+        worker.local.save(tmp_path / "saved")
+        worker.train(at, STEPS)
+        return worker.weights()
+
+    def go_on(store: Any) -> Weights:
+        worker = Worker(store, "adam", outer=NESTEROV, **options)
+        assert worker.local.resume(tmp_path / "saved") == worker.local.rounds > 0
+        assert (worker.local.steps, worker.trainer.steps) == (at, at)
+        worker.train(at, STEPS)
+        return worker.weights()
+
+    def uninterrupted(store: Any) -> Weights:
+        worker = Worker(store, "adam", outer=NESTEROV, **options)
+        worker.train()
+        return worker.weights()
+
+    whole = mode.run(uninterrupted)
+    assert_same(mode.run(begin), whole)
+    assert_same(mode.run(go_on), whole)
+
+
+def test_another_number_of_workers_or_servers_begins_with_the_common_weights(tmp_path, capsys):
+    options = {"every": 4, "parts": 2, "delay": 2, "outer": NESTEROV}
+
+    def begin(store: Any) -> Weights:
+        worker = Worker(store, **options)
+        worker.train(0, 7)
+        worker.local.save(tmp_path / "saved")
+        return {name: one.data.copy() for name, one in worker.local.common.items()}
+
+    def go_on(store: Any) -> Weights:
+        worker = Worker(store, **options)
+        assert worker.local.resume(tmp_path / "saved") == 3
+        weights = worker.weights()
+        worker.train()
+        return weights
+
+    (common, *_), found = FOUR.run(begin), SERVED.run(go_on)
+    assert_same(found, [common, common])
+    assert "begin with none of it" in capsys.readouterr().err
+
+
+def test_another_number_of_parts_is_refused(tmp_path):
+    with kv.create("local") as store, kv.create("local") as other:
+        Worker(store, every=4, parts=2).local.save(tmp_path / "saved")
+        with pytest.raises(StatesFileError, match="saved with parts=2, and this run has parts=3"):
+            Worker(other, every=4, parts=3).local.resume(tmp_path / "saved")
+
+
+def test_a_run_that_a_signal_stops_is_resumed_where_it_was(tmp_path):
+    """The checkpoint is written within the exchange, before its result is in the parameters."""
+    options = {"every": 4, "parts": 2, "outer": NESTEROV}
+
+    def stopped(store: Any) -> None:
+        worker = Worker(store, **options)
+        worker.train(0, 5)
+        store.request_stop()
+        with pytest.raises(SystemExit):
+            worker.train(5, STEPS)
+        assert worker.local.steps in {6, 8}  # workers agree in one exchange, and stop after the next one
+
+    def go_on(store: Any) -> Weights:
+        worker = Worker(store, **options)
+        assert worker.local.resume() in {3, 4}
+        worker.train(worker.local.steps, STEPS)
+        return worker.weights()
+
+    for mode in (ONE_HOST, SERVED):
+        (file := tmp_path / "stopped").unlink(missing_ok=True)
+        mode.run(stopped, stop_file=str(file))
+        assert_same(mode.run(go_on, stop_file=str(file)), reference(mode.workers, nesterov, 4, parts=2))
+
+
+@on(Mode("dist_async", 2), Mode("dist_async", 2, 1))
+def test_workers_of_an_asynchronous_store_wait_for_nobody_and_saving_brings_what_others_have_moved(store, tmp_path):
+    params = {"a": Parameter(np.zeros(3)), "b": Parameter(np.zeros(2))}
+    local = mpikv.LocalUpdates(params, store, every=2, parts=2, delay=1)
+
+    def step() -> None:
+        for parameter in params.values():
+            parameter.data += 1.0
+        local.step()
+
+    def weights() -> list[list[float]]:
+        return [parameter.data.tolist() for parameter in params.values()]
+
+    if store.rank == 0:  # the other one makes no call meanwhile
+        for _ in range(3):
+            step()
+        # Of a 1 was pushed after the first step, of b 2 after the second one, both halved; what came since is added.
+        assert weights() == [[2.5] * 3, [2.0] * 2]
+    store.barrier()
+    local.save(tmp_path / "saved")
+    if store.rank == 0:
+        assert weights() == [[2.5] * 3, [2.0] * 2]
+    else:
+        assert weights() == [[1.5] * 3, [1.0] * 2]
+
+
+@on(ONE_HOST)
+def test_elastic_averaging_of_parts(store):
+    params = {"a": Parameter(np.zeros(3)), "b": Parameter(np.zeros(2))}
+    local = mpikv.LocalUpdates(params, store, every=2, parts=2, outer={"type": "easgd", "moving_rate": 0.5})
+    for i in range(2):
+        for parameter in params.values():
+            parameter.data += 1.0 + store.rank
+        assert local.step()
+        assert params["a"].data[0] == (1 + store.rank) * (0.75 + i)
+        assert local.common["a"].data[0] == 0.75
+    assert params["b"].data[0] == 2 * (1 + store.rank) * 0.75
+    assert local.common["b"].data[0] == 1.5
+
+
+@on(BY_MESSAGES, SERVED)
+def test_what_parts_push_may_be_compressed(mode):
+    """All that is pushed here has few digits, which fp16 keeps."""
+    options = {"parts": 2, "delay": 1}
+
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=4, compression={"type": "fp16", "force": True}, **options)
+        worker.train()
+        stats = store.stats()
+        assert 4 * stats["encoded_bytes"] == stats["encoded_from_bytes"] > 0
+        return worker.weights()
+
+    assert_same(mode.run(body), reference(mode.workers, mean, 4, **options))
+
+
+def test_parameters_are_dealt_out_by_size():
+    for parts, names in PARTS.items():
+        assert divide({name: 8 * int(np.prod(shape)) for name, shape in SHAPES.items()}, parts) == names
+    layers = {f"layer {i}": 4 for i in range(6)}
+    assert divide(layers, 2) == [["layer 0", "layer 2", "layer 4"], ["layer 1", "layer 3", "layer 5"]]
+    assert divide({"a": 0, "b": 0}, 2) == [["a"], ["b"]]
+
+
+def test_a_file_of_another_optimizer_is_refused(tmp_path):
+    with kv.create("local") as store:
+        worker = Worker(store, "adam", every=3)
+        worker.train(0, 1)
+        worker.local.save(tmp_path / "saved")
+        with pytest.raises(StatesFileError):
+            Worker(kv.create("local"), "sgd", every=3).local.resume(tmp_path / "saved")
+
+
+@on(ONE_HOST)
+def test_parameters_come_in_all_forms_and_common_has_the_weights_of_the_last_round(store, W):
+    forms: list[Callable[[Mapping[str, Parameter]], Any]] = [dict, lambda ps: iter(ps.items()), lambda ps: ps.values()]
+    for form in forms:
+        params = {name: Parameter(value, name) for name, value in first_weights(store.rank).items()}
+        local = mpikv.LocalUpdates(form(params), store, every=2)
+        for parameter in params.values():
+            np.subtract(parameter.data, 1 + store.rank, out=parameter.data)
+        local.step()
+        for name, value in first_weights(0).items():
+            assert np.array_equal(local.common[name].data, value)
+        local.step()
+        for name, value in first_weights(0).items():
+            assert np.array_equal(local.common[name].data, value - 1.5)
+            assert np.array_equal(params[name].data, value - 1.5)
+    assert W == 2
+
+
+@on(ONE_HOST)
+def test_row_sparse_parameters_are_exchanged_whole_and_frozen_ones_not_at_all(store):
+    table = Parameter(np.zeros((4, 2)) + store.rank, "table", sparse=True)
+    frozen = Parameter(np.zeros(3) + store.rank, "frozen", grad_req="null")
+    local = mpikv.LocalUpdates([table, frozen], store, every=1)
+    assert not table.data.any()
+    assert not frozen.data.any()
+    table.data[2 * store.rank] += 4.0
+    frozen.data[...] += 1.0 + store.rank
+    local.step()
+    assert table.data[:, 0].tolist() == [2, 0, 2, 0]
+    assert frozen.data.tolist() == [1.0 + store.rank] * 3
+    assert list(local.common) == ["table"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"every": 2, "optimizer": "sgd"}, TypeError, "optimizer is a torch.optim.Optimizer or None, or a Trainer"),
+        ({"every": 2, "params": np.zeros(2)}, TypeError, "params is a torch.nn.Module, a dict or a list"),
+        ({"every": 2, "params": [Parameter(np.zeros(2), devices=["cpu", "cpu"])]}, ValueError, "on several devices"),
+        ({"every": 2, "parts": 0}, ValueError, "parts must be at least 1"),
+        ({"every": 2, "parts": 2}, ValueError, "parts=2, and there are 1 parameters"),
+        ({"every": 2, "parts": 4}, ValueError, "every=2, parts=4, delay=0: each exchange has"),
+        ({"every": 5, "parts": 2, "delay": 3}, ValueError, "every=5, parts=2, delay=3: each exchange has"),
+        ({"every": 2, "delay": -1}, ValueError, "delay must be at least 0"),
+        ({"every": None, "parts": 2}, ValueError, "parts and delay need `every` to be a number"),
+        ({"every": lambda step: 4, "delay": 1}, ValueError, "parts and delay need `every` to be a number"),
+        ({"every": 2, "mixing": 1.5}, ValueError, "mixing must be at most 1"),
+        ({"every": 2, "mixing": "half"}, TypeError, "mixing is a number"),
+        ({"every": 2, "outer": "easgd", "delay": 1}, ValueError, "'easgd' has no delay and no mixing"),
+        ({"every": 2, "outer": "easgd", "mixing": 0.5}, ValueError, "'easgd' has no delay and no mixing"),
+        ({"every": 2, "store": "local"}, TypeError, "store is a store, as kv.create makes one"),
+    ],
+)
+def test_wrong_arguments_are_named(options, error, text):
+    with kv.create("local") as store, pytest.raises(error, match=text):
+        mpikv.LocalUpdates(**{"params": [Parameter(np.zeros(2))], "store": store, **options})
+
+
+def test_a_workers_own_trainer_has_no_store():
+    params = {"weight": Parameter(np.zeros(2))}
+    with kv.create("local") as store, pytest.raises(ValueError, match="a Trainer with kvstore=None"):
+        mpikv.LocalUpdates(params, store, every=1, optimizer=Trainer(params, "sgd", kvstore=store))
