@@ -32,13 +32,13 @@ from mpikv import SplitSampler
 from mpikv.commands.bench.gloo import process_group
 
 
-def main(every: int, epochs: int, data_dir: str | None) -> None:
+def main(every: int, epochs: int) -> None:
     """Train, and print the accuracy after each epoch. every: steps between exchanges of weights; 0: sum gradients."""
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     comm = MPI.COMM_WORLD
     names = tuple(dict.fromkeys(comm.allgather(MPI.Get_processor_name())))
     job: Any = SimpleNamespace(comm=comm, rank=comm.rank, size=comm.size, host_names=names)
-    images = load_images(data_dir)
+    images = load_images(None)
     train, test = tensors(images.train_x, images.train_y), tensors(images.test_x, images.test_y)
     with process_group(job, wanted=True):
         _train(every, epochs, train, test)

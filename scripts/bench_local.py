@@ -3,9 +3,11 @@
 By mpikv, and by PyTorch's own DistributedDataParallel (DDP) over Gloo, with its hook for post-local SGD.
 
     python scripts/bench_local.py                    # as root: makes the hosts, prints the table, removes the hosts
+    python scripts/bench_local.py --program image_classification --epochs 4
+    python scripts/bench_local.py --program word_vectors --epochs 3 -- --text FILE
 
 Each host is a network namespace of this machine with a link of `--rate` Mbit/s out and as much in, and runs one worker
-of examples/local_training.py, or of _local_ddp.py: Fashion-MNIST, batches of 64 for each worker. The processors are
+of an example, or of _local_ddp.py, which is local_training.py with DDP: Fashion-MNIST, batches of 64 for each worker. The processors are
 shared, so a step of computing takes the longer the more hosts there are; the ratio of computing to sending is that of
 one machine.
 
@@ -24,7 +26,7 @@ from typing import NamedTuple
 
 import _hosts  # lies beside this file
 
-PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "local_training.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 class Case(NamedTuple):
@@ -35,7 +37,8 @@ class Case(NamedTuple):
     ddp_every: int | None = None
 
 
-CASES = (
+IMAGES = ("--dataset", "fashion-mnist", "--model", "lenet")  # ResNet-18 takes hours on two cores
+LOCAL_TRAINING = (
     Case("every step", ("--every", "0")),
     Case("every step, fp16", ("--every", "0", "--compression", "fp16")),
     Case("every 8 steps, mean", ("--every", "8")),
@@ -46,6 +49,23 @@ CASES = (
     Case("DDP over Gloo, post-local SGD, every 8 steps", ddp_every=8),
     Case("DDP over Gloo, post-local SGD, every 32 steps", ddp_every=32),
 )
+CASES = {
+    "local_training": LOCAL_TRAINING,
+    "image_classification": (
+        Case("every step", IMAGES),
+        Case("every step, fp16", (*IMAGES, "--gc-type", "fp16")),
+        Case("every 8 steps, mean", (*IMAGES, "--local", "8")),
+        Case("every 8 steps, fp16", (*IMAGES, "--local", "8", "--gc-type", "fp16")),
+        Case("every 32 steps, mean", (*IMAGES, "--local", "32")),
+        Case("every 32 steps, nesterov", (*IMAGES, "--local", "32", "--outer", "nesterov")),
+    ),
+    "word_vectors": (
+        Case("every step, by rows"),
+        Case("every step, dense", ("--dense",)),
+        Case("every 8 steps", ("--local", "8")),
+        Case("every 32 steps", ("--local", "32")),
+    ),
+}
 
 
 def train(options: argparse.Namespace) -> None:
@@ -53,16 +73,17 @@ def train(options: argparse.Namespace) -> None:
     import torch  # noqa: PLC0415 - ranks alone need it
 
     torch.set_num_threads(1)
-    case, before = CASES[options.case], _hosts.sent_bytes()
-    sys.path.insert(0, str(PROGRAM.parent))
+    case, before = CASES[options.program][options.case], _hosts.sent_bytes()
+    sys.path.insert(0, str(EXAMPLES))
     if case.ddp_every is None:
-        data = ["--data-dir", options.data_dir] if options.data_dir else []
-        sys.argv = [str(PROGRAM), *case.words, *data, "--epochs", str(options.epochs)]
-        runpy.run_path(str(PROGRAM), run_name="__main__")
+        program = EXAMPLES / f"{options.program}.py"
+        epochs = "--num-epochs" if options.program == "word_vectors" else "--epochs"
+        sys.argv = [str(program), *case.words, epochs, str(options.epochs), *options.words]
+        runpy.run_path(str(program), run_name="__main__")
     else:
         import _local_ddp  # noqa: PLC0415
 
-        _local_ddp.main(case.ddp_every, options.epochs, options.data_dir or None)
+        _local_ddp.main(case.ddp_every, options.epochs)
     sent = _hosts.sent_bytes() - before
     from mpi4py import MPI  # noqa: PLC0415 - initialised by the training
 
@@ -75,9 +96,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts (default 4)")
     parser.add_argument("--epochs", type=int, default=3, help="(default 3)")
-    parser.add_argument("--data-dir", default="", help="directory with the four IDX files")
-    listed = "; ".join(f"{number}: {case.title}" for number, case in enumerate(CASES))
-    parser.add_argument("--cases", default=",".join(map(str, range(len(CASES)))), help=f"by number ({listed})")
+    parser.add_argument("--program", choices=CASES, default="local_training", help="(default local_training)")
+    parser.add_argument("--cases", help="by number, from 0 (default all)")
+    parser.add_argument("words", nargs="*", help="more options of the program, after --")
     parser.add_argument("--case", type=int, default=0, help=argparse.SUPPRESS)
     _hosts.add_options(parser)
     options = parser.parse_args()
@@ -85,10 +106,10 @@ def main() -> int:
     if options.rank:
         train(options)
         return 0
-    words = sys.argv[1:]
-    for number in map(int, options.cases.split(",")):
-        print(f"\n{CASES[number].title}: {options.hosts} hosts, {options.rate:g} Mbit/s each way", flush=True)
-        sys.argv[1:] = [*words, "--case", str(number)]
+    words, cases = sys.argv[1:], CASES[options.program]
+    for number in map(int, options.cases.split(",")) if options.cases else range(len(cases)):
+        print(f"\n{cases[number].title}: {options.hosts} hosts, {options.rate:g} Mbit/s each way", flush=True)
+        sys.argv[1:] = ["--case", str(number), *words]
         status = max(status, _hosts.run(options, options.hosts, 1, timeout_s=1800))
     return status
 
