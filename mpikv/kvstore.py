@@ -332,9 +332,9 @@ class KVStore:
 
         Where keys are divided between workers and servers: servers_take, for each key by its name the servers' share.
 
-        Where keys are compressed, and not by force: compressed_keys, a dict for each key by its name:
-        codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round when both were compared
-        last (None: not yet); looks, how often that was. Without servers it is the same on every worker.
+        Where keys have a codec that is not forced: compressed_keys, a dict for each key by its name:
+        codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round in both forms, by the
+        cost model. It is the same on every worker.
 
         by_key: adds the entry by_key, the bytes of this worker's messages: for each key a dict of legs, each a dict of
         links. Legs are 'init', and without servers 'reduce_scatter' and 'allgather', with servers, and of row-sparse

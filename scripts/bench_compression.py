@@ -8,8 +8,8 @@ every rate and number of hosts one job runs, in which stores without compression
 noise) and with each kind asked for take turns, in another order each time: one blocking `pushpull` of all gradients in
 one call, float32, without an optimizer. `speed` is how many times as fast as the mean of the two without compression,
 the median over the turns of the ratio within one turn; `MB out` is what a host's interface sent in a step, packet
-headers in, and `of plain` how much that is of the bytes without compression; `encoded` how many keys travelled so at
-last, without being forced. All workers must have the same result to the last bit, and that of a codec that rounds each
+headers in, and `of plain` how much that is of the bytes without compression; `encoded` how many keys travelled so,
+without being forced. All workers must have the same result to the last bit, and that of a codec that rounds each
 value must be near the sum.
 
 The hosts share the processors of this machine: with more hosts than cores encoding and decoding take turns, too.
@@ -40,8 +40,7 @@ def main() -> int:
     parser.add_argument("--network", default="resnet18", help="whose gradients (default resnet18)")
     parser.add_argument("--compression", nargs="+", default=KINDS, help="names of codecs, or JSON with 'type'")
     parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default 3)")
-    text = "turns before those that count (default 1); from 17 on keys that travel faster as they are do so"
-    parser.add_argument("--warm-up", type=int, default=1, help=text)
+    parser.add_argument("--warm-up", type=int, default=1, help="turns before those that count (default 1)")
     _hosts.add_options(parser)
     options = parser.parse_args()
     if options.rank:

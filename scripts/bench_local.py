@@ -7,7 +7,7 @@ By mpikv, and by PyTorch's own DistributedDataParallel (DDP) over Gloo, with its
     python scripts/bench_local.py --program word_vectors --epochs 3 -- --text FILE
 
 Each host is a network namespace of this machine with a link of `--rate` Mbit/s out and as much in, and runs one worker
-of an example, or of _local_ddp.py, which is local_training.py with DDP: Fashion-MNIST, batches of 64 for each worker. The processors are
+of an example, or of _local_ddp.py, which is local_training.py with DDP. The processors are
 shared, so a step of computing takes the longer the more hosts there are; the ratio of computing to sending is that of
 one machine.
 

@@ -40,11 +40,6 @@ class KeyCompression:
         """Whether pushes and pulls are sent uncompressed."""
         return self.push == IDENTITY and self.pull == IDENTITY
 
-    @property
-    def chosen(self) -> bool:
-        """Whether the store measures if encoded or uncompressed values are faster, and uses that form."""
-        return not self.uncompressed and not self.force
-
     def for_shape(self, shape: tuple[int, ...]) -> KeyCompression:
         """Return the compression of a key of this shape."""
         return replace(self, push=self.push.for_shape(shape), pull=self.pull.for_shape(shape))

@@ -40,7 +40,7 @@ def of_members(log: StoreLog, name: str, members: Members, *, memory: bool, why_
     log.job(lambda: f"store {name!r}: {described.ranks(members)}")
     wanted = members.shares_memory
     told = replace(members, memory=memory) if wanted else members
-    if members.servers and members.links:
+    if members.links:
         log.job(lambda: f"links between hosts {members.link}")
     log.job(lambda: f"shared memory {described.memory(told, why_no_memory)}")
     if members.device_path != "host" or members.device_reasons:

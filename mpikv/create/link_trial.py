@@ -2,7 +2,7 @@
 
 One rank of each host takes part; each streams to the next host's and at the same time receives from the one before, so
 that all links are as busy as in an exchange. A receiver asks for as many pieces as it wants, twice as many each time,
-until they take `LEAST_S` from the first to the last: by then the connection is there and has found its speed.
+until they take `LEAST_S`: by then the connection is there and has found its speed.
 
 Cost: 0.1 to 0.2 s, more where a piece takes longer than `LEAST_S`, below 16 Mbit/s. Between pretended hosts
 (MPIKV_FAKE_HOSTS) nothing is measured: their links are this machine's memory.
@@ -28,7 +28,7 @@ from mpikv.transports.base import Transport
 if TYPE_CHECKING:
     from mpikv.session.processes import Processes  # importing it initialises MPI
 
-LEAST_S = 0.03
+LEAST_S, AGAIN = 0.02, 4
 FIRST, MOST = 2, 1 << 14  # pieces at a time
 PINGS = 10
 WINDOW = 8  # pieces under way
@@ -36,14 +36,14 @@ WANTED, PIECE = 1, 2  # tags
 
 
 def settled(members: Members, processes: Processes) -> Members:
-    """With the links of the hosts: those given, or measured where keys or their pieces depend on them.
+    """With the links of the hosts: those given, or measured where there are several hosts.
 
     Collective over all ranks where they are measured, and then blocks.
     """
     said = given(members.config.link)
     if said is not None:
         return replace(members, link=said)
-    if not members.servers or not members.links or members.config.fake_hosts:
+    if not members.links or members.config.fake_hosts:
         return members
     return replace(members, link=measured(processes.transport, processes.gather, members.config.timeout_s))
 
@@ -89,34 +89,31 @@ def _received(transport: Transport, source: int) -> Steps[tuple[float, float]]:
     pieces = [np.empty(LINK_SEGMENT_BYTES, np.uint8) for _ in range(WINDOW)]
 
     def asked(n: int, elems: int) -> Steps[float]:
-        """Return the seconds between the first piece and the last one."""
+        """Return the seconds until all are here: a rank that has lost its core never looks faster by that."""
         under_way: list[Operation] = []
         for i in range(min(n, WINDOW)):
             under_way.append(transport.irecv(pieces[i][:elems], source, PIECE))
+        begun_s = now_s()
         yield transport.isend(np.array([n, elems]), source, WANTED)
-        first_s = 0.0
         for i in range(n):
             yield under_way[i % WINDOW]
-            if i == 0:
-                first_s = now_s()
             if i + WINDOW < n:
                 under_way[i % WINDOW] = transport.irecv(pieces[i % WINDOW][:elems], source, PIECE)
-        return now_s() - first_s
+        return now_s() - begun_s
 
     round_trips_s = []
     for _ in range(PINGS):
-        begun_s = now_s()
-        yield from asked(1, 1)
-        round_trips_s.append(now_s() - begun_s)
+        round_trips_s.append((yield from asked(1, 1)))
     n = FIRST
     took_s = yield from asked(n, LINK_SEGMENT_BYTES)
     while took_s < LEAST_S and n < MOST:
         n *= 2
         took_s = yield from asked(n, LINK_SEGMENT_BYTES)
-    # Once more: a rank that lost its core for a moment looks like a slow link.
-    took_s = min(took_s, (yield from asked(n, LINK_SEGMENT_BYTES)))
+    for _ in range(AGAIN):  # a rank that lost its core for a moment looks like a slow link
+        took_s = min(took_s, (yield from asked(n, LINK_SEGMENT_BYTES)))
     yield transport.isend(np.array([0, 0]), source, WANTED)
-    return (n - 1) * LINK_SEGMENT_BYTES / max(took_s, 1e-9), min(round_trips_s) / 2
+    ping_s = min(round_trips_s)
+    return n * LINK_SEGMENT_BYTES / max(took_s - ping_s, 1e-9), ping_s / 2
 
 
 def _sent(transport: Transport, dest: int) -> Steps[None]:

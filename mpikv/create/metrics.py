@@ -63,22 +63,11 @@ def of_worker(store: KVStore) -> list[Metric]:
 
 
 def _of_codecs(keys: Mapping[str, Any]) -> list[Metric]:
-    """Make those of keys whose rounds are measured encoded and as they are."""
+    """Make that of keys whose codec is used where it saves time."""
     if not keys:
         return []
-    forms = {"encoded": "encoded_s", "as it is": "plain_s"}
-    named = [({"key": key, "codec": one["codec"]}, one) for key, one in keys.items()]
-    seconds = [
-        ({**labels, "form": form}, one[entry])
-        for labels, one in named
-        for form, entry in forms.items()
-        if one[entry] is not None
-    ]
-    encoded = [(labels, int(one["travels"] == "encoded")) for labels, one in named]
-    return [
-        Metric("codec_round_seconds", "Seconds of a round when both forms were compared last", seconds),
-        Metric("codec_encoded", "1 while values travel encoded, 0 while they travel as they are", encoded),
-    ]
+    encoded = [({"key": key, "codec": one["codec"]}, int(one["travels"] == "encoded")) for key, one in keys.items()]
+    return [Metric("codec_encoded", "1 where values travel encoded, 0 where they travel as they are", encoded)]
 
 
 def of_server(core: ServerCore, transport: Transport, links: LocalTransport | None) -> list[Metric]:

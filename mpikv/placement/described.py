@@ -128,12 +128,10 @@ def _why_encoded(members: Members, info: KeyInfo, found: Placement, wire: Wire) 
     return f"in a round {size(encoded)} leave a host encoded, and {size(plain)} as they are"
 
 
-def line(
-    members: Members, info: KeyInfo, keys: Sequence[KeyInfo], found: Placement, wire: Wire | None, *, measured: bool
-) -> str:
+def line(members: Members, info: KeyInfo, keys: Sequence[KeyInfo], found: Placement, wire: Wire | None) -> str:
     """Say all of it of one key, or of a bucket of several keys."""
     way = f"{key(info, keys)}: {placement(members, info, found, wire)}"
-    return f"{way}; {codec(info, found, measured=measured)}"
+    return f"{way}; {codec(info, found)}"
 
 
 def rows(members: Members, info: KeyInfo) -> str:
@@ -142,11 +140,10 @@ def rows(members: Members, info: KeyInfo) -> str:
     return f"{key(info)}: row-sparse, its rows are cut evenly over {several(len(members.owners), owners)}"
 
 
-def codec(info: KeyInfo, found: Placement, *, measured: bool) -> str:
-    """Say whether the values of a key travel by its codec. measured: whether its rounds are, to choose."""
+def codec(info: KeyInfo, found: Placement) -> str:
+    """Say whether the values of a key travel by its codec."""
     if info.codec == "none":
         return "no codec"
     if found.path != "servers" and "encoded" not in (found.path, found.host):
         return f"codec {info.codec} is not used: it would save no bytes between hosts"
-    travels = "travels encoded" + (" until its rounds have been measured both ways" if measured else "")
-    return f"codec {info.codec} {travels}"
+    return f"codec {info.codec} travels encoded"

@@ -5,7 +5,7 @@ a latency for all hosts, or the name of a file that `mpikv bench link --save` ha
 
 A measured rate differs a little from one time to the next, and where a key is cut depends on the rates. So what was
 measured is one host's rate, that in the middle, and for every other host that rate times a power of `STEP`: hosts whose
-links are within 9 % of it count as equal, and equal links give the same cut whatever their rate.
+links are within 18 % of it count as equal, and equal links give the same cut whatever their rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpikv.common import units
 from mpikv.common.checks import shown
 from mpikv.errors import ConfigError
 
-STEP = 1.2
+STEP = 1.4
 DEFAULT_LATENCY = "50us"
 
 

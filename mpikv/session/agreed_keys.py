@@ -17,10 +17,12 @@ from mpikv.arrays.as_numpy import dtype_of
 from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.worth import worth_of
 from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.members import Members
 from mpikv.session.agreement import Disagreement, Item, Name
@@ -44,6 +46,27 @@ class KeyEvents(NamedTuple):
     broken: Callable[[KeyInfo], None]
     pushes: Callable[[], dict[int, int]]
     agreed: Callable[[KeyInfo], None] | None = None
+
+
+class Compared(NamedTuple):
+    """What worker 0 has found of a key with a codec that is not forced. codec: its text. encodes: whether it is used.
+
+    encoded_s, plain_s: the seconds of a round in both forms, by the cost model.
+    """
+
+    codec: str
+    encoded_s: float
+    plain_s: float
+    encodes: bool
+
+    def row(self) -> dict[str, Any]:
+        """Return the key's entry in `store.stats()`."""
+        travels = "encoded" if self.encodes else "as it is"
+        return {"codec": self.codec, "travels": travels, "encoded_s": self.encoded_s, "plain_s": self.plain_s}
+
+    def __str__(self) -> str:
+        form = "is used" if self.encodes else "is not used"
+        return f"codec {self.codec} {form}: a round takes {self.encoded_s:.2g} s encoded, {self.plain_s:.2g} s as it is"
 
 
 def check_pull(call: str, key: Key, travels: KeyCompression) -> None:
@@ -73,6 +96,7 @@ class KeySession(CollectiveSession):
         self._events: KeyEvents
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
+        self.compared: dict[Key, Compared] = {}
         self._next_id, self._most_keys = 0, most_keys
 
     # --- keys
@@ -88,7 +112,14 @@ class KeySession(CollectiveSession):
             )
         self._next_id += 1
         result = [key_id, *payload]
-        return [*result, self._events.reserve(self._info(name, result))]
+        info = self._info(name, result)
+        compared = None
+        if info.codec != IDENTITY.name:
+            worth = worth_of(self.members, info, updated=DEFAULT_SLOT in self._optimizers)
+            if worth is not None:
+                compared = [info.codec, *worth]
+                info = info if worth.encodes else info._replace(codec=IDENTITY.name)
+        return [*result[:3], info.codec, *result[4:], self._events.reserve(info), compared]
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
@@ -103,6 +134,10 @@ class KeySession(CollectiveSession):
             if name not in self.infos:
                 self.infos[name] = info
                 self.any_sparse |= info.sparse
+                if (compared := decision.result[7]) is not None:
+                    codec, encoded_s, plain_s = compared
+                    self.compared[name] = Compared(codec, encoded_s, plain_s, info.codec != IDENTITY.name)
+                    self.log.detail(lambda: f"{described.key(info)}: {self.compared[name]}")
                 self._events.begin(info, decision.result[6])
             if decision.final:
                 self._released.discard(name)

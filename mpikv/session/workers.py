@@ -169,6 +169,7 @@ class Workers(OptimizerSession):
     def stats(self) -> dict[str, Any]:
         """What the transport and the control messages have counted, and the path of keys in device memory."""
         members, path = self.members, {}
+        compared = {str(key): one.row() for key, one in self.compared.items()}
         if self.spaces.device is not None or members.device_reasons:
             path = device_paths.stats(members)
         return {
@@ -178,6 +179,7 @@ class Workers(OptimizerSession):
             "waits": self.waits.spent.count,
             "waited_s": self.waits.spent.seconds,
             **path,
+            **({"compressed_keys": compared} if compared else {}),
         }
 
     def by_key(self) -> ByKey:

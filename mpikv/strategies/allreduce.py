@@ -137,8 +137,6 @@ class AllreduceStrategy(WorkersStrategy):
         """Counts of the direct path, bytes of memory held, and bytes encoded.
 
         encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding; missing where no key is compressed.
-        compressed_keys: for each key that is sent encoded or not, whichever is faster, which it is now; missing where
-        there is no such key.
         """
         held: dict[str, Any] = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
         if self._rows.any:
@@ -148,8 +146,7 @@ class AllreduceStrategy(WorkersStrategy):
         if self.keys.direct is not None:
             direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
-        keys = self.keys.compressed_keys()
-        return held | self.keys.encoded_bytes() | ({"compressed_keys": keys} if keys else {})
+        return held | self.keys.encoded_bytes()
 
     # --- optimizers
 

@@ -1,8 +1,7 @@
 """A worker's view of a key that servers own: which server owns each shard, and how shards are sent there and back.
 
 Both sides know the lengths of all messages from the placement and the codec that they agreed on. The header of a
-message tells whether its values are encoded, so that each worker can choose by itself what is faster on its link to the
-servers. For this a round of a key is timed from its push until the answer to the pull that follows it.
+message tells whether its values are encoded: weights, and what is no sum, never are.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
 from mpikv.codecs.base import State
-from mpikv.codecs.choice import CodecChoice
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span
@@ -88,10 +86,9 @@ class AnswerBuffer:
 class ClientKey:
     """One key as its client sees it.
 
-    codecs: makes its codecs from their text. choice: whether its values are sent encoded; None: they always are. space:
-    the space of its values on this worker; None: host memory. encoded: the pieces of pushes, with the codec's states.
-    returned: the pieces of answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can push
-    and pull it. recorder: gets what is encoded and decoded.
+    codecs: makes its codecs from their text. space: the space of its values on this worker; None: host memory. encoded:
+    the pieces of pushes, with the codec's states. returned: the pieces of answers that are decoded in host memory.
+    can_ask_small: whether `Client.ask_small` can push and pull it. recorder: gets what is encoded and decoded.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class ClientKey:
         placement: Placement,
         codecs: Codecs = compression.of_text,
         *,
-        choice: CodecChoice | None = None,
         space: Space | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -110,7 +106,6 @@ class ClientKey:
         self.encoded = pieces_in(space, info, self.compression.push, recorder)
         self.returned = Pieces(info, self.compression.pull, recorder)
         self._space, self._recorder = space, recorder
-        self.choice, self._timed = choice, False
         self.pushed = 0
         self.use_placement(placement)
 
@@ -124,7 +119,7 @@ class ClientKey:
             self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.encoded.recut(self.encoded.states, self._pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
-        self.can_ask_small = one_small and self._returns_uncompressed and self.choice is None
+        self.can_ask_small = one_small and self._returns_uncompressed
 
     @property
     def answers_uncompressed(self) -> bool:
@@ -153,25 +148,6 @@ class ClientKey:
     def decodes_on_device(self, *, uncompressed: bool) -> bool:
         """Whether an answer is decoded on the GPU, after it has been copied there. uncompressed: it is not encoded."""
         return isinstance(self.returned_in_space, DevicePieces) and not uncompressed
-
-    # --- keys with a choice between encoded and uncompressed
-
-    def begin_round(self, total: HostArray, now_s: float) -> HostArray:
-        """Begin a round with a push. Returns the values, plus the codec's residual if they are sent uncompressed."""
-        assert self.choice is not None
-        if not self._timed:
-            self.choice.begin(now_s)
-            self._timed = True
-        return self.encoded.with_residual(total) if self.choice.uncompressed else total
-
-    def end_round(self, now_s: float) -> None:
-        """End the round, since the answer to a pull has been received."""
-        assert self.choice is not None
-        if self._timed:
-            self._timed = False
-            self.choice.end(now_s)
-            if self.choice.exchange_due:
-                self.choice.agree([self.choice.times])
 
     # --- states
 

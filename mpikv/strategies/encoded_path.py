@@ -84,7 +84,7 @@ class EncodedPath(KeyPath):
             self.dtype = info.dtype
         self._device = self._space if isinstance(self._space, DeviceSpace) else None
         self.value = self._space.empty(info.n_elems, info.dtype)
-        self.codec = KeyCodec(info, self._space, resources.group, resources.choices)
+        self.codec = KeyCodec(info, self._space, resources.group)
 
     @property
     def _gathers(self) -> bool:
@@ -140,7 +140,7 @@ class EncodedPath(KeyPath):
         group, codec = self._groups(comparison)[0], self.codec
         pieces = codec.pushed
         if codec.uncompressed:
-            pieces, values = codec.uncompressed_pieces, codec.with_residual(values)
+            pieces = codec.uncompressed_pieces
         mine = pieces.of(self.updates)
         codec.restore_exact(self.value, self.updates)
         if self._gathers:

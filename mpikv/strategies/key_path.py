@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.codecs.choice import Choices
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.nccl import NcclComm
@@ -45,7 +44,6 @@ class PathResources(NamedTuple):
     priority; None: use `group`. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the
     keys in shared memory; communicators: those for MPI's own collectives; nccl: the communicator of NCCL; each None
     where the store has no path that needs it. timeout_s: the longest time that a round by NCCL may take on the GPU.
-    choices: for keys that are sent encoded or uncompressed, whichever is faster; None: they are always sent encoded.
     """
 
     group: Group
@@ -55,7 +53,6 @@ class PathResources(NamedTuple):
     nccl: NcclComm | None = None
     timeout_s: float = 60.0
     device_group: Group | None = None
-    choices: Choices | None = None
 
 
 class KeyPath:

@@ -34,7 +34,6 @@ from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.one_host_path import OneHostPath
 from mpikv.strategies.staging import Staging
 from mpikv.strategies.whole_path import WholePath
-from mpikv.transports import wire
 
 PATHS: Mapping[Path, type[KeyPath]] = {
     "direct": OneHostPath,
@@ -85,11 +84,7 @@ class KeyPaths:
     @property
     def overwrites(self) -> bool:
         """Whether a round that begins now overwrites the pushed values if they are `changeable`."""
-        if self.codec is None:
-            return self.usual.overwrites
-        # If so, the caller's result array is used for the copy that the round needs, rather than new memory.
-        overwrites = self.uncompressed is not None and self.uncompressed.overwrites
-        return overwrites and self.codec.choice is not None and self.codec.choice.uncompressed
+        return self.codec is None and self.usual.overwrites
 
     @property
     def held_bytes(self) -> int:
@@ -132,7 +127,7 @@ class KeyPaths:
         which are sent uncompressed, too.
         """
         if self.codec is not None:
-            self.codec.begin_round(uncompressed=uncompressed)
+            self.codec.uncompressed = uncompressed
         if whole:
             if self.whole is None:
                 self.whole = whole_path_of(self._resources, self._info, self.placement, self.value)
@@ -140,11 +135,6 @@ class KeyPaths:
         if self.codec is None:
             return self.usual
         return self.uncompressed if self.uncompressed is not None and self.codec.uncompressed else self.usual
-
-    def end_round(self) -> Steps[None]:
-        """End a round whose time is measured to choose between encoded and uncompressed rounds."""
-        assert self.codec is not None
-        return self.codec.end_round(wire.key_tag(self._key_id, 0))
 
 
 def path_of(

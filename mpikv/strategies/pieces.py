@@ -55,7 +55,6 @@ class Pieces:
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
-        self._has_residual = False  # whether a state may have a residual that the next round can add
         self.encoded_from_bytes = self.encoded_bytes = 0
 
     def of(self, span: Span) -> list[Span]:
@@ -79,7 +78,6 @@ class Pieces:
         """The codec's state of a piece that is being encoded; a new one if there is none."""
         if (state := self.states.get(piece)) is None:
             state = self.states[piece] = self._new_state(piece[1] - piece[0])
-        self._has_residual = self._has_residual or "residual" in state
         return state
 
     def _new_state(self, n_elems: int) -> State:
@@ -90,33 +88,6 @@ class Pieces:
         if self._codec != IDENTITY:
             self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
             self.encoded_bytes += data.nbytes
-
-    def with_residual(self, values: HostArray) -> HostArray:
-        """Add the residual, which earlier encodings left, to the values of an uncompressed round.
-
-        values: (n,), in the key's dtype. Returns `values` themselves if there is no residual, else a new array. The
-        rounding error of the sum stays as residual until a round is encoded again.
-        """
-        if not self._has_residual:
-            return values
-        self._has_residual = False
-        return self._plus_residuals(values)
-
-    def _plus_residuals(self, values: HostArray) -> HostArray:
-        """The sum of values and residuals, in new memory."""
-        totals = values.astype(sum_dtype(self._dtype))
-        for piece, state in self.states.items():
-            if "residual" not in state:
-                continue
-            total, residual = totals[slice(*piece)], state["residual"]
-            total += residual
-            residual[...] = 0
-            if total.dtype != self._dtype:
-                with np.errstate(invalid="ignore", over="ignore"):
-                    lost = total - total.astype(self._dtype).astype(total.dtype)
-                np.copyto(residual, lost, where=np.isfinite(lost), casting="unsafe")
-        with np.errstate(over="ignore"):
-            return totals.astype(self._dtype, copy=False)
 
     def _as_encoded(self, data: HostArray) -> HostArray:
         """View bytes in the dtype that the codec decodes."""
@@ -176,7 +147,7 @@ class Pieces:
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
         """Use these pieces from now on. states: of the pieces so far, whose bounds may differ."""
-        self.states, self._has_residual = cut_anew(self._codec, states, pieces), True
+        self.states = cut_anew(self._codec, states, pieces)
 
     def states_on_host(self) -> Mapping[Span, State]:
         """The states, in host memory."""

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpikv.codecs.choice import Choices
 from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.nccl import NcclComm
@@ -105,7 +104,6 @@ class PlacedKeys:
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
             device_group=session.group,
-            choices=Choices(session.log),
         )
         self._rounds = RoundSteps(
             session.num_workers,
@@ -227,9 +225,7 @@ class PlacedKeys:
             self._session.log.detail(lambda: self._described(queue))
 
     def _described(self, queue: RoundQueue) -> str:
-        members, info, codec = self._members, queue.info, queue.paths.codec
-        measured = codec is not None and codec.choice is not None
-        return described.line(members, info, queue.keys, queue.placement, wire_of(info), measured=measured)
+        return described.line(self._members, queue.info, queue.keys, queue.placement, wire_of(queue.info))
 
     def _placement(
         self, info: KeyInfo, keys: Sequence[KeyInfo], *, has_place: bool, encoded: bool | None = None
@@ -325,15 +321,6 @@ class PlacedKeys:
     def encoded_bytes(self) -> dict[str, int]:
         """Bytes of all pushes before and after encoding; empty where no key is compressed."""
         return encoded_bytes(codec.pushed for _, codec in self._encoded())
-
-    def compressed_keys(self) -> dict[str, Any]:
-        """For each key with a choice: whether it is sent encoded now, and the times that the choice has measured."""
-        return {
-            str(info.key): choice.stats(info.codec)
-            for queue, codec in self._encoded()
-            if (choice := codec.choice) is not None
-            for info in queue.keys
-        }
 
     def codec_states(self) -> list[StateRecord]:
         """The states of the codecs of this worker's pushes. Not to be called while rounds are in progress."""

@@ -21,7 +21,6 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
-from mpikv.codecs.choice import Choices, CodecChoice
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
@@ -117,7 +116,7 @@ class PsStrategy(WorkersStrategy):
         check_owners(len(self._servers), "servers")
         self._labels = members.server_labels
         self._keys: dict[int, ClientKey] = {}
-        self._choices, self._recorder = Choices(session.log), session.recorder
+        self._recorder = session.recorder
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
@@ -166,22 +165,14 @@ class PsStrategy(WorkersStrategy):
         key = self._keys[info.id] = ClientKey(
             info,
             placement,
-            choice=self._choice(info),
             space=self._session.spaces.of(info),
             recorder=self._recorder,
         )
         if self._session.log.detailed():
-            wire_, measured = compression.wire_of(info), key.choice is not None
-            self._session.log.detail(
-                lambda: described.line(self._members, info, (), placement, wire_, measured=measured)
-            )
+            wire_ = compression.wire_of(info)
+            self._session.log.detail(lambda: described.line(self._members, info, (), placement, wire_))
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
-
-    def _choice(self, info: KeyInfo) -> CodecChoice | None:
-        """The choice between encoded and uncompressed pushes; None if the key has none. Keys on a GPU have none."""
-        measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
-        return self._choices.of(compression.of_text(info.codec).push.name, info) if measures else None
 
     def _forget_key(self, info: KeyInfo) -> None:
         """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
@@ -289,21 +280,10 @@ class PsStrategy(WorkersStrategy):
         for info, total, sink, _ in entries:
             key, under = self._keys[info.id], NO_OPTIMIZER if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
-            item = Item(key, pushed, sink, key.routes, key.pushed, under.number, op, self._uncompressed_flags(key, op))
-            items.append(
-                item if key.choice is None or item.pushes_uncompressed else self._with_choice(item, key.choice)
-            )
+            flags = self._uncompressed_flags(key, op)
+            items.append(Item(key, pushed, sink, key.routes, key.pushed, under.number, op, flags))
         wait_for_tags(self._session, self._client, *self._client.tags_needed(items))
         return items
-
-    def _with_choice(self, item: Item, choice: CodecChoice) -> Item:
-        """Begin a round of the key's choice: `item` to be sent encoded or uncompressed, whichever has been faster."""
-        with self._engine.lock:
-            if item.total is not None:
-                item = item._replace(total=item.key.begin_round(item.total, self._engine.clock.now_s()))
-            return (
-                item._replace(flags=wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER) if choice.uncompressed else item
-            )
 
     def _uncompressed_flags(self, key: ClientKey, op: Reduction) -> int:
         """The flags of a call: all uncompressed if it is no sum, or while the session has suspended compression."""
@@ -340,9 +320,6 @@ class PsStrategy(WorkersStrategy):
         device = self._device
         calls = device if device is not None and device.concerns(items) else self._client
         steps = calls.exchange(kind, items, wire.clamped(priority))
-        timed = [item.key for item in items if item.sink is not None and item.key.choice is not None]
-        if timed:
-            steps = self._timed(steps, timed)
         return self._recorded(steps, items) if self._recorder.on else steps
 
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
@@ -355,11 +332,6 @@ class PsStrategy(WorkersStrategy):
         for item in items:
             kind, n_bytes = ("pull", 0) if item.total is None else ("exchange", int(item.total.nbytes))
             self._recorder.add(kind, begun_s, item.key.info.key, item.round, n_bytes)
-
-    def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
-        yield from steps
-        for key in keys:
-            key.end_round(self._engine.clock.now_s())
 
     def start_waited(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
         """Start a `pushpull` whose steps the waiting thread runs."""
@@ -564,15 +536,12 @@ class PsStrategy(WorkersStrategy):
         """Bytes encoded, and counts of messages through shared memory.
 
         encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding; missing where no key is compressed.
-        compressed_keys: as in a store without servers. memory_messages, memory_bytes: sent to servers of this host
-        through shared memory. bytes_copied: into and out of that memory, by this worker. held_bytes: its scratch memory
-        there. shared_bytes: its arrays of `store.empty`, the values that it serves, and the memory through which arrays
-        on a GPU are copied.
+        memory_messages, memory_bytes: sent to servers of this host through shared memory. bytes_copied: into and out of
+        that memory, by this worker. held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`,
+        the values that it serves, and the memory through which arrays on a GPU are copied.
         """
         keys = tuple(self._keys.values())
         encoded: dict[str, Any] = dict(encoded_bytes(key.encoded for key in keys))
-        if chosen := {str(key.info.key): key.choice.stats(key.info.codec) for key in keys if key.choice is not None}:
-            encoded["compressed_keys"] = chosen
         local = self._local
         if local is None:
             return encoded

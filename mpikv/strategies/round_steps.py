@@ -89,11 +89,8 @@ class RoundSteps:
                 yield from path.allgather(outs, comparison)
             if part is not None:
                 part.done("allgather")
-            if codec is not None:
-                if path is not paths.usual:
-                    codec.exact = None  # the value itself is exact again
-                if codec.timed:
-                    yield from paths.end_round()
+            if codec is not None and path is not paths.usual:
+                codec.exact = None  # the value itself is exact again
             if comparison is not None and comparison.differ:
                 error = yield from self._different(queue.info, queue.round, queue.labels(round_.under))
                 queue.refuse(error)
@@ -111,12 +108,10 @@ class RoundSteps:
         """The values of an uncompressed round of a key with a codec, and whether the path may overwrite them."""
         codec = queue.paths.codec
         assert codec is not None
-        given = codec.with_residual(values)
-        changeable = changeable or given is not values
         if path.overwrites and not changeable:
-            given, changeable = values.copy(), True
+            values, changeable = values.copy(), True
         codec.restore_exact(queue.stored, path.updates)
-        return given, changeable
+        return values, changeable
 
     def _apply(self, queue: RoundQueue, path: KeyPath, totals: SpaceArray, round_: Round) -> None:
         begin, end = path.updates

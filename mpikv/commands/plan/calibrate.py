@@ -12,15 +12,14 @@ the sender's time what a card would fetch by itself.
 from __future__ import annotations
 
 import socket
-import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from mpikv.codecs import speed
 from mpikv.codecs.base import Codec
+from mpikv.codecs.speed import Speed
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, drive
-from mpikv.commands.plan.priced import Speed
 from mpikv.config import Config
 from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
@@ -74,24 +73,7 @@ def measured() -> Costs:
 def speed_of(codec: Codec) -> Speed:
     """Measure what a codec costs this machine's cores, piece by piece, with what it remembers. Needs no MPI."""
     n_elems = piece_elems(codec, CODED)
-    pieces = max(1, -(-CODED_ELEMS // n_elems))
-    values = np.random.default_rng(0).standard_normal((pieces, n_elems), np.float32)
-    states, sums = [codec.init(n_elems) for _ in range(pieces)], np.zeros_like(values)
-    data = [codec.encode(value, state) for value, state in zip(values, states, strict=True)]
-
-    def encode() -> None:
-        for value, state in zip(values, states, strict=True):
-            codec.encode(value, state)
-
-    def decode() -> None:
-        for one, total in zip(data, sums, strict=True):
-            codec.decode(one, total)
-
-    def add() -> None:
-        for one, total in zip(data, sums, strict=True):
-            codec.add(one, total)
-
-    return Speed(*(_each(what) / values.size for what in (encode, decode, add)))
+    return speed.speed_of(codec, n_elems, max(1, -(-CODED_ELEMS // n_elems)), TURNS)
 
 
 def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
@@ -102,13 +84,7 @@ def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
 
 
 def _each(what: Callable[[], object]) -> float:
-    """Return the seconds of one call, the median of some: of processor time, which other programs disturb less."""
-    turns = []
-    for _ in range(TURNS):
-        begin_s = time.process_time()
-        what()
-        turns.append(time.process_time() - begin_s)
-    return statistics.median(turns)
+    return speed.processor_s(what, TURNS)
 
 
 def _through_mpi(transport: Transport, n_bytes: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.identity import IDENTITY
-
-
-class Speed(NamedTuple):
-    """What a codec costs a core for each element, in seconds: to encode it, to decode it, to decode it into a sum."""
-
-    encode_s: float
-    decode_s: float
-    add_s: float
-
+from mpikv.codecs.speed import Speed
 
 Speeds = Mapping[Codec, Speed]
 NO_SPEEDS: Speeds = MappingProxyType({})

@@ -100,20 +100,33 @@ def test_one_process_sends_nothing_and_compresses_nothing() -> None:
 HOSTS = "aab"
 
 
-@on(Mode("dist_sync", 2, 1), Mode("dist_sync", 2, 1, hosts=HOSTS))
-def test_which_keys_are_compressed(store: Any, mode: Mode) -> None:
-    """Those named, or all new ones; never integers; and on one host only where it is forced."""
-    store.set_gradient_compression({"type": "fp16", "pull": "bf16"})
-    store.set_gradient_compression({"type": "rest of tests", "force": True}, keys=["b", "i"])
-    store.set_gradient_compression(None, keys="c")
-    store.init(["a", "b", "c"], [np.zeros(5, np.float32)] * 3)
-    store.init("i", np.zeros(5, np.int32))
-    store.set_gradient_compression({"type": "fp16"}, keys="d")
-    store.init("d", np.zeros(5, np.float64))
-    both = '{"pull": {"type": "bf16"}, "type": "fp16"}' if mode.hosts else "none"
+@pytest.mark.parametrize(("hosts", "link"), [("", "1kbit"), (HOSTS, "1kbit"), (HOSTS, "1000tbit")])
+def test_which_keys_are_compressed(hosts: str, link: str) -> None:
+    """Those named, or all new ones; never integers; where it is not forced not on one host, nor on fast links."""
+
+    def body(store: Any) -> None:
+        store.set_gradient_compression({"type": "fp16", "pull": "bf16"})
+        store.set_gradient_compression({"type": "rest of tests", "force": True}, keys=["b", "i"])
+        store.set_gradient_compression(None, keys="c")
+        store.init(["a", "b", "c"], [np.zeros(5, np.float32)] * 3)
+        store.init("i", np.zeros(5, np.int32))
+        store.set_gradient_compression({"type": "fp16"}, keys="d")
+        store.init("d", np.zeros(5, np.float64))
+        both = '{"pull": {"type": "bf16"}, "type": "fp16"}'
+        used = bool(hosts) and link == "1kbit"
+        expected = [both if used else "none", forced, "none", "none", "fp16" if used else "none"]
+        assert [store.session.infos[key].codec for key in ("a", "b", "c", "i", "d")] == expected
+        rows = store.stats().get("compressed_keys", {})
+        assert {
+            key: (row["codec"], row["travels"], row["encoded_s"] < row["plain_s"]) for key, row in rows.items()
+        } == (
+            {key: (codec, ("as it is", "encoded")[used], used) for key, codec in (("a", both), ("d", "fp16"))}
+            if hosts
+            else {}
+        )
+
     forced = '{"force": true, "step": 1.0, "type": "rest of tests"}'
-    expected = [both, forced, "none", "none", "fp16" if mode.hosts else "none"]
-    assert [store.session.infos[key].codec for key in ("a", "b", "c", "i", "d")] == expected
+    Mode("dist_sync", 2, 1, hosts=hosts).run(body, link=link)
 
 
 @on(Mode("dist_sync", 2, 1, hosts=HOSTS))

@@ -44,7 +44,10 @@ def log() -> Iterator[Kept]:
 
 
 class Case(NamedTuple):
-    """What a store of this mode says of itself and of a key. half: float16. params: of compression."""
+    """What a store of this mode says of itself and of a key. half: float16. params: of compression.
+
+    compared: what is said first of a codec.
+    """
 
     mode: Mode
     ranks: str
@@ -52,8 +55,10 @@ class Case(NamedTuple):
     key: str
     half: bool = False
     params: dict[str, Any] | None = None
+    compared: str = ""
 
 
+CODEC = '{"threshold": 0.5, "type": "2bit"}'
 ONE_HOST, APART = "2 workers and no servers on 1 host", "2 workers and no servers on 2 hosts"
 NO_MEMORY, NOT_SHARED = "not used: no host has several ranks", "not used: MPIKV_SHARED_MEMORY=off"
 CASES = (
@@ -93,9 +98,9 @@ CASES = (
         APART,
         NO_MEMORY,
         "path encoded, gather over 2 workers on 2 hosts, since in a round 256 B leave a host encoded, and 4.0 KiB as "
-        'they are; codec {"threshold": 0.5, "type": "2bit"} travels encoded until its rounds have been measured both '
-        "ways",
+        f"they are; codec {CODEC} travels encoded",
         params={"type": "2bit"},
+        compared=f"codec {CODEC} is used: a round takes",
     ),
     Case(
         Mode("dist_sync", 2),
@@ -138,33 +143,37 @@ def test_each_decision_is_one_line_of_each_rank(case: Case, log: Kept) -> None:
         store.barrier()
         assert len(log.records) == before
 
-    mode.run(body)
+    mode.run(body, link="10mbit,1ms")
     n_bytes = "2.0 KiB float16" if case.half else "4.0 KiB float32"
-    of_store = [f"store {mode.name!r}: {case.ranks}", f"shared memory {case.memory}"]
+    links = ["links between hosts MPIKV_LINK=10mbit,1ms: 10 Mbit/s, 1e+03 us"] * (len(set(mode.hosts)) > 1)
+    of_store = [f"store {mode.name!r}: {case.ranks}", *links, f"shared memory {case.memory}"]
     optimizer = f"optimizer SGD updates all keys that have no other one: it goes to {mode.servers} servers"
-    of_keys = [f"key 'w' ({n_bytes}): {case.key}", *([] if mode.synchronous else [optimizer])]
+    of_keys = [
+        *(f"key 'w' ({n_bytes}): {text}" for text in (case.compared, case.key) if text),
+        *([] if mode.synchronous else [optimizer]),
+    ]
     for role, n in (("worker", mode.workers), ("server", mode.servers)):
         for rank in range(n):
             host = next(one.host for one in log.records if (one.role, one.rank) == (role, rank))
             assert host in [*mode.hosts, "localhost"]
             wanted = of_store + of_keys * (role == "worker")
-            assert log.lines(role, rank) == [f"{role} {rank} on {host}: {text}" for text in wanted]
+            lines = [line.partition(" takes ")[0] + " takes" * (" takes " in line) for line in log.lines(role, rank)]
+            assert lines == [f"{role} {rank} on {host}: {text}" for text in wanted]
     infos = Counter(one.role + str(one.rank) for one in log.records if one.levelno == logging.INFO)
-    assert infos == {"worker0": 2 + (not mode.synchronous)}
+    assert infos == {"worker0": len(of_store) + (not mode.synchronous)}
 
 
-def test_a_codec_that_is_measured_and_an_optimizer_of_workers(log: Kept) -> None:
+@pytest.mark.parametrize(("link", "used"), [("100mbit", "is used"), ("1000tbit", "is not used")])
+def test_a_codec_that_may_be_used_and_an_optimizer_of_workers(link: str, used: str, log: Kept) -> None:
     def body(store: Any) -> None:
         store.set_gradient_compression({"type": "2bit"})
         store.init("w", full(0, BIG))
         store.set_optimizer("sgd")
-        while store.stats()["compressed_keys"]["w"]["looks"] == 0:
-            store.pushpull("w", full(1, BIG))
 
-    Mode("dist_sync", 2, hosts="ab").run(body)
+    Mode("dist_sync", 2, hosts="ab").run(body, link=link)
     for rank in range(2):
         lines = log.lines("worker", rank)
-        assert sum("key 'w' (4.0 KiB float32): its values travel " in line for line in lines) == 1, lines
+        assert sum(f"key 'w' (4.0 KiB float32): codec {CODEC} {used}: a round" in line for line in lines) == 1, lines
         assert (
             sum("optimizer SGD updates all keys that have no other one: it goes to the wor" in line for line in lines)
             == 1

@@ -108,7 +108,7 @@ def test_the_files_of_all_ranks_after_close(mode: Mode, tmp_path: Path) -> None:
             store.pushpull(["w", "c"], [full(1, 1 << 10)] * 2)
         return store.stats(), threads()
 
-    told = mode.run(body, metrics=str(tmp_path))
+    told = mode.run(body, metrics=str(tmp_path), link="10mbit")
     assert threads() == 0
     assert all(n > 0 for _, n in told)
     assert sum(stats["waits"] for stats, _ in told) > 0

@@ -49,7 +49,7 @@ MEMBERS = {
 )
 def test_a_path_and_why(members: str, info: KeyInfo, options: dict[str, Any], says: str) -> None:
     found = MEMBERS[members]
-    text = described.line(found, info, (), place(found, info, **options), None, measured=False)
+    text = described.line(found, info, (), place(found, info, **options), None)
     head = f"key 'w' ({described.size(info.n_bytes)} float32): "
     assert text.startswith(head)
     assert text.endswith("; no codec")
@@ -58,5 +58,5 @@ def test_a_path_and_why(members: str, info: KeyInfo, options: dict[str, Any], sa
 
 def test_a_codec_that_is_not_used() -> None:
     info = KEY._replace(codec="fp16")
-    text = described.codec(info, place(MEMBERS["here"], info), measured=True)
+    text = described.codec(info, place(MEMBERS["here"], info))
     assert text == "codec fp16 is not used: it would save no bytes between hosts"

@@ -51,7 +51,9 @@ def run(
     """What each worker's `body` returns. hosts: a letter for each rank; by default each is on its own host."""
     hosts = hosts or "abcdefgh"[: workers + servers]
     # Messages are counted as collectives send them, without the joining of messages between hosts.
-    settings_ = Config(**{"timeout_s": 20.0, "bigarray_bound_elems": 10**9, "bucket_bytes": 0, **config})
+    # And on slow links, where codecs are worth their time.
+    settings = {"timeout_s": 20.0, "bigarray_bound_elems": 10**9, "bucket_bytes": 0, "link": "10mbit", **config}
+    settings_ = Config(**settings)
     return spawn_stores(
         "dist_sync", workers, body, num_servers=servers, hosts=hosts, config=settings_, compression=make(compression)
     )

@@ -259,7 +259,7 @@ def test_the_bytes_that_leave() -> None:
         (forced("fp16"), 2 * 2 * n, 0),
         (mt.Compression.fp16, 2 * 2 * n, 0),  # half to the owner of the other half, and half back
     ):
-        for before, after, sent in Mode("dist_sync", 2, hosts="ab").run(body):
+        for before, after, sent in Mode("dist_sync", 2, hosts="ab").run(body, link="10mbit"):
             assert (before, after) == ((4 * 2 * n, pushed) if compression else (0, 0))
             assert pushed + came_back <= sent <= pushed + came_back + rest
 
