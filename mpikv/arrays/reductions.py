@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpikv.common.checks import shown
+
 
 class Reduction(NamedTuple):
     """A way in which two arrays become one: combine(a, b, out=c). code: its number in requests to servers.
@@ -60,5 +62,5 @@ def named(op: Any) -> Reduction:
     """Return the reduction of that name. ValueError where there is none."""
     found = _NAMED.get(op) if isinstance(op, str) else None
     if found is None:
-        raise ValueError(f"op={op!r} is no reduction; there are {', '.join(map(repr, _NAMED))}")
+        raise ValueError(f"op={shown(op)} is no reduction; there are {', '.join(map(repr, _NAMED))}")
     return found

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.common.checks import shown
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Function, Optimizer
@@ -155,9 +156,13 @@ class Shares:
 
 def positive(value: Any, what: str) -> float:
     """Return a finite number above 0. Raises ValueError, which begins with `what`, for anything else."""
-    if isinstance(value, bool) or not hasattr(value, "__float__") or not 0 < float(value) < math.inf:
-        raise ValueError(f"{what} is a number above 0; got {value!r}")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError, ArithmeticError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{what} is a number above 0; got {shown(value)}")
+    return number
 
 
 def _keep(table: HostArray, total: HostArray, _state: Any) -> None:

@@ -25,7 +25,7 @@ from generated_arguments import argument, arguments, called, described, outcome,
 from store_modes import Mode, mode_id
 
 import mpikv
-from mpikv import Config, KVStore, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
+from mpikv import Config, KVStore, LocalUpdates, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
 from mpikv.common.checks import shown
 from mpikv.data import read_idx, split_and_load, split_data
 
@@ -45,7 +45,7 @@ METHODS = tuple(
 
 
 def use_store(pick: Random, store: KVStore, kept: list[Any]) -> str:
-    """One call of a method, or of a Request or Trainer that an earlier one gave. Alike on all workers."""
+    """One call of a method, or of what an earlier one gave: a Request, a Trainer, a LocalUpdates. Alike on all workers."""
     what = pick.random()
     if kept and what < 0.3:
         return use_object(pick, pick.choice(kept))
@@ -54,6 +54,12 @@ def use_store(pick: Random, store: KVStore, kept: list[Any]) -> str:
         kwargs = {"params": parameters(pick), **{name: value for name, value in kwargs.items() if name != "optimizer"}}
         kwargs |= {"optimizer": pick.choice(["sgd", "adam", optimizers.create("test")]), "kvstore": store}
         end, result = outcome(described("Trainer", args[:0], kwargs), lambda: Trainer(**kwargs))
+    elif what < 0.36:
+        args, kwargs = arguments(pick, LocalUpdates)
+        kwargs |= {"params": parameters(pick), "store": store}
+        if pick.random() < 0.5:
+            kwargs |= {"every": pick.choice([1, 2, None]), "outer": "mean"}
+        end, result = outcome(described("LocalUpdates", args[:0], kwargs), lambda: LocalUpdates(**kwargs))
     else:
         name = pick.choice(METHODS)
         function = getattr(store, name)
@@ -62,7 +68,7 @@ def use_store(pick: Random, store: KVStore, kept: list[Any]) -> str:
             args = [one for one in args if not callable(one) or one is subtract][:1]
             kwargs = {name: one for name, one in kwargs.items() if not callable(one)}
         end, result = outcome(described(name, args, kwargs), lambda: function(*args, **kwargs))
-    if isinstance(result, (mpikv.Request, Trainer)):
+    if isinstance(result, (mpikv.Request, Trainer, LocalUpdates)):
         kept.append(result)
         del kept[:-6]
     return end
@@ -74,6 +80,7 @@ OBJECTS: dict[type, tuple[str, ...]] = {
         *("step", "step", "push_grad", "wait", "pull_weights", "allreduce_grads", "update", "save", "resume"),
         *("save_states", "load_states", "set_learning_rate", "steps", "examples"),
     ),
+    LocalUpdates: ("step", "step", "exchange", "save", "resume", "sync_buffers"),
     RowSparse: ("assign", "to_dense", "__repr__"),
     Parameter: ("data", "grad", "zero_grad", "list_data", "list_grad", "shape"),
     SplitSampler: ("set_epoch", "indices", "__len__", "__iter__", "__repr__"),
@@ -123,6 +130,7 @@ CALLABLES: dict[str, Callable[..., Any]] = {
     "Parameter": Parameter,
     "RowSparse": RowSparse,
     "Trainer": Trainer,
+    "LocalUpdates": LocalUpdates,
     "SplitSampler": SplitSampler,
     "SplitSampler.for_store": SplitSampler.for_store,
     "split_data": split_data,
