@@ -13,7 +13,7 @@ So a key takes, in units of S over a link's rate, with h=4: 1.5 among the worker
 server's link is taken to be busy for `SERVER_LINK` times as long as its bytes take.
 
 A key that is so short that messages cost more than bytes goes to one side whole, where it ends first; so does one for
-which the cut saves less than 8 %, or of which servers would take less than `LEAST_BYTES`. Row-sparse keys, and those in
+which the cut saves too little, or of which servers would take less than `LEAST_BYTES`. Row-sparse keys, and those in
 device memory, go to the servers; so do keys whose optimizer needs the whole value at one owner.
 
 The share is a multiple of 1/64, so that links that were measured a little differently give the same cut.
@@ -35,9 +35,11 @@ SHARES = 64
 # alone took 1.09 and 1.19 times their bound (16 MiB; ResNet-18's keys; docs/performance.md, "Workers and servers at
 # once").
 SERVER_LINK = 1.12
-# A cut has to save 8 %. It costs messages of both kinds, and links reach less of their rate when both parts use them:
-# with 4 workers and 4 servers, where it would save 7 %, a round took 1.7 times as long as on servers alone.
-GAIN = 0.92
+# A cut has to save 8 % of what the workers alone would take, or 15 % of what servers alone would: it costs messages of
+# both kinds, and links reach less of their rate when both parts use them. With 4 workers and 4 servers, where a cut
+# would save 7 % of the latter, a round took 1.7 times as long as on servers alone; with 2 servers and one worker's link
+# at half its rate, where it would save 9 %, 1.1 times (docs/performance.md, "Workers and servers at once").
+GAIN = {0.0: 0.92, 1.0: 0.85}
 # Less of a key goes to a server in one message with that of other keys, and is answered when all of these are there:
 # ResNet-18 on 3 workers and a server took 1.6 times its bytes over the rate with such cuts, and 1.3 without.
 LEAST_BYTES = 256 << 10
@@ -70,7 +72,7 @@ def _by_cost(members: Members, n_bytes: int) -> float:
         cut = 0.0
     of_ends = {share: seconds(members, n_bytes, share) for share in (0.0, 1.0)}
     best = min(of_ends, key=lambda share: of_ends[share])
-    return cut if seconds(members, n_bytes, cut) < GAIN * of_ends[best] else best
+    return cut if seconds(members, n_bytes, cut) < GAIN[best] * of_ends[best] else best
 
 
 def seconds(members: Members, n_bytes: int, share: float) -> float:

@@ -1,6 +1,6 @@
 """How much the link of each host carries, and how late a message is there: the one place of these numbers.
 
-They are measured when a store is made that depends on them (create/link_trial.py), or given: MPIKV_LINK has a rate and
+They are measured while a store on several hosts is made (create/link_trial.py), or given: MPIKV_LINK has a rate and
 a latency for all hosts, or the name of a file that `mpikv bench link --save` has written.
 
 A measured rate differs a little from one time to the next, and where a key is cut depends on the rates. So what was

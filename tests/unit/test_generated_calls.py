@@ -45,7 +45,7 @@ METHODS = tuple(
 
 
 def use_store(pick: Random, store: KVStore, kept: list[Any]) -> str:
-    """One call of a method, or of what an earlier one gave: a Request, a Trainer, a LocalUpdates. Alike on all workers."""
+    """One call of a method, or of a Request, a Trainer, ... that an earlier one gave. Alike on all workers."""
     what = pick.random()
     if kept and what < 0.3:
         return use_object(pick, pick.choice(kept))
