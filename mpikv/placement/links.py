@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mpikv.common import units
@@ -39,14 +40,18 @@ class LinkRates:
 
     def of(self, host: str) -> float:
         """Return the bytes per second of a host's link."""
-        return dict(self.by_host).get(host, self.bytes_per_s)
+        return self._rates.get(host, self.bytes_per_s)
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        return dict(self.by_host)
 
     def __str__(self) -> str:
         others = "".join(f", {host} {_mbit(rate)}" for host, rate in self.by_host if rate != self.bytes_per_s)
         return f"{self.source}: {_mbit(self.bytes_per_s)}, {self.latency_s * 1e6:.3g} us{others}"
 
 
-ASSUMED = LinkRates(1.25e9, 50e-6)
+ASSUMED = LinkRates(units.rate("10gbit"), units.duration(DEFAULT_LATENCY))
 
 
 def _mbit(bytes_per_s: float) -> str:

@@ -17,7 +17,7 @@ from mpikv.arrays.as_numpy import dtype_of
 from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
-from mpikv.codecs.worth import worth_of
+from mpikv.codecs.worth import Worth, worth_of
 from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.observe.stall import Waiting
@@ -49,24 +49,18 @@ class KeyEvents(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What worker 0 has found of a key with a codec that is not forced. codec: its text. encodes: whether it is used.
-
-    encoded_s, plain_s: the seconds of a round in both forms, by the cost model.
-    """
+    """What worker 0 has found of a key with a codec that is not forced. codec: its text. worth: what decides."""
 
     codec: str
-    encoded_s: float
-    plain_s: float
-    encodes: bool
+    worth: Worth
 
     def row(self) -> dict[str, Any]:
         """Return the key's entry in `store.stats()`."""
-        travels = "encoded" if self.encodes else "as it is"
-        return {"codec": self.codec, "travels": travels, "encoded_s": self.encoded_s, "plain_s": self.plain_s}
+        return {"codec": self.codec, "travels": "encoded" if self.worth.encodes else "as it is", **self.worth._asdict()}
 
     def __str__(self) -> str:
-        form = "is used" if self.encodes else "is not used"
-        return f"codec {self.codec} {form}: a round takes {self.encoded_s:.2g} s encoded, {self.plain_s:.2g} s as it is"
+        form, (encoded_s, plain_s) = "is used" if self.worth.encodes else "is not used", self.worth
+        return f"codec {self.codec} {form}: a round takes {encoded_s:.2g} s encoded, {plain_s:.2g} s as it is"
 
 
 def check_pull(call: str, key: Key, travels: KeyCompression) -> None:
@@ -135,8 +129,8 @@ class KeySession(CollectiveSession):
                 self.infos[name] = info
                 self.any_sparse |= info.sparse
                 if (compared := decision.result[7]) is not None:
-                    codec, encoded_s, plain_s = compared
-                    self.compared[name] = Compared(codec, encoded_s, plain_s, info.codec != IDENTITY.name)
+                    codec, *seconds = compared
+                    self.compared[name] = Compared(codec, Worth(*seconds))
                     self.log.detail(lambda: f"{described.key(info)}: {self.compared[name]}")
                 self._events.begin(info, decision.result[6])
             if decision.final:

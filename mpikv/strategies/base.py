@@ -17,12 +17,13 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
+from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import StatesFile
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.session.base import NewKey, Pending
+from mpikv.session.base import NewKey, Pending, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 
@@ -34,6 +35,25 @@ Write = Callable[[Sequence[Sequence[StateRecord]]], None]
 
 Read = Callable[[], StatesFile]
 """Reads a states file and checks that it fits the store."""
+
+
+def wait_for_all(
+    session: Session, pending: Sequence[Pending], refuses: Callable[[Pending, ConfigError], bool] = lambda *_: True
+) -> None:
+    """Wait for all keys of a call, even if one is refused: the arrays of the others are in use until they are done.
+
+    refuses: whether an error is of this key alone; any other is raised at once. Blocks. Raises the first refusal.
+    """
+    refused: ConfigError | None = None
+    for one in pending:
+        try:
+            session.wait(one, None, pending)
+        except ConfigError as error:
+            if not refuses(one, error):
+                raise
+            refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 class Entry(NamedTuple):

@@ -30,7 +30,7 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.allreduce import AllreduceStrategy
-from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink
+from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink, wait_for_all
 from mpikv.strategies.ps import PsStrategy
 from mpikv.strategies.workers import WorkersStrategy
 
@@ -87,15 +87,8 @@ class HybridCall(PreparedCall):
         return pending
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Wait for all keys, even if one is refused: the arrays of the others are in use until they are done."""
-        refused: ConfigError | None = None
-        for one in pending:
-            try:
-                self._session.wait(one, None, pending)
-            except ConfigError as error:
-                refused = refused or error
-        if refused is not None:
-            raise refused
+        """See `wait_for_all`."""
+        wait_for_all(self._session, pending)
 
     def release(self) -> None:
         """Forget the arrays."""

@@ -56,7 +56,7 @@ class KeyPaths:
     """
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
-        self.placement, self._is_first, self._key_id = placement, resources.group.rank == 0, info.id
+        self.placement, self._is_first = placement, resources.group.rank == 0
         self._resources, self._info = resources, info
         self.usual = path_of(resources, info, placement, place)
         staging = self.usual.staging
@@ -84,7 +84,7 @@ class KeyPaths:
     @property
     def overwrites(self) -> bool:
         """Whether a round that begins now overwrites the pushed values if they are `changeable`."""
-        return self.codec is None and self.usual.overwrites
+        return self.usual.overwrites
 
     @property
     def held_bytes(self) -> int:

@@ -25,10 +25,14 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST
 from mpikv.strategies.arguments import address_of
-from mpikv.strategies.base import Entry, PreparedCall, Sink
+from mpikv.strategies.base import Entry, PreparedCall, Sink, wait_for_all
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queues import Delivery, Round, RoundQueue
+
+
+def _is_delivery_s(one: Pending, error: ConfigError) -> bool:
+    return isinstance(one.request, Delivery) and one.request.error is error
 
 
 class QueuedCall(PreparedCall):
@@ -67,17 +71,8 @@ class QueuedCall(PreparedCall):
         return pending
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """Wait for all keys, even if one is refused: the arrays of the others are in use until they are done."""
-        refused: ConfigError | None = None
-        for one in pending:
-            try:
-                self._session.wait(one, None, pending)
-            except ConfigError as error:
-                if not isinstance(one.request, Delivery) or one.request.error is not error:
-                    raise
-                refused = refused or error
-        if refused is not None:
-            raise refused
+        """See `wait_for_all`."""
+        wait_for_all(self._session, pending, _is_delivery_s)
 
     def release(self) -> None:
         """Forget the arrays."""
