@@ -20,6 +20,7 @@ from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
 from mpikv.hostmemory import rings
+from mpikv.placement import members
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
 from mpikv.transports.faulty import Faults, FaultyFabric
@@ -65,6 +66,11 @@ class Mode(NamedTuple):
     def synchronous(self) -> bool:
         return "async" not in self.name
 
+    @property
+    def _hosts(self) -> list[str] | None:
+        """The first worker's host has the name that it has where there is one host."""
+        return ["localhost" if letter == "a" else letter for letter in self.hosts] or None
+
     def config(self, **changes: Any) -> Config:
         memory = "off" if self.memory == "off" else "auto"
         divided = {"servers_take": self.take, "server_placement": "last"} if self.take else {}
@@ -103,19 +109,22 @@ class Mode(NamedTuple):
 
         if late:
             faults = (Faults(seed=rank, most_looks=30 * rank) for rank in range(size))
-            fabric = FaultyFabric(size, list(faults).__getitem__, list(self.hosts) or None)
+            fabric = FaultyFabric(size, list(faults).__getitem__, self._hosts)
         if self.device == "mpi" and gpus is not None:
             fabric = DeviceFabric(Fabric(size) if fabric is None else fabric)
         if self.codec:
             compression = make({"type": self.codec, "force": True})
-        with long_messages() if self.memory == "long" else contextlib.nullcontext():
+        with (
+            long_messages() if self.memory == "long" else contextlib.nullcontext(),
+            mock.patch.object(members, "ADDED_BYTES", 1),
+        ):
             return spawn_stores(
                 self.name,
                 self.workers,
                 on_worker,
                 num_servers=self.servers,
                 config=self.config(**changes),
-                hosts=list(self.hosts) or None,
+                hosts=self._hosts,
                 fabric=fabric,
                 gpus=gpus,
                 compression=compression,
@@ -151,14 +160,19 @@ def every_way(*modes: Mode) -> tuple[Mode, ...]:
 LOCAL = (Mode("local", 1), Mode("device", 1))
 ALLREDUCE = tuple(Mode("dist_sync", w, 0, a) for w in (1, 2, 3, 4, 5) for a in ("naive", "ring", "halving_doubling"))
 SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2))))
-# Keys are divided between workers, who have memory for it or not, and servers, on hosts of their own or not.
+# Keys are divided between workers, who have memory for it or not, and servers, on hosts of their own or not; in the
+# modes ADDING workers of a host add before one of them asks the servers.
 HYBRID = (
     Mode("dist_sync", 3, 2, take="0.4"),
     Mode("dist_sync", 3, 1, memory="off", take="0.7"),
     Mode("dist_sync", 3, 2, hosts="abcde", take="0.3"),
     Mode("dist_sync", 4, 2, hosts="aabbcc", take="0.6"),
     Mode("dist_sync", 3, 1, hosts="aaab", take="0.5"),
+    Mode("dist_sync", 3, 2, hosts="aabcc", take="0.6"),
+    Mode("dist_sync", 3, 2, hosts="aabcd", take="1"),
+    Mode("dist_sync", 3, 1, hosts="aaab", take="auto"),
 )
+ADDING = HYBRID[5], HYBRID[6], HYBRID[7], HYBRID[3]
 ASYNC = every_way(
     *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
 )
@@ -182,6 +196,7 @@ FEW_ON_DEVICE = (
 FEW_DIST_SYNC = (
     *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
     *HYBRID[:2],
+    *ADDING[:2],
     Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
     *FEW_ON_DEVICE,
 )

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.codecs.compression import of_text, wire_of
+from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.speed import FREE, Speed, quick_speed_of
 from mpikv.placement.costs import Costs
-from mpikv.placement.cut import link_s
+from mpikv.placement.cut import link_s, servers_share
 from mpikv.placement.encoding import Wire, encoded_bytes, uncompressed_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -53,7 +54,8 @@ def worth_of(members: Members, info: KeyInfo, *, updated: bool) -> Worth | None:
         return None
     on_device = info.space == "device" and wire.on_device
     push, back = (FREE if on_device else quick_speed_of(codec, info.n_elems) for codec in (travels.push, travels.pull))
-    if members.path == "servers" and not members.divides:
+    alone = members.path == "servers" and not members.divides
+    if alone or (members.divides and servers_share(members, info.n_bytes, added=False) == 1.0):
         return _with_servers(members, info, wire, push, back)
     return _among_workers(members, info, wire, push, back, updated=updated)
 
@@ -75,17 +77,19 @@ def _among_workers(members: Members, info: KeyInfo, wire: Wire, push: Speed, bac
 
 def _with_servers(members: Members, info: KeyInfo, wire: Wire, push: Speed, back: Speed) -> Worth:
     costs, workers, servers = Costs(), len(members.workers), len(members.owners)
+    added = members.is_added_on_hosts(info._replace(codec=IDENTITY.name))  # as it would be without a codec
+    hosts = len(members.speakers) if added else workers
 
-    def round_s(push_bytes: float, answer_bytes: float, core_s: float) -> float:
+    def round_s(push_bytes: float, answer_bytes: float, pushers: int, core_s: float) -> float:
         both = max(push_bytes, answer_bytes) + APART * min(push_bytes, answer_bytes)
-        of_server_s = workers / servers * (push_bytes + answer_bytes) * costs.byte_s
-        return link_s(members, 1.0) * both + max(of_server_s, core_s)
+        of_server_s = pushers / servers * (push_bytes + answer_bytes) * costs.byte_s
+        return link_s(members, 1.0, added=pushers < workers) * both + max(of_server_s, core_s)
 
     n = info.n_elems
     of_worker_s = n * (HANDLING_S + push.encode_s + back.decode_s)
     of_server_s = n / servers * (workers * push.add_s + back.encode_s)
-    added_s = n / servers * workers * sum_dtype(info.dtype).itemsize * costs.add_byte_s
+    added_s = n / servers * hosts * sum_dtype(info.dtype).itemsize * costs.add_byte_s
     return Worth(
-        round_s(wire.push_bytes, wire.pull_bytes, max(of_worker_s, of_server_s)),
-        round_s(info.n_bytes, info.n_bytes, added_s),
+        round_s(wire.push_bytes, wire.pull_bytes, workers, max(of_worker_s, of_server_s)),
+        round_s(info.n_bytes, info.n_bytes, hosts, added_s),
     )

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
+from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, VALUES, HostKey
 from mpikv.collectives.pipeline import NO_PIPELINE, Loader, Pipeline
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, Span, cut, drive
 from mpikv.engine.operation import Done, Steps, Waiter, Waking
@@ -86,8 +86,11 @@ def reduce_scatter(
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
     pipeline: Pipeline = NO_PIPELINE,
+    to_first: bool = False,
 ) -> Steps[HostArray]:
     """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own shard.
+
+    to_first: the first rank gets the results of all shards, and nobody has one of its own.
 
     values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
     ended. bounds: rank i owns `[bounds[i], bounds[i+1])`. pipeline: loads the values, which are in shared memory then,
@@ -125,12 +128,17 @@ def reduce_scatter(
             yield filled
         if not sources:
             sources = [values if source == rank else key.array_of(source, VALUES) for source in range(size)]
+            total = key.array_of(0, TOTALS) if to_first and rank else own
         segment = slice(at, min(at + step, end))
-        in_order(own[segment], [source[segment] for source in sources], combine)
+        in_order(total[segment], [source[segment] for source in sources], combine)
         if on_complete is not None:
             on_complete(own, (segment.start, segment.stop))
     if loading is not None:
         yield from drive(loading)
+    if to_first:
+        key.count(REDUCED, 1)
+        if not rank:
+            yield key.awaited(others, REDUCED, 1)
     return own
 
 

@@ -157,7 +157,9 @@ def assemble(
         if members.divides:
             of_ring = memory if members.ring_has_memory else None
             ring = replace(members.ring, memory=of_ring is not None)
-            strategy = HybridStrategy(session, AllreduceStrategy(session, ring, serve_rows, of_ring), servers)
+            strategy = HybridStrategy(
+                session, AllreduceStrategy(session, ring, serve_rows, of_ring, servers=servers), servers
+            )
     session.start(strategy.events)
     store = KVStore(session, strategy, on_device=spec.on_device)
     return metrics.start(store, members.config.metrics, metrics_name)

@@ -2,9 +2,10 @@
 
 The elements before the cut go by the workers' own algorithm, as in a store without servers, the others go to the
 servers, both at the same time. Of S bytes let the servers take the share s. Each of h hosts of workers sends, and
-receives, 2(h-1)/h (1-s) S among the workers, and s S for each of its workers to the servers. A host with m of k servers
-receives, and sends, W m/k s S from W workers. The best s is the one where the slowest link ends first. With one worker
-on each host and equal links that is where workers and servers end together:
+receives, 2(h-1)/h (1-s) S among the workers, and s S to and from the servers, whatever the number of its workers, who
+add in memory first. A host with m of k servers receives, and sends, h m/k s S. (Where workers of a host do not add,
+h is there the number of workers, and each of them sends s S.) The best s is the one where the slowest link ends first.
+With equal links that is where workers and servers end together:
 
     2(h-1)/h (1-s) + s = h s/k
 
@@ -52,34 +53,39 @@ def cut_of(members: Members, info: KeyInfo, wire: Wire, *, whole: bool) -> int:
     """
     if not members.divides or info.sparse or info.space == "device":
         return 0
-    share = servers_share(members, info.n_bytes)
+    share = servers_share(members, info.n_bytes, added=members.is_added_on_hosts(info))
     if whole and share > 0:
         return 0
     steps = round((1 - share) * info.n_elems / wire.step)
     return min(steps * wire.step, info.n_elems)
 
 
-def servers_share(members: Members, n_bytes: int) -> float:
-    """Return the servers' share of a key of so many bytes: MPIKV_SERVERS_TAKE, or by cost."""
+def servers_share(members: Members, n_bytes: int, *, added: bool = False) -> float:
+    """Return the servers' share of a key of so many bytes: MPIKV_SERVERS_TAKE, or by cost.
+
+    added: whether the workers of a host add before one of them asks the servers.
+    """
     share = members.config.servers_take
-    return _by_cost(members, n_bytes) if isinstance(share, str) else share
+    if not isinstance(share, str):
+        return share
+    return _by_cost(members, n_bytes, added=added) if len(set(members.worker_hosts)) > 1 else 1.0
 
 
 @lru_cache(maxsize=1024)  # many keys have the same length
-def _by_cost(members: Members, n_bytes: int) -> float:
-    cut = min(range(SHARES + 1), key=lambda part: link_s(members, part / SHARES)) / SHARES
+def _by_cost(members: Members, n_bytes: int, *, added: bool = False) -> float:
+    cut = min(range(SHARES + 1), key=lambda part: link_s(members, part / SHARES, added=added)) / SHARES
     if cut * n_bytes < LEAST_BYTES:
         cut = 0.0
-    of_ends = {share: seconds(members, n_bytes, share) for share in (0.0, 1.0)}
+    of_ends = {share: seconds(members, n_bytes, share, added=added) for share in (0.0, 1.0)}
     best = min(of_ends, key=lambda share: of_ends[share])
-    return cut if seconds(members, n_bytes, cut) < GAIN[best] * of_ends[best] else best
+    return cut if seconds(members, n_bytes, cut, added=added) < GAIN[best] * of_ends[best] else best
 
 
-def seconds(members: Members, n_bytes: int, share: float) -> float:
-    """Return how long a round of a key takes where the servers take this share of it."""
+def seconds(members: Members, n_bytes: int, share: float, *, added: bool = False) -> float:
+    """Return how long a round of a key takes where the servers take this share of it. added: see `servers_share`."""
     hosts, workers = members.worker_hosts, len(members.workers)
     link = Link(min(members.link_bytes_per_s), members.link.latency_s)
-    found = n_bytes * link_s(members, share)
+    found = n_bytes * link_s(members, share, added=added)
     of_servers = int(share * n_bytes)
     if of_servers < n_bytes and len(set(hosts)) > 1:
         algorithm = choose(n_bytes - of_servers, workers, members.config.host_algorithm, hosts)
@@ -90,18 +96,25 @@ def seconds(members: Members, n_bytes: int, share: float) -> float:
         ring_s = allreduce_s(algorithm, of_ring, workers, link, Costs(), hosts=n_hosts, segment_bytes=segment_bytes)
         found = max(found, ring_s)
     if of_servers:
-        found = max(found, exchange_s(of_servers, workers, len(members.servers), link, Costs()))
+        found = max(
+            found, exchange_s(of_servers, len(set(hosts)) if added else workers, len(members.servers), link, Costs())
+        )
     return found
 
 
-def link_s(members: Members, share: float) -> float:
-    """Return for how long a byte of a key keeps the busiest link busy, in its busier direction."""
+def link_s(members: Members, share: float, *, added: bool = False) -> float:
+    """Return for how long a byte of a key keeps the busiest link busy, in its busier direction.
+
+    added: see `servers_share`.
+    """
     workers, servers = Counter(members.worker_hosts), Counter(members.hosts[rank] for rank in members.servers)
+    if added:
+        workers = Counter(dict.fromkeys(workers, 1))
     rates, n_servers = dict(zip(members.hosts, members.link_bytes_per_s, strict=True)), len(members.servers)
     among_workers = 2 * (len(workers) - 1) / len(workers) * (1 - share)
     loads = []
     for host in workers | servers:
-        others = len(members.workers) - workers[host]
+        others = workers.total() - workers[host]
         to_servers = workers[host] * (n_servers - servers[host]) / n_servers  # what stays on a host crosses no link
         of_workers = among_workers if workers[host] else 0.0
         of_servers = SERVER_LINK * others * servers[host] / n_servers

@@ -83,8 +83,9 @@ def cut(members: Members, info: KeyInfo, at: int) -> str:
     asked = members.config.servers_take
     if asked != "auto":
         return f"{key(info)}: {share}, since MPIKV_SERVERS_TAKE={asked}"
+    added = members.is_added_on_hosts(info)
     of_each = ", ".join(
-        f"{1e3 * seconds(members, info.n_bytes, part):.3g} ms {name}"
+        f"{1e3 * seconds(members, info.n_bytes, part, added=added):.3g} ms {name}"
         for name, part in (("so", 1 - at / max(1, info.n_elems)), ("among the workers alone", 0.0), ("by servers", 1.0))
     )
     return f"{key(info)}: {share}, since a round takes {of_each}, with links {members.link}"
@@ -107,8 +108,9 @@ def _why(members: Members, info: KeyInfo, found: Placement, wire: Wire | None) -
         return _why_encoded(members, info, found, wire)
     if members.device_path_of(info) != "host":
         return f"that is the path of arrays on GPUs in this store{_by_host(found)}"
-    if found.path in ("direct", "hosted"):
-        return f"the workers {'of each host ' * (found.path == 'hosted')}share memory"
+    if found.path in ("direct", "hosted", "divided"):
+        memory_ = f"the workers {'of each host ' * (found.path != 'direct')}share memory"
+        return memory_ + ", and one of each host asks the servers" * (found.path == "divided")
     if found.path == "native":
         return "MPIKV_ALGORITHM=native"
     return "the shared memory of a host is full" if members.shares_memory else _why_no_memory(members)

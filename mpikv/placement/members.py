@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.links import ASSUMED, LinkRates
 
-Path = Literal["direct", "hosted", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"]
+Path = Literal[
+    "direct", "hosted", "divided", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"
+]
+# Shorter keys of a call are sent to a server in one message by each worker; added on hosts each would need its own.
+ADDED_BYTES = 64 << 10
 DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key is in device memory
 
 
@@ -74,7 +80,29 @@ class Members:
         if not self.servers or not self.synchronous:
             return False
         share = self.config.servers_take
-        return self.servers_apart and len(set(self.worker_hosts)) > 1 if share == "auto" else share != 1.0
+        several = self.servers_apart and len(set(self.worker_hosts)) > 1
+        return self.adds_on_hosts or (several if share == "auto" else share != 1.0)
+
+    @cached_property
+    def adds_on_hosts(self) -> bool:
+        """Whether the workers of a host add in memory what servers get of a key, and one of them asks the servers.
+
+        On a single host of workers only if servers take all of the key: workers that take a part share memory anyway.
+        """
+        if not self.servers or not self.synchronous or max(Counter(self.worker_hosts).values()) == 1:
+            return False
+        several, share = len(set(self.worker_hosts)) > 1, self.config.servers_take
+        return self.servers_apart and self.ring.shares_memory and (several or share in ("auto", 1.0))
+
+    @cached_property
+    def speakers(self) -> tuple[int, ...]:
+        """The first worker of each host, who asks the servers for all of them where they add in memory."""
+        return tuple(self.worker_hosts.index(host) for host in dict.fromkeys(self.worker_hosts))
+
+    def is_added_on_hosts(self, info: KeyInfo) -> bool:
+        """Whether the workers of a host add what servers get of this key: plain values in the dtype of the sums."""
+        plain = info.space == "host" and info.codec == "none" and sum_dtype(info.dtype) == info.dtype
+        return self.adds_on_hosts and plain and not info.sparse and info.n_bytes >= ADDED_BYTES
 
     @cached_property
     def ring(self) -> Members:

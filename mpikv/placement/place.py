@@ -11,6 +11,7 @@ The paths:
   else key by key.
 - `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages are sent
   only between hosts.
+- `divided`: the same for a key of which servers own the rest: one worker of each host sends them the host's sum of it.
 - `messages`: the workers own the keys and send messages, also within a host.
 - `native`: the workers own the keys, and MPI's own collectives add and distribute them.
 - `encoded`: the workers own the keys, and each sends its values of a shard, encoded by the key's codec, straight to the
@@ -57,6 +58,7 @@ def place(
     updated: bool = False,
     encoded: bool | None = None,
     begin: int = 0,
+    end: int | None = None,
 ) -> Placement:
     """Return which ranks own a key and which path its gradients take.
 
@@ -64,11 +66,15 @@ def place(
     host's workers share has space for it. load_bytes: for servers: what each of them holds already. wire: how its
     values are sent encoded; None: never. updated: whether owners update it with an optimizer. encoded: whether its
     values are sent encoded, where that is decided already; None: it is decided here. begin: for servers: their first
-    element.
+    element. end: for workers, who add on their hosts what servers get: where the servers' elements begin; None: servers
+    have none.
     """
     if members.path == "servers":
         return on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire, begin=begin)
     size = len(members.workers)
+    if end is not None:
+        algorithm = choose(end * info.dtype.itemsize, size, members.config.host_algorithm, members.worker_hosts)
+        return Placement("divided", algorithm, tuple(range(size)), bounds_of(algorithm, end, members.worker_hosts))
     device_path = members.device_path_of(info)
     on_host: Path = members.path if fits or not members.shares_memory else "messages"
     if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):

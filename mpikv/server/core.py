@@ -26,7 +26,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.server.device_copies import DeviceCopies
-from mpikv.server.events import Batch, Event, Fetch, PendingPull, ServerReply
+from mpikv.server.events import Batch, Event, Fetch, PendingPull, Refusal, ServerReply
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
@@ -191,6 +191,8 @@ class ServerCore:
         if header.kind == wire.REMOVE:
             shard = self._shards.pop(header.key_id, None)
             return [] if shard is None else shard.drain()
+        if header.kind == wire.REFUSE:
+            return [Refusal(header.key_id, header.round, "")]
         if header.kind == wire.BYE:
             self._closed.add(worker)
             return []
@@ -214,7 +216,8 @@ class ServerCore:
             owner=self.owner,
             pool=self.pool,
             copies=self._copies if on_device else None,
-            policy=lambda: self._policy(len(self._labels)),
+            pushers=text["pushers"] or range(len(self._labels)),
+            policy=self._policy,
             labels=self._labels,
             recorder=self.recorder,
         )

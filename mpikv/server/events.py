@@ -42,9 +42,10 @@ class Fetch(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Send all workers the reason why a key was not updated in a round."""
+    """Send all workers the reason why a key was not updated in a round; none where they find out by themselves."""
 
     key_id: int
+    round: int
     text: str
 
 

@@ -202,7 +202,7 @@ class _Traffic:
 
     def _refuse(self, refusal: Refusal) -> None:
         control = self._transport if self._local is None else self._local.inner
-        message = wire.control({"kind": "refused", "key_id": refusal.key_id, "text": refusal.text})
+        message = wire.control({"kind": "refused", **refusal._asdict()})
         self._copied += [control.isend(message, peer.rank, wire.TAG_CONTROL) for peer in self._peers]
 
     def _borrowed(self, peer: _WorkerLink, request: Receiving, fetch: Fetch) -> HostArray:

@@ -111,7 +111,8 @@ class RowShard:
             return []
         if labels := self._owner.different(self.info.id, update.pushed):
             # The version does not change, so no pull is answered and no further push is taken.
-            return [Refusal(self.info.id, refusal(self.info.key, self._version + 1, labels, self._labels))]
+            round_ = self._version + 1
+            return [Refusal(self.info.id, round_, refusal(self.info.key, round_, labels, self._labels))]
         terms: Any = update.terms
         total: PushedRows = functools.reduce(lambda one, other: PushedRows(*row_ids.add(*one, *other)), terms)
         self.table.update(self._owner, total.ids, total.rows, update.attributes)

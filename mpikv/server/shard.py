@@ -104,7 +104,11 @@ class Unit:
 
 
 class ServedShard:
-    """A key's shard on this server. begin: its first element in the key."""
+    """A key's shard on this server.
+
+    begin: its first element in the key. labels: the workers' names in errors. pushers: the workers that push it, in the
+    order in which their gradients are added. policy(n): makes the policy of a new unit with so many pushers.
+    """
 
     def __init__(
         self,
@@ -118,7 +122,8 @@ class ServedShard:
         owner: Owner,
         pool: Pool,
         copies: DeviceCopies | None,
-        policy: Callable[[], Policy],
+        pushers: Sequence[int],
+        policy: Callable[[int], Policy],
         labels: Sequence[str],
         recorder: Recorder,
     ) -> None:
@@ -131,7 +136,7 @@ class ServedShard:
         self._copies = copies
         self._incoming = pool if copies is None else copies  # memory that gradients are received into
         self._values = pool if copies is None else copies.values  # memory for sums and values
-        self._labels = labels
+        self._labels, self._order = labels, {worker: i for i, worker in enumerate(pushers)}
         self._sum_dtype = sum_dtype(info.dtype)
         self._encoded, self._uncompressed = _format_of(compression.push, info.dtype), _format_of(IDENTITY, info.dtype)
         self._pull_codec = compression.pull
@@ -139,7 +144,7 @@ class ServedShard:
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[PendingPull] = []
         bounds = self._bounds()
-        self.units = self._cut(bounds, values, [policy() for _ in bounds], version, [version] * len(labels))
+        self.units = self._cut(bounds, values, [policy(len(pushers)) for _ in bounds], version, [version] * len(labels))
         self._counts = self.units[0].policy.counts
 
     # --- cutting
@@ -330,14 +335,18 @@ class ServedShard:
             part = recorder.begin([self.info.key, push.worker], push.round, gradient.nbytes)
             part.done("arrived")
         unit.seen[push.worker] += 1
-        update = unit.policy.push(push.worker, Contribution(gradient, push.attributes, push.op), self._values)
+        update = unit.policy.push(
+            self._order[push.worker], Contribution(gradient, push.attributes, push.op), self._values
+        )
         if update is None:
             return []
         if labels := self._owner.different(self.info.id, update.pushed):
             # The version does not change, so no pull is answered and no further push is taken.
             for term in update.terms:
                 self._values.give(term)
-            return [Refusal(self.info.id, refusal(self.info.key, unit.version + 1, labels, self._labels))]
+            names = [self._labels[worker] for worker in self._order]
+            round_ = unit.version + 1
+            return [Refusal(self.info.id, round_, refusal(self.info.key, round_, labels, names))]
         self._apply(unit, update)
         unit.version += 1
         if part is not None:

@@ -35,6 +35,7 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
 from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
+from mpikv.strategies.key_path import AsksServers
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundReached
@@ -53,11 +54,15 @@ class AllreduceStrategy(WorkersStrategy):
         serve_rows: Callable[[], RowServer],
         memory: HostMemory | None = None,
         nccl: NcclComm | None = None,
+        servers: AsksServers | None = None,
     ) -> None:
-        """members: the workers. serve_rows: makes the service that owns this worker's rows of row-sparse keys."""
+        """members: the workers. serve_rows: makes the service that owns this worker's rows of row-sparse keys.
+
+        servers: where they own parts of keys.
+        """
         super().__init__(session)
         self._rows = WorkersRows(session, serve_rows)
-        self.keys = PlacedKeys(session, members, memory, self._rows, nccl)
+        self.keys = PlacedKeys(session, members, memory, self._rows, nccl, servers)
         self.events = self.keys.events
         self._queues = self.keys.queues
         self._blobs: list[bytes] = []  # at worker 0, the states that each worker gets of a file
@@ -178,7 +183,8 @@ class AllreduceStrategy(WorkersStrategy):
         session = self._session
         buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
         queues = (self._queues.get(session.infos[key].id) for key in keys)
-        infos = [queue.info for queue in queues if queue is not None]  # servers may have the others
+        alone = (queue for queue in queues if queue is not None and not queue.servers)  # servers have the others
+        infos = [queue.info for queue in alone]
         if self.keys.direct is not None:
             infos = [info for info in infos if info.space == DEVICE]
         optimizers = [self.keys.owner.optimizer_of(info.id) for info in infos]

@@ -7,9 +7,9 @@ message tells whether its values are encoded: weights, and what is no sum, never
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,7 +88,8 @@ class ClientKey:
 
     codecs: makes its codecs from their text. space: the space of its values on this worker; None: host memory. encoded:
     the pieces of pushes, with the codec's states. returned: the pieces of answers that are decoded in host memory.
-    can_ask_small: whether `Client.ask_small` can push and pull it. recorder: gets what is encoded and decoded.
+    can_ask_small: whether `Client.ask_small` can push and pull it. recorder: gets what is encoded and decoded. pushers:
+    the workers that push it; none: all.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class ClientKey:
         *,
         space: Space | None = None,
         recorder: Recorder | None = None,
+        pushers: Sequence[int] = (),
     ) -> None:
+        self.pushers = pushers
         self.info, self.compression = info, codecs(info.codec)
         self.sends_uncompressed = self.compression.push == IDENTITY
         self._returns_uncompressed = self.compression.pull == IDENTITY
@@ -172,12 +175,18 @@ class ClientKey:
         """The messages that give each owner its shard and the shard's first values: server, header, payload."""
         info = self.info
         for shard in self.placement.shards:
-            text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
+            text: dict[str, Any] = {
+                "key": info.key,
+                "shape": info.shape,
+                "dtype": str(info.dtype),
+                "begin": shard.begin,
+            }
             text |= {
                 "part": self.placement.partition_elems,
                 "version": self.pushed,
                 "codec": info.codec,
                 "space": info.space,
+                "pushers": list(self.pushers),
             }
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             yield shard.owner, wire.Header(wire.INIT, info.id), payload

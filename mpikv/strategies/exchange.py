@@ -72,6 +72,19 @@ class Target(Protocol):
         ...
 
 
+class InPlace(NamedTuple):
+    """A target whose answer stays where it is received."""
+
+    value: HostArray
+
+    def buffer(self) -> HostArray:
+        """Return this memory."""
+        return self.value
+
+    def deliver(self, value: object) -> None:
+        """Do nothing."""
+
+
 class Item(NamedTuple):
     """One key of a call, or those of its shards that are sent in the same manner.
 

@@ -2,7 +2,8 @@
 
 The elements of a key before its cut (placement/cut.py) are a key of `AllreduceStrategy`, the others are a key of
 `PsStrategy`; either may be empty. Both parts have the key's name and number, are pushed together and are under way at
-the same time. Where a call has keys of one of the two only, it is that one's call.
+the same time. Where a call has keys of one of the two only, it is that one's call. Where the workers of a host add
+before one of them asks the servers, a key is a whole one of `AllreduceStrategy`, whose path asks (divided_path.py).
 
 The cut is part of what the workers agree on at `init`. It moves once: when an optimizer is set that needs all elements
 of a key at one owner, the key goes to the servers.
@@ -104,42 +105,53 @@ class HybridStrategy(WorkersStrategy):
         super().__init__(session)
         self.ring, self.servers = ring, servers
         self._cuts: dict[int, int] = {}
+        self._in_ring: dict[int, int] = {}  # so many elements of a key are a key of the ring
         agreed = None if ring.events.agreed is None else self._agreed
         self.events = KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed)
 
     # --- keys
 
-    def _part(self, info: KeyInfo, cut: int) -> KeyInfo:
+    def _part(self, info: KeyInfo) -> KeyInfo:
         """The key that the ring has of a key."""
-        return info if cut == info.n_elems else info._replace(shape=(cut,))
+        n_elems = self._in_ring[info.id]
+        return info if n_elems == info.n_elems else info._replace(shape=(n_elems,))
 
     def _reserve(self, info: KeyInfo) -> Any:
         """Cut a key, at worker 0, and reserve what each part needs."""
         cut = cut_of(self._session.members, info, wire_of(info), whole=self.servers.takes_whole)
-        of_ring = self.ring.events.reserve(self._part(info, cut)) if cut else None
-        return [cut, of_ring, None if cut and cut == info.n_elems else self.servers.place(info, cut)]
+        of_servers = None if cut and cut == info.n_elems else self.servers.place(info, cut)
+        of_ring = None
+        if cut < info.n_elems and self._session.members.is_added_on_hosts(info):
+            of_ring = self.ring.keys.reserve_divided(info)  # None: the memory is full
+        self._in_ring[info.id] = in_ring = cut if of_ring is None else info.n_elems
+        if of_ring is None and cut:
+            of_ring = self.ring.events.reserve(self._part(info))
+        return [cut, in_ring, of_ring, of_servers]
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        cut, of_ring, of_servers = reserved
-        self._cuts[info.id] = cut
+        cut, in_ring, of_ring, of_servers = reserved
+        self._cuts[info.id], self._in_ring[info.id] = cut, in_ring
         self._session.log.detail(lambda: described.cut(self._session.members, info, cut))
-        if cut:
-            first = self.ring.keys.first_values
-            if self._session.rank == 0:
-                first[info.key] = first[info.key][:cut]
-            self.ring.events.begin(self._part(info, cut), of_ring)
+        if cut < in_ring == info.n_elems:
+            self.servers.added.add(info.id)
+            self.ring.keys.cuts[info.id] = cut
         if not cut or cut < info.n_elems:
             self.servers.events.begin(info, of_servers)
+        if in_ring:
+            first = self.ring.keys.first_values
+            if self._session.rank == 0:
+                first[info.key] = first[info.key][:in_ring]
+            self.ring.events.begin(self._part(info), of_ring)
 
     def _broken(self, info: KeyInfo) -> None:
-        cut = self._cuts.pop(info.id)
-        if cut:
-            self.ring.events.broken(self._part(info, cut))
+        del self._cuts[info.id]
+        if self._in_ring[info.id]:
+            self.ring.events.broken(self._part(info))
         self.servers.events.broken(info)
 
     def _agreed(self, info: KeyInfo) -> None:
-        if (cut := self._cuts[info.id]) and self.ring.events.agreed is not None:
-            self.ring.events.agreed(self._part(info, cut))
+        if self._in_ring[info.id] and self.ring.events.agreed is not None:
+            self.ring.events.agreed(self._part(info))
 
     def _pushes(self) -> dict[int, int]:
         return {**self.ring.events.pushes(), **self.servers.events.pushes()}
@@ -158,7 +170,9 @@ class HybridStrategy(WorkersStrategy):
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Divide the entries, unless all of them belong to one of the two."""
-        cuts = [self._cuts[entry.info.id] for entry in entries]
+        if op.whole and (on_servers := [one for one in entries if self._cuts[one.info.id] < one.info.n_elems]):
+            return self.servers.prepare(on_servers, op)  # which refuses it
+        cuts = [self._in_ring[entry.info.id] for entry in entries]
         kinds = [(cut > 0, not cut or cut < entry.info.n_elems) for cut, entry in zip(cuts, entries, strict=True)]
         if not any(ring for ring, _ in kinds):
             return self.servers.prepare(entries, op, waits=waits)
@@ -179,7 +193,7 @@ class HybridStrategy(WorkersStrategy):
     def _divided(self, entry: Entry, cut: int) -> tuple[Entry, Entry, Callable[[], None]]:
         """The entries of both parts, and what brings the whole value to the caller's arrays when both are there."""
         (info, total, sink, outs), spaces = entry, self._session.spaces
-        part, first = self._part(info, cut), None if total is None else total[:cut]
+        part, first = self._part(info), None if total is None else total[:cut]
         if outs is not None:
             buffer = outs[0]
             others = Sink(info, outs[1:], spaces)
@@ -225,12 +239,17 @@ class HybridStrategy(WorkersStrategy):
             dense = [info for info in self._session.in_order() if not info.sparse]
             slots = self._session.slot_of
             moved = [info for info in dense if slots(info) == slot and 0 < self._cuts[info.id] < info.n_elems]
-        self.servers.before_cut = {info.id: self.ring.keys.queues[info.id].value() for info in moved}
+        values = {info.id: self.ring.keys.queues[info.id].value() for info in moved}
+        self.servers.before_cut = {key_id: value[: self._cuts[key_id]] for key_id, value in values.items()}
         self.servers.use_optimizer(slot, pickled, key_ids, elementwise=elementwise)
         self.servers.before_cut = {}
         for info in moved:
             with self._session.engine.lock:
-                self.ring.events.broken(self._part(info, self._cuts[info.id]))
+                if info.id in self.servers.added:
+                    self.ring.keys.cuts[info.id] = 0
+                else:
+                    self.ring.events.broken(self._part(info))
+                    self._in_ring[info.id] = 0
                 self._cuts[info.id] = 0
         self.ring.use_optimizer(slot, pickled, key_ids, elementwise=elementwise)
 

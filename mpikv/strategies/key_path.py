@@ -13,17 +13,18 @@ of a codec (pieces.py, key_codec.py), and the copies between a GPU and the host 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.pipeline import NO_PIPELINE, Pipeline
 from mpikv.collectives.stages import Span
-from mpikv.engine.operation import Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
@@ -37,11 +38,52 @@ from mpikv.transports import wire
 from mpikv.transports.base import Group
 
 
+class Pushed(Protocol):
+    """A round as servers must know it (`queues.Round`). under: the label of the push."""
+
+    @property
+    def under(self) -> Any: ...  # noqa: D102
+
+    @property
+    def op(self) -> Reduction: ...  # noqa: D102
+
+    @property
+    def priority(self) -> int: ...  # noqa: D102
+
+
+class AsksServers(Protocol):
+    """This worker as a client of servers."""
+
+    def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Pushed) -> Steps[None]:
+        """Push what servers have of `total`, and receive their part of `value`. Both: (n,), of the whole key."""
+        ...
+
+    def refuse(self, info: KeyInfo, round_: int) -> None:
+        """Let a server refuse a round of which this worker should push the sum of its host."""
+        ...
+
+    def or_refused(self, info: KeyInfo, round_: int, request: Operation) -> Operation:
+        """Return a request that is done when another one is, or when a server has refused this round of the key."""
+        ...
+
+    def is_refused(self, info: KeyInfo, round_: int) -> bool:
+        """Return whether a server has refused this round of the key."""
+        ...
+
+    def apart(self, steps: Steps[None], name: str) -> Operation:
+        """Let the engine run steps by themselves. Returns a request that is done when they have ended."""
+        ...
+
+    def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
+        """Return the names of the servers that have a part of a key, for errors."""
+        ...
+
+
 class PathResources(NamedTuple):
     """What the paths of one worker's keys need.
 
     group: sends and receives messages. device_group: does so from and to device memory, without their ordering by
-    priority; None: use `group`. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the
+    priority; None: use `group`. servers: of stores whose servers own parts of keys. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the
     keys in shared memory; communicators: those for MPI's own collectives; nccl: the communicator of NCCL; each None
     where the store has no path that needs it. timeout_s: the longest time that a round by NCCL may take on the GPU.
     """
@@ -53,6 +95,7 @@ class PathResources(NamedTuple):
     nccl: NcclComm | None = None
     timeout_s: float = 60.0
     device_group: Group | None = None
+    servers: AsksServers | None = None
 
 
 class KeyPath:
@@ -98,9 +141,17 @@ class KeyPath:
         """The elements that this worker updates in a round, between its two halves; by default those that it owns."""
         return self.owned
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The names of the servers that own a part of the key; by default there are none."""
+        return ()
+
     def reshard(self, placement: Placement) -> None:
         """Change the bounds of the owners' shards, and compare labels anew. Not to be called during a round."""
         self.placement, self._labelled = placement, None
+
+    def begin(self, round_: Pushed) -> None:
+        """Begin a round. Local."""
 
     def broadcast(self) -> Steps[None]:
         """Broadcast `value` of worker 0. Collective; once, before the first round."""

@@ -23,10 +23,11 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE
+from mpikv.strategies.divided_path import DividedPath
 from mpikv.strategies.encoded_path import EncodedPath
 from mpikv.strategies.hosted_path import HostedPath
 from mpikv.strategies.ipc_path import IpcPath
-from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.key_path import KeyPath, PathResources, Pushed
 from mpikv.strategies.message_path import MessagePath
 from mpikv.strategies.mpi_path import MpiPath
 from mpikv.strategies.native_path import NativePath
@@ -38,6 +39,7 @@ from mpikv.strategies.whole_path import WholePath
 PATHS: Mapping[Path, type[KeyPath]] = {
     "direct": OneHostPath,
     "hosted": HostedPath,
+    "divided": DividedPath,
     "messages": MessagePath,
     "native": NativePath,
     "encoded": EncodedPath,
@@ -120,12 +122,16 @@ class KeyPaths:
 
     # --- rounds
 
-    def begin_round(self, *, uncompressed: bool, whole: bool) -> KeyPath:
+    def begin_round(self, round_: Pushed, *, uncompressed: bool) -> KeyPath:
         """Begin a round, and return its path.
 
-        uncompressed: values must be sent uncompressed, whatever the codec. whole: its reduction needs whole values,
-        which are sent uncompressed, too.
+        uncompressed: values must be sent uncompressed, whatever the codec; as where its reduction needs whole values.
         """
+        path = self._path_of(whole=round_.op.whole, uncompressed=uncompressed)
+        path.begin(round_)
+        return path
+
+    def _path_of(self, *, whole: bool, uncompressed: bool) -> KeyPath:
         if self.codec is not None:
             self.codec.uncompressed = uncompressed
         if whole:

@@ -39,7 +39,7 @@ from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_codec import KeyCodec
-from mpikv.strategies.key_path import PathResources
+from mpikv.strategies.key_path import AsksServers, PathResources
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue, RoundReached
@@ -53,7 +53,8 @@ class PlacedKeys:
     queues: by the keys' numbers; keys of a bucket have the same. owner: applies optimizers to this worker's shards.
     rows: the row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct,
     communicators, nccl: for the paths that need them; None where the store has no such path. members: the workers.
-    events: what is done with keys as they are agreed on.
+    events: what is done with keys as they are agreed on. cuts: of keys on the path "divided", by their numbers: where
+    the elements of servers begin.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PlacedKeys:
         memory: HostMemory | None,
         rows: WorkersRows,
         nccl: NcclComm | None = None,
+        servers: AsksServers | None = None,
     ) -> None:
+        self._servers, self.cuts = servers, dict[int, int]()
         self._session, self._members, self._rows = session, members, rows
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
@@ -104,6 +107,7 @@ class PlacedKeys:
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
             device_group=session.group,
+            servers=self._servers,
         )
         self._rounds = RoundSteps(
             session.num_workers,
@@ -182,6 +186,12 @@ class PlacedKeys:
             return None
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
+    def reserve_divided(self, info: KeyInfo) -> Any:
+        """Allocate the place of a key on the path "divided", at worker 0; None: it can have none."""
+        first = None if self.hosts is None else self.hosts.reserve_key(info.n_bytes)
+        second = None if self.hosts is None or first is None else self.hosts.reserve_key(0)
+        return None if first is None or second is None else [*first, second.counters_bytes]
+
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Make the key's queue, and start to broadcast the value of worker 0; rows are sent to their owners."""
         if info.sparse:
@@ -236,7 +246,8 @@ class PlacedKeys:
         """
         optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
         whole = bool(optimizers) and not all(optimizer.elementwise for optimizer in optimizers)
-        properties = info.n_elems, info.dtype, info.codec, info.space, has_place, bool(optimizers), encoded
+        end = self.cuts.get(info.id)
+        properties = info.n_elems, info.dtype, info.codec, info.space, has_place, bool(optimizers), encoded, end
         if whole or properties not in self._placements:
             placement = place(
                 self._members,
@@ -246,6 +257,7 @@ class PlacedKeys:
                 wire=wire_of(info),
                 updated=bool(optimizers),
                 encoded=encoded,
+                end=end,
             )
             if whole:
                 return placement  # not shared: its owner depends on the key

@@ -127,4 +127,4 @@ class QueuedCall(PreparedCall):
             delivery.write(queue.value())
         else:
             queue.deliveries.append(delivery)
-        return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info)))
+        return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info), queue.servers))

@@ -88,6 +88,11 @@ class RoundQueue:
         return self.paths.placement
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """The names of servers that own a part of the key."""
+        return self.paths.usual.servers
+
+    @property
     def bounds(self) -> tuple[int, ...]:
         """The bounds of the workers' shards: worker i owns elements [bounds[i], bounds[i+1])."""
         return self.paths.placement.bounds

@@ -60,7 +60,7 @@ class RoundSteps:
             self._priorities[queue.info.id] = round_.priority
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
-            path = paths.begin_round(uncompressed=round_.uncompressed, whole=round_.op.whole)
+            path = paths.begin_round(round_, uncompressed=round_.uncompressed)
             values = buf = round_.values
             if queue.space.device is not None:
                 values = buf = yield from queue.device_values(round_)

@@ -28,7 +28,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 8
+VERSION = 9
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
@@ -88,6 +88,7 @@ ROWS_PUSH = 13  # payload: ids and rows, maybe none: it is this worker's push of
 ROWS_PULL = 14  # payload: ids; answered by their rows once `round` rounds are done
 ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: what changed since this worker's last one
 TIMELINE = 16  # payload: JSON (server/timeline.py); answered by JSON
+REFUSE = 17  # the workers of a host have pushed a round under different labels, and nothing of it comes
 ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED)
 
 # version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, flags, and 6

@@ -89,3 +89,38 @@ def test_no_message_stays_within_a_host(comm):
 
     sent = on_workers(comm, "dist_sync", body, fake_hosts=2, bucket_bytes=0)  # no message but those of values
     assert sum(sent) == 3 * 2 * 840 * 200 * 4
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("progress", ["thread", "calls"])
+@pytest.mark.parametrize("take", [0.5, 1.0])
+def test_one_worker_of_each_host_asks_the_servers(comm, take, progress):
+    """The others send nothing to them, and all have the sums of all: whole numbers, which any order of adding gives."""
+    n, size, n_rounds = 840 * 200, comm.Get_size() - 1, 3
+    n_hosts = min(2, size - 1)  # of workers
+
+    def body(store):
+        numbers = np.arange(n, dtype=np.float32) % 100
+        expected = size * numbers + sum(range(size))
+        store.init("w", np.zeros(n, np.float32))
+        store.pushpull("w", numbers + store.rank, out=(out := np.empty(n, np.float32)))
+        assert out.tobytes() == expected.tobytes()
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
+        store.barrier()
+        before = store.stats()["bytes_sent"]
+        for done in range(n_rounds):
+            store.push("w", numbers + store.rank)
+            assert store.pull("w").tobytes() == (-done * expected).tobytes()
+        return store.stats()["bytes_sent"] - before
+
+    sent = on_workers(
+        *(comm, "dist_sync", body),
+        **{"num_servers": 1, "server_placement": "last", "servers_take": take, "fake_hosts": n_hosts + 1},
+        **{"bucket_bytes": 0, "progress": progress},
+    )
+    added = n_hosts > 1 or take == 1.0  # else the workers of the only host have a part of the key, and add that there
+    to_servers = (n_hosts if added else size) * take
+    among_workers = 2 * (n_hosts - 1) * (1 - take)
+    assert sum(sent) == pytest.approx(n_rounds * n * 4 * (to_servers + among_workers), rel=0.02)
+    if take == 1.0:
+        assert sorted(sent)[: size - n_hosts] == [0] * (size - n_hosts)

@@ -3,7 +3,7 @@
 Synchronous (`dist_sync` with servers) and asynchronous (`dist_async`, with servers or with one inside every worker).
 The store's own client is run once on a transport that counts (`counting.py`), which gives the messages that one worker
 exchanges with each server, to the byte. All workers do the same at the same time, so a server does as many times that
-as there are workers. `costs.servers_s` makes a time of it; the step takes as long as the slowest host.
+as there are workers, or hosts of workers who add before one of them asks. `costs.servers_s` makes a time of it; the step takes as long as the slowest host.
 
 With overlap a key is pushed when its gradient is there, and pulled after the computing: keys go through the links one
 after the other, each in its share of the time.
@@ -38,21 +38,8 @@ from mpikv.placement.on_servers import add_load, partition_bytes
 from mpikv.placement.place import place
 from mpikv.server.loop import WINDOW
 from mpikv.strategies.client_key import ClientKey
-from mpikv.strategies.exchange import Client, Item
+from mpikv.strategies.exchange import Client, InPlace, Item
 from mpikv.transports import wire
-
-
-class _Nowhere(NamedTuple):
-    """Where pulled values go that nobody looks at."""
-
-    value: HostArray
-
-    def buffer(self) -> HostArray:
-        """Return memory for an answer."""
-        return self.value
-
-    def deliver(self, value: object) -> None:
-        """Do nothing: they stay there."""
 
 
 class Loads(NamedTuple):
@@ -99,6 +86,11 @@ def keys_of(workload: Workload, members: Members, compression: KeyCompression, c
     return keys
 
 
+def _adds(members: Members, compression: KeyCompression) -> bool:
+    """Whether the workers of a host add before one of them asks the servers. Taken to be so for short keys, too."""
+    return members.adds_on_hosts and compression.push == IDENTITY == compression.pull
+
+
 def counted(
     workload: Workload, members: Members, compression: KeyCompression, speeds: Speeds
 ) -> tuple[Counting, list[ClientKey]]:
@@ -117,9 +109,16 @@ def counted(
     items = []
     for key in keys:
         n, flags = key.info.n_elems, wire.UNCOMPRESSED_ANSWER if key.answers_uncompressed else 0
-        items.append(Item(key, total[:n], _Nowhere(value[:n]), key.routes, key.pushed, flags=flags))
+        items.append(Item(key, total[:n], InPlace(value[:n]), key.routes, key.pushed, flags=flags))
+    client = Client(transport, range(servers))
+    calls = [items]
+    if _adds(members, compression):
+        added = [members.is_added_on_hosts(item.key.info) for item in items]
+        calls = [[item] for item, alone in zip(items, added, strict=True) if alone]
+        calls.append([item for item, alone in zip(items, added, strict=True) if not alone])
     try:
-        transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
+        for call in calls:
+            transport.run(client.exchange(wire.PUSHPULL, call, 0))
     except IndexError:  # every tag waits for an answer
         many = f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time"
         raise ConfigError(f"{many}, which is too many for a worker") from None
@@ -146,17 +145,22 @@ def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings
     # Of each worker on their way to a server at a time.
     window_elems = WINDOW * partition_bytes(members) // ITEM_BYTES
     loads = loads_of(one, keys, servers or workers, link, costs)
-    of_server = _coding_s(settings, workers, costs)
-    worker_s, server_s = one.core_s(costs), float((workers * loads.core_s + of_server * loads.elems).max(initial=0.0))
+    workers_on = Counter(members.worker_hosts)
+    if _adds(members, settings.compression):
+        workers_on = Counter(dict.fromkeys(workers_on, 1))
+    pushers = workers_on.total()
+    of_server = _coding_s(settings, pushers, costs)
+    worker_s, server_s = one.core_s(costs), float((pushers * loads.core_s + of_server * loads.elems).max(initial=0.0))
+    if pushers < workers:  # the first of a host adds the others' values, who then copy the result
+        worker_s += settings.per_host * ITEM_BYTES * loads.elems.sum() * (costs.add_byte_s + costs.copy_byte_s)
     core_s = max(worker_s, server_s) if servers else worker_s + server_s
     wait_s = sum(link.first_byte_s(max((n for _, n in some), default=0)) for some in (one.sent, one.received))
     exchange_s, busy_s = 0.0, dict[str, float]()
-    workers_on = Counter(members.worker_hosts)
     servers_on: dict[str, list[int]] = {host: [] for host in members.hosts}
     for server, rank in enumerate(members.owners):
         servers_on[members.hosts[rank]].append(server)
     for host, here in servers_on.items():
-        others = workers - workers_on[host]
+        others = pushers - workers_on[host]
         push_s, answer_s = ((float(each[here].sum()), float(each.sum() - each[here].sum())) for each in loads[:2])
         pushes_in_s, pushes_out_s = others * push_s[0], workers_on[host] * push_s[1]
         answers_out_s, answers_in_s = others * answer_s[0], workers_on[host] * answer_s[1]
@@ -167,7 +171,7 @@ def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings
             max(answers_in_s, answers_out_s),
             max(into_s, out_s),
             core_s,
-            workers=workers,
+            workers=pushers,
             window_share=min(1.0, window_elems * (len(here) or servers) / max(1.0, elems)),
             wait_s=wait_s,
         )
@@ -179,7 +183,7 @@ def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings
     overlapped_s = None
     if compute_s:
         server = int(np.argmax(loads.push_s + loads.answer_s))
-        stages_s = [max(core_s, workers * float(each[server])) for each in loads[:2]]
+        stages_s = [max(core_s, pushers * float(each[server])) for each in loads[:2]]
         one_by_one_s = _overlapped_s(
             keys, server, workload.ready_s(compute_s), compute_s, stages_s, window_elems=window_elems
         )

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import BOUND, HYBRID, Mode
+from store_modes import ADDING, BOUND, HYBRID, Mode
 
 from mpikv import optimizers
 
@@ -36,7 +36,7 @@ def _bits(mode, optimizer, *, late=False):
 
 
 MODES = [Mode("dist_sync", w, 0, a) for w in (2, 3, 5) for a in ("naive", "ring", "halving_doubling")]
-MODES += [Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 3), *HYBRID[1:4]]
+MODES += [Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 3), *HYBRID[1:4], *ADDING]
 
 
 @pytest.mark.grid(1)
@@ -61,6 +61,32 @@ def test_servers_give_the_bits_of_the_naive_algorithm(name, workers):
     naive = _bits(Mode("dist_sync", workers, 0, "naive"), OPTIMIZERS[name])
     for servers in (1, 3):
         assert _bits(Mode("dist_sync", workers, servers), OPTIMIZERS[name], late=True) == naive
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@on(*ADDING)
+def test_what_servers_get_is_added_host_by_host(mode, dtype):
+    """In the order of the ranks on each host, then in the order of the hosts."""
+    n = 1000
+
+    def numbers(worker):
+        return (np.random.default_rng(worker).standard_normal(n) * 10.0 ** (worker % 3)).astype(dtype)
+
+    def body(store):
+        store.init("w", np.zeros(n, dtype))
+        share = store.stats()["servers_take"]["w"]
+        store.pushpull("w", numbers(store.rank), out=(out := np.empty(n, dtype)))
+        return round((1 - share) * n), out
+
+    sums = {}
+    for worker, host in enumerate(mode.hosts[: mode.workers]):
+        sums[host] = sums[host] + numbers(worker) if host in sums else numbers(worker)
+    expected = sum(sums.values())
+    for cut, found in mode.run(body, late=True):
+        assert cut < n
+        assert found[cut:].tobytes() == expected[cut:].tobytes()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_worker_of_a_dist_store_gives_the_bits_of_a_local_store():

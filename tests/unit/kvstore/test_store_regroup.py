@@ -197,7 +197,7 @@ def test_workers_that_have_pushed_different_rounds_do_not_go_on(store: KVStore) 
     if me != 2:
         queue = store.strategy._queues[0]
         queue.pushed = queue.done = me  # as if worker 1 had been in one round more
-        text = "different rounds: worker 0 on a: 0 times key 0; worker 1 on a: 1 times key 0"
+        text = "different rounds: worker 0 on localhost: 0 times key 0; worker 1 on localhost: 1 times key 0"
         with pytest.raises(MpikvError, match=text):
             regroup(store, me, (0, 1), [None, None])
     leave(store)

@@ -80,10 +80,56 @@ def test_what_stays_on_a_host_crosses_no_link() -> None:
     assert link_s(members("aa", "a", (1.0,) * 3), 1.0) == 0
 
 
+@pytest.mark.parametrize(("k", "share"), [(1, 0.301), (2, 0.549), (4, 1.0)])
+@pytest.mark.parametrize("per_host", [2, 3, 8])
+def test_several_workers_of_a_host_count_as_one(k: int, share: float, per_host: int) -> None:
+    alone, store = members("abcd", "ABCD"[:k]), members("a" * per_host + "bcd" * per_host, "ABCD"[:k])
+    assert store.is_added_on_hosts(key(LONG))
+    assert servers_share(store, LONG, added=True) == pytest.approx(share, abs=1 / SHARES)
+    for part in (0.0, 0.3, 1.0):
+        assert link_s(store, part, added=True) == link_s(alone, part)
+    assert link_s(store, 1.0) == pytest.approx(max(per_host, cut.SERVER_LINK * 4 * per_host / k) / ASSUMED.bytes_per_s)
+    assert servers_share(store, LONG) == 0.0  # where each of them pushes by itself, their link has too much to carry
+
+
+def test_one_host_of_workers_leaves_all_to_servers() -> None:
+    """By itself, as it did before; what they get is added there first."""
+    store = members("aaa", "A")
+    assert store.divides
+    assert store.speakers == (0,)
+    assert cut_of(store, key(LONG), WIRE, whole=False) == 0
+    assert not members("aaa", "A", servers_take=0.5).adds_on_hosts  # the workers' part has the memory then
+
+
+def test_what_is_added_on_hosts() -> None:
+    store = members("abab", "AB")
+    assert store.speakers == (0, 1)
+    assert store.is_added_on_hosts(key(1 << 14))
+    assert store.is_added_on_hosts(key(1 << 14)._replace(dtype=np.dtype(np.int32)))
+    for other in (
+        key((1 << 14) - 1),  # it shares messages
+        key(LONG, sparse=True),
+        key(LONG, space="device"),
+        key(LONG, codec="fp16"),
+        key(LONG)._replace(dtype=np.dtype(np.float16)),
+    ):
+        assert not store.is_added_on_hosts(other)
+    for none in (
+        members("ab", "AB"),
+        members("aabb", ""),
+        members("aabb", "Ab"),  # there workers and servers share the memory
+        members("aabb", "AB", shared_memory="off"),
+        members("aabb", "AB", algorithm="ring"),
+        replace(members("aabb", "AB"), memory=False),
+        replace(members("aabb", "AB"), synchronous=False),
+    ):
+        assert not none.is_added_on_hosts(key(LONG))
+
+
 def test_which_stores_divide_keys() -> None:
     assert members("ab", "AB").divides
     assert not members("ab", "Ab").divides  # by itself only where servers have hosts of their own
-    assert not members("aa", "AB").divides  # and workers have several, whose links are busy
+    assert not members("aa", "AB", shared_memory="off").divides  # and workers have several, whose links are busy
     assert members("ab", "Ab", servers_take=0.5).divides
     assert not members("ab", "AB", servers_take="all").divides
     assert not members("ab", "").divides

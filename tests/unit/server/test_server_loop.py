@@ -36,7 +36,7 @@ class Slow:
         self.running = Running(loop.serve(self.server, [WORKER], core), "server")
         for key in range(keys):
             text = {"key": key, "shape": [N], "dtype": "float32", "begin": 0, "version": 0, "part": PART_ELEMS}
-            text["codec"] = "none"
+            text |= {"codec": "none", "pushers": []}
             payload = wire.with_text(json.dumps(text).encode(), np.full(N, key, np.float32).tobytes())
             self.send(wire.Header(wire.INIT, key), payload)
 

@@ -62,12 +62,12 @@ def test_control_messages():
     assert data.dtype == np.uint8
     assert wire.parse_control(data) == message
     now = f'"version": {wire.VERSION}'.encode()
-    old = wire.control({"kind": "x"}).tobytes().replace(now, b'"version": 9')
+    old = wire.control({"kind": "x"}).tobytes().replace(now, f'"version": {wire.VERSION - 1}'.encode())
     with pytest.raises(MpikvError, match="version"):
         wire.parse_control(np.frombuffer(old, np.uint8))
 
 
 def test_kinds_differ():
     kinds = [wire.INIT, wire.PUSH, wire.PULL, wire.PUSHPULL, wire.ATTRIBUTES, wire.OPTIMIZER]
-    kinds += [wire.FLUSH, wire.SAVE, wire.LOAD, wire.REMOVE, wire.BYE]
+    kinds += [wire.FLUSH, wire.SAVE, wire.LOAD, wire.REMOVE, wire.BYE, wire.REFUSE]
     assert len(set(kinds)) == len(kinds)
