@@ -149,7 +149,7 @@ def assemble(
 
     strategy: WorkersStrategy
     if members.path != "servers":
-        strategy = AllreduceStrategy(session, members, serve_rows, memory, nccl)
+        strategy = AllreduceStrategy(session, members, serve_rows, memory, nccl=nccl)
     else:
         loopback = Loopback()
         service = None if members.servers else serve(reached, members.workers, core(), loopback)

@@ -53,6 +53,7 @@ class AllreduceStrategy(WorkersStrategy):
         members: Members,
         serve_rows: Callable[[], RowServer],
         memory: HostMemory | None = None,
+        *,
         nccl: NcclComm | None = None,
         servers: AsksServers | None = None,
     ) -> None:
@@ -62,7 +63,7 @@ class AllreduceStrategy(WorkersStrategy):
         """
         super().__init__(session)
         self._rows = WorkersRows(session, serve_rows)
-        self.keys = PlacedKeys(session, members, memory, self._rows, nccl, servers)
+        self.keys = PlacedKeys(session, members, memory, self._rows, nccl=nccl, servers=servers)
         self.events = self.keys.events
         self._queues = self.keys.queues
         self._blobs: list[bytes] = []  # at worker 0, the states that each worker gets of a file

@@ -42,13 +42,13 @@ class Pushed(Protocol):
     """A round as servers must know it (`queues.Round`). under: the label of the push."""
 
     @property
-    def under(self) -> Any: ...  # noqa: D102
+    def under(self) -> Any: ...
 
     @property
-    def op(self) -> Reduction: ...  # noqa: D102
+    def op(self) -> Reduction: ...
 
     @property
-    def priority(self) -> int: ...  # noqa: D102
+    def priority(self) -> int: ...
 
 
 class AsksServers(Protocol):
@@ -83,9 +83,10 @@ class PathResources(NamedTuple):
     """What the paths of one worker's keys need.
 
     group: sends and receives messages. device_group: does so from and to device memory, without their ordering by
-    priority; None: use `group`. servers: of stores whose servers own parts of keys. spaces: the memory spaces of keys whose values are not in shared memory. hosts: the
-    keys in shared memory; communicators: those for MPI's own collectives; nccl: the communicator of NCCL; each None
-    where the store has no path that needs it. timeout_s: the longest time that a round by NCCL may take on the GPU.
+    priority; None: use `group`. servers: of stores whose servers own parts of keys. spaces: the memory spaces of keys
+    whose values are not in shared memory. hosts: the keys in shared memory; communicators: those for MPI's own
+    collectives; nccl: the communicator of NCCL; each None where the store has no path that needs it. timeout_s: the
+    longest time that a round by NCCL may take on the GPU.
     """
 
     group: Group

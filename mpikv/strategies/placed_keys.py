@@ -63,6 +63,7 @@ class PlacedKeys:
         members: Members,
         memory: HostMemory | None,
         rows: WorkersRows,
+        *,
         nccl: NcclComm | None = None,
         servers: AsksServers | None = None,
     ) -> None:

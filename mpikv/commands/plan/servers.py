@@ -3,7 +3,8 @@
 Synchronous (`dist_sync` with servers) and asynchronous (`dist_async`, with servers or with one inside every worker).
 The store's own client is run once on a transport that counts (`counting.py`), which gives the messages that one worker
 exchanges with each server, to the byte. All workers do the same at the same time, so a server does as many times that
-as there are workers, or hosts of workers who add before one of them asks. `costs.servers_s` makes a time of it; the step takes as long as the slowest host.
+as there are workers, or hosts of workers who add before one of them asks. `costs.servers_s` makes a time of it; the
+step takes as long as the slowest host.
 
 With overlap a key is pushed when its gradient is there, and pulled after the computing: keys go through the links one
 after the other, each in its share of the time.
@@ -19,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import Codecs, KeyCompression
 from mpikv.codecs.identity import IDENTITY
