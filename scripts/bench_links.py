@@ -85,8 +85,8 @@ def main() -> int:
         return 0
 
     hosts, ranks, servers = map(numbers, (options.hosts, options.ranks_per_host, options.servers))
-    if any(servers) and (min(hosts) < 2 or ranks != [1]):
-        parser.error("--servers needs 2 --hosts or more, with one rank each")
+    if any(servers) and min(hosts) < 2:
+        parser.error("--servers needs 2 --hosts or more")
     if not set(dict(options.slow)) <= {f"h{i + 1}" for i in range(min(hosts))} or (options.slow and not options.rate):
         parser.error("--slow is of hosts that have workers in every job, h1, h2, ..., and needs a --rate")
     for n, each, k in itertools.product(hosts, ranks, servers):
