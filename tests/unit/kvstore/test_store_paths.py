@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_modes import ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, Mode, every_way, mode_id
+from store_modes import ADDING, ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, Mode, every_way, mode_id
 
 from mpikv import KVStore, optimizers
 from mpikv.config import Config
 from mpikv.placement.place import place
 from mpikv.strategies import placed_keys
+from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.testing.paths import DTYPES, LONG, check_path
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
@@ -139,6 +140,24 @@ def test_keys_that_the_memory_has_no_room_for_go_by_messages(hosts: str, monkeyp
         assert 0 < store.stats()["shared_bytes"] < 4 * LONG[0]
 
     check_on_hosts(hosts, afterwards)
+
+
+@pytest.mark.parametrize("mode", ADDING, ids=mode_id)
+def test_what_the_memory_has_no_room_for_goes_to_servers_from_each_worker(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_room_from(4 * LONG[0], monkeypatch)
+    pushers = {}
+
+    def begins(key: ClientKey, *arguments: Any, **named: Any) -> None:
+        before(key, *arguments, **named)
+        pushers[key.info.key] = len(key.pushers)
+
+    before = ClientKey.__init__
+    monkeypatch.setattr(ClientKey, "__init__", begins)
+    check(mode, ["float32"])
+    assert {number for key, number in pushers.items() if "long" in key} == {0}  # all
+    assert {number for key, number in pushers.items() if "long" not in key} >= {len(set(mode.hosts[: mode.workers]))}
 
 
 @LAYOUTS

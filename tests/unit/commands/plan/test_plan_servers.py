@@ -49,9 +49,10 @@ def test_the_link_of_one_server_carries_the_bytes_of_all(workers: int) -> None:
 @pytest.mark.parametrize(
     ("n_servers", "more", "busy"),
     [
-        # 16 pieces of 1 MiB, of which a server has 4; of 4 workers on 2 hosts each sends all of them.
+        # 16 pieces of 1 MiB, of which a server has 4; one of the workers of each host sends all of them, or each does.
         (4, {}, {"worker link out": 16, "server link in": 16}),
-        (4, {"per_host": 2}, {"worker link out": 32, "server link in": 32}),
+        (4, {"per_host": 2}, {"worker link out": 16, "server link in": 16}),
+        (4, {"per_host": 2, "algorithm": "ring"}, {"worker link out": 32, "server link in": 32}),
         # Two servers beside two workers: half of what these send stays, and half of what comes is from the other host.
         (4, {"per_host": 2, "shared": True}, {"server link out": 16 + 16}),
         # One beside each worker: it sends three quarters, and answers three workers.
