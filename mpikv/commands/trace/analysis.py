@@ -154,7 +154,9 @@ class _Worker:
         return [span for spans in by_key.values() for span in spans]
 
     def _count_rounds(self, pushes: Sequence[Timed], keys: dict[str, KeyCost]) -> int:
-        counts = Counter(one.key for one in pushes if one.event.kind != "pack")
+        # Of a key that is divided the workers' part is a push, and the servers' part an exchange, of the same round.
+        exchanges = Counter(one.key for one in pushes if one.event.kind == "exchange")
+        counts = Counter(one.key for one in pushes if one.event.kind not in {"pack", "exchange"}) | exchanges
         coded = {one.key for one in self._own if one.event.kind in CODING}
         for one in pushes:
             if one.key in counts:

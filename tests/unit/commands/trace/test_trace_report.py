@@ -56,6 +56,15 @@ def test_time_is_divided_into_computing_waiting_and_sending():
     assert cost.moving == pytest.approx(2 * 2 * 5_000)
 
 
+def test_both_parts_of_a_divided_key_are_one_round():
+    parts = [record for round_ in (1, 2) for record in step(40 * round_, 10, 40 * round_ + 10, 5, round_)]
+    parts += [("exchange", 40 * round_ + 10, 40 * round_ + 16, "w", round_, 1 << 21) for round_ in (1, 2)]
+    found = analysis_of([rank("worker", i, 2, *parts) for i in range(2)])
+    assert found.steps == 2
+    (cost,) = found.keys.values()
+    assert (cost.rounds, cost.n_bytes) == (2, 1 << 21)
+
+
 def test_what_is_sent_while_the_worker_computes_is_hidden():
     records = [
         ("push", 0, 0, "w", 1, 8),
