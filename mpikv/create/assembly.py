@@ -158,7 +158,7 @@ def assemble(
             of_ring = memory if members.ring_has_memory else None
             ring = replace(members.ring, memory=of_ring is not None)
             strategy = HybridStrategy(
-                session, AllreduceStrategy(session, ring, serve_rows, of_ring, servers=servers), servers
+                session, AllreduceStrategy(session, ring, serve_rows, of_ring, speaker=servers.speaker), servers
             )
     session.start(strategy.events)
     store = KVStore(session, strategy, on_device=spec.on_device)

@@ -35,11 +35,11 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
 from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
-from mpikv.strategies.key_path import AsksServers
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundReached
 from mpikv.strategies.sparse_owners import RowServer, WorkersRows
+from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute
 from mpikv.strategies.workers import WorkersStrategy
 
@@ -55,15 +55,15 @@ class AllreduceStrategy(WorkersStrategy):
         memory: HostMemory | None = None,
         *,
         nccl: NcclComm | None = None,
-        servers: AsksServers | None = None,
+        speaker: Speaker | None = None,
     ) -> None:
         """members: the workers. serve_rows: makes the service that owns this worker's rows of row-sparse keys.
 
-        servers: where they own parts of keys.
+        speaker: where servers own parts of keys.
         """
         super().__init__(session)
         self._rows = WorkersRows(session, serve_rows)
-        self.keys = PlacedKeys(session, members, memory, self._rows, nccl=nccl, servers=servers)
+        self.keys = PlacedKeys(session, members, memory, self._rows, nccl=nccl, speaker=speaker)
         self.events = self.keys.events
         self._queues = self.keys.queues
         self._blobs: list[bytes] = []  # at worker 0, the states that each worker gets of a file

@@ -27,7 +27,8 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.hosted_path import HostedPath
-from mpikv.strategies.key_path import KeyPath, PathResources, Pushed
+from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.speaker import Pushed
 from mpikv.strategies.staging import Staging
 
 
@@ -42,9 +43,9 @@ class DividedPath(KeyPath):
     ) -> None:
         super().__init__(resources, info, placement, place, staging)
         assert resources.hosts is not None
-        assert resources.servers is not None
+        assert resources.speaker is not None
         self._resources, self._info, self._place = resources, info, place
-        self._hosts, self._client = resources.hosts, resources.servers
+        self._hosts, self._speaker = resources.hosts, resources.speaker
         self.value: HostArray = self._hosts.value(place, info.n_elems, info.dtype)
         self._key: HostKey = self._hosts.key((place[0], place[2]), info.n_elems, info.dtype)
         self._ring: HostedPath | None = None
@@ -61,7 +62,7 @@ class DividedPath(KeyPath):
     @property
     def servers(self) -> tuple[str, ...]:
         """See `KeyPath`."""
-        return self._client.owners_of(self._info)
+        return self._speaker.owners_of(self._info)
 
     def reshard(self, placement: Placement) -> None:
         """See `KeyPath`. The cut may move to the first element, no other one."""
@@ -93,7 +94,7 @@ class DividedPath(KeyPath):
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """Start what servers have of the key, and do the workers' part."""
-        self._exchange = self._client.apart(self._of_servers(values, combine, comparison), f"key {self._info.key!r}")
+        self._exchange = self._speaker.apart(self._of_servers(values, combine, comparison), f"key {self._info.key!r}")
         if (ring := self._ring) is None:
             return None
         cut = self.placement.bounds[-1]
@@ -107,10 +108,10 @@ class DividedPath(KeyPath):
         if (ring := self._ring) is not None:
             yield from ring.allgather([out[:cut] for out in outs], comparison)
         if not comparison.differ:
-            yield self._client.or_refused(self._info, self._n_rounds, self._exchange)
+            yield self._speaker.or_refused(self._info, self._n_rounds, self._exchange)
         if not comparison.differ and self._hosts.rank:
-            yield self._client.or_refused(self._info, self._n_rounds, self._key.awaited([0], GATHERED, 1))
-        comparison.differ |= self._client.is_refused(self._info, self._n_rounds)
+            yield self._speaker.or_refused(self._info, self._n_rounds, self._key.awaited([0], GATHERED, 1))
+        comparison.differ |= self._speaker.is_refused(self._info, self._n_rounds)
         if not comparison.differ:
             yield from one_host.allgather(self._hosts.rank, self._bounds, self._key, outs)
             return
@@ -129,7 +130,7 @@ class DividedPath(KeyPath):
             return
         assert comparison is not None
         if not comparison.differ:
-            yield from self._client.exchange_sum(info, total, self.value, self._round)
+            yield from self._speaker.exchange_sum(info, total, self.value, self._round)
         elif not cut:  # else the messages of the workers' part tell all of them
-            self._client.refuse(info, self._n_rounds)
+            self._speaker.refuse(info, self._n_rounds)
             yield Predicate(lambda: False)  # until all are told

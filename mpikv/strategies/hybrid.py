@@ -133,7 +133,7 @@ class HybridStrategy(WorkersStrategy):
         self._cuts[info.id], self._in_ring[info.id] = cut, in_ring
         self._session.log.detail(lambda: described.cut(self._session.members, info, cut))
         if cut < in_ring == info.n_elems:
-            self.servers.added.add(info.id)
+            self.servers.speaker.added.add(info.id)
             self.ring.keys.cuts[info.id] = cut
         if not cut or cut < info.n_elems:
             self.servers.events.begin(info, of_servers)
@@ -245,7 +245,7 @@ class HybridStrategy(WorkersStrategy):
         self.servers.before_cut = {}
         for info in moved:
             with self._session.engine.lock:
-                if info.id in self.servers.added:
+                if info.id in self.servers.speaker.added:
                     self.ring.keys.cuts[info.id] = 0
                 else:
                     self.ring.events.broken(self._part(info))

@@ -13,18 +13,17 @@ of a codec (pieces.py, key_codec.py), and the copies between a GPU and the host 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.pipeline import NO_PIPELINE, Pipeline
 from mpikv.collectives.stages import Span
-from mpikv.engine.operation import Operation, Steps
+from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
@@ -33,57 +32,17 @@ from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_codec import KeyCodec
+from mpikv.strategies.speaker import Pushed, Speaker
 from mpikv.strategies.staging import Staging
 from mpikv.transports import wire
 from mpikv.transports.base import Group
-
-
-class Pushed(Protocol):
-    """A round as servers must know it (`queues.Round`). under: the label of the push."""
-
-    @property
-    def under(self) -> Any: ...
-
-    @property
-    def op(self) -> Reduction: ...
-
-    @property
-    def priority(self) -> int: ...
-
-
-class AsksServers(Protocol):
-    """This worker as a client of servers."""
-
-    def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Pushed) -> Steps[None]:
-        """Push what servers have of `total`, and receive their part of `value`. Both: (n,), of the whole key."""
-        ...
-
-    def refuse(self, info: KeyInfo, round_: int) -> None:
-        """Let a server refuse a round of which this worker should push the sum of its host."""
-        ...
-
-    def or_refused(self, info: KeyInfo, round_: int, request: Operation) -> Operation:
-        """Return a request that is done when another one is, or when a server has refused this round of the key."""
-        ...
-
-    def is_refused(self, info: KeyInfo, round_: int) -> bool:
-        """Return whether a server has refused this round of the key."""
-        ...
-
-    def apart(self, steps: Steps[None], name: str) -> Operation:
-        """Let the engine run steps by themselves. Returns a request that is done when they have ended."""
-        ...
-
-    def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
-        """Return the names of the servers that have a part of a key, for errors."""
-        ...
 
 
 class PathResources(NamedTuple):
     """What the paths of one worker's keys need.
 
     group: sends and receives messages. device_group: does so from and to device memory, without their ordering by
-    priority; None: use `group`. servers: of stores whose servers own parts of keys. spaces: the memory spaces of keys
+    priority; None: use `group`. speaker: of stores whose servers own parts of keys. spaces: the memory spaces of keys
     whose values are not in shared memory. hosts: the keys in shared memory; communicators: those for MPI's own
     collectives; nccl: the communicator of NCCL; each None where the store has no path that needs it. timeout_s: the
     longest time that a round by NCCL may take on the GPU.
@@ -96,7 +55,7 @@ class PathResources(NamedTuple):
     nccl: NcclComm | None = None
     timeout_s: float = 60.0
     device_group: Group | None = None
-    servers: AsksServers | None = None
+    speaker: Speaker | None = None
 
 
 class KeyPath:

@@ -27,12 +27,13 @@ from mpikv.strategies.divided_path import DividedPath
 from mpikv.strategies.encoded_path import EncodedPath
 from mpikv.strategies.hosted_path import HostedPath
 from mpikv.strategies.ipc_path import IpcPath
-from mpikv.strategies.key_path import KeyPath, PathResources, Pushed
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.message_path import MessagePath
 from mpikv.strategies.mpi_path import MpiPath
 from mpikv.strategies.native_path import NativePath
 from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.one_host_path import OneHostPath
+from mpikv.strategies.speaker import Pushed
 from mpikv.strategies.staging import Staging
 from mpikv.strategies.whole_path import WholePath
 

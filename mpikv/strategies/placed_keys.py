@@ -39,12 +39,13 @@ from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_codec import KeyCodec
-from mpikv.strategies.key_path import AsksServers, PathResources
+from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue, RoundReached
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.sparse_owners import WorkersRows
+from mpikv.strategies.speaker import Speaker
 
 
 class PlacedKeys:
@@ -65,9 +66,9 @@ class PlacedKeys:
         rows: WorkersRows,
         *,
         nccl: NcclComm | None = None,
-        servers: AsksServers | None = None,
+        speaker: Speaker | None = None,
     ) -> None:
-        self._servers, self.cuts = servers, dict[int, int]()
+        self._speaker, self.cuts = speaker, dict[int, int]()
         self._session, self._members, self._rows = session, members, rows
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
@@ -108,7 +109,7 @@ class PlacedKeys:
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
             device_group=session.group,
-            servers=self._servers,
+            speaker=self._speaker,
         )
         self._rounds = RoundSteps(
             session.num_workers,

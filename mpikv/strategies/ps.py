@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -22,7 +23,7 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Operation, Predicate, Steps, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
@@ -46,15 +47,14 @@ from mpikv.strategies.exchange import (
     BatchTransfer,
     Client,
     Exchange,
-    InPlace,
     Item,
     check_owners,
     poll_briefly,
     wait_for_tags,
 )
-from mpikv.strategies.key_path import Pushed
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
+from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports import wire
@@ -105,24 +105,11 @@ class PsCall(PreparedCall):
         self.valid, self._entries = False, []
 
 
-class _OrRefused(Waking):
-    """See `AsksServers.or_refused`."""
-
-    def __init__(self, servers: PsStrategy, info: KeyInfo, round_: int, request: Operation) -> None:
-        self._servers, self._info, self._round, self._request = servers, info, round_, request
-
-    def test(self) -> bool:
-        return self._request.test() or self._servers.is_refused(self._info, self._round)
-
-    def wakes(self, waiter: Waiter) -> bool:
-        self._servers.refusal_waiters[self._info.id] = waiter
-        return wakes(self._request, waiter)
-
-
 class PsStrategy(WorkersStrategy):
     """The strategy of one worker.
 
     service: the loop of a server to run inside this worker, or None. loopback: passes device arrays to that server.
+    speaker: asks for keys that the workers of a host add first.
     """
 
     def __init__(self, session: Workers, service: Steps[None] | None = None, loopback: Loopback | None = None) -> None:
@@ -137,7 +124,6 @@ class PsStrategy(WorkersStrategy):
         self._loads = [0] * len(self._servers)
         self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
         self.before_cut: dict[int, Any] = {}  # what workers own of keys that are being moved here
-        self.added: set[int] = set()  # keys whose workers add on each host before one of them asks (divided_path.py)
         self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         own = None if service is None else self._servers.index(session.transport.rank)
         self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
@@ -147,10 +133,8 @@ class PsStrategy(WorkersStrategy):
         self._engine.serves = self._local is not None and service is not None
         self.events = KeyEvents(self.place, self._begin, self._forget_key, self._pushes)
         session.on_attributes.append(self._send_attributes)
-        self._refusals: dict[int, int] = {}  # the round that was refused, of keys that are added on hosts
-        self.refusal_waiters: dict[int, Waiter] = {}
-        self._tell_waits = session.messages.acts["refused"]
-        session.messages.acts["refused"] = self._refused
+        steps = partial(self._steps, wire.PUSHPULL)
+        self.speaker = Speaker(session, self._client, self._keys, self._labels, steps)
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
@@ -188,7 +172,7 @@ class PsStrategy(WorkersStrategy):
             placement,
             space=self._session.spaces.of(info),
             recorder=self._recorder,
-            pushers=self._members.speakers if info.id in self.added else (),
+            pushers=self._members.speakers if info.id in self.speaker.added else (),
         )
         if self._session.log.detailed():
             wire_ = compression.wire_of(info)
@@ -203,7 +187,7 @@ class PsStrategy(WorkersStrategy):
 
     def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key, but for those that are added on hosts."""
-        own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.added}
+        own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.speaker.added}
         return {**own, **self._rows.pushes()}
 
     # --- messages
@@ -400,46 +384,6 @@ class PsStrategy(WorkersStrategy):
         if begun_s is not None:
             self._record([item], begun_s)
 
-    def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Pushed) -> Steps[None]:
-        """See `AsksServers`."""
-        key, client = self._keys[info.id], self._client
-        key.pushed += 1
-        flags = wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
-        item = Item(key, total, InPlace(value), key.routes, key.pushed, pushed.under.number, pushed.op, flags)
-        while not client.allows(*client.tags_needed([item])):
-            yield Predicate(lambda: client.allows(*client.tags_needed([item])))
-        yield from self._steps(wire.PUSHPULL, [item], pushed.priority)
-
-    def refuse(self, info: KeyInfo, round_: int) -> None:
-        """See `AsksServers`."""
-        header = wire.Header(wire.REFUSE, info.id, round=round_)
-        self._client.send(self._keys[info.id].routes[0].owner, [(header, None)])
-
-    def or_refused(self, info: KeyInfo, round_: int, request: Operation) -> Operation:
-        """See `AsksServers`."""
-        return _OrRefused(self, info, round_, request)
-
-    def is_refused(self, info: KeyInfo, round_: int) -> bool:
-        """See `AsksServers`."""
-        return self._refusals.get(info.id) == round_
-
-    def _refused(self, source: int, message: dict[str, Any]) -> None:
-        """Of a key that is added on hosts, the workers find out by themselves who has pushed what."""
-        if (key_id := message["key_id"]) not in self.added:
-            self._tell_waits(source, message)
-            return
-        self._refusals[key_id] = message["round"]
-        if (waiter := self.refusal_waiters.pop(key_id, None)) is not None:
-            waiter.wake()
-
-    def apart(self, steps: Steps[None], name: str) -> Operation:
-        """See `AsksServers`."""
-        return self._engine.take(Running(steps, name))
-
-    def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
-        """See `AsksServers`."""
-        return tuple(self._labels[route.owner] for route in self._keys[info.id].routes)
-
     def run_by_engine(self, pending: Sequence[Pending]) -> None:
         """Let the engine run a call whose caller has given up waiting."""
         for one in pending:
@@ -456,7 +400,7 @@ class PsStrategy(WorkersStrategy):
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:
         round_ = key.pushed if self.synchronous else None
-        return Waiting(call, key.info.key, key.info.id, round_, self.owners_of(key.info))
+        return Waiting(call, key.info.key, key.info.id, round_, self.speaker.owners_of(key.info))
 
     # --- optimizers
 
