@@ -1,8 +1,8 @@
 """The stores that scripts/bench_links.py compares, with and without servers, and what links allow them.
 
-Of n hosts with workers, whatever their number on each, and k with a server, where servers take the share t of S bytes of
-keys and the rest goes by the ring of the workers, the link of workers carries 2(n-1)/n (1-t) + t of S each way, and a
-server's n t/k.
+Of n hosts with workers, whatever their number on each, and k with a server, where servers take the share t of S bytes
+of keys and the rest goes by the ring of the workers, the link of workers carries 2(n-1)/n (1-t) + t of S each way, and
+a server's n t/k.
 """
 
 from __future__ import annotations

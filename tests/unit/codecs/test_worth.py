@@ -23,7 +23,8 @@ def compared(
 ) -> Worth | None:
     workers = len(hosts) - servers
     ranks = tuple(range(workers)), tuple(range(workers, len(hosts)))
-    members = Members(tuple(hosts), *ranks, synchronous=more.pop("synchronous", True), link=given(link))  # type: ignore[arg-type]
+    settings = {name: more.pop(name) for name in ("synchronous", "memory") if name in more}
+    members = Members(tuple(hosts), *ranks, link=given(link), **settings)  # type: ignore[arg-type]
     return worth_of(members, KeyInfo("w", 0, (N,), np.dtype(np.float32), make(params).text, **more), updated=updated)
 
 
@@ -60,12 +61,23 @@ def test_bytes_with_servers() -> None:
     """Pushes and answers go in opposite directions of the same links."""
     for synchronous in (True, False):
         hosts = "aaaA" if synchronous else "abcA"  # with all workers on one host no key is divided
-        plain = compared("fp16", hosts, "8gbit", 1, synchronous=synchronous)
-        both = compared({"type": "fp16", "pull": "fp16"}, hosts, "8gbit", 1, synchronous=synchronous)
+        settings = {"synchronous": synchronous, "memory": False}
+        plain = compared("fp16", hosts, "8gbit", 1, **settings)
+        both = compared({"type": "fp16", "pull": "fp16"}, hosts, "8gbit", 1, **settings)
         assert plain is not None
         assert both is not None
         assert both.encoded_s == pytest.approx(both.plain_s / 2)
         assert plain.encoded_s == pytest.approx(plain.plain_s * (1 + worth.APART / 2) / (1 + worth.APART))
+
+
+@pytest.mark.usefixtures("free")
+def test_workers_of_a_host_who_add_first_send_less_without_a_codec() -> None:
+    found = compared({"type": "int8", "pull": "int8"}, "aaaA", "8gbit", 1)
+    each = compared({"type": "int8", "pull": "int8"}, "aaaA", "8gbit", 1, memory=False)
+    assert found is not None
+    assert each is not None
+    assert found.encoded_s == each.encoded_s
+    assert found.plain_s == pytest.approx(each.plain_s / 3, rel=0.1)
 
 
 def test_cores_count() -> None:
