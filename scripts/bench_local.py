@@ -58,6 +58,7 @@ CASES = {
         Case("every 8 steps, fp16", (*IMAGES, "--local", "8", "--gc-type", "fp16")),
         Case("every 32 steps, mean", (*IMAGES, "--local", "32")),
         Case("every 32 steps, nesterov", (*IMAGES, "--local", "32", "--outer", "nesterov")),
+        Case("every 8 steps, nesterov", (*IMAGES, "--local", "8", "--outer", "nesterov")),
     ),
     "word_vectors": (
         Case("every step, by rows"),
