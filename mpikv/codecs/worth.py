@@ -54,8 +54,7 @@ def worth_of(members: Members, info: KeyInfo, *, updated: bool) -> Worth | None:
         return None
     on_device = info.space == "device" and wire.on_device
     push, back = (FREE if on_device else quick_speed_of(codec, info.n_elems) for codec in (travels.push, travels.pull))
-    alone = members.path == "servers" and not members.divides
-    if alone or (members.divides and servers_share(members, info.n_bytes, added=False) == 1.0):
+    if members.path == "servers" and (not members.divides or servers_share(members, info.n_bytes) == 1.0):
         return _with_servers(members, info, wire, push, back)
     return _among_workers(members, info, wire, push, back, updated=updated)
 

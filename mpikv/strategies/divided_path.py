@@ -20,37 +20,29 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import one_host
-from mpikv.collectives.host_key import GATHERED, HostKey
+from mpikv.collectives.host_key import GATHERED
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.placement.keys import KeyInfo, even_bounds
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.hosted_path import HostedPath
-from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.key_path import PathResources, SharedPath
 from mpikv.strategies.speaker import Pushed
 from mpikv.strategies.staging import Staging
 
 
-class DividedPath(KeyPath):
+class DividedPath(SharedPath):
     """See `KeyPath`. place: where the value, the counters of the workers' part, and those of the servers' part are."""
-
-    shared = True
-    overwrites = False
 
     def __init__(
         self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
     ) -> None:
-        super().__init__(resources, info, placement, place, staging)
-        assert resources.hosts is not None
+        super().__init__(resources, info, placement, (place[0], place[2]), staging)
         assert resources.speaker is not None
-        self._resources, self._info, self._place = resources, info, place
-        self._hosts, self._speaker = resources.hosts, resources.speaker
-        self.value: HostArray = self._hosts.value(place, info.n_elems, info.dtype)
-        self._key: HostKey = self._hosts.key((place[0], place[2]), info.n_elems, info.dtype)
+        self._resources, self._speaker, self._of_workers = resources, resources.speaker, place[:2]
         self._ring: HostedPath | None = None
         self._exchange: Operation | None = None
-        self._n_rounds = 0
         self.reshard(placement)
 
     @property
@@ -71,24 +63,24 @@ class DividedPath(KeyPath):
             self._ring = None
         elif self._ring is None:
             info = self._info._replace(shape=(cut,))
-            self._ring = HostedPath(self._resources, info, placement, self._place[:2])
+            self._ring = HostedPath(self._resources, info, placement, self._of_workers)
         else:
             self._ring.reshard(placement)
 
     @property
     def held_bytes(self) -> int:
         """The buffers that this worker copies its values to, so that the others can add them."""
-        return self._key.held_bytes + (0 if self._ring is None else self._ring.held_bytes)
+        return super().held_bytes + (0 if self._ring is None else self._ring.held_bytes)
 
     def broadcast(self) -> Steps[None]:
         """Broadcast the whole value by messages along a tree of one rank of each host."""
-        whole = HostedPath(self._resources, self._info, self.placement, self._place[:2])
+        whole = HostedPath(self._resources, self._info, self.placement, self._of_workers)
         return whole.broadcast()
 
     def begin(self, round_: Pushed) -> None:
         """See `KeyPath`."""
         self._round = round_
-        self._n_rounds += 1
+        self._speaker.begin(self._info)
 
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
@@ -108,10 +100,10 @@ class DividedPath(KeyPath):
         if (ring := self._ring) is not None:
             yield from ring.allgather([out[:cut] for out in outs], comparison)
         if not comparison.differ:
-            yield self._speaker.or_refused(self._info, self._n_rounds, self._exchange)
+            yield self._speaker.or_refused(self._info, self._exchange)
         if not comparison.differ and self._hosts.rank:
-            yield self._speaker.or_refused(self._info, self._n_rounds, self._key.awaited([0], GATHERED, 1))
-        comparison.differ |= self._speaker.is_refused(self._info, self._n_rounds)
+            yield self._speaker.or_refused(self._info, self._key.awaited([0], GATHERED, 1))
+        comparison.differ |= self._speaker.is_refused(self._info)
         if not comparison.differ:
             yield from one_host.allgather(self._hosts.rank, self._bounds, self._key, outs)
             return
@@ -132,5 +124,5 @@ class DividedPath(KeyPath):
         if not comparison.differ:
             yield from self._speaker.exchange_sum(info, total, self.value, self._round)
         elif not cut:  # else the messages of the workers' part tell all of them
-            self._speaker.refuse(info, self._n_rounds)
+            self._speaker.refuse(info)
             yield Predicate(lambda: False)  # until all are told

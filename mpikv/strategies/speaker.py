@@ -61,10 +61,13 @@ class Speaker:
         """Let the engine run steps by themselves. Returns a request that is done when they have ended."""
         return self._session.engine.take(Running(steps, name))
 
+    def begin(self, info: KeyInfo) -> None:
+        """Begin a round of a key, whoever of the host pushes it."""
+        self._keys[info.id].pushed += 1
+
     def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Pushed) -> Steps[None]:
         """Push what servers have of `total`, and receive their part of `value`. Both: (n,), of the whole key."""
         key, client = self._keys[info.id], self._client
-        key.pushed += 1
         flags = wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
         item = Item(key, total, InPlace(value), key.routes, key.pushed, pushed.under.number, pushed.op, flags)
         needed = client.tags_needed([item])
@@ -74,18 +77,18 @@ class Speaker:
 
     # --- rounds that are refused
 
-    def refuse(self, info: KeyInfo, round_: int) -> None:
-        """Let a server refuse a round of which this worker should push the sum of its host."""
-        header = wire.Header(wire.REFUSE, info.id, round=round_)
-        self._client.send(self._keys[info.id].routes[0].owner, [(header, None)])
+    def refuse(self, info: KeyInfo) -> None:
+        """Let a server refuse this round, of which this worker should push the sum of its host."""
+        key = self._keys[info.id]
+        self._client.send(key.routes[0].owner, [(wire.Header(wire.REFUSE, info.id, round=key.pushed), None)])
 
-    def is_refused(self, info: KeyInfo, round_: int) -> bool:
+    def is_refused(self, info: KeyInfo) -> bool:
         """Whether a server has refused this round of a key."""
-        return self._refusals.get(info.id) == round_
+        return self._refusals.get(info.id) == self._keys[info.id].pushed
 
-    def or_refused(self, info: KeyInfo, round_: int, request: Operation) -> Operation:
+    def or_refused(self, info: KeyInfo, request: Operation) -> Operation:
         """Return a request that is done when another one is, or when a server has refused this round of a key."""
-        return _OrRefused(self, info, round_, request)
+        return _OrRefused(self, info, request)
 
     def wake_where_refused(self, info: KeyInfo, waiter: Waiter) -> None:
         """Wake `waiter` when a server refuses a round of a key."""
@@ -102,11 +105,11 @@ class Speaker:
 
 
 class _OrRefused(Waking):
-    def __init__(self, speaker: Speaker, info: KeyInfo, round_: int, request: Operation) -> None:
-        self._speaker, self._info, self._round, self._request = speaker, info, round_, request
+    def __init__(self, speaker: Speaker, info: KeyInfo, request: Operation) -> None:
+        self._speaker, self._info, self._request = speaker, info, request
 
     def test(self) -> bool:
-        return self._request.test() or self._speaker.is_refused(self._info, self._round)
+        return self._request.test() or self._speaker.is_refused(self._info)
 
     def wakes(self, waiter: Waiter) -> bool:
         self._speaker.wake_where_refused(self._info, waiter)
