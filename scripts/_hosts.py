@@ -22,6 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that describe links and library."""
     parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each link in each direction (default 200)")
     parser.add_argument("--mtu", type=int, default=1500, help="bytes of the longest packet (default 1500)")
+    parser.add_argument(
+        "--queue-kib", type=int, help="what waits before a link at most; default: what it carries in 20 ms"
+    )
     parser.add_argument("--mpi", choices=("openmpi", "mpich"), default="openmpi")
     parser.add_argument("--mca", action="append", default=[], help="NAME=VALUE, an MCA parameter for Open MPI")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -52,7 +55,8 @@ def run(
     parameters = [*["btl_sm_backing_directory=/dev/shm"] * (mpi.kind == "openmpi"), *options.mca]
     extra: Sequence[str] = [word for one in parameters for word in ("--mca", *one.split("=", 1))]
     n_ranks = n_hosts * ranks_per_host if isinstance(ranks_per_host, int) else sum(ranks_per_host)
-    with network(n_hosts, options.rate or None, options.mtu, rates) as hosts:
+    queue = {} if options.queue_kib is None else {"queue": f"limit {options.queue_kib}kb"}
+    with network(n_hosts, options.rate or None, options.mtu, rates, **queue) as hosts:
         job = jobs.mpirun(
             n_ranks,
             ["python", sys.argv[0], "--rank", *sys.argv[1:], *words],

@@ -50,6 +50,11 @@ def partition_bytes(members: Members, sent: float = 1.0) -> int:
     return min(PARTITION_BYTES, int(LINK_SEGMENT_BYTES / sent)) if short else PARTITION_BYTES
 
 
+def is_asked_for(n_bytes: int) -> bool:
+    """Whether a server asks for a partition of so many bytes, over links: MPI agrees by itself on a longer one."""
+    return n_bytes <= LINK_SEGMENT_BYTES
+
+
 def _partition_elems(members: Members, info: KeyInfo, n_elems: int, wire: Wire | None) -> int:
     """Return as many as `partition_bytes` holds, or more where there would be more than MAX_PARTITIONS short ones.
 

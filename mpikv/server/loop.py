@@ -25,6 +25,7 @@ from mpikv.engine.backoff import Backoff
 from mpikv.engine.operation import Done, Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
+from mpikv.placement.on_servers import is_asked_for
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, ServerReply
 from mpikv.transports import wire
@@ -44,9 +45,9 @@ QUICK_YIELD_S = 3e-6
 COPIED_BYTES = 2048  # shorter replies are copied: that costs less than testing whether they have been sent
 KEPT_COPIES = 16  # copied replies whose requests are kept before they are tested
 WINDOW = 3  # partitions under way for a worker: one is received, one added, one announced; more would leave the cache
-# Of short partitions, as they cross links, so many bytes from a worker, and half of that to it: they keep a link busy
-# for longer than a sleeping thread takes to wake.
-WINDOW_BYTES = 1 << 19
+# Of short partitions, as they cross links, so many bytes from a worker and to it: they keep a link busy for longer than
+# a sleeping thread takes to wake, and wait in no queue of the network for long.
+WINDOW_BYTES = 1 << 18
 MOST_PARTITIONS = 16  # of those that are shorter still: MPI looks through all that is under way for each message
 # Connections do not share a link evenly, and a sum needs the partitions of all workers. So none of those that have
 # partitions to fetch gets so many elements ahead of another one.
@@ -198,12 +199,20 @@ class _Traffic:
                 if self._paces and not peer.fetches:  # it shares the link from now on, wherever the others are
                     peer.fetched_elems = max(peer.fetched_elems, self._least_fetched())
                 heappush(peer.fetches, (-event.push.priority, self._order, event))
-                self._start(peer)
 
     def _refuse(self, refusal: Refusal) -> None:
+        for peer in self._peers:
+            self._tell(peer, {"kind": "refused", **refusal._asdict()})
+
+    def _tell(self, peer: _WorkerLink, message: dict[str, Any]) -> None:
         control = self._transport if self._local is None else self._local.inner
-        message = wire.control({"kind": "refused", **refusal._asdict()})
-        self._copied += [control.isend(message, peer.rank, wire.TAG_CONTROL) for peer in self._peers]
+        self._keep(control.isend(wire.control(message), peer.rank, wire.TAG_CONTROL))
+
+    def _keep(self, request: Operation) -> None:
+        """Keep what is sent from memory of its own until it has been sent."""
+        self._copied.append(request)
+        if len(self._copied) > KEPT_COPIES:
+            self._drop_sent_copies(KEPT_COPIES // 2)
 
     def _borrowed(self, peer: _WorkerLink, request: Receiving, fetch: Fetch) -> HostArray:
         """Return a partition in its worker's memory; a copy where many are held there, or it cannot stay there."""
@@ -237,9 +246,10 @@ class _Traffic:
     @staticmethod
     def _may_send(peer: _WorkerLink) -> bool:
         """Whether one more reply may be on its way to a worker."""
-        return _fits(len(peer.sending), (reply.data.nbytes for _, reply in peer.sending), WINDOW_BYTES // 2)
+        return _fits(len(peer.sending), (reply.data.nbytes for _, reply in peer.sending), WINDOW_BYTES)
 
     def _start(self, peer: _WorkerLink) -> None:
+        asked: dict[int, int] = {}  # so many pieces, by their tag
         while peer.fetches and self._may_fetch(peer):
             fetch = heappop(peer.fetches)[2]
             if self._paces and fetch.shard is not None:
@@ -261,6 +271,10 @@ class _Traffic:
                 continue
             array = self._core.target(fetch)
             peer.receiving.append((self._transport.irecv(array, peer.rank, tag), fetch, array))
+            if is_asked_for(array.nbytes):
+                asked[tag] = asked.get(tag, 0) + 1
+        for tag, count in asked.items():
+            self._tell(peer, {"kind": "fetch", "tag": tag, "count": count})
         while peer.replies and self._may_send(peer):
             self._send(peer, heappop(peer.replies)[2])
 
@@ -275,11 +289,9 @@ class _Traffic:
             return
         if reply.data.nbytes <= COPIED_BYTES and (self._local is None or not self._local.reaches(peer.rank)):
             data = reply.data.copy() if reply.block is not None else reply.data
-            self._copied.append(self._transport.isend(data, peer.rank, reply.tag))
+            self._keep(self._transport.isend(data, peer.rank, reply.tag))
             if reply.block is not None:
                 reply.block.release()
-            if len(self._copied) > KEPT_COPIES:
-                self._drop_sent_copies(KEPT_COPIES // 2)
             return
         self._under_way(peer, reply, self._transport.isend(reply.data, peer.rank, reply.tag))
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,11 +28,11 @@ from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.observe.stall import Waiting
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
+from mpikv.placement.on_servers import is_asked_for
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, PieceMessages, Route
-from mpikv.strategies.outgoing import OutgoingPieces
+from mpikv.strategies.offered import OfferedPieces
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.ledger import ClientLedger
@@ -217,7 +217,7 @@ class Client:
         # Servers that share memory with this worker. They send an answer only after reading the piece it replaces.
         local = transport.local
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
-        self._outgoing = [OutgoingPieces(partial(self._isend, rank)) for rank in self._servers]
+        self._offered = [OfferedPieces(partial(self._isend, rank)) for rank in self._servers]
         self.ledger = ClientLedger(self._servers, self.through_memory)
         transport.ledger.clients.append(self.ledger)
 
@@ -307,18 +307,24 @@ class Client:
                 item.sink.deliver(buffer.complete())
         self.unsent -= kind == wire.PUSH
 
-    def isend(self, data: HostArray, server: int, tag: int, priority: int = 0) -> Operation:
-        """Send a piece to a server, now or when others have left."""
-        if self.queues(data, server):
-            return self._outgoing[server].add(data, tag, priority)
+    def isend(self, data: HostArray, server: int, tag: int) -> Operation:
+        """Send a piece to a server, or offer it."""
         if server == self.own and not isinstance(data, np.ndarray):
             return self._loopback.send(data, tag)
+        if self.offers(data, server):
+            return self._offered[server].add(data, tag)
         return self.transport.isend(data, self._servers[server], tag)
 
-    def queues(self, data: HostArray, server: int) -> bool:
-        """Whether a piece waits in a queue: MPI would send it at once, but a longer one when the server fetches it."""
-        on_host = isinstance(data, np.ndarray) and not self.through_memory[server]
-        return on_host and data.nbytes <= LINK_SEGMENT_BYTES
+    def offers(self, data: HostArray, server: int) -> bool:
+        """Whether a server has to ask for a piece before it is sent."""
+        return not self.through_memory[server] and is_asked_for(data.nbytes)
+
+    def asked_for(self, rank: int, message: dict[str, Any]) -> None:
+        """Send the pieces that a server asks for."""
+        server = self._servers.index(rank)
+        self._offered[server].send(message["tag"], message["count"])
+        if self.own is None:  # else the server's rank, which is a worker, counts what it sends
+            self.ledger.told(server, wire.control(message).nbytes)
 
     def _isend(self, rank: int, data: HostArray, tag: int) -> Operation:
         return self.transport.isend(data, rank, tag)
@@ -328,21 +334,6 @@ class Client:
         if server == self.own and not isinstance(data, np.ndarray):
             return self._loopback.receive(data, tag)
         return self.transport.irecv(data, self._servers[server], tag)
-
-
-class _Ends(NamedTuple):
-    """A client whose pieces have a priority."""
-
-    client: Client
-    priority: int
-
-    def isend(self, data: HostArray, server: int, tag: int) -> Operation:
-        """See `Client`."""
-        return self.client.isend(data, server, tag, self.priority)
-
-    def irecv(self, data: HostArray, server: int, tag: int) -> Operation:
-        """See `Client`."""
-        return self.client.irecv(data, server, tag)
 
 
 class _Transfer:
@@ -441,16 +432,15 @@ class _Transfer:
         if self._windowed:
             outgoing = [(server, piece) for piece in pieces]
             tag = wire.TAG_PAYLOAD + payload_tag
-            ends = _Ends(client, self._priority)
-            window = len(outgoing) if outgoing and client.queues(outgoing[0][1], server) else PIECES_IN_FLIGHT
-            sender = Sender(ends, outgoing, tag, window, lambda: len(route.pieces))
+            window = len(outgoing) if outgoing and client.offers(outgoing[0][1], server) else PIECES_IN_FLIGHT
+            sender = Sender(client, outgoing, tag, window, lambda: len(route.pieces))
             targets = [(server, answer) for answer in answers]
             may_post = (lambda: sender.left) if one_array else None
             self._stages += [sender, Receiver(client, targets, reply_tag, PIECES_IN_FLIGHT, may_post=may_post)]
             return
         for i in range(len(route.pieces)):
             if pieces:
-                request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag, self._priority)
+                request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag)
                 self._sends.append(request)
                 if one_array:
                     # The answer overwrites the array that the piece is sent from: MPI must have read that first.
@@ -464,8 +454,8 @@ class _Transfer:
         for request, array, server, tag in self._delayed:
             yield request
             self._receives.append(self._client.irecv(array, server, tag))
-        yield from self._sends  # first: who tests them sends those that wait for others
         yield from self._receives
+        yield from self._sends
         for data, arrays in self._joint_answers:
             at = 0
             for array in arrays:

@@ -127,6 +127,7 @@ class PsStrategy(WorkersStrategy):
         self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         own = None if service is None else self._servers.index(session.transport.rank)
         self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
+        session.messages.acts["fetch"] = self._client.asked_for
         self._rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()

@@ -105,6 +105,10 @@ class ClientLedger:
         header = requests[-1][0]
         self.asked[server, header.kind, header.key_id] += n_bytes
 
+    def told(self, server: int, n_bytes: int) -> None:
+        """Count a control message of a server that is a rank of its own. n_bytes: its length."""
+        self.answered[server, 0, 0] += n_bytes
+
     def entries(self, rank: int) -> Iterator[tuple[Ends, Use, int]]:
         """See `Ledger`. What answers a push is a pull."""
         for (server, kind, key_id), n_bytes in self.asked.items():

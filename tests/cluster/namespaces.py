@@ -36,7 +36,7 @@ from jobs import FOREIGN, MARK, Mpi, have_ended
 
 SUBNET = "10.77.0"
 BURST = "16kb"
-QUEUE = "20ms"  # of the token bucket: what waits longer is dropped; at any rate more than a sender's window needs
+QUEUE = "latency 20ms"  # of the token bucket: what would wait longer is dropped; enough for a connection's window
 READY_S = 60.0
 LEFT_S = 10.0  # what a job has started is gone so soon after its end
 ENTER = ("nsenter", "--net", "--uts", "--ipc", "--mount", "--target")
@@ -263,12 +263,17 @@ class _MpiOnHost(Mpi):
 
 @contextlib.contextmanager
 def network(
-    n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500, rates: Mapping[str, float] | None = None
+    n_hosts: int,
+    rate_mbit: float | None = None,
+    mtu: int = 1500,
+    rates: Mapping[str, float] | None = None,
+    queue: str = QUEUE,
 ) -> Iterator[Network]:
     """Hosts with links of `rate_mbit` Mbit/s out and as much in (None: as fast as it goes), until the block ends.
 
     mtu: bytes of the longest packet. What a packet costs the machine does not depend on its length, so with longer ones
     the pretended network takes less of the processors. rates: of the links of single hosts, by name, in Mbit/s.
+    queue: what waits before a link at most, as `tc` takes it for tbf, e.g. "limit 1mb".
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-hosts-")))
@@ -292,7 +297,7 @@ def network(
             rate = (rates or {}).get(host.name, rate_mbit)
             if rate is not None:
                 for pid, device in ((host.pid, "eth0"), (switch, port)):
-                    shape = f"root tbf rate {rate}mbit burst {BURST} latency {QUEUE}"
+                    shape = f"root tbf rate {rate}mbit burst {BURST} {queue}"
                     _inside(pid, "tc", "qdisc", "add", "dev", device, *shape.split())
         pids = folder / "pids"
         pids.write_text("".join(f"{host.name} {host.pid}\n{host.address} {host.pid}\n" for host in hosts))

@@ -213,10 +213,17 @@ def test_messages_of_small_keys(workers, servers, call, n_messages, n_bytes):
 
 
 @pytest.mark.parametrize("call", [together, one_by_one])
-def test_a_large_value_is_a_header_and_its_partitions_each_way(call):
+def test_a_large_value_is_a_header_and_its_partitions_each_way_and_the_server_asks_for_them(call):
     n, parts = 100, -(-100 // 32)
     mode = Mode("dist_sync", 2, 1, memory="off", part_bytes=4 * 32)
-    assert messages(mode, [n], call) == [2 * (1 + 2 * parts), 2 * (wire.HEADER_BYTES + 2 * 4 * n)]
+    asked = wire.control({"kind": "fetch", "tag": wire.TAG_PAYLOAD + 1, "count": parts})  # for all at once
+    assert messages(mode, [n], call) == [2 * (2 + 2 * parts), 2 * (wire.HEADER_BYTES + asked.nbytes + 2 * 4 * n)]
+
+
+def test_nobody_asks_for_what_mpi_itself_agrees_on():
+    n_bytes = 2 * (1 << 16)  # in two partitions
+    mode = Mode("dist_sync", 2, 1, memory="off", part_bytes=1 << 16)
+    assert messages(mode, [n_bytes // 4], together) == [2 * (1 + 2 * 2), 2 * (wire.HEADER_BYTES + 2 * n_bytes)]
 
 
 @pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpikv.engine.running import Running
+from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.server import loop
 from mpikv.server.core import ServerCore
 from mpikv.server.policy import Synchronous
@@ -23,7 +24,7 @@ WORKER, SERVER = 0, 1
 class Slow:
     """One worker, moved by hand, and a server, which notes what it starts."""
 
-    def __init__(self, keys: int) -> None:
+    def __init__(self, keys: int, part_elems: int = PART_ELEMS) -> None:
         fabric = Fabric(2)
         self.worker = fabric.rank(WORKER)
         self.server = fabric.rank(SERVER)
@@ -35,9 +36,10 @@ class Slow:
         core = ServerCore(["worker 0"], Synchronous)
         self.running = Running(loop.serve(self.server, [WORKER], core), "server")
         for key in range(keys):
-            text = {"key": key, "shape": [N], "dtype": "float32", "begin": 0, "version": 0, "part": PART_ELEMS}
+            n_elems = part_elems * PARTS
+            text = {"key": key, "shape": [n_elems], "dtype": "float32", "begin": 0, "version": 0, "part": part_elems}
             text |= {"codec": "none", "pushers": []}
-            payload = wire.with_text(json.dumps(text).encode(), np.full(N, key, np.float32).tobytes())
+            payload = wire.with_text(json.dumps(text).encode(), np.full(n_elems, key, np.float32).tobytes())
             self.send(wire.Header(wire.INIT, key), payload)
 
     def _note(self, call: str) -> None:
@@ -45,9 +47,10 @@ class Slow:
 
         def noting(buf, rank, tag):
             request = start(buf, rank, tag)
-            self.unfinished = [*(one for one in self.unfinished if not one.test()), request]
-            self.most = max(self.most, len(self.unfinished))
-            self.started.append((call, tag))
+            if tag != wire.TAG_CONTROL:
+                self.unfinished = [*(one for one in self.unfinished if not one.test()), request]
+                self.most = max(self.most, len(self.unfinished))
+                self.started.append((call, tag))
             return request
 
         setattr(self.server, call, noting)
@@ -55,6 +58,15 @@ class Slow:
     def send(self, header: wire.Header, payload=None) -> None:
         self.worker.isend(wire.request(header, payload), SERVER, wire.TAG_REQUEST)
         self.step()
+
+    def questions(self) -> list[dict]:
+        """What the server has asked the worker since the last time."""
+        found = []
+        while (incoming := self.worker.probe(wire.TAG_CONTROL)) is not None:
+            data = np.empty(incoming.n_bytes, np.uint8)
+            assert incoming.receive(data).test()
+            found.append(wire.parse_control(data))
+        return found
 
     def step(self) -> None:
         while self.running.advance():
@@ -93,6 +105,25 @@ def test_partitions_are_fetched_by_priority(priorities, monkeypatch):
     expected = [(wire.TAG_PAYLOAD + tag, count) for _, count, tag in later]
     assert order_of(slow.started[loop.WINDOW :]) == expected
     assert slow.most <= loop.WINDOW
+
+
+def test_the_server_asks_for_each_short_partition_once_and_in_time(monkeypatch):
+    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)
+    slow = Slow(1)
+    slow.send(wire.Header(wire.PUSH, 0, 0, 0, 1, 11))
+    asked = {"kind": "fetch", "tag": wire.TAG_PAYLOAD + 11}
+    assert slow.questions() == [{**asked, "count": loop.WINDOW}]
+    for left in range(PARTS - loop.WINDOW, -loop.WINDOW, -1):
+        slow.worker.isend(np.ones(PART_ELEMS, np.float32), SERVER, wire.TAG_PAYLOAD + 11)
+        slow.step()
+        assert slow.questions() == ([{**asked, "count": 1}] if left > 0 else [])
+
+
+def test_mpi_itself_agrees_on_a_long_partition():
+    slow = Slow(1, part_elems=LINK_SEGMENT_BYTES // 4 + 1)
+    slow.send(wire.Header(wire.PUSH, 0, 0, 0, 1, 11))
+    assert ("irecv", wire.TAG_PAYLOAD + 11) in slow.started
+    assert slow.questions() == []
 
 
 def test_replies_leave_by_priority(monkeypatch):
