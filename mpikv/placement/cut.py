@@ -32,10 +32,9 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 
 SHARES = 64
-# For how much longer a server's link is busy than its bytes take, since answers begin when all have pushed. Servers
-# alone took 1.09 and 1.19 times their bound (16 MiB; ResNet-18's keys; docs/performance.md, "Workers and servers at
-# once").
-SERVER_LINK = 1.12
+# For how much longer a server's link is busy than its bytes take, since answers begin when all have pushed
+# (docs/performance.md, "Workers and servers at once").
+SERVER_LINK = 1.04
 # A cut has to save 8 % of what the workers alone would take, or 15 % of what servers alone would: it costs messages of
 # both kinds, and links reach less of their rate when both parts use them. With 4 workers and 4 servers, where a cut
 # would save 7 % of the latter, a round took 1.7 times as long as on servers alone; with 2 servers and one worker's link

@@ -326,6 +326,11 @@ class Client:
         if self.own is None:  # else the server's rank, which is a worker, counts what it sends
             self.ledger.told(server, wire.control(message).nbytes)
 
+    def send_all_offered(self) -> None:
+        """Send as if servers had asked for all, where there are none."""
+        for offered in self._offered:
+            offered.send_all()
+
     def _isend(self, rank: int, data: HostArray, tag: int) -> Operation:
         return self.transport.isend(data, rank, tag)
 

@@ -61,3 +61,8 @@ class OfferedPieces:
                 piece.request = self._start(piece.data, tag)
         if not unasked:
             del self._unasked[tag]
+
+    def send_all(self) -> None:
+        """Send all, as if the server had asked."""
+        for tag, unasked in tuple(self._unasked.items()):
+            self.send(tag, len(unasked))

@@ -9,12 +9,13 @@ A message of a collective is values alone, but for the trailers of collectives/l
 
 A message to a server is one request or several, each the header below and then its payload's bytes. A large payload
 does not stand behind its header: it waits at the client, cut into partitions, under a tag that the header names, until
-the server fetches it, straight from the array that it is in. Over links the server asks for short partitions
-(strategies/offered.py) when it can receive them: {"kind": "fetch", "tag": ..., "count": ...}. A reply is the payload alone, in the same partitions: the
-client named its tag and knows its size. The answers to several pulls of one message under one tag are one message.
+the server fetches it, straight from the array that it is in. Over links the server asks for short partitions when it
+can receive them, by {"kind": "fetch", "tag": ..., "count": ...} (strategies/offered.py). A reply is the payload alone,
+in the same partitions: the client named its tag and knows its size. The answers to several pulls of one message under
+one tag are one message.
 
-A control message is JSON in UTF-8; but for those that ask for partitions, control messages are sent at `init`, barriers,
-errors, the end and in a trainer's first step.
+A control message is JSON in UTF-8. Such messages are sent at `init`, barriers, errors and the end, and in a training
+step for partitions alone, but for a trainer's first one.
 """
 
 from __future__ import annotations

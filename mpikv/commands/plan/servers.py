@@ -118,7 +118,9 @@ def counted(
         calls.append([item for item, alone in zip(items, added, strict=True) if not alone])
     try:
         for call in calls:
-            transport.run(client.exchange(wire.PUSHPULL, call, 0))
+            for request in client.exchange(wire.PUSHPULL, call, 0):
+                client.send_all_offered()
+                request.test()
     except IndexError:  # every tag waits for an answer
         many = f"{servers} servers: a step would need more than {wire.REPLY_TAGS} messages at a time"
         raise ConfigError(f"{many}, which is too many for a worker") from None
