@@ -174,8 +174,8 @@ HEADER = wire.HEADER_BYTES
 @pytest.mark.parametrize(("codec", "item_bytes"), [("none", 4), ("half", 2)])
 def test_messages_and_bytes(name: str, codec: str, item_bytes: int) -> None:
     """One worker's step with one server, by messages: a push is its header and its values, a pull a header alone."""
-    n, large = 1000, INLINE_BYTES // 4 * 3  # float32: three partitions of that many bytes, none of them inline
-    partition_bytes = INLINE_BYTES
+    partition_bytes = INLINE_BYTES * 4 // item_bytes  # as sent too long for the server to have to ask for it
+    n, large = 1000, partition_bytes // 4 * 3  # float32: three partitions, none of them inline
 
     def body(store: Any) -> Any:
         store.set_optimizer(optimizers.create("test"))
