@@ -64,8 +64,8 @@ class _WorkerLink:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.fetches: list[tuple[int, int, Fetch]] = []  # heaps of (-priority, order, event)
-        self.replies: list[tuple[int, int, ServerReply]] = []
+        self.fetches: list[tuple[int, int, int, Fetch]] = []  # a heap of (-priority, turn of the key, order, event)
+        self.replies: list[tuple[int, int, ServerReply]] = []  # a heap of (-priority, order, event)
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it stays in the worker's memory
         self.held = 0  # partitions that are used in the worker's memory
         self.fetched_elems = 0  # how far it is, to compare with other workers
@@ -198,7 +198,16 @@ class _Traffic:
                 peer = self._peers[event.push.worker]
                 if self._paces and not peer.fetches:  # it shares the link from now on, wherever the others are
                     peer.fetched_elems = max(peer.fetched_elems, self._least_fetched())
-                heappush(peer.fetches, (-event.push.priority, self._order, event))
+                heappush(peer.fetches, (-event.push.priority, self._turn(event), self._order, event))
+
+    def _turn(self, fetch: Fetch) -> int:
+        """The same for all workers: whoever pushes keys in another order sends what the others have sent first."""
+        shard, round_ = fetch.shard, fetch.push.round
+        if shard is None or not self._paces:
+            return self._order
+        if shard.turn[0] != round_:
+            shard.turn = round_, self._order
+        return shard.turn[1]
 
     def _refuse(self, refusal: Refusal) -> None:
         for peer in self._peers:
@@ -251,7 +260,7 @@ class _Traffic:
     def _start(self, peer: _WorkerLink) -> None:
         asked: dict[int, int] = {}  # so many pieces, by their tag
         while peer.fetches and self._may_fetch(peer):
-            fetch = heappop(peer.fetches)[2]
+            fetch = heappop(peer.fetches)[3]
             if self._paces and fetch.shard is not None:
                 begin, end = fetch.shard.partitions[fetch.partition]
                 peer.fetched_elems += end - begin

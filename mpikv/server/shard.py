@@ -141,6 +141,7 @@ class ServedShard:
         self._encoded, self._uncompressed = _format_of(compression.push, info.dtype), _format_of(IDENTITY, info.dtype)
         self._pull_codec = compression.pull
         self._pushed = [version] * len(labels)
+        self.turn = (version, 0)  # the last round that was begun to be fetched, and its place among those of other keys
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[PendingPull] = []
         bounds = self._bounds()

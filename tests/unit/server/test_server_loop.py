@@ -18,23 +18,24 @@ from mpikv.transports.threads import Fabric
 PART_ELEMS = 1500  # above what the thread transport copies at once, so that messages wait until they are received
 PARTS = 6
 N = PART_ELEMS * PARTS
-WORKER, SERVER = 0, 1
+WORKER, SERVER, OTHER = 0, 1, 2
 
 
 class Slow:
-    """One worker, moved by hand, and a server, which notes what it starts."""
+    """Workers on hosts of their own, moved by hand, and a server, which notes what it starts. worker: the first one."""
 
-    def __init__(self, keys: int, part_elems: int = PART_ELEMS) -> None:
-        fabric = Fabric(2)
-        self.worker = fabric.rank(WORKER)
-        self.server = fabric.rank(SERVER)
+    def __init__(self, keys: int, part_elems: int = PART_ELEMS, *, other: bool = False) -> None:
+        ranks = [WORKER, OTHER] if other else [WORKER]
+        fabric = Fabric(3, ("a", "b", "c"))
+        self.worker, self.server, self.other = map(fabric.rank, (WORKER, SERVER, OTHER))
         self.started: list[tuple[str, int]] = []
+        self.received: dict[int, list[tuple[str, int]]] = {rank: [] for rank in ranks}  # by the sender, as `started`
         self.unfinished: list[object] = []
         self.most = 0
         for call in ("irecv", "isend"):
             self._note(call)
-        core = ServerCore(["worker 0"], Synchronous)
-        self.running = Running(loop.serve(self.server, [WORKER], core), "server")
+        core = ServerCore([f"worker {rank}" for rank in ranks], Synchronous)
+        self.running = Running(loop.serve(self.server, ranks, core), "server")
         for key in range(keys):
             n_elems = part_elems * PARTS
             text = {"key": key, "shape": [n_elems], "dtype": "float32", "begin": 0, "version": 0, "part": part_elems}
@@ -51,6 +52,8 @@ class Slow:
                 self.unfinished = [*(one for one in self.unfinished if not one.test()), request]
                 self.most = max(self.most, len(self.unfinished))
                 self.started.append((call, tag))
+                if call == "irecv" and tag != wire.TAG_REQUEST:
+                    self.received[rank].append((call, tag))
             return request
 
         setattr(self.server, call, noting)
@@ -105,6 +108,25 @@ def test_partitions_are_fetched_by_priority(priorities, monkeypatch):
     expected = [(wire.TAG_PAYLOAD + tag, count) for _, count, tag in later]
     assert order_of(slow.started[loop.WINDOW :]) == expected
     assert slow.most <= loop.WINDOW
+
+
+def test_all_workers_send_first_what_one_of_them_pushed_first(monkeypatch):
+    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)
+    slow = Slow(2, other=True)
+    first, second = wire.TAG_PAYLOAD + 11, wire.TAG_PAYLOAD + 12
+    for worker, keys in ((slow.worker, (0, 1)), (slow.other, (1, 0))):
+        for key in keys:
+            worker.isend(wire.request(wire.Header(wire.PUSH, key, 0, 0, 1, 11 + key)), SERVER, wire.TAG_REQUEST)
+            slow.step()
+    for tag in (first, second):
+        for _ in range(PARTS):
+            slow.worker.isend(np.ones(PART_ELEMS, np.float32), SERVER, tag)
+            slow.other.isend(np.ones(PART_ELEMS, np.float32), SERVER, tag)
+    for _ in range(2 * PARTS):
+        slow.step()
+    assert order_of(slow.received[WORKER]) == [(first, PARTS), (second, PARTS)]
+    # What was under way when it had pushed nothing else stays so.
+    assert order_of(slow.received[OTHER]) == [(second, loop.WINDOW), (first, PARTS), (second, PARTS - loop.WINDOW)]
 
 
 def test_the_server_asks_for_each_short_partition_once_and_in_time(monkeypatch):
