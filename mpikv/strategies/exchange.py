@@ -32,7 +32,7 @@ from mpikv.placement.on_servers import is_asked_for
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, PieceMessages, Route
-from mpikv.strategies.offered import OfferedPieces
+from mpikv.strategies.offered_pieces import OfferedPieces
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.ledger import ClientLedger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpikv.strategies.offered import AHEAD, OfferedPieces
+from mpikv.strategies.offered_pieces import AHEAD, OfferedPieces
 
 FIRST, SECOND = 7, 8
 
