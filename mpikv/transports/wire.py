@@ -10,9 +10,9 @@ A message of a collective is values alone, but for the trailers of collectives/l
 A message to a server is one request or several, each the header below and then its payload's bytes. A large payload
 does not stand behind its header: it waits at the client, cut into partitions, under a tag that the header names, until
 the server fetches it, straight from the array that it is in. Over links the server asks for short partitions when it
-can receive them, by {"kind": "fetch", "tag": ..., "count": ...} (strategies/offered_pieces.py). A reply is the payload alone,
-in the same partitions: the client named its tag and knows its size. The answers to several pulls of one message under
-one tag are one message.
+can receive them, by {"kind": "fetch", "tag": ..., "count": ...} (strategies/offered_pieces.py). A reply is the payload
+alone, in the same partitions: the client named its tag and knows its size. The answers to several pulls of one message
+under one tag are one message.
 
 A control message is JSON in UTF-8. Such messages are sent at `init`, barriers, errors and the end, and in a training
 step for partitions alone, but for a trainer's first one.
