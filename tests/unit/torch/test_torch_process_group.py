@@ -94,10 +94,13 @@ def test_empty_and_scalar_tensors_and_those_with_gradients(group) -> None:
     group.broadcast([flags], rooted(c10d.BroadcastOptions, 0)).wait()
     bytes_ = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
     group.broadcast([bytes_], rooted(c10d.BroadcastOptions, 0)).wait()
+    counts = torch.tensor([-3, 4]) * (1 - group.rank())  # such as Lightning averages
+    group.allreduce([counts], reduced_by(dist.ReduceOp.AVG)).wait()
+    assert counts.tolist() == [-1, 2]
     with pytest.raises(UnsupportedError, match="sum of"):
         group.allreduce([bytes_])
-    with pytest.raises(UnsupportedError, match="mean of int64"):
-        group.allreduce([torch.ones(2, dtype=torch.int64)], reduced_by(dist.ReduceOp.AVG))
+    with pytest.raises(UnsupportedError, match="mean of bool"):
+        group.allreduce([flags], reduced_by(dist.ReduceOp.AVG))
     with pytest.raises(UnsupportedError, match="a meta tensor"):
         group.allreduce([torch.ones(2, device="meta")])
     group.barrier().wait()
