@@ -188,11 +188,11 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
         # Copied, since init may return the same array each time.
         return array.copy()
     if not isinstance(value, np.ndarray) and not as_numpy.is_device(value):
-        if as_numpy.is_array(value):
+        if as_numpy.is_array(value) and not isinstance(value, np.generic):
             kind = type(value).__module__.partition(".")[0]
             raise TypeError(
                 f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; give a torch.nn.Parameter to the "
-                "Trainer itself"
+                "Trainer itself, and of another array a copy: mpikv.Parameter(numpy.array(value))"
             )
         value = as_numpy.as_host("a parameter", value, dtype)
     if dtype is not None:

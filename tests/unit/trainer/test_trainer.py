@@ -420,6 +420,14 @@ def test_foreign_states_change_nothing(store: str | None, tmp_path: Path) -> Non
     trainer.step(1)
 
 
+@pytest.mark.parametrize("value", [np.float32(3), 3.0, [3.0], True])
+def test_a_parameter_of_what_numpy_takes(value: object) -> None:
+    parameter = Parameter(value, dtype="float32")
+    parameter.data += 1
+    assert (parameter.data == np.asarray(value) + 1).all()
+    assert parameter.shape == np.shape(value)
+
+
 def test_torch_tensor_is_no_parameter() -> None:
     torch = frameworks.need("torch")
     with pytest.raises(TypeError, match=r"one of torch; give a torch.nn.Parameter to the Trainer"):
