@@ -322,7 +322,8 @@ class KVStore:
     def stats(self, *, by_key: bool = False) -> dict[str, Any]:
         """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.
 
-        waits, waited_s: how often calls have waited, and how many seconds; only in a store over several processes.
+        waits, waited_s: how often calls have waited, and how many seconds; failed_looks: how often looking at what
+        threads and ranks do has ended by an error, which does no harm. Only in a store over several processes.
         direct_calls: blocking calls that all workers of the host made together, through shared memory; declined_calls:
         those for which that was possible, but workers were in different calls. Both only where workers share memory.
         Where there are row-sparse keys: row_bytes, the memory of the rows that this process owns and of their states (a

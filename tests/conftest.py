@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{grids.GRID}(strength=2): see tests/grids.py")
     config.addinivalue_line("markers", f"{grids.THOROUGH}: scripts/test --thorough and --full make it, others do not")
     config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
+    config.addinivalue_line("markers", "looks_fail: errors of looks (mpikv/observe/looks.py) are counted, not raised")
     config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
     if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's workers sees all that they report
         config.pluginmanager.register(Report(), "mpikv-report")

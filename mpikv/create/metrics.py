@@ -21,6 +21,7 @@ HELP = {
     "messages_sent": "Messages that this rank has sent through MPI",
     "bytes_sent": "Bytes that this rank has sent through MPI",
     "control_messages_sent": "Messages without values, for agreements and reports",
+    "failed_looks": "Looks at what other threads and ranks do that ended by an error",
     "direct_calls": "Calls that all workers of the host made together, through shared memory",
     "declined_calls": "Calls for which that was possible, but workers were in different calls",
     "bytes_copied": "Bytes that this worker has copied into and out of shared memory",

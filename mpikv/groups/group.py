@@ -43,8 +43,8 @@ class RankGroup:
     report: sends the number of a call that this rank does not make, or ALL_LATER, and the reason to the group's other
     ranks, which wait for it.
 
-    calls: how many collective calls this rank has made. failure: why it makes no more. history: the number and text of
-    its last calls.
+    calls: how many collective calls this rank has made. failure: why it makes no more. texts: of its last calls, by
+    their number; other threads look one up at any time, and must not go through them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RankGroup:
         self.failure: BaseException | None = None
         self.under_way: list[GroupCall] = []
         self._failed_elsewhere: dict[int, BaseException] = {}  # why other ranks do not make a call, by its number
-        self.history: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self.texts: dict[int, str] = {}
         self._messages = MessageCalls(group, algorithm)
         self._order = threading.Lock()
         self._window: deque[GroupCall] = deque(maxlen=1 << WINDOW_BITS)  # the last calls by messages
@@ -164,9 +164,7 @@ class RankGroup:
         if self.shared is not None and described.in_memory is not None:
             through_memory = self.shared.run(code, partial(described.in_memory, self.shared))
         with self._order:  # a callback of a future may make calls in another thread
-            self.calls += 1
-            call = GroupCall(self, self.calls, text, options)
-            self.history.append((self.calls, text))
+            call = GroupCall(self, self._count(text), text, options)
             if through_memory is None:
                 before = self._window[0] if len(self._window) == self._window.maxlen else None
                 self._window.append(call)
@@ -176,6 +174,12 @@ class RankGroup:
                 steps = through_memory
             self._prepare(call, _after(before, steps))  # within the lock: the next call waits for `call.running`
         return self._begin(call, on_the_spot=through_memory is not None)
+
+    def _count(self, text: str) -> int:
+        self.calls += 1
+        self.texts[self.calls] = text
+        self.texts.pop(self.calls - REMEMBERED, None)
+        return self.calls
 
     def _prepare(self, call: GroupCall, steps: Steps[Any]) -> GroupCall:
         call.running = Running(self._watched(call, steps), call.text)
@@ -230,8 +234,7 @@ class RankGroup:
         be used. Local.
         """
         with self._order, self.engine.lock:
-            self.calls += 1
-            self.history.append((self.calls, f"a call with wrong arguments ({type(error).__name__}: {error})"))
+            self._count(f"a call with wrong arguments ({type(error).__name__}: {error})")
             self._failed_elsewhere.pop(self.calls, None)
             self._report(self, self.calls, error)
 

@@ -27,7 +27,7 @@ REPLY_TAGS = range(1, 1024)
 STORE_RANK = 0  # the rank that keeps the rendezvous store
 LEAVE, FAILED = "leave", "failed"
 
-Status = Callable[[dict[str, Any]], dict[str, Any]]
+Status = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def _packed(header: dict[str, Any], values: Sequence[bytes]) -> HostArray:

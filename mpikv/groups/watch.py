@@ -24,6 +24,7 @@ from mpikv.groups.group import RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
 from mpikv.observe import program
+from mpikv.observe.looks import Looks, look
 from mpikv.observe.stall import say
 
 TICK_S = 0.25
@@ -53,8 +54,10 @@ class CallWatch:
         self._rank, self._labels = rank, labels
         self._warn_s, self._say = warn_s, say
         self._thread = threading.get_ident()
+        self.looks = Looks()
 
-    def status(self, about: dict[str, Any]) -> dict[str, Any]:
+    @look(None)
+    def status(self, about: dict[str, Any]) -> dict[str, Any] | None:
         """Return this rank's answer to a rank that waits in a call. about: the numbers of that group and call.
 
         calls: how many this rank has made in the group; -1: it has left the group. text: of its call of that number.
@@ -65,7 +68,7 @@ class CallWatch:
         if group is None:
             now = "it has left this process group"
             return {"calls": -1, "text": None, "now": now, "left": left, "where": "", "pid": os.getpid()}
-        text = next((text for number, text in group.history if number == about["call"]), None)
+        text = group.texts.get(about["call"])
         now = f"it is in {group.under_way[0].text}" if group.under_way else "it is in no call of this group"
         place = program.position(self._thread)
         where = {"where": f"; at {place}" if place else "", "pid": os.getpid()}
@@ -122,7 +125,7 @@ class CallWatch:
             again_s = min(2 * call.waited_s, call.timeout_s)
             yield Predicate(lambda: call.done or call.waited_s >= again_s)  # noqa: B023
             if call.done:
-                if printed:
+                if printed and call.error is None:
                     self._say(f"mpikv: going on, after a stall of {call.waited_s:.1f} s")
                 return
 

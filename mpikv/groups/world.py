@@ -90,8 +90,9 @@ class World:
     def drop(self, group: RankGroup) -> None:
         """Close a group, if it is open."""
         group.close()
-        self._calls[group.number] = group.calls
-        self.groups.pop(group.number, None)
+        with self.engine.lock:
+            self._calls[group.number] = group.calls
+            self.groups.pop(group.number, None)
 
     def _report(self, group: RankGroup, call: int, error: BaseException) -> None:
         others = [rank for rank in group.group.ranks if rank != self.rank]
@@ -104,7 +105,7 @@ class World:
         else:
             self._early.setdefault(number, []).append((call, error))
 
-    def _status(self, about: dict[str, Any]) -> dict[str, Any]:
+    def _status(self, about: dict[str, Any]) -> dict[str, Any] | None:
         return self._watch.status(about)
 
     def _shared(self, group: Group, number: int) -> SharedCalls | None:

@@ -17,6 +17,7 @@ from typing import Any
 from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.observe import program
 from mpikv.observe.deadlock import Blocked, WaitFact
+from mpikv.observe.looks import Looks, look
 from mpikv.observe.recorder import Recorder
 from mpikv.observe.stall import Waiting
 
@@ -30,9 +31,10 @@ class Activity:
 
     store: tells the store from others; the same text on all of its workers, as far as stores can meet. me: this worker
     in it. ending: why the program is about to end; "": it is not. reached(item): how far this rank has come in what
-    workers must come to. others: the activities of the process's other stores. facts: which waits cannot end before
-    which, as the last inquiry in this store has found. hopeless: a wait, by its id, that can never end, and why.
-    recorder: gets each wait when it has ended.
+    workers must come to. others: the activities of the process's other stores. alone(thread): whether no other thread
+    of this rank may go on while that one waits. facts: which waits cannot end before which, as the last inquiry in this
+    store has found. hopeless: a wait, by its id, that can never end, and why. recorder: gets each wait when it has
+    ended. looks: at this rank, and by it at others.
     """
 
     def __init__(
@@ -50,20 +52,23 @@ class Activity:
         self._n_threads = 0  # that have waited, as far as that matters: one, or more
         self._n_waits = 0
         self._needs: Sequence[Waiting] = ()
+        self._limited = False
+        self.looks = Looks()
         self.reached: Callable[[Any], int] = lambda _item: 0
         self.others: Callable[[], Iterable[Activity]] = tuple
+        self.alone: Callable[[int], bool] = lambda _thread: True
         self.facts: list[WaitFact] = []
         self.hopeless: tuple[str, str] | None = None
 
     @contextmanager
-    def during(self, call: object, needs: Sequence[Waiting] = ()) -> Iterator[None]:
-        """Note a call for as long as it lasts. needs: the waits that it consists of."""
+    def during(self, call: object, needs: Sequence[Waiting] = (), *, limited: bool = False) -> Iterator[None]:
+        """Note a call for as long as it lasts. needs: the waits that it consists of. limited: by the caller."""
         begun_s = self._since_s = self._clock.now_s()
         self._failed = False
         thread = threading.get_ident()
         if self._n_threads == 0 or thread != self._thread:
             self._n_threads, self._thread = self._n_threads + 1, thread
-        self._needs, self._n_waits = needs, self._n_waits + 1
+        self._needs, self._limited, self._n_waits = needs, limited, self._n_waits + 1
         self._call = call
         try:
             yield
@@ -87,6 +92,7 @@ class Activity:
         """Return text such as 'in pull of key 'w' for 2.1 s' during a call, else None."""
         return self.text() if self._call is not None else None
 
+    @look("nobody could see what")
     def text(self) -> str:
         """Return text such as 'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'.
 
@@ -111,6 +117,7 @@ class Activity:
         """This one and those of the process's other stores."""
         return [self, *self.others()]
 
+    @look("")
     def where(self) -> str:
         """Return where the program is, and what it does there: 'at train.py:41 in main, computing'; "" if unknown.
 
@@ -125,6 +132,7 @@ class Activity:
         computes = None if blocked is not None else self._load.computes(self._clock.now_s())
         return f"at {place}" + {None: "", True: ", computing", False: ", not computing"}[computes]
 
+    @look(None)
     def blocked(self) -> Blocked | None:
         """Return the wait that this rank is in, in any of its stores. None where it is in none, or where several of its
         threads wait: one of them may come to what others need while another one waits.
@@ -134,11 +142,11 @@ class Activity:
         for one in self.all():
             found = one._blocked()  # noqa: SLF001 - of the same class
             if found is not None:
-                return found
+                return found._replace(free=found.free or not self.alone(one._thread))  # noqa: SLF001 - of the same class
         return None
 
     def _blocked(self) -> Blocked | None:
-        call, number, needs = self._call, self._n_waits, self._needs
+        call, number, needs, limited = self._call, self._n_waits, self._needs, self._limited
         if call is None or self._n_threads > 1:
             return None
         place = program.position(self._thread)
@@ -148,16 +156,15 @@ class Activity:
             f"{self.store}/{self._me}/{number}",
             text,
             [(self.store, waiting.need) for waiting in needs[:MOST_NEEDS] if waiting.need is not None],
+            limited,
         )
 
+    @look(-1)
     def reached_of(self, store: str, item: Any) -> int:
         """Return how far this rank has come in what workers of a store must come to; -1 where it has no such store."""
         for one in self.all():
             if one.store == store:
-                try:
-                    return one.reached(item)
-                except RuntimeError:  # a dict has changed while it was read, by a thread that nobody here waits for
-                    return -1
+                return one.reached(item)
         return -1
 
     def give_up(self, wait: str, why: str) -> None:
@@ -165,6 +172,7 @@ class Activity:
         for one in self.all():
             one.hopeless = wait, why
 
+    @look(None)
     def why_hopeless(self) -> str | None:
         """Return why the wait that this rank is in can never end; None where it may."""
         if self.hopeless is None:

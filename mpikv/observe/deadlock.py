@@ -28,12 +28,14 @@ class WaitFact(NamedTuple):
 
 class Blocked(NamedTuple):
     """A wait that a rank is in. id: of all waits of the job. needs: what each other worker must come to, by store: an
-    item, and how much of it (`Need`).
+    item, and how much of it (`Need`). free: the rank may go on all the same, after a limit of this wait's own or in
+    another thread.
     """
 
     id: str
     text: str
     needs: Sequence[tuple[str, tuple[Any, int]]]
+    free: bool = False
 
 
 def compare(
@@ -54,7 +56,7 @@ def compare(
             if need not in late_for:
                 late_for[need] = {worker: None for worker in workers if 0 <= reached(worker, store, item) < n}
             late |= late_for[need]
-        others = [waits[worker] for worker in late if worker in waits]
+        others = [waits[worker] for worker in late if worker in waits and not (blocked.free or waits[worker].free)]
         facts += [WaitFact(blocked.id, other.id, blocked.text, other.text) for other in others]
         missing |= late
     return facts, [*missing]

@@ -109,8 +109,8 @@ class MetricsFile:
     def _write(self, *, up: bool = True) -> None:
         try:
             metrics = self._read()
-        except RuntimeError:
-            return  # a dict has changed while it was read: next time
+        except Exception:  # noqa: BLE001 - what is read changes meanwhile: next time
+            return
         metrics = [Metric("up", "1 while the store is open, 0 once it is closed", [({}, int(up))]), *metrics]
         try:
             with files.replacing(self.path, durable=False) as file:

@@ -7,14 +7,14 @@ thread. Of a rank that does not answer, the operating system of its host still t
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
 import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -22,6 +22,9 @@ from typing import NamedTuple
 OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 # Not the user's program, where this is on the stack, too: the standard library and what was installed.
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+POOLS = tuple(os.path.join(INSTALLED[0], name) for name in ("concurrent", "multiprocessing"))
+GIVEN = (*INSTALLED[2:], *POOLS)  # where threads do what they are given: progress bars, data loaders, pools
+MOST_FRAMES = 1000
 STATES = {
     "R": "it computes without a break for other threads, as C code may",
     "S": "it sleeps in a call that lets no other thread run",
@@ -30,6 +33,7 @@ STATES = {
     "t": "a debugger has stopped it",
     "Z": "it has ended, and nobody has noticed",
 }
+UNASKED = {**STATES, "R": "it computes", "S": "it sleeps, or waits"}  # of a process that is not expected to answer
 GONE = "its process is gone"
 ENDED = (GONE, STATES["Z"])
 COMPUTES = 0.1  # of the time: who polls takes less, and who computes beside others on a busy machine takes more
@@ -72,8 +76,9 @@ def this_process() -> Process:
     return Process(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
 
 
-def state_of(process: Process) -> str:
-    """Return what a process of this host does, in words; "" where that is not known.
+def state_of(process: Process, states: Mapping[str, str] = STATES) -> str:
+    """Return what a process of this host does, in words; "" where that is not known. states: UNASKED, where nobody has
+    asked the process itself.
 
     >>> from mpikv.observe.program import Process, state_of, this_process
     >>> state_of(this_process())
@@ -84,7 +89,7 @@ def state_of(process: Process) -> str:
     if process.host != socket.gethostname() or not process.started:
         return ""
     letter, started = _stat(process.pid)
-    return GONE if started != process.started else STATES.get(letter, "")
+    return GONE if started != process.started else states.get(letter, "")
 
 
 def position(thread: int) -> str:
@@ -93,10 +98,7 @@ def position(thread: int) -> str:
     It is the innermost place in the user's own files; where none of these is on the stack, in any file but this
     package's.
     """
-    frame, _ = _users(thread)
-    if frame is None:
-        return ""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return _users(thread)[0]
 
 
 def in_package(thread: int) -> bool:
@@ -104,33 +106,53 @@ def in_package(thread: int) -> bool:
     return _users(thread)[1]
 
 
-def _users(thread: int) -> tuple[FrameType | None, bool]:
-    """The frame of `position`, and whether there are frames of this package inside of it."""
-    innermost = _frames().get(thread)
-    outside, own = None, False
-    for frame in itertools.islice(_outwards(innermost), 1000):
-        file = frame.f_code.co_filename
-        if file.startswith(OWN):
-            own = True
-        if file.startswith((OWN, "<frozen")):
-            continue
-        outside = outside or frame
-        if not file.startswith(INSTALLED):
-            return frame, own
+def alone(thread: int) -> bool:
+    """Return whether no other thread of this process may do something of its own accord.
+
+    Not counted are this package's threads, and those without the user's files and calls of this package in which an
+    installed package or a pool of workers waits for what it is given: they come to nothing while all others wait.
+    """
+    own = {one.ident for one in threading.enumerate() if one.name.startswith("mpikv-")} | {thread}
+    with _uncollected():
+        frames = [frame for ident, frame in sys._current_frames().items() if ident not in own]  # noqa: SLF001
+        stacks = [[one.f_code.co_filename for one in _outwards(frame)] for frame in frames]
+    return all(
+        any(file.startswith(GIVEN) for file in files)
+        and all(file.startswith(("<frozen", *INSTALLED)) and not file.startswith(OWN) for file in files)
+        for files in stacks
+    )
+
+
+def _users(thread: int) -> tuple[str, bool]:
+    """The place of `position`, and whether there are frames of this package inside of it."""
+    outside, own = "", False
+    with _uncollected():
+        for frame in _outwards(sys._current_frames().get(thread)):  # noqa: SLF001 - documented, "for debuggers"
+            file = frame.f_code.co_filename
+            if file.startswith(OWN):
+                own = True
+            if file.startswith((OWN, "<frozen")):
+                continue
+            place = f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            outside = outside or place
+            if not file.startswith(INSTALLED):
+                return place, own
     return outside, own
 
 
-def _frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread.
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A block without a garbage collection, in which the frames of other threads can be looked at.
 
-    Without a garbage collection meanwhile: until CPython 3.12 one of its locks is held then, and where what is freed
-    lets other threads run, as a closed file does, these wait for that lock for ever (python/cpython#106883).
+    Until CPython 3.12 one of its locks is held while it lists them, and where what is freed lets other threads run, as
+    a closed file does, these wait for that lock for ever (python/cpython#106883). And whoever goes from frame to frame
+    makes objects, and must not find other frames than before because a finalizer has let their thread run.
     """
     with _frames_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()  # noqa: SLF001 - documented, "for debuggers"
+            yield
         finally:
             if collects:
                 gc.enable()
@@ -162,7 +184,9 @@ class ThreadLoad:
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
         yield frame
         frame = frame.f_back
 

@@ -32,6 +32,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from mpikv.config import wants_full_tracebacks
+from mpikv.observe import program
 from mpikv.observe.activity import Activity
 from mpikv.runtime import launcher, printed, tracebacks, unmet
 from mpikv.runtime.forked import TakesSignals
@@ -76,6 +77,7 @@ class Guard(TakesSignals):
         """Note that a store of this process is open."""
         self.activities.append(activity)
         activity.others = lambda: [other for other in self.activities if other is not activity]
+        activity.alone = program.alone
 
     def unwatch(self, activity: Activity) -> None:
         """Note that it is closed."""

@@ -23,7 +23,6 @@ from mpikv.runtime import job_processes, launcher
 
 CREATE = "create"  # the kind of what a rank offers that waits
 ANSWER_S = 1.0
-UNASKED = {**program.STATES, "R": "it computes", "S": "it sleeps, or waits"}  # of a process without such a socket
 
 
 class Coming:
@@ -91,7 +90,7 @@ def _seen(pid: int, askable: dict[int, int], processes: job_processes.Table) -> 
     """Whether another process of this host waits, too, and what it does."""
     entry = processes[pid]
     if pid not in askable:
-        return False, f"has not come to it; {UNASKED.get(entry.state, '')}".removesuffix("; ")
+        return False, f"has not come to it; {program.UNASKED.get(entry.state, '')}".removesuffix("; ")
     try:
         offers = endpoint.ask(pid, askable[pid], endpoint.HERE, ANSWER_S)["offers"]
     except OSError:

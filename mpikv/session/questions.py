@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpikv.observe.activity import Activity
-from mpikv.observe.program import Process, state_of
+from mpikv.observe.looks import look
+from mpikv.observe.program import UNASKED, Process, state_of
 from mpikv.session.messages import ControlMessages, Message
 
 StoreItem = tuple[str, Any]  # what workers of a store must come to
@@ -43,6 +44,7 @@ class Questions:
         servers: Mapping[str, int],
     ) -> None:
         self._messages, self.activity, self._processes, self._servers = messages, activity, processes, servers
+        self.looks = activity.looks
         self._open: dict[int, Question] = {}
         self._numbers = 0
         self.asked_by: dict[int, float] = {}  # when each worker has asked last
@@ -77,11 +79,13 @@ class Questions:
         answer = {"doing": activity.text(), "where": activity.where(), "reached": reached, "facts": facts}
         return {**answer, "blocked": blocked, "states": {worker: text for worker, text in states.items() if text}}
 
+    @look(None)
     def _where(self, source: int, message: Message) -> None:
         self.asked_by[message["worker"]] = self._messages.engine.clock.now_s()
         here = {"kind": "here", "worker": self._messages.workers.rank, "question": message["question"]}
         self._messages.send(source, {**here, **self._answer(message["items"], message["look_at"])})
 
+    @look(None)
     def _here(self, _source: int, message: Message) -> None:
         worker = message["worker"]
         self.seen_s[worker] = self._messages.engine.clock.now_s()
@@ -94,7 +98,7 @@ class Questions:
     def servers(self, names: Iterable[str]) -> list[str]:
         """What this host's system sees of servers, a line each; nothing of those that are on other hosts."""
         found = ((name, self._processes[self._servers[name]]) for name in names if name in self._servers)
-        return [f"{name} ({process}): {state}" for name, process in found if (state := state_of(process))]
+        return [f"{name} ({process}): {state}" for name, process in found if (state := state_of(process, UNASKED))]
 
     def states(self, question: Question, silent: Iterable[int]) -> dict[int, str]:
         """What is known of workers that have not answered: what their hosts see, as this one or others have said."""

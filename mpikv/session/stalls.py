@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mpikv.observe.activity import Activity
 from mpikv.observe.deadlock import Blocked, WaitFact, circle_text, compare, deadlocks
+from mpikv.observe.looks import look
 from mpikv.observe.stall import Row, Waiting, say, several, table, without_seconds
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.questions import Question, Questions, StoreItem, describe
@@ -50,7 +51,7 @@ class Stalls:
         say: Callable[[str], None] = say,
     ) -> None:
         self._messages, self._questions, self._activity = messages, questions, activity
-        self._warn_s, self._say = warn_s, say
+        self._warn_s, self._say, self.looks = warn_s, say, activity.looks
         self.early_s = EARLY * warn_s  # before that no wait is looked at
         self._longest_s: dict[str, float] = {}  # by kind of call, of waits that were longer than most
         messages.acts |= {"waits": self._waits, "moved": self._moved, "circle": self._circle}
@@ -69,9 +70,11 @@ class Stalls:
         self._printed: list[tuple[int, str]] | None = None
         self._items: dict[str, StoreItem] = {}  # what is asked of, by its text
         self._silent: dict[int, str] = {}
+        self._well = True  # whether the waits that have ended since the first one began have ended without an error
 
     # --- who waits
 
+    @look(False)
     def lasts(self, waiting: Waiting, waited_s: float) -> bool:
         """Report a wait, once it has lasted as long as any of its kind before. Returns whether it has. Called often."""
         longest_s = self._longest_s.get(kind_of(waiting.call), 0.0)
@@ -97,6 +100,7 @@ class Stalls:
         else:
             messages.send_to(self._asker, {"kind": "waits", **lasting})
 
+    @look(None)
     def ended(self, waiting: Waiting, waited_s: float, *, well: bool) -> None:
         """The wait has ended, at last. well: without an error."""
         if well:
@@ -109,16 +113,18 @@ class Stalls:
         with messages.engine.lock:
             for worker in range(self._asker + 1):
                 if worker == messages.workers.rank:
-                    self._lasting.pop(worker, None)
+                    self._moved(worker, {"worker": worker, "well": well})
                 else:
-                    messages.send_to(worker, {"kind": "moved"})
+                    messages.send_to(worker, {"kind": "moved", "well": well})
         self._asker = 0
 
+    @look(None)
     def _circle(self, _source: int, message: Message) -> None:
         self._activity.give_up(message["wait"], message["text"])
 
     # --- who asks
 
+    @look(None)
     def _waits(self, _source: int, message: Message) -> None:
         now_s = self._messages.engine.clock.now_s()
         begun_s = now_s - message["waited_s"]
@@ -128,9 +134,12 @@ class Stalls:
         self._lasting[message["worker"]] = lasting
         self._add_items([Blocked(*message["blocked"])])
 
+    @look(None)
     def _moved(self, _source: int, message: Message) -> None:
         self._lasting.pop(message["worker"], None)
+        self._well &= message["well"]
 
+    @look(None)
     def _inquire(self) -> None:
         """Called in each step of the engine: asks, and looks at the answers."""
         if not self._lasting:
@@ -148,10 +157,10 @@ class Stalls:
             self._look_at(question, now_s)
 
     def _end(self) -> None:
-        if self._printed is not None:
+        if self._printed is not None and self._well:
             waited_s = self._messages.engine.clock.now_s() - self._begun_s
             self._say(f"mpikv: going on, after a stall of {waited_s:.1f} s")
-        self._question, self._printed, self._items, self._silent = None, None, {}, {}
+        self._question, self._printed, self._items, self._silent, self._well = None, None, {}, {}, True
         self._activity.facts = []
 
     def _add_items(self, waits: Sequence[Blocked]) -> None:

@@ -127,7 +127,7 @@ class Waits:
 
         well = False
         try:
-            with self.activity.during(waiting, (waiting, *others)):
+            with self.activity.during(waiting, (waiting, *others), limited=timeout_s is not None):
                 engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
             well = True
         finally:

@@ -169,13 +169,14 @@ class Workers(OptimizerSession):
     def stats(self) -> dict[str, Any]:
         """What the transport and the control messages have counted, and the path of keys in device memory."""
         members, path = self.members, {}
-        compared = {str(key): one.row() for key, one in self.compared.items()}
+        compared = {str(key): one.row() for key, one in tuple(self.compared.items())}
         if self.spaces.device is not None or members.device_reasons:
             path = device_paths.stats(members)
         return {
             "messages_sent": self.transport.ledger.messages,
             "bytes_sent": self.transport.ledger.bytes,
             "control_messages_sent": self.messages.sent_messages,
+            "failed_looks": self.activity.looks.failed,
             "waits": self.waits.spent.count,
             "waited_s": self.waits.spent.seconds,
             **path,

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,13 +50,34 @@ def swapped_calls(store: kv.KVStore) -> None:
         store.pushpull(key, np.ones(3, np.float32))
 
 
+def with_a_helper(store: kv.KVStore) -> None:
+    """Two stores, each used by one thread at a time; on one worker a thread makes the call that the others wait for."""
+    with kv.create("dist_sync") as second:
+        second.init("c", np.zeros(3, np.float32))
+
+        def late() -> None:
+            sleep_in_python()
+            second.pushpull("c", np.ones(3, np.float32))
+
+        if store.rank != victim:
+            second.pushpull("c", np.ones(3, np.float32))
+            store.pushpull("b", np.ones(3, np.float32))
+            return
+        helper = threading.Thread(target=late)
+        helper.start()
+        store.pushpull("b", np.ones(3, np.float32))
+        helper.join()
+
+
 if case == "before_create":
     from mpi4py import MPI  # noqa: F401 - so that all have come to MPI_Init
 if case.startswith("before") and victim == launcher.said_rank(os.environ):
     sleep_in_python()
 with kv.create("dist_sync") as store:
     store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
-    if case == "swapped_calls":
+    if case == "helper":
+        with_a_helper(store)
+    elif case == "swapped_calls":
         swapped_calls(store)
     elif store.rank == victim and not case.startswith("before"):
         print(f"rank {victim} stays away", flush=True)

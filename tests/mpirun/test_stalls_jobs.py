@@ -77,3 +77,13 @@ def test_workers_that_wait_for_each_other(mpi, victim: int, tmp_path: Path) -> N
     calls = [rf"pushpull of key '{key}', round 1 {where}" for key in "ab"]
     both = "|".join(f"{one} waits for .* {other}" for one, other in (calls, calls[::-1]))
     assert re.search(rf"StallError: .* Deadlock: worker \d {HOST} in ({both})", job.output), job.output
+
+
+def test_a_thread_that_makes_the_missing_call_is_waited_for(mpi, tmp_path: Path) -> None:
+    """The worker waits in one store, for workers that wait for its other thread in another one."""
+    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "0.5", "MPIKV_TIMEOUT_S": "100"}
+    with start(3, ["python", PROGRAM, "helper", "1"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for(rf"mpikv: stalled for .* for worker 1 {HOST}\n", LIMIT_S)
+        running.wait_for(rf"mpikv: stalled for .*worker 1 {HOST} waits for worker 0, 2 {HOST}\n", LIMIT_S)
+        (tmp_path / "go").touch()
+    assert (running.result.status, running.result.stdout.count("survived")) == (0, 3), running.result.output

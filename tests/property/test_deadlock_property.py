@@ -1,5 +1,7 @@
 """Random programs of rounds and barriers in several stores, against a model that knows which of them can go on.
 
+Some wait for a while only, and then go on without what they have waited for.
+
 Whoever asks sees each worker at another moment: no circle is found in what it has seen unless the workers in it can
 never go on, and one is found as soon as nobody moves any more.
 """
@@ -26,6 +28,7 @@ class Worker:
     program: list[Op]
     at: int = 0
     waits: bool = False
+    limited: frozenset[int] = frozenset()  # which of these calls wait with a limit of their own
     reached: Counter[Op] = field(default_factory=Counter)
 
 
@@ -38,6 +41,9 @@ class Model:
         self.stores = {"a": range(n), "b": sorted(chance.sample(range(n), chance.randint(2, n)))}
         calls = [(store, chance.choice([0, 1, BARRIER])) for store in chance.choices("ab", k=chance.randint(1, 8))]
         self.workers = [Worker([op for op in calls if i in self.stores[op[0]]]) for i in range(n)]
+        if chance.random() < 0.5:
+            for worker in self.workers:
+                worker.limited = frozenset(i for i in range(len(calls)) if chance.random() < 0.3)
         if not alike:
             for worker in chance.sample(self.workers, chance.randint(1, n)):
                 for _ in range(chance.randint(1, 2)):
@@ -46,6 +52,8 @@ class Model:
                         worker.program[i : i + 2] = reversed(worker.program[i : i + 2])
 
     def can_end(self, worker: Worker) -> bool:
+        if worker.at - 1 in worker.limited:
+            return True
         op = worker.program[worker.at - 1]
         return all(self.workers[i].reached[op] >= worker.reached[op] for i in self.stores[op[0]])
 
@@ -69,7 +77,8 @@ class Model:
         blocked = None
         if worker.waits:
             op = worker.program[worker.at - 1]
-            blocked = Blocked(f"{i}/{worker.at}", f"worker {i}", [(op[0], (op[1], worker.reached[op]))])
+            free = worker.at - 1 in worker.limited
+            blocked = Blocked(f"{i}/{worker.at}", f"worker {i}", [(op[0], (op[1], worker.reached[op]))], free)
         return blocked, Counter(worker.reached)
 
     def stuck(self) -> set[str]:

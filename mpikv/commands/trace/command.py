@@ -98,7 +98,7 @@ def _about(ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[N
     yield f"{names}: {n_records} records"
     damaged = sum(rank.damaged for rank in ranks)
     if damaged:
-        yield f"{damaged} lines could not be read and were left out: a rank was killed while it wrote, or its disk was full"
+        yield f"{damaged} lines could not be read and were left out: a rank was killed in them, or its disk was full"
     errors = [clock.error_ns for clock in clocks.values()]
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):

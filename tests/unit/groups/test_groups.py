@@ -403,6 +403,26 @@ def test_who_is_late_is_printed_by_the_first_that_waits(way: str) -> None:
     assert any(re.match(r"mpikv: going on, after a stall of \d+\.\d s", text) for text in texts)
 
 
+def test_a_rank_may_be_asked_while_it_makes_calls() -> None:
+    """Whoever asks must not go through what a call changes."""
+
+    def body(world: World, group: RankGroup):
+        class Late(int):
+            """A number of which it turns out only after a call of this rank whether it is another one."""
+
+            __hash__ = int.__hash__
+
+            def __eq__(self, other: object) -> bool:
+                group.barrier().wait()
+                return int(self) == other
+
+        for _ in range(3):
+            group.barrier().wait()
+        return [world._status({"group": 1, "call": Late(number)})["text"] for number in (2, 1000)]
+
+    assert run("memory", 1, body) == [["barrier", None]]
+
+
 @pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("leaver", [0, 1], ids=["the holder of the board", "another rank"])
 def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import gc
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
-from types import FrameType
+from pathlib import Path
 
 import pytest
 
@@ -112,10 +113,23 @@ def test_nothing_is_collected_while_frames_are_looked_at(collects: bool, monkeyp
     """Else threads may wait for each other for ever; from any number of threads, and it is as before afterwards."""
     during: list[bool] = []
 
-    def frames() -> dict[int, FrameType]:
+    class Frame:
+        """Each is made when somebody comes to it, which may collect."""
+
+        f_code, f_lineno = test_where_the_program_is.__code__.replace(co_filename="<frozen>"), 1
+
+        def __init__(self, n_outside: int) -> None:
+            self._n_outside = n_outside
+
+        @property
+        def f_back(self) -> Frame | None:
+            during.append(gc.isenabled())
+            return Frame(self._n_outside - 1) if self._n_outside else None
+
+    def frames() -> dict[int, Frame]:
         during.append(gc.isenabled())
         time.sleep(0)
-        return {}
+        return {0: Frame(2)}
 
     monkeypatch.setattr(sys, "_current_frames", frames)
     before = gc.isenabled()
@@ -127,7 +141,7 @@ def test_nothing_is_collected_while_frames_are_looked_at(collects: bool, monkeyp
         for thread in threads:
             thread.join()
         assert gc.isenabled() == collects
-        assert during == [False] * 800
+        assert during == [False] * 800 * 4
     finally:
         (gc.enable if before else gc.disable)()
 
@@ -139,3 +153,66 @@ def test_a_program_that_is_about_to_end() -> None:
     guard._note_end("ValueError: no such file\nin two lines")
     guard._note_end("sys.exit(1)")
     assert asked.text() == "ends by ValueError: no such file"
+
+
+THREADS = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from mpikv.observe.program import INSTALLED, alone
+
+go, there = threading.Event(), threading.Event()
+
+def may_push():
+    there.set()
+    go.wait()
+
+def thread(target, name=None, *args):
+    threading.Thread(target=target, name=name, args=args, daemon=True).start()
+
+installed = {}
+exec(compile("def monitor(there, go): there.set(); go.wait()", INSTALLED[2] + "bar/monitor.py", "exec"), installed)
+pool = ThreadPoolExecutor(1)
+case = sys.argv[1]
+if case == "own":
+    thread(may_push)
+elif case == "of mpikv":
+    thread(may_push, "mpikv-prefetch")
+elif case == "of a package":
+    thread(installed["monitor"], None, there, go)
+elif case == "timer":
+    threading.Timer(1000, may_push).start()
+    there.set()
+elif case == "idle pool":
+    pool.submit(there.set).result()
+elif case == "busy pool":
+    pool.submit(may_push)
+elif case == "ended":
+    one = threading.Thread(target=there.set)
+    one.start()
+    one.join()
+assert there.wait(60)
+print(alone(threading.get_ident()), flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "alone"),
+    [
+        ("own", False),
+        ("timer", False),
+        ("busy pool", False),
+        ("idle pool", True),
+        ("of mpikv", True),
+        ("of a package", True),
+        ("ended", True),
+    ],
+)
+def test_threads_that_may_go_on_while_one_waits(case: str, alone: bool, tmp_path: Path) -> None:
+    """In a process of its own, since those of a test runner have other threads."""
+    (tmp_path / "program.py").write_text(THREADS)
+    found = subprocess.run(
+        [sys.executable, tmp_path / "program.py", case], check=True, capture_output=True, text=True, timeout=100
+    )
+    assert found.stdout.strip() == str(alone)

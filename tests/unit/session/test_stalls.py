@@ -16,6 +16,7 @@ import pytest
 from store_modes import Mode, mode_id
 
 from mpikv import PeerError, StallError
+from mpikv.observe import program
 from mpikv.observe.program import Process, state_of, this_process
 from mpikv.session import leaving, questions, stalls, waits
 from mpikv.transports import threads, wire
@@ -188,7 +189,7 @@ def test_who_closes_early_gets_no_error_for_those_that_wait_for_it(
 
 def test_a_silent_worker_is_told_of_by_what_its_host_sees(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 does not answer, so that another one takes over; with `calls` nobody answers who computes."""
-    monkeypatch.setattr(questions, "state_of", lambda process: "it was stopped")
+    monkeypatch.setattr(questions, "state_of", lambda *_: "it was stopped")
     monkeypatch.setattr(stalls, "SILENT_S", 0.2)
 
     def body(store: Any) -> None:
@@ -236,6 +237,67 @@ def test_several_threads_of_a_worker_are_no_circle(printed: list[str]) -> None:
         return out.tolist()
 
     assert Mode("dist_sync", 2, memory="off").run(body, stall_warn_s=WARN_S) == [[2.0] * 3] * 2
+
+
+def test_a_wait_with_a_limit_of_its_own_is_no_deadlock(printed: list[str]) -> None:
+    """Who waits in it goes on afterwards, here to what the other one needs."""
+
+    def body(store: Any) -> Any:
+        store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
+        first, second = "ab" if store.rank == 0 else "ba"
+        request = store.pushpull_async(first, out := ONES.copy())
+        with pytest.raises(StallError) as raised:
+            request.wait(timeout_s=5 * WARN_S)
+        store.pushpull(second, ONES.copy())
+        request.wait()
+        return str(raised.value), out.tolist()
+
+    for text, out in Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S):
+        assert "MPIKV_TIMEOUT_S sets the limit" in text
+        assert out == [2.0] * 3
+    assert any("stalled" in text for text in printed)
+
+
+def test_going_on_is_not_said_where_the_wait_has_ended_by_its_limit(printed: list[str]) -> None:
+    over = threading.Event()
+
+    def body(store: Any) -> list[str]:
+        store.init("w", np.zeros(3, np.float32))
+        if store.rank == 1:
+            assert over.wait(60)
+        request = store.pushpull_async("w", ONES.copy())
+        if store.rank == 0:
+            with pytest.raises(StallError):
+                request.wait(timeout_s=5 * WARN_S)
+            until(lambda: store.session.waits._stalls._printed is None)
+        said = [*printed]
+        over.set()
+        request.wait()
+        return said
+
+    said = Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S)[0]
+    assert any("stalled" in text for text in said)
+    assert not any("going on" in text for text in said)
+
+
+@pytest.mark.looks_fail
+def test_a_look_that_fails_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises, in whatever thread: it is counted."""
+    failed: list[str] = []
+
+    def position(thread: int) -> str:
+        failed.append(threading.current_thread().name)
+        raise AttributeError("'code' object has no attribute 'f_code'")
+
+    monkeypatch.setattr(program, "position", position)
+
+    def body(store: Any) -> tuple[bool, int]:
+        if store.rank == 1:
+            until(lambda: {"rank 0", "mpikv-progress"} <= {*failed})
+        store.barrier()
+        return store.stats()["failed_looks"]
+
+    assert sum(Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S)) > 0
 
 
 def test_what_a_system_tells_of_a_process() -> None:
@@ -302,7 +364,7 @@ def test_a_server_that_stands_still_is_told_of_by_what_its_host_sees(
     printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workers wait for a server, whose transport gives it no message until a table is printed."""
-    monkeypatch.setattr(questions, "state_of", lambda process: "it was stopped")
+    monkeypatch.setattr(questions, "state_of", lambda *_: "it was stopped")
     inner = threads.ThreadTransport.probe
 
     def probe(transport: Any, tag: int, *more: Any) -> Any:
