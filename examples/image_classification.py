@@ -2,10 +2,10 @@
 
     scripts/get_cifar10                                           fetches CIFAR-10 into data/cifar10
     python examples/image_classification.py
-    mpirun -n 2 python examples/image_classification.py --epochs 10 --lr-steps 6,9
-    mpirun -n 6 python examples/image_classification.py --num-servers 2 --optimizer sgd --lr 0.05
-    mpirun -n 4 python examples/image_classification.py --kv-store dist_async --dataset fashion-mnist --model lenet
-    mpirun -n 4 python examples/image_classification.py --local 8 --outer nesterov
+    mpikv launch -n 2 -s 0 python examples/image_classification.py --epochs 10 --lr-steps 6,9
+    mpikv launch -n 4 -s 2 python examples/image_classification.py --optimizer sgd --lr 0.05
+    mpikv launch -n 4 -s 0 python examples/image_classification.py --kv-store dist_async --dataset fashion-mnist
+    mpikv launch -n 4 -s 0 python examples/image_classification.py --local 8 --outer nesterov
 
 Batches. Each step takes the next --batch-size images of every worker, from one random order of all images. What is left
 at the end of an epoch and makes no whole step is left out, other images in every epoch. A step's gradient is the mean

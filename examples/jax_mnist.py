@@ -1,4 +1,4 @@
-"""Train a perceptron on Fashion-MNIST with JAX: mpirun -n 4 python examples/jax_mnist.py"""
+"""Train a perceptron on Fashion-MNIST with JAX: mpikv launch -n 4 -s 0 python examples/jax_mnist.py"""
 
 import time
 from itertools import pairwise

@@ -1,7 +1,7 @@
 """The first program: a straight line through points, learned by any number of workers together.
 
     python examples/linear_regression.py
-    mpirun -n 2 python examples/linear_regression.py
+    mpikv launch -n 2 -s 0 python examples/linear_regression.py
 
 Every worker takes its share of the points and works out the gradient of the squared error there; the trainer adds the
 gradients up over the workers and moves the weights. What is learned does not depend on the number of workers.

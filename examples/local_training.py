@@ -1,8 +1,8 @@
 """Workers train on Fashion-MNIST by themselves, and make their weights one every so many steps.
 
-    mpirun -n 4 python examples/local_training.py --every 8
-    mpirun -n 4 python examples/local_training.py --every 32 --outer nesterov
-    mpirun -n 4 python examples/local_training.py --every 0        # every step with the gradients of all workers
+    mpikv launch -n 4 -s 0 python examples/local_training.py --every 8
+    mpikv launch -n 4 -s 0 python examples/local_training.py --every 32 --outer nesterov
+    mpikv launch -n 4 -s 0 python examples/local_training.py --every 0  # every step with the gradients of all workers
 
 Printed are the accuracy after each epoch, the seconds that training has taken, and the megabytes that worker 0 has sent
 through MPI.

@@ -1,6 +1,6 @@
 """A small convolutional network on Fashion-MNIST with PyTorch, on any number of workers.
 
-    mpirun -n 4 python examples/torch_mnist.py
+    mpikv launch -n 4 -s 0 python examples/torch_mnist.py
 
 A program for one process becomes this one by the lines that end in `# mpikv`. The images are those of train_mnist.py.
 """

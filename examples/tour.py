@@ -1,7 +1,7 @@
 """A tour of the store, call by call, after MXNet's key-value store tutorial.
 
     python examples/tour.py
-    mpirun -n 2 python examples/tour.py
+    mpikv launch -n 2 -s 0 python examples/tour.py
 
 The same program in both: with two workers every sum has twice as many terms.
 """

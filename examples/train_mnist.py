@@ -1,9 +1,9 @@
 """Train LeNet or a perceptron on Fashion-MNIST (or MNIST, or scikit-learn's digits) with any number of workers.
 
     python examples/train_mnist.py
-    mpirun -n 4 python examples/train_mnist.py
-    mpirun -n 6 python examples/train_mnist.py --num-servers 2
-    mpirun -n 4 python examples/train_mnist.py --kv-store dist_async
+    mpikv launch -n 4 -s 0 python examples/train_mnist.py
+    mpikv launch -n 4 -s 2 python examples/train_mnist.py
+    mpikv launch -n 4 -s 0 python examples/train_mnist.py --kv-store dist_async
 
 Batches. All workers put the examples of an epoch into one order and take every W-th of it. So step s of W workers with
 batches of B is made from the same examples as step s of one process with a batch of W*B, and the weights agree but for

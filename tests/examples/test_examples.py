@@ -115,6 +115,33 @@ def test_torch_mnist(digits: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.whole_job
+def test_a_whole_training_goes_on_where_it_was_stopped(digits: Path, tmp_path: Path) -> None:
+    """Two loading processes for each worker; the lines after the stop are those of a training that was not stopped."""
+    frameworks.need("torch")
+
+    def train(file: str, *arguments: object) -> list[str]:
+        line = ["python", str(EXAMPLES / "torch_whole.py"), "--data-dir", str(digits), "--epochs", "2"]
+        env = {"MPIKV_STOP_FILE": str(tmp_path / file)}
+        job = jobs.mpirun(2, [*line, *map(str, arguments)], env=env, timeout_s=LIMIT_S)
+        assert (job.status, job.timed_out, job.ranks_left) == (0, False, []), job.output
+        return job.stdout.splitlines()
+
+    whole = train("none")
+    assert [line.split(":")[0] for line in whole] == ["epoch 1", "epoch 2"]
+    assert float(whole[-1].rpartition(" ")[2]) > 0.5  # 0.695 where it was written
+    file = tmp_path / "state"
+    first, stopped = train(
+        "state", "--stop-at", 14
+    )  # of 11 steps in each epoch; that one, or the next that all can reach
+    found = re.fullmatch(rf"stopped after (\d+) examples of epoch 2: all is in {re.escape(str(file))}", stopped)
+    assert found, stopped
+    assert first == whole[0]
+    assert train("state") == [f"goes on in epoch 2 after {found[1]} examples", whole[1]]
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.whole_job
 def test_local_training(digits: Path) -> None:
     frameworks.need("torch")
     output = run("local_training.py", "--data-dir", digits, "--epochs", 3, "--every", 4, n=2).splitlines()
@@ -183,6 +210,7 @@ PROGRAMS = [
     "tour",
     "linear_regression",
     "torch_mnist",
+    "torch_whole",
     "local_training",
     "jax_mnist",
     "train_mnist",
@@ -199,7 +227,7 @@ def test_every_program_is_known() -> None:
 
 @pytest.mark.parametrize(("program", "n"), [*((one, None) for one in PROGRAMS), job("tour", 3)])
 def test_help_is_printed_once_and_does_nothing_else(program: str, n: int | None) -> None:
-    of_torch = ("torch_mnist", "local_training", "image_classification")
+    of_torch = ("torch_mnist", "torch_whole", "local_training", "image_classification")
     for library in ["torch"] if program in of_torch else ["jax", "optax"] if program == "jax_mnist" else []:
         frameworks.need(library)
     output = run(f"{program}.py", "--help", n=n)
