@@ -1,4 +1,4 @@
-"""PyTorch's Gloo as a contender: torch.distributed.all_reduce in place, on tensors that share the arrays' memory.
+"""PyTorch's Gloo as a contender: torch.distributed.all_reduce on tensors that share the arrays' memory.
 
 The processes find each other through a file in a temporary directory that rank 0 makes and MPI tells; so all ranks must
 see the same directory, which ranks of one host do. Across hosts they meet by TCP at rank 0's address instead.
@@ -21,7 +21,7 @@ from mpikv.commands.bench.pattern import Pattern
 from mpikv.commands.bench.raw import sums_in_place
 from mpikv.errors import ConfigError
 
-GLOO = "Gloo"
+GLOO, GLOO_BUCKETS = "Gloo", "Gloo, DDP's buckets"
 
 
 def check_torch(wanted_by: str) -> None:
@@ -63,17 +63,32 @@ def _address() -> str:
 
 
 def contender(job: BenchJob, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
-    """Make one all_reduce per array, inside a `process_group`. All are started before the first is waited for."""
+    """Make the contender of all_reduce, inside a `process_group`: of one array in place, of several as DDP has them.
+
+    DistributedDataParallel copies gradients, the last one first, into buckets, the first one of 1 MiB and the others of
+    25 MiB, starts each when it is full, and copies the sums back (docs of `bucket_cap_mb`).
+    """
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    tensors: list[Any] = [torch.from_numpy(array) for array in arrays]
+    tensors: list[Any] = [torch.from_numpy(array).view(-1) for array in arrays]
+    if len(tensors) == 1:
+        return sums_in_place(GLOO, pattern, arrays, lambda: dist.all_reduce(tensors[0]))
+    buckets: list[list[Any]] = [[]]
+    for tensor in reversed(tensors):
+        if sum(one.nbytes for one in buckets[-1]) >= (1 if len(buckets) == 1 else 25) << 20:
+            buckets.append([])
+        buckets[-1].append(tensor)
+    flat = [torch.empty(sum(map(len, bucket)), dtype=tensors[0].dtype) for bucket in buckets]
 
     def run() -> None:
-        if len(tensors) == 1:
-            dist.all_reduce(tensors[0])
-            return
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        under_way = []
+        for bucket, buf in zip(buckets, flat, strict=True):
+            torch.cat(bucket, out=buf)
+            under_way.append(dist.all_reduce(buf, async_op=True))
+        for bucket, buf, work in zip(buckets, flat, under_way, strict=True):
             work.wait()
+            for tensor, values in zip(bucket, buf.split(list(map(len, bucket))), strict=True):
+                tensor.copy_(values)
 
-    return sums_in_place(GLOO, pattern, arrays, run)
+    return sums_in_place(GLOO_BUCKETS, pattern, arrays, run)
