@@ -12,6 +12,7 @@ from mpikv.commands.trace.files import Rank
 WORTH = 0.05  # of the time: less is not worth a change
 SMALL_BYTES, MANY_KEYS = 4096, 50
 LARGE_BYTES = 1 << 16  # of a key whose bytes cost more than its messages
+CUT_BYTES = 4_000_000  # of a float32 key that MPIKV_BIGARRAY_BOUND lets several servers share
 BUSY = 0.7  # of a server's time: requests wait for each other from there on
 HIDDEN = 0.5  # of what is sent: less is little
 
@@ -100,7 +101,13 @@ def _servers(analysis: Analysis) -> Iterator[Finding]:
     if busy > BUSY:
         share = _share(analysis, "sending")
         text = f"servers are busy for {busy:.0%} of their time, and workers wait {share:.0%} of theirs for answers"
-        yield Finding(share + 1e-9, f"{text}: more servers (MPIKV_NUM_SERVERS)")
+        spread = len(analysis.keys) > len(analysis.servers) or any(
+            cost.n_bytes >= CUT_BYTES for cost in analysis.keys.values()
+        )
+        todo = "more servers (MPIKV_NUM_SERVERS)"
+        if not spread:  # another server would have nothing to do
+            todo = "the keys are too few and too short for more servers; let the workers add them up (no servers)"
+        yield Finding(share + 1e-9, f"{text}: {todo}")
 
 
 def _sent(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:

@@ -116,8 +116,9 @@ def coded() -> list[Rank]:
     return [Rank(found.header, [*found.events, *others])]
 
 
-def served() -> list[Rank]:
-    worker = [("exchange", 0, 9, "w", 1, 8), ("call", 0, 9, "pushpull"), ("wait", 0, 9, "w", 1)]
+def served(n_bytes: int, *names: str) -> list[Rank]:
+    exchanged = [("exchange", 0, 9, name, 1, n_bytes) for name in names]
+    worker = [*exchanged, ("call", 0, 9, "pushpull"), ("wait", 0, 9, names[0], 1)]
     return [rank("worker", 0, 1, *worker), rank("server", 0, 1, ("serve", 0, 4), ("serve", 5, 9))]
 
 
@@ -132,6 +133,9 @@ def alone(host: str = "a") -> list[Rank]:
     return [rank("worker", i, 2, *sent, *waits, host=h) for i, h in enumerate(("a", host))]
 
 
+ANSWERS = "workers wait 100% of theirs for answers"
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -139,7 +143,9 @@ def alone(host: str = "a") -> list[Rank]:
         (late(13, 1), "worker 1 on a computes 30% longer than the others, which wait 32% of their time for it"),
         (keys(60, 40), "61 keys of about 40 bytes cost 86% of the time: push them as one list"),
         (coded(), "encoding and decoding take 73% of the time"),
-        (served(), "servers are busy for 89% of their time, and workers wait 100% of theirs for answers: more servers"),
+        (served(8, "w", "b"), f"servers are busy for 89% of their time, and {ANSWERS}: more servers"),
+        (served(1 << 22, "w"), f"servers are busy for 89% of their time, and {ANSWERS}: more servers"),
+        (served(8, "w"), f"servers are busy for 89% of their time, and {ANSWERS}: the keys are too few and too short"),
         (alone("b"), "workers wait 50% of the time for what is sent: w go uncompressed over a link that is full"),
         (alone(), "workers wait 50% of the time for what is sent, and 0% of that goes on while they compute"),
         (hidden(), "workers wait 20% of the time for what is sent, though 80% of that goes on while they compute"),
@@ -152,6 +158,8 @@ def alone(host: str = "a") -> list[Rank]:
         "small",
         "coded",
         "servers",
+        "a key that is cut",
+        "a short key",
         "uncompressed",
         "not hidden",
         "hidden",
