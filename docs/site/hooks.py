@@ -57,6 +57,8 @@ def shown(path: Path) -> str:
 def on_files(files: Files, config: Any) -> Files:
     """Add the front page, the changelog and the pages of linked files."""
     texts = [(ROOT / name, page) for name, page in DOCUMENTS.items()]
+    for name in ("iframe-worker.js", "lines.css"):
+        files.append(File.generated(config, f"assets/{name}", content=(ROOT / "docs/site" / name).read_text()))
     sources: set[Path] = set()
     for path, page in [*texts, *((Path(str(one.abs_src_path)), one.src_uri) for one in files.documentation_pages())]:
         text = path.read_text()
