@@ -31,7 +31,7 @@ in host memory. Messages between ranks of one host go straight to the transport 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 from typing import TypeVar
 
@@ -83,34 +83,29 @@ class _Receiving(Completion):
         self.finish()
 
 
-class _Asked(Completion):
-    """A long message that was asked for. It is taken as soon as it has come, whoever waits for it."""
+class _UnderWay(Completion):
+    """A message that is sent or received below. `ended(error)` is called once that is done, whoever waits for it."""
 
-    __slots__ = ("_n_bytes", "_peer", "_request", "_tag")
+    __slots__ = ("_ended", "_peer", "_request")
 
-    def __init__(self, request: Operation, n_bytes: int, peer: _RankLink, tag: int) -> None:
+    def __init__(self, request: Operation, peer: _RankLink, ended: Callable[[Exception | None], None]) -> None:
         super().__init__()
-        self._request, self._n_bytes, self._peer, self._tag = request, n_bytes, peer, tag
+        self._request, self._peer, self._ended = request, peer, ended
         self.wake()
 
     def wake(self) -> None:
-        """It may have come."""
+        """It may be done."""
         while not self.done:
+            error: Exception | None = None
             try:
-                if self._request.test():
-                    self._peer.taken_bytes += self._n_bytes
-                    self._has_come(None)
-                elif wakes(self._request, self):
+                if not self._request.test():
+                    if not wakes(self._request, self):
+                        self._peer.looked_at.append(self)
                     return
-                else:
-                    self._peer.looked_at.append(self)
-                    return
-            except Exception as error:  # noqa: BLE001 - raised to whoever waits for it
-                self._has_come(error)
-
-    def _has_come(self, error: Exception | None) -> None:
-        _count(self._peer.expected, self._tag, -1)
-        self.finish(error)
+            except Exception as found:  # noqa: BLE001 - raised to whoever waits for it
+                error = found
+            self._ended(error)
+            self.finish(error)
 
 
 Waiting = tuple[int, bool, int, _Sending]  # what is to leave first is smallest: -priority, is long, number
@@ -128,11 +123,10 @@ class _RankLink:
         self.asking: dict[int, int] = {}  # how many this rank asks for in its next bundle, by tag
         self.asking_bytes = 0
         self.expected: dict[int, int] = {}  # how many more were asked for than have come, by tag
-        self.under_way: deque[tuple[Operation, _Sending | None]] = deque()  # None: a bundle
         self.unread_bytes = 0  # sent, and not known to be taken
         self.unasked_bytes = 0  # of these at most so many left without being asked for
         self.taken_bytes = 0  # of what has come, to be reported in the next bundle
-        self.looked_at: list[_Asked] = []  # long messages that do not say when they have come
+        self.looked_at: list[_UnderWay] = []  # messages that do not say when they are done
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
         self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
         self.incoming: deque[tuple[HostArray, Operation]] = deque()  # bundles
@@ -211,21 +205,18 @@ class OrderedTransport:
     def flush(self) -> None:
         """Send what may leave and fits into its window. Does not wait."""
         for dest, peer in tuple(self._active.items()):
-            while peer.under_way and self._has_left(peer):
-                pass
             while not self._by_priority or peer.unread_bytes - peer.unasked_bytes < WINDOW_BYTES:
                 may_bundle = peer.short and (not self.gathering or peer.short_bytes >= self._bucket_bytes)
                 if may_bundle and not (peer.long and peer.long[0] < peer.short[0]):
                     self._bundle(dest, peer)
                 elif peer.long:
                     sending = heappop(peer.long)[3]
-                    request = self._inner.isend(sending.data, dest, sending.tag)
-                    self._sent(peer, request, sending.n_bytes, sending)
+                    self._send(peer, dest, sending.data, sending.tag, sending)
                 else:
                     break
             if self._must_report(peer):
                 self._bundle(dest, peer, only_asking=True)
-            if not (peer.short or peer.long or peer.under_way):
+            if not (peer.short or peer.long):
                 del self._active[dest]
 
     def _must_report(self, peer: _RankLink) -> bool:
@@ -241,26 +232,20 @@ class OrderedTransport:
             return True
         return peer.taken_bytes >= LATE_BYTES or (self._by_priority and not peer.announced_priorities)
 
-    @staticmethod
-    def _has_left(peer: _RankLink) -> bool:
-        request, sending = peer.under_way[0]
-        error: Exception | None = None
-        try:
-            if not request.test():
-                return False
-        except Exception as found:  # noqa: BLE001 - raised to whoever waits for a message to or from this rank
-            error = found
-        peer.under_way.popleft()
-        if sending is not None:
-            sending.finish(error)
-        if error is not None:
-            peer.fail(error)
-        return True
+    def _send(self, peer: _RankLink, dest: int, data: HostArray, tag: int, sending: _Sending | None = None) -> None:
+        """Let a message leave. sending: whose it is; None: a bundle.
 
-    @staticmethod
-    def _sent(peer: _RankLink, request: Operation, n_bytes: int, sending: _Sending | None) -> None:
-        peer.under_way.append((request, sending))
-        peer.unread_bytes += n_bytes
+        MPI may be done with them in any order, as it is with a long one only when the other rank receives it.
+        """
+        peer.unread_bytes += data.size if sending is None else sending.n_bytes
+
+        def has_left(error: Exception | None) -> None:
+            if sending is not None:
+                sending.finish(error)
+            if error is not None:  # raised to whoever waits for a message to or from this rank
+                peer.fail(error)
+
+        _UnderWay(self._inner.isend(data, dest, tag), peer, has_left)
 
     def _bundle(self, dest: int, peer: _RankLink, *, only_asking: bool = False) -> None:
         """Send a bundle: what this rank asks for, and the short messages that fit and have no long one before them."""
@@ -290,7 +275,7 @@ class OrderedTransport:
             at += sending.data.size
             self.ledger.bundled(dest, sending.tag, 4 * _LINE + sending.data.size)
             sending.finish()
-        self._sent(peer, self._inner.isend(bundle, dest, wire.TAG_BUNDLES), bundle.size, None)
+        self._send(peer, dest, bundle, wire.TAG_BUNDLES)
 
     # --- receiving
 
@@ -304,7 +289,12 @@ class OrderedTransport:
             _count(peer.asking, tag, 1)
             peer.asking_bytes += n_bytes
             self._active[source] = peer
-            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer, tag)
+
+            def has_come(error: Exception | None) -> None:
+                _count(peer.expected, tag, -1)
+                peer.taken_bytes += 0 if error else n_bytes
+
+            return _UnderWay(self._inner.irecv(buf, source, tag, room_bytes), peer, has_come)
         receiving = _Receiving(buf.reshape(-1).view(np.uint8), room_bytes)
         if tag in peer.arrived:
             receiving.take(_first(peer.arrived, tag), source, tag)
@@ -326,7 +316,7 @@ class OrderedTransport:
             try:
                 while peer.incoming and peer.incoming[0][1].test():
                     self._open(source, peer, peer.incoming.popleft()[0])
-            except Exception as error:  # noqa: BLE001 - as in `_has_left`
+            except Exception as error:  # noqa: BLE001 - raised to whoever waits for a message from this rank
                 peer.incoming.clear()
                 peer.fail(error)
             if not peer.incoming:

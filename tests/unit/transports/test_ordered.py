@@ -122,6 +122,21 @@ def test_short_messages_wait_at_the_receiver_until_they_are_received() -> None:
         assert came(pair.receive(7, 10), some(10, number))
 
 
+def test_a_message_that_nobody_receives_yet_hides_no_other_one_that_is_done() -> None:
+    pair = Pair()
+    first = pair.send(0, some(LONG))
+    sent = [pair.send(key, some(LONG, key)) for key in (1, 2)]
+    pair.poll()
+    for key, request in ((2, sent[1]), (1, sent[0])):
+        received = pair.receive(key, LONG)
+        pair.poll()
+        assert request.test()
+        assert came(received, some(LONG, key))
+    assert not first.test()
+    assert came(pair.receive(0, LONG), some(LONG))
+    assert first.test()
+
+
 def test_without_priorities_a_long_message_leaves_at_once() -> None:
     """And none is in the way of those that have priorities later, though nobody receives it."""
     pair = Pair()
