@@ -208,7 +208,7 @@ class KVStore:
         for item, caller in zip(dense, spaces.callers_arrays([item.arrays[0] for item in dense]), strict=True):
             what = f"init: the value of key {shown(item.key)}"
             shape, _ = shape_and_dtype(item.arrays[0], what)
-            space = spaces.of_new_key(caller)
+            space = spaces.of_new_key(caller, as_given=item.key in self.session.own_keys)
             value = spaces.total(space, [caller], what, on_device=False)
             values.append(NewKey(item.key, shape, value, space))
         if len({type(new.key) for new in values}) > 1:

@@ -144,7 +144,8 @@ class Mode(NamedTuple):
 def mode_id(mode: Mode) -> str:
     found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
     parts = "" if mode.part_bytes == 1 << 20 else str(mode.part_bytes)
-    return "-".join([found, *filter(None, (mode.device, mode.codec, mode.hosts, parts, mode.take))])
+    kind = "" if type(mode) is Mode else type(mode).__name__
+    return "-".join([found, *filter(None, (mode.device, kind, mode.codec, mode.hosts, parts, mode.take))])
 
 
 def modes(*several: Mode) -> pytest.MarkDecorator:

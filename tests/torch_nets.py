@@ -8,17 +8,21 @@ from typing import Any
 
 import torch
 from store_modes import Mode
+from torch_on_gpu import BesideGpus, OnGpus
 
 import mpikv.torch as mt
 
-MODES = (
-    Mode("dist_sync", 2),
-    Mode("dist_sync", 3),
-    Mode("dist_sync", 3, memory="off"),
-    Mode("dist_sync", 2, 2),
+HERE, LINKS, SERVERS = Mode("dist_sync", 2), Mode("dist_sync", 2, memory="off"), Mode("dist_sync", 2, 2)
+# Of a type that puts keys into GPUs' memory. The model is there, or in the host's memory.
+ON_GPUS = OnGpus("dist_sync_device", 2, device="nccl")
+DEVICE_MODES = (
+    OnGpus("dist_sync_device", 3, device="nccl"),
+    OnGpus("dist_sync_device", 3, 1, device="staged"),
+    BesideGpus("dist_sync_device", 3, device="nccl"),
+    BesideGpus("dist_sync_device", 3, 1, device="staged"),
 )
-HERE, LINKS, SERVERS = MODES[0], Mode("dist_sync", 2, memory="off"), MODES[3]
-TWO = (HERE, LINKS, SERVERS)  # of two workers
+MODES = (HERE, Mode("dist_sync", 3), Mode("dist_sync", 3, memory="off"), SERVERS, *DEVICE_MODES)
+TWO = (HERE, LINKS, SERVERS, ON_GPUS)  # of two workers
 _seeding = threading.Lock()  # the generator is the process's
 
 

@@ -8,9 +8,10 @@ streams it lets wait for which.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,22 +43,26 @@ class Stream:
 
 
 class TorchOnGpu:
-    """One for all ranks of a test; `here` says which GPU this thread, a rank, has."""
+    """One for all ranks of a test. Each rank, a thread, has its GPU and streams in its context."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._of_rank: ContextVar[SimpleNamespace] = ContextVar("rank")
         self._kept: list[Any] = []
+
+    @property
+    def _local(self) -> Any:
+        return self._of_rank.get(SimpleNamespace(gpu=None))
 
     def host_rank(self) -> None:
         """This thread has no GPU."""
-        self._local.gpu = None
+        self._of_rank.set(SimpleNamespace(gpu=None))
 
     def device_of(self, tensor: Any) -> Any:
-        return torch.device("cuda:0" if getattr(self._local, "gpu", None) is not None else "cpu")
+        return torch.device("cuda:0" if self._local.gpu is not None else "cpu")
 
     def use(self, gpu: Gpu) -> None:
         gpu.cupy.machine.strangers = True  # PyTorch's own memory
-        self._local.gpu, self._local.streams = gpu, [Stream(gpu.cupy.null)]
+        self._of_rank.set(SimpleNamespace(gpu=gpu, streams=[Stream(gpu.cupy.null)]))
 
     @contextmanager
     def stream(self) -> Iterator[Stream]:
@@ -80,6 +85,14 @@ class TorchOnGpu:
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
+    def interface_of(self, tensor: Any) -> dict[str, Any]:
+        """`__cuda_array_interface__`, which PyTorch refuses where a gradient is wanted."""
+        if self.device_of(tensor).type == "cpu":
+            raise AttributeError
+        if tensor.requires_grad:
+            raise RuntimeError("detach it first")
+        return {}
+
     def put(self, module: Any) -> Any:
         """Move a module's parameters and buffers to the GPU of this rank, if it has one. Returns the module."""
         for one in (*module.parameters(), *module.buffers()) if self._local.gpu else ():
@@ -97,6 +110,7 @@ def patched() -> Iterator[TorchOnGpu]:
         mock.patch.object(tensors, "device_of", found.device_of),
         mock.patch.object(tensors, "on_gpu", found.tensor_of),
         mock.patch.object(torch.cuda, "current_stream", found.current_stream),
+        mock.patch.object(torch.Tensor, "__cuda_array_interface__", property(found.interface_of)),
     ):
         yield found
 
@@ -112,11 +126,24 @@ class OnGpus(Mode):
 
     def run(self, body: Callable[[Any], Any], *, on_gpu: TorchOnGpu | None = None, **changes: Any) -> list[Any]:
         with patched() if on_gpu is None else contextlib.nullcontext(on_gpu) as found:
-            gpus = gpus_of(Machine(), self.workers)
+            size = self.workers + self.servers
+            gpus = gpus_of(Machine(size if self.device == "nccl" else 1), size)
 
             def rank(store: Any) -> Any:
-                found.use(gpus[store.rank])
+                self._place(found, gpus[store.session.transport.rank])
                 return body(store)
 
-            config = self.config(**changes)
-            return spawn_stores(self.name, self.workers, rank, config=config, gpus=gpus, hosts=self.hosts or None)
+            config, hosts = self.config(**changes), self.hosts or None
+            return spawn_stores(
+                self.name, self.workers, rank, num_servers=self.servers, config=config, gpus=gpus, hosts=hosts
+            )
+
+    def _place(self, torch_on_gpu: TorchOnGpu, gpu: Gpu) -> None:
+        torch_on_gpu.use(gpu)
+
+
+class BesideGpus(OnGpus):
+    """A mode whose workers have a GPU each, and their tensors in host memory."""
+
+    def _place(self, torch_on_gpu: TorchOnGpu, gpu: Gpu) -> None:
+        torch_on_gpu.host_rank()

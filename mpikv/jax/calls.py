@@ -40,6 +40,7 @@ class _Sums:
             self._keys.append(f"{name}/{dtype}")
             self._buffers.append(buffer)
             store.session.compressions.exempt(self._keys[-1])  # calls of one kind are of any arrays
+            store.session.own_keys.add(self._keys[-1])
             store.init(self._keys[-1], buffer)
             for i, end, size in zip(chosen, np.cumsum(sizes), sizes, strict=True):
                 self._parts[i] = buffer[end - size :][: arrays[i].size].reshape(arrays[i].shape)

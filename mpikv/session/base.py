@@ -62,6 +62,7 @@ class Session:
     stop. stopped: whether they have. updater: a function of the user's that changes stored values in place of
     optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
     store, before anything else and at its end, whatever happened. given: which errors callers have been given.
+    own_keys: keys of this library's own, which lie where their first values are, whatever the store's type says.
     recorder: gets what this rank does, while a timeline is written.
     log: of what is decided here. metrics: the file of this rank's metrics, if any.
     """
@@ -79,6 +80,7 @@ class Session:
         self.compressions = Compressions()
         self.recorder = Recorder()
         self.infos: dict[Key, KeyInfo] = {}
+        self.own_keys: set[Key] = set()
         self.any_sparse = False
         self.stopped = self.closed = False
         self.given = GivenErrors()

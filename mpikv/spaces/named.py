@@ -47,11 +47,15 @@ class Spaces:
             raise UnsupportedError(f"key {shown(info.key)} is in device memory, and this worker uses no device")
         return self.device
 
-    def of_new_key(self, first: CallersArray) -> str:
-        """Return the name of the space of a key with this first value (of `callers_arrays`)."""
-        if self.device is None:
+    def of_new_key(self, first: CallersArray, *, as_given: bool = False) -> str:
+        """Return the name of the space of a key with this first value (of `callers_arrays`).
+
+        as_given: whether it is the space of the first value, also if all other keys are in device memory.
+        """
+        if self.device is None or self.of_new_keys == HOST:
             return HOST
-        return self.of_new_keys or (DEVICE if isinstance(first, CallersGpuArray) else HOST)
+        in_space = self.space_of(first)
+        return in_space if as_given else self.of_new_keys or in_space
 
     def in_stream(self) -> AbstractContextManager[Any]:
         """Return `Space.in_stream` of the device, or of the host without a device."""

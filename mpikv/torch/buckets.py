@@ -283,6 +283,7 @@ def make_buckets(
         for i, begin in zip(group, buckets.offsets([sizes[i] for i in group]), strict=False):
             if (number := numbers[i]) != TAIL:
                 bucket.views[number] = GradientView(bucket, forms[number], parameters[number], begin)
+        store.session.own_keys.add(bucket.key)
         store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
         found.append(bucket)
     for bucket in found:

@@ -77,6 +77,7 @@ class Join:
         self._calls.agree([], "join")
         if self._key not in self._calls.store:
             self._calls.store.session.compressions.exempt(self._key)
+            self._calls.store.session.own_keys.add(self._key)
             self._calls.store.init(self._key, self._counts)
         self.active, self.n_examples, self._present = True, 0, None
         try:

@@ -124,6 +124,7 @@ class Shares:
             self._array = np.zeros((3, self._workers))
             if self._store is not None:
                 self._store.session.compressions.exempt(self._key)
+                self._store.session.own_keys.add(self._key)
                 self._store.init(self._key, self._array)
                 # Without it, an optimizer that the program has set for the store would update the key.
                 self._store.strategy.set_optimizer(Function(_keep), [self._key])

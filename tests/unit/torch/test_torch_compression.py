@@ -15,12 +15,14 @@ torch = frameworks.need("torch")
 import torch_nets as nets  # noqa: E402
 from on_workers import on  # noqa: E402
 from store_modes import Mode, modes  # noqa: E402
+from torch_on_gpu import OnGpus  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import Trainer, kv, optimizers  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
 
 MODES = (nets.HERE, Mode("dist_sync", 2, 1, hosts="abc"), Mode("dist_sync", 3, hosts="abc"))
+MODES += (OnGpus("dist_sync_device", 2, 1, device="staged", hosts="abc"),)
 
 
 def forced(params: Any) -> dict[str, Any]:

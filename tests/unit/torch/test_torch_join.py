@@ -15,7 +15,7 @@ from store_modes import Mode, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 
-MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1))
+MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), *nets.DEVICE_MODES)
 SIZES = ([4, 2], [4, 4, 1, 3], [2, 3, 3])  # of the batches of three workers in two epochs
 
 
