@@ -53,7 +53,9 @@ def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def is_device(array: object) -> bool:
-    """Return whether the array lives in device memory."""
+    """Return whether it is an array of CuPy's, or one like it, in device memory."""
+    if tensors.is_tensor(array):  # PyTorch raises RuntimeError when a parameter is asked for the interface
+        return False
     return hasattr(array, "__cuda_array_interface__") and hasattr(array, "get")
 
 

@@ -167,6 +167,25 @@ def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -
     assert cuda.current_stream().waited == [second.cuda_stream]
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
+def test_parameters_are_arrays_as_others_are(cuda: TorchOnGpu, kind: str) -> None:  # noqa: F811
+    """Also where PyTorch wants their gradients."""
+
+    def body(store: KVStore) -> None:
+        weight, bias = cuda.put(nn.Linear(2, 1)).parameters()
+        with torch.no_grad():
+            weight.fill_(1.0 + store.rank)
+        store.init("w", weight)
+        store.init("b", bias.detach())
+        store.push("w", weight)
+        store.pull("w", out=(found := nn.Parameter(torch.zeros(1, 2))))
+        assert found.tolist() == [[3.0, 3.0]]
+        store.pushpull(["w", "b"], [weight, bias])
+        assert weight.tolist() == [[3.0, 3.0]]
+
+    OnGpus(kind, 2, device="nccl").run(body, on_gpu=cuda)
+
+
 def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # noqa: F811
     cuda.use(one_gpu()[1])
     with pytest.warns(UserWarning, match="go through host memory, which is slow: the store uses no GPU"):
