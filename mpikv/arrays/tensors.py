@@ -2,9 +2,9 @@
 
 Neither library is imported for that: whoever has one of its objects has imported it.
 
-A tensor in host memory is seen by its own `numpy()`, which shares its memory, and lets it be written to, in all
-versions. DLPack does not: NumPy takes what PyTorch 2.2 exports for read-only, and a tensor whose negation is still to
-be made (`is_neg`) is exported without its sign. JAX's arrays never change, so that all views of them are read-only.
+A tensor in host memory is seen through its address, by NumPy's array interface. Its own `numpy()` marks the memory for
+good as one that cannot be resized, which FSDP does. DLPack does not, but NumPy takes what PyTorch 2.2 exports for
+read-only. JAX's arrays never change, so that all views of them are read-only.
 What either library has on another device is copied to the host, and back.
 """
 
@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -104,25 +105,48 @@ def view(array: Any) -> HostArray:
 
 
 def _view_of_tensor(tensor: Any) -> HostArray:
-    """See the tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`), or in
-    other memory than the host's.
+    """See the tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`,
+    `is_conj`), or in other memory than the host's.
 
     Raises UnsupportedError where it has no values, and what PyTorch raises for sparse tensors and the like.
     """
     if tensor.device.type == "meta":
         raise UnsupportedError("the tensor is on the device 'meta' and has no values: bring it to a real device first")
-    torch = sys.modules["torch"]
     detached = tensor.detach()
     elsewhere = is_elsewhere(detached)
     if elsewhere:
         detached = detached.cpu()
-    resolved = detached.resolve_neg()
-    # NumPy has no bfloat16: the same bits, then ml_dtypes' name for them.
-    is_bfloat16 = resolved.dtype == torch.bfloat16
-    host: HostArray = resolved.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else resolved.numpy()
-    if elsewhere or detached.is_neg():
+    resolved = detached.resolve_conj().resolve_neg()
+    host = memory_of(resolved)
+    if elsewhere or detached.is_neg() or detached.is_conj():
         host.flags.writeable = False
     return host
+
+
+def memory_of(tensor: Any) -> HostArray:
+    """See the memory of a tensor of PyTorch in the host that is neither `is_neg` nor `is_conj`; no gradient flows back.
+
+    Raises UnsupportedError where it has no memory, and what PyTorch raises for sparse tensors and other dtypes.
+    """
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))  # ml_dtypes adds names to NumPy's
+    if tensor.layout != sys.modules["torch"].strided or (dtype.type.__module__ != "numpy" and dtype != BFLOAT16):
+        refused: HostArray = tensor.detach().numpy()  # raises
+        return refused
+    address, n_bytes = tensor.data_ptr(), tensor.element_size()
+    if not address and tensor.numel():
+        raise UnsupportedError(
+            f"a {type(tensor).__name__} without memory: its storage was freed, or it stands for other tensors (of a "
+            "DTensor give `to_local()`)"
+        )
+    interface = {
+        "version": 3,
+        "data": (address, False),
+        "shape": tuple(tensor.shape),
+        "strides": tuple([n_bytes * stride for stride in tensor.stride()]),
+        "typestr": f"|V{n_bytes}",
+    }
+    memory = SimpleNamespace(__array_interface__=interface, tensor=tensor)  # keeps the tensor alive
+    return np.asarray(memory).view(dtype)
 
 
 def _view_of_jax(array: Any) -> HostArray:

@@ -29,14 +29,10 @@ def array_of(tensor: torch.Tensor) -> HostArray:
 def flat_array_of(tensor: torch.Tensor) -> HostArray:
     """Return the elements of a contiguous CPU tensor, (n,), in the same memory; as bytes if NumPy lacks the dtype."""
     flat = tensor.detach().reshape(-1)
-    if flat.dtype == torch.bfloat16:
-        bits: HostArray = flat.view(torch.int16).numpy()
-        return bits.view(BFLOAT16)
     try:
-        found: HostArray = flat.numpy()
+        return tensors.memory_of(flat)
     except TypeError:  # float8 and the like can be moved as bytes, whose sum is refused
-        found = flat.view(torch.uint8).numpy().view("V1")
-    return found
+        return tensors.memory_of(flat.view(torch.uint8)).view("V1")
 
 
 def tensor_of(array: HostArray) -> torch.Tensor:

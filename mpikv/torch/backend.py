@@ -18,21 +18,24 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from mpikv.errors import ConfigError
 from mpikv.groups.world import World, opened
 from mpikv.runtime import launcher
-from mpikv.torch.process_group import MpiProcessGroup
+from mpikv.torch.process_group import MpiProcessGroup, untraced
+from mpikv.torch.works import CallWork
 
 NAME = "mpikv"  # of the backend, and of the scheme in `init_method="mpikv://"`
 NUMBERS = "groups"  # the key of the rendezvous store that counts them
+BUILTIN = "_register_builtin_comm_hook"  # of DDP: a hook by its name
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
 def register() -> None:
-    """Register the backend, and the handlers by which its ranks find each other.
+    """Register the backend, the handlers by which its ranks find each other, and a hook of DDP that Python can make.
 
     Idempotent, local; MPI is initialised by `init_process_group`.
     """
@@ -44,6 +47,7 @@ def register() -> None:
     usual = handlers["env"]
     if not hasattr(usual, "of_mpi"):
         handlers["env"] = _or_of_mpi(usual)
+        setattr(DistributedDataParallel, BUILTIN, _or_in_python(getattr(DistributedDataParallel, BUILTIN)))
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
@@ -63,7 +67,8 @@ def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
         options.store.set(NUMBERS, str(number))
     else:
         number = int(options.store.get(NUMBERS))
-    return MpiProcessGroup(world, world.group(ranks, number, timeout_s))
+    untraced(CallWork)
+    return untraced(MpiProcessGroup)(world, world.group(ranks, number, timeout_s))
 
 
 def _check(world: World, ranks: list[int], options: Any) -> None:
@@ -167,3 +172,18 @@ def _or_of_mpi(usual: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
 
     handler.of_mpi = True  # type: ignore[attr-defined]
     return handler
+
+
+def _or_in_python(usual: Callable[..., None]) -> Callable[..., None]:
+    """Return what adds one of DDP's built-in hooks: FP16_COMPRESS, over a group of ours, as the same hook in Python.
+
+    The one in C++ takes the result out of a future that no code in Python can make.
+    """
+
+    def add(model: DistributedDataParallel, kind: Any) -> None:
+        if kind != dist.BuiltinCommHookType.FP16_COMPRESS or not isinstance(model.process_group, MpiProcessGroup):
+            return usual(model, kind)
+        hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+        return model.register_comm_hook(model.process_group, hooks.fp16_compress_hook)
+
+    return add

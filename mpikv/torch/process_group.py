@@ -8,6 +8,7 @@ a `CallWork`. Methods have the names of several versions of PyTorch: from 2.13 o
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -102,7 +103,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._register_backend(CPU, custom, NamedBackend(group.rank, group.size))
             self._set_default_backend(custom)
 
-    # --- name, rank and size
+    # --- names; rank and size are the base class's
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         """Return the backend's name, "mpikv"."""
@@ -111,16 +112,6 @@ class MpiProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         """Return the backend's name, "mpikv"."""
         return "mpikv"
-
-    def rank(self) -> int:
-        """Return this rank's number in the group."""
-        return self._group.rank
-
-    def size(self) -> int:
-        """Return how many ranks the group has."""
-        return self._group.size
-
-    getRank, getSize = rank, size  # noqa: N815
 
     # The base class keeps names in its C++ backend, which this class does not have.
 
@@ -387,6 +378,18 @@ class MpiProcessGroup(dist.ProcessGroup):
             slices.append(array[begin : begin + split * row_elems])
             begin += split * row_elems
         return slices
+
+
+@functools.cache
+def untraced(kind: type) -> type:
+    """Keep torch.compile out of the methods of a class, which PyTorch calls in the middle of compiled functions.
+
+    To be called when the first group is made: it imports the compiler, as optimizers and DDP do.
+    """
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method):
+            setattr(kind, name, torch.compiler.disable(method))
+    return kind
 
 
 def _operator(opts: Any) -> Operator:

@@ -16,6 +16,7 @@ import mpikv.torch  # noqa: F401 - registers the backend
 from mpikv import kv
 
 STEPS = 20
+CPU = torch.device("cpu")
 
 
 def net() -> nn.Module:
@@ -40,9 +41,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def same(mine: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+def same(mine: list[torch.Tensor], other: list[torch.Tensor], precision: float = 1e-5) -> None:
     for one, two in zip(mine, other, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, two, rtol=precision, atol=precision)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -59,13 +60,17 @@ def trains() -> None:
     model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
     model.register_comm_hook(dist.new_group(), allreduce_then_divide)
     same(result, train(model, sgd(model)))
+    for kind, precision in ((dist.BuiltinCommHookType.ALLREDUCE, 1e-5), (dist.BuiltinCommHookType.FP16_COMPRESS, 1e-2)):
+        model = DistributedDataParallel(net())
+        model._register_builtin_comm_hook(kind)
+        same(result, train(model, sgd(model)), precision)
 
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(net())
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     same(result, train(model, zero))
-    sharded(result)
+    sharded()
 
     store = kv.create("dist_sync")
     store.init("w", np.zeros(5, np.float32))
@@ -89,11 +94,11 @@ def allreduce_then_divide(group, bucket):  # PyTorch looks at annotations, which
     return work.get_future().then(divide)
 
 
-def sharded(expected: list[torch.Tensor]) -> None:
-    """FSDP: the same as DDP, without the batch norm, whose statistics DDP takes from rank 0."""
+def sharded() -> None:
+    """FSDP 1 and 2, and a compiled DDP: as DDP, without the batch norm, whose statistics DDP takes from rank 0."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
-        return  # it came with 2.6, where it needs a GPU
-    from torch.distributed.fsdp import fully_shard
+        return  # fully_shard came with 2.6, where it needs a GPU
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     def plain() -> nn.Module:
         torch.manual_seed(3)
@@ -107,6 +112,16 @@ def sharded(expected: list[torch.Tensor]) -> None:
     fully_shard(model)
     train(model, sgd(model))
     same([parameter.full_tensor().detach() for parameter in model.parameters()], expected)
+
+    model = FullyShardedDataParallel(plain(), device_id=CPU)  # frees the memory of parameters in between
+    train(model, sgd(model))
+    with FullyShardedDataParallel.summon_full_params(model):
+        same(
+            [torch.cat([one.flatten() for one in model.parameters()])], [torch.cat([one.flatten() for one in expected])]
+        )
+
+    model = torch.compile(DistributedDataParallel(plain()), backend="eager")  # the second step calls from compiled code
+    same(train(model, sgd(model)), expected)
 
 
 def raises() -> None:

@@ -329,6 +329,20 @@ def test_tensors_that_require_gradients(torch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_can_be_resized_afterwards(torch, dtype):
+    """FSDP frees the memory of parameters in between. `Tensor.numpy` would forbid it for good."""
+    tensor = torch.arange(6, dtype=getattr(torch, dtype)).reshape(2, 3).t()
+    kept, storage = host_view(tensor[1:], "x"), tensor.untyped_storage()
+    assert kept.tolist() == [[1, 4], [2, 5]]
+    assert kept.ctypes.data == tensor[1:].data_ptr()
+    storage.resize_(0)
+    refused("x: a Tensor without memory: its storage was freed", [host_view], tensor, "x")
+    storage.resize_(6 * tensor.element_size())
+    write(tensor, np.arange(6).reshape(3, 2), "x")
+    assert tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tensor_whose_negation_is_still_to_be_made(torch, dtype):
     """Its memory holds the other signs, which DLPack does not say."""
     found = torch._neg_view(torch.tensor([1.0, -2.0], dtype=getattr(torch, dtype)))
@@ -340,7 +354,7 @@ def test_a_tensor_whose_negation_is_still_to_be_made(torch, dtype):
 
 def test_tensors_that_hold_no_values_of_ours(torch):
     for tensor, words in (
-        (torch.ones(2, dtype=torch.complex64).conj(), "conjugate bit"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "x has dtype complex64; a store holds"),
         (torch.zeros(3).to_sparse(), "Sparse|sparse"),
         (torch.zeros(2, dtype=torch.bool), "x has dtype bool; a store holds"),
         (torch.zeros(2, dtype=torch.int16), "x has dtype int16; a store holds"),
