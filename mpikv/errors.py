@@ -1,14 +1,15 @@
 """The errors that mpikv raises.
 
-One base class, so that `except MpikvError` catches everything the library itself raises, and a few leaves that are also
-the built-in exception a reader would expect (`KeyError`, `ValueError`, `TimeoutError`). Plain mistakes in an argument
+One base class, so that `except MpikvError` catches everything the library itself raises. It is a RuntimeError, which
+PyTorch and Horovod raise in the same places, and a few leaves are also the built-in exception a reader would expect
+(`KeyError`, `ValueError`, `TimeoutError`). Plain mistakes in an argument
 (an unknown name, a negative count) are plain `ValueError`, `TypeError` or `KeyError`.
 """
 
 from __future__ import annotations
 
 
-class MpikvError(Exception):
+class MpikvError(RuntimeError):
     """Base of all errors of this library; raised itself for a call on a closed store.
 
     >>> store = kv.create('local')
