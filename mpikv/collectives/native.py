@@ -34,6 +34,13 @@ REDUCIBLE = {
 MPI_OPS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX, np.multiply: MPI.PROD}
 
 
+def of_ranks(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
+    """Make a communicator of some ranks of `comm`, numbered in this order. Collective over these, blocks inside MPI."""
+    own = comm.Create_group(comm.Get_group().Incl(ranks))
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    return own
+
+
 def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
     """Make a communicator for one key. Collective, and ranks must call it for their keys in the same order."""
     try:

@@ -1,11 +1,13 @@
 """A communicator for each key, which MPI's own collectives need (collectives/native).
 
 MPI requires that all ranks make communicators in the same order, but a worker may learn of keys in any order. So they
-are made one after another, in the order in which all workers agreed on the keys.
+are made one after another, in the order in which all workers agreed on the keys; of the workers alone, since servers do
+not take part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpikv.common.checks import shown
@@ -18,14 +20,20 @@ from mpikv.transports.base import Transport
 
 
 class Communicators:
-    """The communicators of one worker's keys. native: the module `collectives.native`."""
+    """The communicators of one worker's keys. native: the module `collectives.native`.
 
-    def __init__(self, transport: Transport, engine: Engine) -> None:
+    Making it is collective over the workers, and blocks until each does: as part of `kv.create`, where all have just
+    come.
+    """
+
+    def __init__(self, transport: Transport, workers: Sequence[int], engine: Engine) -> None:
         # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
         from mpikv.collectives import native  # noqa: PLC0415
 
         self.native: Any = native
-        self._transport, self._engine = transport, engine
+        comm = getattr(transport, "comm", None)  # None: thread ranks
+        self._workers: Any = None if comm is None else native.of_ranks(comm, workers)
+        self._engine = engine
         self._made: dict[int, Running[Any]] = {}
         self._last: Running[Any] | None = None
 
@@ -37,10 +45,9 @@ class Communicators:
     def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
         if before is not None:
             yield before
-        comm = getattr(self._transport, "comm", None)
-        if comm is None:
+        if self._workers is None:
             raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
-        return (yield from self.native.duplicate(comm))
+        return (yield from self.native.duplicate(self._workers))
 
     def of(self, key_id: int) -> Steps[Any]:
         """Wait for the communicator of a key. `init` may return before all workers have agreed on the key."""
@@ -57,3 +64,5 @@ class Communicators:
         for running in self._made.values():
             if running.result is not None:
                 running.result.Free()
+        if self._workers is not None:
+            self._workers.Free()

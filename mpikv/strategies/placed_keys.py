@@ -77,7 +77,7 @@ class PlacedKeys:
         self.hosts: HostKeys | None = None
         self.communicators: Communicators | None = None
         if members.path == "native":
-            self.communicators = Communicators(session.transport, session.engine)
+            self.communicators = Communicators(session.transport, members.workers, session.engine)
         self.nccl = nccl
         self._set_up(memory)
         agreed = None if self.communicators is None else self._agreed

@@ -158,6 +158,26 @@ def test_two_native_stores(comm):
         store.close()
 
 
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("fake_hosts", [0, 3])
+def test_the_workers_part_of_divided_keys_goes_native(comm, fake_hosts):
+    """The servers make no collective call of MPI with them."""
+    W, values = comm.Get_size() - 1, np.arange(500, dtype=np.float32)
+
+    def body(store):
+        assert store.strategy.ring.keys.communicators is not None
+        store.init("w", np.zeros_like(values))
+        found = []
+        for round_ in range(2):
+            store.pushpull("w", total := values * (store.rank + 1) + round_)
+            found.append(total.tolist())
+        return found
+
+    expected = [(values * (W * (W + 1) // 2) + W * round_).tolist() for round_ in range(2)]
+    take = {"servers_take": 0.37, "server_placement": "last", "bigarray_bound_elems": 100, "fake_hosts": fake_hosts}
+    assert on_workers(comm, "dist_sync", body, num_servers=1, algorithm="native", **take) == [expected] * W
+
+
 @pytest.mark.mpi
 def test_communicators_that_no_round_needs(comm, monkeypatch):
     """Of compressed keys; close waits for those that MPI is still making, since MPI may end after it."""
