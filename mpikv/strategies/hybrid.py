@@ -60,19 +60,27 @@ class HybridCall(PreparedCall):
     """One call with keys of both kinds, or with divided ones.
 
     ring, servers: the calls of the parts. kinds: for each key, whether it has a part of the ring's call, and of the
-    servers'; deliver: brings its value to the caller's arrays.
+    servers'; deliver: brings its value to the caller's arrays. Valid until a key gets another cut.
     """
 
     def __init__(
         self,
+        strategy: HybridStrategy,
         session: Workers,
         ring: PreparedCall,
         servers: PreparedCall,
+        *,
         kinds: Sequence[tuple[bool, bool]],
         deliver: Sequence[Callable[[], None]],
     ) -> None:
         self._session, self._ring, self._servers = session, ring, servers
         self._kinds, self._deliver = kinds, deliver
+        self._strategy, self._moves = strategy, strategy.moves
+
+    @property
+    def valid(self) -> bool:  # type: ignore[override]
+        """Whether its keys are cut as they were when it was made."""
+        return self._moves == self._strategy.moves
 
     def start(self, priority: int = 0) -> list[Pending]:
         """Start both calls: the servers' first, whose messages leave at once."""
@@ -93,7 +101,7 @@ class HybridCall(PreparedCall):
 
     def release(self) -> None:
         """Forget the arrays."""
-        self.valid, self._deliver = False, ()
+        self._deliver = ()
         self._ring.release()
         self._servers.release()
 
@@ -106,6 +114,7 @@ class HybridStrategy(WorkersStrategy):
         self.ring, self.servers = ring, servers
         self._cuts: dict[int, int] = {}
         self._in_ring: dict[int, int] = {}  # so many elements of a key are a key of the ring
+        self.moves = 0  # how often keys have been cut anew
         agreed = None if ring.events.agreed is None else self._agreed
         self.events = KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed)
 
@@ -188,7 +197,7 @@ class HybridStrategy(WorkersStrategy):
             else:
                 (of_ring if kind[0] else of_servers).append(entry)
         ring, servers = self.ring.prepare(of_ring, op), self.servers.prepare(of_servers, op)
-        return HybridCall(self._session, ring, servers, kinds, deliver)
+        return HybridCall(self, self._session, ring, servers, kinds=kinds, deliver=deliver)
 
     def _divided(self, entry: Entry, cut: int) -> tuple[Entry, Entry, Callable[[], None]]:
         """The entries of both parts, and what brings the whole value to the caller's arrays when both are there."""
@@ -243,6 +252,7 @@ class HybridStrategy(WorkersStrategy):
         self.servers.before_cut = {key_id: value[: self._cuts[key_id]] for key_id, value in values.items()}
         self.servers.use_optimizer(slot, pickled, key_ids, elementwise=elementwise)
         self.servers.before_cut = {}
+        self.moves += bool(moved)
         for info in moved:
             with self._session.engine.lock:
                 if info.id in self.servers.speaker.added:
