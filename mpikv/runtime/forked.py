@@ -6,7 +6,8 @@ be dead. So a child begins with the actions of before. Python forgets a signal t
 the forking thread holds these signals back meanwhile, and the child receives them when its actions are set.
 
 Only actions that are not handlers of the program's own are given back at once: the program's own are called through
-ours (`StopSignals`), in a child as in its parent. Children of `subprocess` have new actions anyway.
+ours (`StopSignals`), in a child as in its parent. Children of `subprocess` have new actions anyway. Signals that are to
+spare what a rank has started are not given back but ignored, where they had no handler.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ Handler = Callable[[int, FrameType | None], Any] | int | None  # as signal.getsi
 
 
 class TakesSignals(ABC):
-    """An object whose methods are handlers of signals that had other actions before."""
+    """An object whose methods are handlers of signals that had other actions before.
+
+    kept_off: signals that are to spare what this process starts; the main thread has blocked them.
+    """
+
+    kept_off: set[int] = set()  # noqa: RUF012 - objects that have some have a set of their own
 
     @abstractmethod
     def previous(self, number: int) -> Handler:
@@ -38,7 +44,7 @@ class _AtFork(threading.local):
 
     def before(self) -> None:
         """Hold the signals back."""
-        taken = {number for number, _ in _taken()}
+        taken: set[int] = {number for number in signal.valid_signals() for _ in takers(number)}
         self._held = taken - signal.pthread_sigmask(signal.SIG_BLOCK, taken)
 
     def in_parent(self) -> None:
@@ -47,19 +53,23 @@ class _AtFork(threading.local):
 
     def in_child(self) -> None:
         """Let them through, to the actions that they had before a store took them."""
-        for number, action in _taken():
-            signal.signal(number, action)
+        for number in signal.valid_signals():
+            for taker in takers(number):
+                action = taker.previous(number)
+                if number in taker.kept_off:
+                    self._held.add(number)  # by the parent's main thread, if not by `before`
+                    action = signal.SIG_IGN if action is signal.SIG_DFL else action
+                if isinstance(action, signal.Handlers):
+                    signal.signal(number, action)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held)
 
 
-def _taken() -> Iterator[tuple[int, signal.Handlers]]:
-    """Return the signals that have a handler of ours in the place of a plain action, each with that action."""
-    for number in signal.valid_signals():
-        action = signal.getsignal(number)
-        while isinstance(owner := getattr(action, "__self__", None), TakesSignals):
-            action = owner.previous(number)
-            if isinstance(action, signal.Handlers):
-                yield number, action
+def takers(number: int) -> Iterator[TakesSignals]:
+    """Return the objects whose handlers a signal passes through, the first one first."""
+    action = signal.getsignal(number)
+    while isinstance(owner := getattr(action, "__self__", None), TakesSignals):
+        yield owner
+        action = owner.previous(number)
 
 
 def _register(hooks: _AtFork) -> None:

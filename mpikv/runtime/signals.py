@@ -3,8 +3,9 @@
 A batch system sends a signal some time before it ends a job, to one rank or to all. The handler only notes it, since it
 may run in the middle of anything; the store's own calls and its progress engine look at the note.
 
-- A handler of the program's own, set before, is called as well, so nothing that it did is lost. What only ends a
-  process (the default action, a distributed store's report of what a rank was waiting for) is put off.
+- A handler of the program's own is called as well, so nothing that it did is lost: one set before, and one that the
+  program or a library sets later, which is found when the program reads `stop_requested`. What only ends a process (the
+  default action, a distributed store's report of what a rank was waiting for) is put off.
 - SIGTERM, or another signal that is meant to end a program, does what it would do without this when it comes again
   `AGAIN_S` or more after the first time: whoever sends it twice does not want to wait. Sooner, it is the same request,
   which several launchers have delivered. Others, SIGUSR1 above all, are the same request however often they come.
@@ -12,7 +13,10 @@ may run in the middle of anything; the store's own calls and its progress engine
   it is there from `install` until a signal has come.
 - After all workers have stopped, the handlers stay, and while the interpreter ends the signals are ignored: a rank that
   is signalled a little later than the others must not die of it, and take the job's status 0 with it.
-- In a forked child, such as a data loader's worker, a signal does what it would do without this (`forked`).
+- Launchers send a signal to a rank and all that it has started. What the rank still needs for its last step, such as
+  data loaders' workers, is spared by signals that are not meant to end a program: they are blocked in every thread but
+  one of ours, so that a started process begins with them blocked, and a forked one ignores them. SIGTERM and its like
+  do to a child what they would do without this, since that is how its parent ends it (docs/adr/0050).
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
 from mpikv.runtime.abort import Guard
-from mpikv.runtime.forked import Handler, TakesSignals
+from mpikv.runtime.forked import Handler, TakesSignals, takers
 
 AGAIN_S = 1.0  # a scheduler and mpirun deliver the same request within milliseconds; a person's second one comes later
 
@@ -50,6 +54,8 @@ class StopSignals(TakesSignals):
         self._pid = os.getpid()
         self._why: str | None = None
         self._installed = False
+        self._within: set[int] = set()  # signals whose handler runs
+        self._over = threading.Event()
 
     def install(self) -> None:
         """Take the signals over. Only the main thread can; in another it is a RuntimeWarning, and nothing changes."""
@@ -65,16 +71,34 @@ class StopSignals(TakesSignals):
             )
             return
         self._installed = True
+        blocked: set[int] = {*signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+        by_program = blocked - _kept_off(self._numbers)
         for number in self._numbers:
-            self._before[number] = signal.getsignal(number)
-            signal.signal(number, self._handle)
+            self._take(number)
+        self.kept_off = set(self._numbers) - ENDING - by_program
+        if self.kept_off:
+            threading.Thread(target=self._receive, daemon=True, name="mpikv-signals").start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.kept_off)
         if self._mark:
             with contextlib.suppress(OSError):  # who set the name has ended: nobody looks at the file
                 Path(self._mark).touch()
         atexit.register(self._at_exit)
 
+    def _take(self, number: int) -> None:
+        self._before[number] = signal.getsignal(number)
+        signal.signal(number, self._handle)
+
+    def _receive(self) -> None:
+        """Be the thread that these signals come to. Python runs their handlers in the main thread all the same."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.kept_off)
+        self._over.wait()
+
     def why(self) -> str | None:
         """Return the signal that came, as in 'SIGTERM'; None if none has come so far."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            for number in self._before:
+                if self not in takers(number):  # somebody has set a handler since
+                    self._take(number)
         return self._why
 
     def restore(self) -> None:
@@ -87,6 +111,9 @@ class StopSignals(TakesSignals):
             if signal.getsignal(number) == self._handle:
                 before = self.previous(number)
                 signal.signal(number, signal.SIG_DFL if before is None else before)  # None: set by C, out of reach
+        kept_off, self.kept_off = self.kept_off, set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, kept_off - _kept_off(kept_off))
+        self._over.set()
 
     def end(self) -> None:
         """Ignore the signals from now on, since the process ends; but leave handlers of the program's own."""
@@ -115,20 +142,29 @@ class StopSignals(TakesSignals):
         return before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in self._within:
+            return  # a handler that was set later has called the one that it found
         before = self.previous(number)
         now_s = time.monotonic()
         again = number in ENDING and now_s - self._first_s.setdefault(number, now_s) >= AGAIN_S
-        if not self._installed or again or os.getpid() != self._pid:
-            if callable(before):
+        put_off = self._installed and not again and os.getpid() == self._pid
+        if put_off:
+            self._why = self._why or signal.Signals(number).name
+            self._unmark()
+        if callable(before) and not (put_off and _ends(before)):
+            self._within.add(number)
+            try:
                 before(number, frame)
-            elif before is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            return
-        self._why = self._why or signal.Signals(number).name
-        self._unmark()
-        if callable(before) and not _ends(before):
-            before(number, frame)
+            finally:
+                self._within.discard(number)
+        elif not put_off and not callable(before) and before is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _kept_off(numbers: Iterable[int]) -> set[int]:
+    """Return those of the signals that a store keeps off children."""
+    return {number for number in numbers for taker in takers(number) if number in taker.kept_off}
 
 
 def _ends(handler: Handler) -> bool:

@@ -21,7 +21,7 @@ LIMIT_S = 90
 HERE = {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "^slurm", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 
 
-def run(path: str, mpi: Mpi, folder: Path, case: str, when: str) -> Job:
+def run(path: str, mpi: Mpi, folder: Path, case: str, when: str, *, program: str = PROGRAM) -> Job:
     """Run a job of two ranks, and signal its script when it says `when`."""
     for name, says in (("scontrol", ""), ("qresub", 'Your job 43 ("train") has been submitted'), ("qrls", "")):
         file = folder / name
@@ -36,7 +36,7 @@ def run(path: str, mpi: Mpi, folder: Path, case: str, when: str) -> Job:
     env |= {"PATH": f"{folder}:{env['PATH']}", "MPIKV_TIMEOUT_S": "30", "GO": str(folder / "go")}
     script = folder / "script"
     script.write_text(text.replace("\nRANKS=", f"\ncd '{folder}' || exit\nRANKS=", 1))
-    running = Running(["bash", str(script), "python", PROGRAM, case], env, scratch, LIMIT_S)
+    running = Running(["bash", str(script), "python", program, case], env, scratch, LIMIT_S)
     try:
         running.wait_for(when)
         running.kill(running._process.pid, signal.SIGUSR1)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from mpikv.commands.launch import channel
-from mpikv.commands.launch.processes import adopt_orphans, descendants, die_with_parent, segments, send
+from mpikv.commands.launch.processes import addressed, adopt_orphans, descendants, die_with_parent, segments, send
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)
@@ -199,8 +199,7 @@ class Command:
         if signum == signal.SIGKILL:
             self._kill_at = 0.0
         elif self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signum)
+            send(addressed(self._pid), signum)
 
     def _abandon(self) -> None:
         """The launcher is gone: the command has no business any more."""

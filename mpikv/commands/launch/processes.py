@@ -88,6 +88,34 @@ def descendants(root: int) -> list[int]:
     return sorted(found)
 
 
+def addressed(command: int) -> list[int]:
+    """The processes that a signal for a command is meant for: it, and those of its process group that it has started.
+
+    A process that has MPI loaded is the rank, and answers for its children: data loaders' workers are not among these.
+    """
+    parents = {pid: state_and_parent(pid)[1] for pid in _all()}
+    found: list[int] = []
+    level = [command]
+    while level:
+        found += level
+        above = {pid for pid in level if not is_rank(pid)}
+        level = [pid for pid, parent in parents.items() if parent in above and _group(pid) == command]
+    return found
+
+
+def _group(pid: int) -> int:
+    """Its process group, 0 where it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def is_rank(pid: int) -> bool:
+    """Whether the process has an MPI library loaded."""
+    return "/libmpi" in _maps(pid)
+
+
 def of_job(job: str) -> list[int]:
     """The live processes that carry the job's id in their environment, but for this one. Another user's stay unseen."""
     mark, found = f"\0{JOB}={job}".encode(), []
@@ -106,9 +134,15 @@ def segments(root: int) -> set[str]:
     """
     found: set[str] = set()
     for pid in (root, *descendants(root)):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
-            found |= set(SEGMENT.findall(file.read()))
+        found |= set(SEGMENT.findall(_maps(pid)))
     return found
+
+
+def _maps(pid: int) -> str:
+    """What a process has mapped, "" where it is gone or another user's (proc(5))."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+        return file.read()
+    return ""
 
 
 def send(pids: Iterable[int], signum: int) -> None:

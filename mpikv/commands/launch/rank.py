@@ -1,10 +1,10 @@
 """The process above each rank: `quick.py rank ROLE FIRST-NUMBER FIRST-RANK -- COMMAND...`.
 
 It starts the command in a process group of its own and answers for it. Lines that the command prints go to the launcher
-whole, so that those of different ranks never mix; signals from `mpirun` or from the launcher go to the command's group;
-its end is reported with its status, and what it leaves running is ended. Where the launcher or `mpirun` is gone, it
-ends the command. The command gets this process's environment and open files: MPICH's ranks speak to their daemon
-through an inherited one.
+whole, so that those of different ranks never mix; signals from `mpirun` or from the launcher go to the command, and not
+to what a rank has started; its end is reported with its status, and what it leaves running is ended. Where the launcher
+or `mpirun` is gone, it ends the command. The command gets this process's environment and open files: MPICH's ranks
+speak to their daemon through an inherited one.
 
 `mpirun` may kill what it has started without a word, MPICH's when any rank aborts. So its own child is only a stand-in,
 which passes signals on and copies the status; the process that does the above is the stand-in's child, and has time to

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +27,13 @@ def usual_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def send(number: int) -> None:
+def send(number: int, *heard_by: StopSignals) -> None:
+    """Signal this process. The handler runs here soon, since another thread gets the signal."""
     os.kill(os.getpid(), number)
+    until_s = time.monotonic() + 30
+    while not all(stop.why() for stop in heard_by):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 # `passed_s` is what time it is for those who count signals.
@@ -37,13 +43,17 @@ from types import SimpleNamespace
 from mpikv.runtime import signals
 from mpikv.runtime.signals import StopSignals
 passed_s = 0.0
-signals.time = SimpleNamespace(monotonic=lambda: passed_s)
+looks = []  # of handlers at the time
+signals.time = SimpleNamespace(monotonic=lambda: looks.append(1) or passed_s)
 stops = []
 def install(*names):
     stops.append(StopSignals(names))
     stops[-1].install()
-def send(name):
+def send(name, handled=True):
+    before = len(looks)
     os.kill(os.getpid(), signal.Signals["SIG" + name])
+    while handled and len(looks) == before:
+        time.sleep(0.001)
 def say():
     print(stops[0].why(), flush=True)
 """
@@ -64,7 +74,7 @@ def test_mark_is_there_while_none_has_come(tmp_path: Path, ends: str) -> None:
     stop.install()
     assert mark.exists()
     if ends == "heard":
-        send(signal.SIGUSR1)
+        send(signal.SIGUSR1, stop, other)
         assert (stop.why(), other.why()) == ("SIGUSR1", "SIGUSR1")
     else:
         getattr(stop, ends)()
@@ -79,7 +89,7 @@ def test_handler_of_the_program_is_called_too():
     own = signal.getsignal(signal.SIGUSR1)
     stop = StopSignals(["USR1"])
     stop.install()
-    send(signal.SIGUSR1)
+    send(signal.SIGUSR1, stop)
     assert came == [signal.SIGUSR1]
     assert stop.why() == "SIGUSR1"
     stop.restore()
@@ -97,6 +107,32 @@ def test_handler_set_later_stays():
     assert signal.getsignal(signal.SIGUSR1) is later
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+@pytest.mark.parametrize("stores", [1, 2])
+def test_handler_that_a_library_sets_later_is_called_too(name: str, stores: int):
+    """Once, also where it calls the one that it found; and stores hear of the signal, once they have been asked."""
+    number = signal.Signals[f"SIG{name}"]
+    before = signal.getsignal(number)
+    stops = [StopSignals([name]) for _ in range(stores)]
+    for stop in stops:
+        stop.install()
+    came = []
+    found = signal.getsignal(number)
+
+    def later(signum: int, frame) -> None:
+        came.append(signum)
+        found(signum, frame)
+
+    signal.signal(number, later)
+    assert [stop.why() for stop in stops] == [None] * stores
+    send(number, *stops)
+    assert came == [number]
+    for stop in stops:
+        stop.restore()
+    assert signal.getsignal(number) is later
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)])
 def test_stores_note_the_first_signal(order):
     """Closed in any order, the handler from before is back."""
@@ -105,7 +141,7 @@ def test_stores_note_the_first_signal(order):
     for stop in stops:
         stop.install()
         assert stop.why() is None
-    send(signal.SIGUSR2)
+    send(signal.SIGUSR2, *stops)
     send(signal.SIGUSR1)
     assert [stop.why() for stop in stops] == ["SIGUSR2"] * len(stops)
     for i in (*order, 0):
@@ -135,7 +171,7 @@ def test_stores_note_the_first_signal(order):
         ("install('TERM', 'USR1'); send('USR1'); passed_s = 1.1; send('TERM'); say()", "SIGUSR1\n", 0),
         # While the interpreter ends they are ignored.
         (
-            "import atexit; atexit.register(lambda: (send('USR1'), print('last words')))\n"
+            "import atexit; atexit.register(lambda: (send('USR1', False), print('last words')))\n"
             "install('USR1'); stops[0].restore()",
             "last words\n",
             0,
@@ -155,7 +191,7 @@ LONG = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # an hour in C code
 @pytest.mark.parametrize("thread", ["main", "another"])
 @pytest.mark.parametrize("stores", [0, 2])
 def test_forked_child_is_ended_by_the_first(stores, thread):
-    """At once, wherever it is and however soon it comes; its parent goes on noting it."""
+    """At once, wherever it is and however soon it comes; its parent goes on noting it. SIGUSR1 ends no child."""
     done = run(f"""
         import hashlib, threading
         from mpikv.runtime import abort
@@ -174,10 +210,11 @@ def test_forked_child_is_ended_by_the_first(stores, thread):
                     os._exit(0)
                 if i % 2:
                     time.sleep(0.01)
-                number = signal.SIGTERM if i % 4 < 2 or not stops else signal.SIGUSR1
-                os.kill(pid, number)
+                if stops and i % 4 >= 2:
+                    os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGTERM)
                 ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                assert ended == -number, (i, ended)
+                assert ended == -signal.SIGTERM, (i, ended)
             print("all ended", flush=True)
         if {thread == "main"}:
             fork()
@@ -186,7 +223,7 @@ def test_forked_child_is_ended_by_the_first(stores, thread):
             forking.start()
             forking.join()
         assert signal.getsignal(signal.SIGTERM) == ours != signal.SIG_DFL
-        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == ({{signal.SIGUSR1}} if stops else set())
         if stops:
             os.kill(os.getpid(), signal.SIGTERM)
         print([stop.why() for stop in stops], flush=True)
@@ -211,7 +248,7 @@ def test_forked_child_keeps_what_is_the_programs():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.why(), flush=True)
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {signal.SIGTERM}
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
     """)
     assert (done.stdout, done.returncode) == (f"own\nheld\n{-signal.SIGTERM} None\n", 0), done.stderr
 
@@ -244,7 +281,8 @@ def test_local_store():
     assert signal.getsignal(signal.SIGUSR1) == before
     store = kv.create("local", config=Config(stop_signals="USR1"))
     send(signal.SIGUSR1)
-    assert store.stop_requested
+    while not store.stop_requested:
+        time.sleep(0.001)
     store.close()
     assert signal.getsignal(signal.SIGUSR1) != before
     send(signal.SIGUSR1)

@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 
-from mpikv.commands.launch import channel, quick
+from mpikv.commands.launch import channel, processes, quick
 from mpikv.commands.launch.connections import MORE_STRANGERS
 from mpikv.commands.launch.output import Output
 from mpikv.commands.launch.placement import RankBlock, place
-from mpikv.commands.launch.processes import JOB, descendants, end_job, is_alive, of_job
+from mpikv.commands.launch.processes import JOB, descendants, end_job, is_alive, of_job, send
 from mpikv.commands.launch.rank import LAUNCH
 from mpikv.commands.launch.ranks import JobEnd
 from mpikv.commands.launch.watch import JobWatch, Limits
@@ -88,6 +88,20 @@ def _nothing_is_left() -> Iterator[None]:
     before = set(descendants(os.getpid()))
     yield
     assert set(descendants(os.getpid())) - before == set()
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_signals_are_for_the_command_down_to_its_rank(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    words = ["sh", "-c", "sh -c 'sleep 600 & echo $$ $!; wait' & wait"]
+    command = subprocess.Popen(words, stdout=-1, start_new_session=True)
+    assert command.stdout is not None
+    rank, child = (int(word) for word in command.stdout.readline().split())
+    try:
+        monkeypatch.setattr(processes, "is_rank", lambda pid: bool(ranks) and pid == rank)
+        assert processes.addressed(command.pid) == [command.pid, rank, *([] if ranks else [child])]
+    finally:
+        send([*descendants(command.pid), command.pid], signal.SIGKILL)
+        command.wait()
 
 
 def test_output(capfd: pytest.CaptureFixture[str]) -> None:

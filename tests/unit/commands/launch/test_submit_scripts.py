@@ -480,6 +480,43 @@ def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("kind", ["slurm-srun", "slurm-mpirun"])
+def test_the_shell_of_a_rank_passes_on_what_slurm_sends_to_it_alone(tmp_path: Path, kind: str) -> None:
+    """As Slurm does where it tracks processes by cgroups. `mpirun` signals the group: twice would be once too often."""
+    lines = (batch.TEMPLATES / "parts" / "launch.sh").read_text()
+    made = lines[lines.index('[ "$KIND" = ') : lines.index("\nquoted()")]
+    subprocess.run(["bash", "-c", made], env={**os.environ, "KIND": kind, "WORK": str(tmp_path)}, check=True)
+    program = """if True:
+        import os, signal, sys
+        heard = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(1))
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7 + len(heard)))
+        os.write(1, b"begun\\n")
+        while sys.stdin.readline():
+            os.write(1, b"heard %d\\n" % len(heard))
+        while True:
+            signal.pause()
+    """
+    words = ["sh", str(tmp_path / "rank"), "train", sys.executable, "-c", program]
+    rank = subprocess.Popen(words, stdin=-1, stdout=-1, env={**os.environ, "SLURM_PROCID": "1"}, start_new_session=True)
+    assert rank.stdin is not None
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"begun\n"
+    assert (tmp_path / "train-begun-1").exists()
+    if kind == "slurm-mpirun":
+        os.killpg(rank.pid, signal.SIGTERM)
+        assert rank.wait(HANGS_S) == 7
+        return
+    rank.send_signal(signal.SIGUSR1)
+    said = b""
+    while said != b"heard 1\n":  # the shell passes it on in its own time
+        rank.stdin.write(b"\n")
+        rank.stdin.flush()
+        said = rank.stdout.readline()
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(HANGS_S) == 8
+
+
 @pytest.mark.parametrize("tool", ["python", "awk", "mktemp", "qresub"])
 def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: str) -> None:
     """They go to all processes of the job: here while the script waits for `tool`, the first time that it does."""

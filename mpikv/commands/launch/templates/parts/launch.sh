@@ -4,16 +4,26 @@ trap '' USR1 USR2
 . "$PARTS/mpi.sh"
 . "$PARTS/$KIND.sh"
 LAUNCH+=("${LAUNCH_OPTIONS[@]}")
-cat >"$WORK/rank" <<'END'
-# One rank: sh rank NAME COMMAND... It ignores the signals until the program sets handlers. The launcher may signal its
-# whole process group: this shell does not die of that.
+[ "$KIND" = slurm-srun ] && FORWARDS=yes || FORWARDS=
+echo "forwards=$FORWARDS" >"$WORK/rank"
+cat >>"$WORK/rank" <<'END'
+# One rank: sh rank NAME COMMAND... It ignores the signals until the program sets handlers. `mpirun` signals its whole
+# process group: this shell does not die of that. Slurm signals what it has started itself, which is this shell alone
+# (proctrack/cgroup): it passes the signal on.
 trap '' USR1 USR2
 trap : TERM
 mark=${0%/*}/$1 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
 shift
 : >"$mark-begun-$rank"
-"$@"
-status=$?
+if [ -n "$forwards" ]; then
+    "$@" <&0 &
+    pid=$!
+    for signal in USR1 USR2 TERM; do trap "kill -$signal $pid 2>/dev/null" $signal; done
+    while wait $pid; status=$?; kill -0 $pid 2>/dev/null; do :; done # a signal ends a wait
+else
+    "$@"
+    status=$?
+fi
 [ $status != 0 ] || : >"$mark-ended-$rank"
 [ $status -le 128 ] || kill -$((status - 128)) $$
 exit $status
