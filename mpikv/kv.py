@@ -6,7 +6,6 @@ the same picture of workers and servers, from which the store is assembled (asse
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import uuid
@@ -334,30 +333,16 @@ def _seen(store: KVStore, config: Config) -> KVStore:
 
 
 def _registered(store: KVStore) -> KVStore:
-    """Close the store at the interpreter's exit, and end the job instead when the program failed."""
-
-    pid, activity = os.getpid(), store.session.activity
-
-    def at_exit() -> None:
-        if os.getpid() != pid:
-            return  # a child that was forked; the store is its parent's
-        guard = abort.guard()
-        if guard is not None and guard.exit_status:
-            guard.fail(f"sys.exit({guard.exit_status}) while {store!r} was open", guard.exit_status)
-        try:
-            store.close()
-        except BaseException as error:  # also Ctrl-C: the others wait in close
-            if guard is None:
-                raise
-            guard.excepthook(type(error), error, error.__traceback__)
+    """Close the store at the end of MPI or the interpreter, and end the job instead when the program failed."""
+    activity = store.session.activity
+    unregister = abort.at_end(store.close, lambda: f"{store!r} was open")
 
     def closed() -> None:
-        atexit.unregister(at_exit)
+        unregister()
         guard = abort.guard()
         if guard is not None and activity is not None:
             guard.unwatch(activity)
 
-    atexit.register(at_exit)
     store.session.after_close.append(closed)
     guard = abort.guard()
     if guard is not None and activity is not None:

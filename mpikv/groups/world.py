@@ -7,9 +7,7 @@ agree on further groups. It lives until the interpreter's end. `World` itself kn
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -201,15 +199,5 @@ def _open(config: Config) -> World:
     shared = Members(transport.hosts, tuple(range(transport.size)), config=config).shares_memory
     memory = processes.memory() if shared else None
     world = World(transport, config, threaded=processes.threaded, memory=memory, on_fatal=abort.fatal)
-    pid = os.getpid()
-
-    def at_exit() -> None:
-        if os.getpid() != pid:
-            return  # a child that was forked; the ranks are its parent's
-        guard = abort.guard()
-        if guard is not None and guard.exit_status and world.groups:
-            guard.fail(f"sys.exit({guard.exit_status}) while there was a process group", guard.exit_status)
-        world.close()
-
-    atexit.register(at_exit)
+    abort.at_end(world.close, lambda: "there was a process group" if world.groups else "")
     return world

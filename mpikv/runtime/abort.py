@@ -18,6 +18,7 @@ ends the process instead where `mpirun` takes that for the end of the job, and h
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import io
@@ -125,6 +126,17 @@ class Guard(TakesSignals):
         """Let those who ask meanwhile know it. The first reason counts."""
         for activity in self.activities:
             activity.ending = activity.ending or why.partition("\n")[0][:LONGEST_REASON]
+
+    def end_if_failed(self, what: str) -> None:
+        """End the job at the interpreter's exit, where the program has failed while something of it was open."""
+        if self.exit_status:
+            self.fail(f"sys.exit({self.exit_status}) while {what}", self.exit_status)
+        error = getattr(sys, "last_value", None)  # Python sets it before it calls a hook
+        if error is not None and not (hasattr(sys, "ps1") or sys.flags.inspect):
+            hook = sys.excepthook
+            name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+            text = f"{type(error).__name__}: {error}; sys.excepthook was replaced by {name}, which ends no job"
+            self.fail(f"{text}, while {what}", 130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def _wait_for_turn(self) -> None:
         """Wait while ranks before this one print the same error; their end of the job ends this process meanwhile."""
@@ -243,6 +255,39 @@ class OneProcessHook:
             return
         print(f"mpikv: error: {found}", file=sys.stderr, flush=True)
         raise SystemExit(MISTAKE)  # Python ends the program as if it had said so, with what is to be done at its exit
+
+
+def at_end(close: Callable[[], None], what: Callable[[], str]) -> Callable[[], None]:
+    """Call `close` when the interpreter ends or, before that, when the program calls MPI.Finalize().
+
+    Where the program has failed, the job ends instead, if `what()` says what was open. Returns what takes this back.
+    """
+    mpi, pid = sys.modules["mpi4py.MPI"], os.getpid()
+    ending = False
+
+    def end(*_: Any) -> None:
+        nonlocal ending
+        if ending or os.getpid() != pid:
+            return  # done, or a child that was forked: what is open is its parent's
+        ending, present = True, guard()
+        if present is not None and (open_now := what()):
+            present.end_if_failed(open_now)
+        try:
+            close()
+        except BaseException as error:  # also Ctrl-C: the others wait in close
+            if present is None:
+                raise
+            present.excepthook(type(error), error, error.__traceback__)
+
+    def undo() -> None:
+        atexit.unregister(end)
+        if not ending:
+            mpi.COMM_SELF.Delete_attr(key)
+
+    atexit.register(end)
+    key = mpi.Comm.Create_keyval(delete_fn=end)
+    mpi.COMM_SELF.Set_attr(key, what)  # MPI_Finalize deletes it before it does anything else (MPI 4.1, 11.2.4)
+    return undo
 
 
 def tells(call: Call) -> Call:

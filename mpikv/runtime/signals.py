@@ -71,11 +71,10 @@ class StopSignals(TakesSignals):
             )
             return
         self._installed = True
-        blocked: set[int] = {*signal.pthread_sigmask(signal.SIG_BLOCK, ())}
-        by_program = blocked - _kept_off(self._numbers)
+        by_program = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _kept_off(self._numbers)
         for number in self._numbers:
             self._take(number)
-        self.kept_off = set(self._numbers) - ENDING - by_program
+        self.kept_off = {number for number in self._numbers if number not in ENDING | by_program}
         if self.kept_off:
             threading.Thread(target=self._receive, daemon=True, name="mpikv-signals").start()
             signal.pthread_sigmask(signal.SIG_BLOCK, self.kept_off)

@@ -1,0 +1,75 @@
+"""How a program ends that does itself what a store or a process group would have done: MPI.Finalize, sys.excepthook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import Job, Mpi, mpirun
+
+BEGIN = """
+import sys
+import numpy as np
+from mpi4py import MPI
+from mpikv import kv
+from mpikv.groups.world import opened
+def store():
+    made = kv.create("dist_sync")
+    made.init("w", np.zeros(3))
+    made.pushpull("w", np.ones(3))
+    return made
+def group():
+    return opened().group((0, 1), 1, 20)
+"""
+FINALIZES = {
+    "store": "one = store()",
+    "stores": "one, two, three = store(), store(), store()\ntwo.close()",
+    "closed store": "store().close()",
+    "group": "one = group()",
+    "dropped group": "opened().drop(group())",
+    "both": "one, two = group(), store()",
+}
+
+
+def job(mpi: Mpi, folder: Path, program: str) -> Job:
+    path = folder / "program.py"
+    path.write_text(BEGIN + program)
+    ended = mpirun(2, ["python", str(path)], mpi=mpi, env={"MPIKV_TIMEOUT_S": "20"})
+    assert not ended.timed_out, ended.output
+    assert ended.ranks_left == []
+    return ended
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("has", FINALIZES)
+@pytest.mark.parametrize("status", [0, 3])
+def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
+    """What is open is closed by it, and the status is the program's."""
+    ended = job(mpi, tmp_path, f"{FINALIZES[has]}\nMPI.Finalize()\nprint('done', flush=True)\nsys.exit({status})\n")
+    assert (ended.status, ended.stdout.count("done")) == (status, 2), ended.output
+    assert "FINALIZE" not in ended.output, ended.output
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("has", ["store", "group"])
+def test_hook_of_exceptions_that_is_replaced(mpi: Mpi, tmp_path: Path, has: str) -> None:
+    """A library's hook, set later, prints the error and ends no job: the exit does, and names the hook."""
+    wait = "one.pull('w')" if has == "store" else "opened().ask('get', ['never'])"
+    ended = job(
+        mpi,
+        tmp_path,
+        f"""
+one = {has}()
+def pretty(kind, error, trace):
+    print("pretty", error, flush=True)
+sys.excepthook = pretty
+if MPI.COMM_WORLD.rank == 1:
+    raise RuntimeError("not my day")
+one.push("w", np.ones(3)) if {has == "store"} else None
+{wait}
+""",
+    )
+    assert ended.status == 1, ended.output
+    assert "pretty not my day" in ended.stdout
+    assert "RuntimeError: not my day; sys.excepthook was replaced by __main__.pretty" in ended.stderr, ended.output
+    assert "StallError" not in ended.output, ended.output
