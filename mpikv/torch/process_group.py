@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, ReduceOp
 
 from mpikv.arrays.as_numpy import HostArray
@@ -73,12 +74,24 @@ def operator_of(op: Any) -> Operator:
 
 
 def collective(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
-    """Report a collective call with wrong arguments to the other ranks, which would wait for this rank in it."""
+    """Check a call's arguments, and report wrong ones to the other ranks, which would wait for this rank in the call.
+
+    The short form of a call, such as `broadcast(tensor, root=0)`, is brought to the form of lists and options.
+    """
+    name = method.__name__
 
     @functools.wraps(method)
     def refusing(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
-        calls = self._group.calls
+        calls, given = self._group.calls, [*args, *kwargs.values()]
         try:
+            if "single" not in name and name != "alltoall":  # which have a form of their own
+                if not all(isinstance(one, (list, tuple)) or _are_options(one) for one in given):
+                    args, kwargs = _in_lists(name, given), {}
+                    given = list(args)
+                if [] in given and name not in ("gather", "scatter"):  # which have one on all ranks but the root
+                    raise ValueError(f"{name}: a list of tensors is expected, not an empty one")
+            for opts in filter(_are_options, given):
+                self._check_rank(f"{name}: the root", getattr(opts, "rootRank", 0))
             return method(self, *args, **kwargs)
         except Exception as error:
             if self._group.calls == calls and self._group.failure is None:
@@ -144,10 +157,8 @@ class MpiProcessGroup(dist.ProcessGroup):
     # --- reductions
 
     @collective
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> CallWork:
-        """Combine each tensor over all ranks, in place. PyTorch passes a single one without a list, too."""
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
+        """Combine each tensor over all ranks, in place."""
         if any(tensor.layout != torch.strided for tensor in tensors):
             for tensor in tensors:
                 sparse.allreduce(self._group, tensor, _operator(opts))
@@ -280,6 +291,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, [output], opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
         )
 
+    @collective
     def barrier(self, opts: Any = None) -> CallWork:
         """Return a work that is done when all ranks have called this."""
         return self._work_of(Views(), [], opts, self._group.barrier)
@@ -293,12 +305,15 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> CallWork:
         """Send a tensor to a rank of the group."""
+        self._check_rank("send: the destination", dest)
         views, (tensor,) = Views(), tensors
         (array,) = views.read([tensor])
         return self._work_of(views, tensors, None, lambda o: self._group.send(array, dest, tag, o))
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> CallWork:
         """Receive a tensor of exactly this size from a rank of the group."""
+        if source is not None:
+            self._check_rank("recv: the source", source)
         views, (tensor,) = Views(), tensors
         (array,) = views.write([tensor])
         return self._work_of(views, tensors, None, lambda o: self._group.receive(array, source, tag, o))
@@ -352,6 +367,10 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
+    def _check_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size():
+            raise ValueError(f"{what} is one of the group's ranks, 0 to {self.size() - 1}, not {rank}")
+
     def _slices(self, array: HostArray, n_elems: int) -> list[HostArray]:
         if array.size != n_elems * self.size():
             raise ValueError(
@@ -378,6 +397,26 @@ class MpiProcessGroup(dist.ProcessGroup):
             slices.append(array[begin : begin + split * row_elems])
             begin += split * row_elems
         return slices
+
+
+def _are_options(value: object) -> bool:
+    return value is None or hasattr(value, "timeout")
+
+
+def _in_lists(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a call's arguments in the form of lists and options: what an option is, its type says."""
+    opts = getattr(_distributed_c10d, "".join(word.capitalize() for word in name.split("_")) + "Options")()
+    tensors = [one for one in given if isinstance(one, (list, tuple, torch.Tensor))]
+    for one in given:
+        if isinstance(one, int):
+            opts.rootRank = one
+        elif isinstance(one, timedelta):
+            opts.timeout = one
+        elif one is not None and not any(one is tensor for tensor in tensors):
+            opts.reduceOp = one
+    if any(isinstance(one, torch.Tensor) for one in tensors):
+        tensors = [[one] for one in tensors]
+    return (*tensors, opts)
 
 
 @functools.cache

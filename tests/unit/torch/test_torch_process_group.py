@@ -106,6 +106,46 @@ def test_empty_and_scalar_tensors_and_those_with_gradients(group) -> None:
     group.barrier().wait()
 
 
+@each_rank(2, "memory")
+def test_calls_in_the_short_form(group) -> None:
+    me, two = group.rank(), dist.ReduceOp.MAX
+    one = torch.full((2,), me + 1.0)
+    group.broadcast(first := one.clone(), root=1).wait()
+    group.broadcast([second := one.clone()], opts=rooted(c10d.BroadcastOptions, 1)).wait()
+    group.allreduce(third := one.clone(), op=two, timeout=timedelta(seconds=10)).wait()
+    group.allreduce([fourth := one.clone()], two).wait()
+    group.reduce(fifth := one.clone(), 0, two).wait()
+    assert [x[0].item() for x in (first, second, third, fourth, fifth)] == [2, 2, 2, 2, 2 if me == 0 else me + 1]
+    group.allgather(outs := [torch.zeros(2), torch.zeros(2)], one).wait()
+    assert [out[0].item() for out in outs] == [1, 2]
+    group.reduce_scatter(first, outs, op=two).wait()
+    assert first[0].item() == me + 1
+    group.barrier(timedelta(seconds=10)).wait()
+
+
+@each_rank(2, "memory")
+def test_wrong_arguments_of_all_ranks(group) -> None:
+    """All bring the same, so that no comparison between the ranks finds it."""
+    options = {"broadcast": c10d.BroadcastOptions, "reduce": c10d.ReduceOptions, "gather": c10d.GatherOptions}
+    wrong = [lambda: group.send([torch.zeros(1)], 2, 0), lambda: group.recv([torch.zeros(1)], -1, 0)]
+    for call in wrong:
+        with pytest.raises(ValueError, match=r"one of the group's ranks, 0 to 1, not (2|-1)"):
+            call()
+    for name, kind in options.items():
+        arguments = [[]] * (name == "gather") + [[torch.zeros(1)]]
+        for root in (-1, 2):
+            with pytest.raises(ValueError, match=f"{name}: the root is one of the group's ranks, 0 to 1, not {root}"):
+                getattr(group, name)(*arguments, rooted(kind, root))
+    for name, arguments in {
+        "broadcast": [[], rooted(c10d.BroadcastOptions, 0)],
+        "allreduce": [[]],
+        "allgather": [[], []],
+        "reduce_scatter": [[], []],
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: a list of tensors is expected, not an empty one"):
+            getattr(group, name)(*arguments)
+
+
 @each_rank(2, *WAYS)
 def test_tensors_can_be_resized_after_a_call(group) -> None:
     """FSDP frees parameters so; a NumPy array by `Tensor.numpy` would forbid it for good."""
