@@ -168,7 +168,16 @@ def _or_of_mpi(usual: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
 
     def handler(url: str, **options: Any) -> Rendezvous:
         are_set = all(os.environ.get(name) or f"{name.lower()}=" in url for name in VARIABLES)
-        return usual(url, **options) if are_set or launcher.find() is None else of_mpi(url, **options)
+        source = usual if are_set or launcher.find() is None else of_mpi
+        try:
+            yield from source(url, **options)
+        except ValueError as error:
+            if are_set or source is of_mpi:
+                raise
+            raise ValueError(
+                f"{error}. With the backend {NAME}, start the program by mpirun: `mpirun -n 4 python train.py`, or "
+                "`-n 1` for a single process"
+            ) from None
 
     handler.of_mpi = True  # type: ignore[attr-defined]
     return handler

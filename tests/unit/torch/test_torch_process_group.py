@@ -365,5 +365,6 @@ def test_the_backend_is_registered_without_mpi(monkeypatch: pytest.MonkeyPatch) 
     assert handler.of_mpi
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="environment variable RANK expected"):  # as ever, where no mpirun started it
+    said = "environment variable RANK expected.* With the backend mpikv, start the program by mpirun: `mpirun -n 4"
+    with pytest.raises(ValueError, match=said):
         next(handler("env://"))
