@@ -45,8 +45,8 @@ class CallingGroup(Protocol):
 class GroupCall:
     """One call. number: counts the group's calls, the same on all ranks; -1 for a message between two ranks.
 
-    text: describes the call; the same on all ranks. waited_s, asked: for watch.py: how long it has waited, and whether
-    the other ranks have been asked about it.
+    text: describes the call; the same on all ranks. queued: it has not begun, since calls before it have not ended.
+    waited_s, asked: for watch.py: how long it has waited since, and whether the other ranks have been asked about it.
     """
 
     def __init__(self, group: CallingGroup, number: int, text: str, options: Options) -> None:
@@ -56,7 +56,7 @@ class GroupCall:
         self.running: Running[Any] = Running(_nothing(), text)
         self.started_s = group.engine.clock.now_s()
         self.waited_s = 0.0
-        self.asked = False
+        self.asked = self.queued = False
         self._callbacks: list[Callable[[], None]] = []
 
     @property

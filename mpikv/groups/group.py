@@ -172,8 +172,9 @@ class RankGroup:
             else:
                 before, self._last = self._last, call
                 steps = through_memory
-            self._prepare(call, _after(before, steps))  # within the lock: the next call waits for `call.running`
-        return self._begin(call, on_the_spot=through_memory is not None)
+            self._prepare(call, _after(call, before, steps))  # within the lock: the next call waits for `call.running`
+        on_the_spot = through_memory is not None and (before is None or before.done)  # else it would not move
+        return self._begin(call, on_the_spot=on_the_spot)
 
     def _count(self, text: str) -> int:
         self.calls += 1
@@ -276,10 +277,12 @@ class RankGroup:
                 self.shared.discard()
 
 
-def _after(before: GroupCall | None, steps: Steps[None]) -> Steps[None]:
+def _after(call: GroupCall, before: GroupCall | None, steps: Steps[None]) -> Steps[None]:
     """Run the steps of a call once the call before it is done."""
     if before is not None and not before.done:
+        call.queued = True
         yield Ended(before.running)
+        call.queued = False
         if before.error is not None:
             raise MpikvError(f"the call before it has failed: {before.error}") from before.error
     yield from steps

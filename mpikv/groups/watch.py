@@ -3,7 +3,7 @@
 When a call has waited MPIKV_STALL_WARN_S, at most ASK_AFTER_S, its rank asks all others. The call fails at once where
 another rank has made a different call under the same number, or has left the job before this call. Else the first rank
 that waits prints who is missing, and where its program is. At its time limit the call fails with the names of the ranks
-that have not made it. Time during which the machine was stopped does not count.
+that have not made it. Time during which the machine was stopped, or calls before it were under way, does not count.
 
 Cost: reading the clock, until a call has waited so long; then two messages per other rank, and again after 2, 4, 8
 times as long.
@@ -83,7 +83,7 @@ class CallWatch:
             now_s = clock.now_s()
             elapsed_s, last_s = min(now_s - last_s, 2 * TICK_S), now_s
             for group in tuple(self._groups.values()):
-                for call in tuple(group.under_way):
+                for call in [one for one in group.under_way if not one.queued]:
                     call.waited_s += min(elapsed_s, now_s - call.started_s)
                     if not call.asked and call.waited_s >= min(self._warn_s, ASK_AFTER_S, call.timeout_s):
                         call.asked = True

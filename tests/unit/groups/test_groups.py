@@ -19,12 +19,13 @@ from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
-from mpikv.groups.call import Options
+from mpikv.groups import group as group_module
+from mpikv.groups.call import Options, spin
 from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import OPERATORS
 from mpikv.groups.service import REPLY_TAGS
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
-from mpikv.groups.tags import GroupTags
+from mpikv.groups.tags import WINDOW_BITS, GroupTags
 from mpikv.groups.world import World
 from mpikv.testing.groups import spawn_groups
 from mpikv.testing.ranks import RankError
@@ -473,6 +474,50 @@ def test_a_message_that_nobody_sends_is_an_error() -> None:
             told.append(0)
 
     run_while_time_passes("memory", 2, body, lookers=1)
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_the_limit_of_a_call_begins_when_the_calls_before_it_have_ended(way: str) -> None:
+    """Of thousands that are begun at once the last ones wait for long, though every rank has made them."""
+    n = 1 << WINDOW_BITS  # by messages so many are under way at once
+
+    def body(told: list, world: World, group: RankGroup):
+        clock = world.engine.clock
+        if group.rank == 1:
+            come_s = clock.now_s() + 5
+            world.engine.wait(Predicate(lambda: clock.now_s() > come_s), 60, lambda: StallError("time stands still"))
+        calls = [group.allreduce([np.ones(2)], SUM) for _ in range(n)]
+        last = group.allreduce([array := np.ones(2)], SUM, SOON)
+        for call in (*calls, last):
+            call.wait()
+        told.append(group.rank)
+        return array.tolist()
+
+    assert run_while_time_passes(way, 2, body, lookers=2, until=2) == [[2, 2]] * 2
+
+
+def test_a_call_that_cannot_begin_is_not_polled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of a thousand calls that are begun at once costs the time that a caller polls for."""
+    polled: list[str] = []
+
+    def noted(running: Running, clock: object) -> None:
+        polled.append(running.name)
+        spin(running, clock)
+
+    monkeypatch.setattr(group_module, "spin", noted)
+    begun = threading.Event()
+
+    def body(world: World, group: RankGroup):
+        if group.rank == 1:
+            assert begun.wait(60)
+        calls = [group.allreduce([np.ones(n)], SUM) for n in range(1, 6)]
+        begun.set()
+        for call in calls:
+            call.wait()
+
+    run("memory", 2, body)
+    assert polled[0] == "all_reduce (sum) of float64 1"
+    assert polled.count("all_reduce (sum) of float64 5") < 2
 
 
 def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
