@@ -26,6 +26,10 @@ MOST_NEEDS = (
 )
 
 
+def _never() -> bool:
+    return False
+
+
 class Activity:
     """The store call that a rank is in, or was in last, and since when.
 
@@ -52,7 +56,7 @@ class Activity:
         self._n_threads = 0  # that have waited, as far as that matters: one, or more
         self._n_waits = 0
         self._needs: Sequence[Waiting] = ()
-        self._limited = False
+        self._limited, self._over = False, _never
         self.looks = Looks()
         self.reached: Callable[[Any], int] = lambda _item: 0
         self.others: Callable[[], Iterable[Activity]] = tuple
@@ -61,14 +65,23 @@ class Activity:
         self.hopeless: tuple[str, str] | None = None
 
     @contextmanager
-    def during(self, call: object, needs: Sequence[Waiting] = (), *, limited: bool = False) -> Iterator[None]:
-        """Note a call for as long as it lasts. needs: the waits that it consists of. limited: by the caller."""
+    def during(
+        self,
+        call: object,
+        needs: Sequence[Waiting] = (),
+        *,
+        limited: bool = False,
+        over: Callable[[], bool] = _never,
+    ) -> Iterator[None]:
+        """Note a call for as long as it lasts. needs: the waits that it consists of. limited: by the caller. over():
+        whether it is about to end.
+        """
         begun_s = self._since_s = self._clock.now_s()
         self._failed = False
         thread = threading.get_ident()
         if self._n_threads == 0 or thread != self._thread:
             self._n_threads, self._thread = self._n_threads + 1, thread
-        self._needs, self._limited, self._n_waits = needs, limited, self._n_waits + 1
+        self._needs, self._limited, self._over, self._n_waits = needs, limited, over, self._n_waits + 1
         self._call = call
         try:
             yield
@@ -147,7 +160,7 @@ class Activity:
 
     def _blocked(self) -> Blocked | None:
         call, number, needs, limited = self._call, self._n_waits, self._needs, self._limited
-        if call is None or self._n_threads > 1:
+        if call is None or self._n_threads > 1 or self._over():
             return None
         place = program.position(self._thread)
         process = f" (pid {os.getpid()})" if [*self.others()] else ""  # a rank has another number in each store

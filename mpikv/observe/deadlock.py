@@ -6,15 +6,19 @@ waits last. So a circle of facts is a deadlock, though they come from different 
 in it cannot end before the next one.
 
 This is the condition of Chandy, Misra and Haas, "Distributed deadlock detection" (1983), for a rank that needs all that
-it waits for. Pure: no clock, no MPI.
+it waits for. An `init` needs more care: where all who have not come to it are in an `init` of the same store
+themselves, or come to one, they are released (session/agreement.py). So such a wait is said to come after those waits
+alone that are none of these, and had begun before all of those in between were seen. Pure: no clock, no MPI.
 """
 
 from __future__ import annotations
 
 import graphlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from mpikv.observe.stall import INIT
 
 
 class WaitFact(NamedTuple):
@@ -39,27 +43,46 @@ class Blocked(NamedTuple):
 
 
 def compare(
-    waits: Mapping[int, Blocked], workers: Iterable[int], reached: Callable[[int, str, Any], int]
+    waits: Mapping[int, Blocked],
+    workers: Iterable[int],
+    reached: Callable[[int, str, Any], int],
+    seen: Container[str] = (),
 ) -> tuple[list[WaitFact], list[int]]:
     """Return the facts of these waits, by worker, and which workers have not come to what somebody waits for.
 
     reached(worker, store, item): how far a worker had come, while it was in the wait that `waits` has of it; -1 where
-    nobody knows.
+    nobody knows. seen: ids of waits that were seen before all of `waits`.
     """
-    facts: list[WaitFact] = []
-    missing: dict[int, None] = {}
+    late_of: dict[int, dict[int, None]] = {}  # for each wait
     late_for: dict[tuple[str, str, int], dict[int, None]] = {}  # most workers wait for the same
-    for blocked in waits.values():
-        late: dict[int, None] = {}
+    for waiter, blocked in waits.items():
+        late = late_of[waiter] = {}
         for store, (item, n) in blocked.needs:
             need = store, str(item), n
             if need not in late_for:
                 late_for[need] = {worker: None for worker in workers if 0 <= reached(worker, store, item) < n}
             late |= late_for[need]
-        others = [waits[worker] for worker in late if worker in waits and not (blocked.free or waits[worker].free)]
-        facts += [WaitFact(blocked.id, other.id, blocked.text, other.text) for other in others]
-        missing |= late
-    return facts, [*missing]
+    facts: list[WaitFact] = []
+    for waiter, blocked in waits.items():
+        others, init_in = dict(late_of[waiter]), _init_in(blocked)
+        todo = [*others] if init_in else []
+        while todo:
+            worker = todo.pop()
+            if worker in waits and _init_in(waits[worker]) == init_in:
+                todo += late_of[worker].keys() - others.keys()
+                others |= late_of[worker]
+        for other in (waits[worker] for worker in others if worker in waits):
+            ends_before = not init_in or (_init_in(other) != init_in and other.id in seen)
+            if ends_before and not (blocked.free or other.free):
+                facts.append(WaitFact(blocked.id, other.id, blocked.text, other.text))
+    return facts, [*dict.fromkeys(itertools.chain(*late_of.values()))]
+
+
+def _init_in(blocked: Blocked) -> str | None:
+    """The store in which it is an `init`."""
+    return next(
+        (store for store, (item, _) in blocked.needs if isinstance(item, (list, tuple)) and item[0] == INIT), None
+    )
 
 
 def circle(facts: Iterable[WaitFact]) -> list[WaitFact]:

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 from mpikv.common.checks import shown
 from mpikv.placement.keys import Key
 
+INIT = "init"  # the topic of what workers may come to in any order, each name once
 SHOWN = 8  # ranks of a line that are named
 
 
 class Need(NamedTuple):
     """What every worker must come to before a wait can end: `n` of `item`, as the third round of a key.
 
-    item: a key by its number, or a call that all agree in, as `["barrier", 3]`, of which there is one.
+    item: a key by its number, or a call that all agree in, as `["barrier", 3]` or `["init", "w"]`, of which there is
+    one.
     """
 
     item: Any

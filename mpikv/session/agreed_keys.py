@@ -20,7 +20,7 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.worth import Worth, worth_of
 from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError
-from mpikv.observe.stall import Waiting
+from mpikv.observe.stall import INIT, Waiting
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
@@ -90,6 +90,7 @@ class KeySession(CollectiveSession):
         self._events: KeyEvents
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
+        self._proposed: set[Key] = set()  # by this worker
         self.compared: dict[Key, Compared] = {}
         self._next_id, self._most_keys = 0, most_keys
 
@@ -164,8 +165,10 @@ class KeySession(CollectiveSession):
                     check_pull("init", new.key, travels)
             items.append(("init", new.key, [list(new.shape), names_of[dtype], codec, new.space, new.sparse]))
         proposal = self.agreeing.propose(items)
+        self._proposed.update(new.key for new in values)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
-        self.waits.wait(proposal, Waiting(f"init({names})"))
+        first, *others = [Waiting(f"init({names})", agreed=(INIT, new.key)) for new in values]
+        self.waits.wait(proposal, first, others=others)
         decisions = [(item[1], proposal.decisions[item]) for item in proposal.items]
         agreed = [
             self.infos.get(name) or self._info(name, decision.result)

@@ -70,6 +70,7 @@ class Stalls:
         self._printed: list[tuple[int, str]] | None = None
         self._items: dict[str, StoreItem] = {}  # what is asked of, by its text
         self._silent: dict[int, str] = {}
+        self._seen: set[str] = set()  # waits, in the last answers
         self._well = True  # whether the waits that have ended since the first one began have ended without an error
 
     # --- who waits
@@ -181,7 +182,8 @@ class Stalls:
             left = worker in waits and any(its == store and need[0] == CLOSE for its, need in waits[worker].needs)
             return -1 if i is None or left else answers[worker]["reached"][i]
 
-        facts, missing = compare(waits, answers, reached)
+        facts, missing = compare(waits, answers, reached, self._seen)
+        self._seen = {blocked.id for blocked in waits.values()}
         self._add_items([*waits.values()])
         self._activity.facts = facts
         known = [WaitFact(*fact) for answer in answers.values() for fact in answer["facts"]]

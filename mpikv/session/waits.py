@@ -127,7 +127,8 @@ class Waits:
 
         well = False
         try:
-            with self.activity.during(waiting, (waiting, *others), limited=timeout_s is not None):
+            over = {"over": request.test} if waiting.agreed else {}  # an `init` may end before all have come to it
+            with self.activity.during(waiting, (waiting, *others), limited=timeout_s is not None, **over):
                 engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
             well = True
         finally:

@@ -20,7 +20,7 @@ from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.observe.activity import Activity
 from mpikv.observe.log import StoreLog
 from mpikv.observe.program import Process, WorkerStatus, this_process
-from mpikv.observe.stall import Waiting
+from mpikv.observe.stall import INIT, Waiting
 from mpikv.placement import device_paths
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -139,6 +139,8 @@ class Workers(OptimizerSession):
         if isinstance(item, int):
             return self._pushes().get(item, 0)
         topic, count = item
+        if topic == INIT:
+            return int(count in self._proposed)
         return int(self._counts.get(topic, 0) >= count)
 
     # --- the ranks

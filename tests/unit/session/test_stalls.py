@@ -137,8 +137,9 @@ def test_what_has_taken_as_long_before_is_not_told(printed: list[str], monkeypat
         assert tables() == before
 
 
-# Calls of worker 0, 1 and 2, which all make in the end; "|" is a barrier, a letter a pushpull of that key.
-PROGRAMS = ["a| |a |a", "ba ab ab", "abc bca cab", "a|b ba| ba|"]
+# Calls of worker 0, 1 and 2, which all make in the end; "|" is a barrier, "+" the init of a key, a letter a pushpull.
+PROGRAMS = ["a| |a |a", "ba ab ab", "abc bca cab", "a|b ba| ba|", "a+ +a +a", "+a a+ a+"]
+NAMES = {"|": "barrier", "+": "init('n')"}
 
 
 @every_mode
@@ -148,7 +149,10 @@ def test_workers_that_wait_for_each_other_all_raise_it(mode: Mode, program: str,
     all_know = threading.Barrier(3, timeout=60)
 
     def call(store: Any, one: str) -> None:
-        store.barrier() if one == "|" else store.pushpull(one, ONES.copy())
+        if one == "+":
+            store.init("n", ONES)
+        else:
+            store.barrier() if one == "|" else store.pushpull(one, ONES.copy())
 
     def body(store: Any) -> list[str]:
         store.init(["a", "b", "c"], [np.zeros(3, np.float32)] * 3)
@@ -163,7 +167,8 @@ def test_workers_that_wait_for_each_other_all_raise_it(mode: Mode, program: str,
         return texts
 
     for worker, texts in enumerate(mode.run(body, stall_warn_s=WARN_S, timeout_s=60.0)):
-        what = "barrier" if program.split()[worker][0] == "|" else f"pushpull of key '{program.split()[worker][0]}'"
+        begun = program.split()[worker][0]
+        what = re.escape(NAMES.get(begun, f"pushpull of key '{begun}'"))
         assert re.match(rf"worker {worker} on .* waited \d+(\.\d)? s in {what}", texts[0])
         assert re.search(r"Deadlock: worker . on localhost in .* at test_stalls.py:\d+ in call waits for ", texts[0])
         assert "MPIKV_TIMEOUT_S" not in texts[0]
