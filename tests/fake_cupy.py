@@ -341,6 +341,7 @@ class Stream(_Ordered):
 
     def wait_event(self, event: Event) -> None:
         with self.machine.lock:
+            self.machine.counts["waits"] += 1
             self.come_behind(event)
 
     def synchronize(self) -> None:
@@ -672,6 +673,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin, _Own):  # noqa: N801 - as CuP
         return self.process._call(name, func, args, kwargs)
 
 
+def _one_copy(dst: ndarray, src: ndarray) -> bool:
+    """Whether it takes a copy of bytes alone."""
+    return bool(dst.dtype == src.dtype and dst.flags.c_contiguous and src.flags.c_contiguous)
+
+
 def _arrays_in(value: Any) -> list[ndarray]:
     if isinstance(value, ndarray):
         return [value]
@@ -790,6 +796,16 @@ class FakeCupy:
     def copyto(self, dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
         if not isinstance(dst, ndarray):
             raise TypeError("Cannot copy to a NumPy array")
+        if isinstance(src, ndarray) and src.device != dst.device and not _one_copy(dst, src):
+            # What CuPy does: a copy in one piece there, one of that here, and then the values, each in the stream that
+            # is current on the GPU where it is made.
+            with src.device:
+                there = src if src.flags.c_contiguous else src.copy()
+            with dst.device:
+                here = self.empty(there.shape, there.dtype)
+                self._run("copyto", lambda: np.copyto(here._values, there._values), [there], here)
+                self._run("copyto", lambda: np.copyto(dst._values, here._values, casting=casting), [here], dst)
+            return
         values, chosen = _operand(src), True if where is None else _operand(where)
         reads = _arrays_in([src, where])
         self._run("copyto", lambda: np.copyto(dst._values, values, casting=casting, where=chosen), reads, dst)
@@ -883,7 +899,10 @@ class _Cuda:
             self._process.local.allocators.pop()
 
     def get_current_stream(self) -> Stream:
-        return (self._process.local.streams or [self._process.null])[-1]
+        """Each GPU has one."""
+        device = self.runtime.getDevice()
+        here = [one for one in self._process.local.streams if one.ptr == LEGACY or one.device_id == device]
+        return (here or [self._process.null])[-1]
 
 
 class _Runtime:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.as_numpy import write as write_host
 from mpikv.engine.backoff import wait_until
@@ -66,13 +67,13 @@ class DeviceSpace:
         self._callers_watcher = EventWatcher(gpu)
         self._thread = _Thread()
         # Writes of callers into arrays for which the store's stream has not waited yet, by the id of the array's
-        # memory: an event after the writes, and the stream.
-        self._callers_writes: dict[int, tuple[Any, int]] = {}
+        # memory: of each stream, by its address, an event after the writes. Slices of one array share the memory.
+        self._callers_writes: dict[int, dict[int, Any]] = {}
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._push_memory: dict[int, Any] = {}  # memory of pushes that is referred to, by number
         # Number and id of such memory that is no longer referred to. A deque, since any thread may append at any time.
         self._released: deque[tuple[int, int]] = deque()
-        self._leaving: deque[tuple[Any, Any]] = deque()  # released memory that is free once the event is done
+        self._leaving: deque[tuple[Any, Any]] = deque()  # what is kept until the event is done, such as released memory
         self.chunks: list[Any] = []  # allocations that other ranks read
         self._free_end = (0, 0)  # address and length of the free end of the last chunk
         self._closed = False
@@ -167,12 +168,31 @@ class DeviceSpace:
             with array.stream:
                 np.copyto(copied.reshape(values.shape), values)
                 event = array.stream.record(self.gpu.event())
-                self._callers_writes[id(copied.data.mem)] = event, array.stream.ptr
+            self._note_write(copied, event, array.stream)
         else:  # a stream of another GPU must not work on this one's memory
-            self.stream.wait_event(array.event)
+            event = array.event
+            if not values.flags.c_contiguous:  # CuPy would make this copy by itself, in a stream that waits for nothing
+                with self.gpu.current(number=array.number), array.stream:
+                    values = values.copy()
+                    event = array.stream.record(self.gpu.event())
+            self.stream.wait_event(event)
             np.copyto(copied.reshape(values.shape), values)
-            self._make_caller_wait(array)
+            event = self._make_caller_wait(array)
+        if tensors.is_jax(array.array):  # XLA would use its memory again, in streams that do not wait for the copy
+            with self._lock:
+                self._leaving.append((event, array.array))
         return copied
+
+    def _note_write(self, array: Any, event: Any, stream: Any) -> None:
+        """Note that a caller has begun to write into the array, in this stream, until the event."""
+        with self._lock:
+            before = self._callers_writes.get(id(array.data.mem), {})
+            self._callers_writes[id(array.data.mem)] = {**before, stream.ptr: event}
+
+    def _release(self) -> None:
+        """Let go of what was kept until events that are done now. To be called with the lock."""
+        while self._leaving and self._leaving[0][0].done:
+            self._leaving.popleft()
 
     def _empty_push(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
         """Return a new array that any stream may write. To be called in `in_stream`."""
@@ -180,13 +200,12 @@ class DeviceSpace:
         with self._lock:
             released = [self._released.popleft() for _ in range(len(self._released))]
             for _, memory_id in released:
-                if (write := self._callers_writes.pop(memory_id, None)) is not None:  # it was never read
-                    self.stream.wait_event(write[0])
+                for event in self._callers_writes.pop(memory_id, {}).values():  # it was never read
+                    self.stream.wait_event(event)
             if released:
                 done = self.stream.record(self.gpu.event())
                 self._leaving += [(done, self._push_memory.pop(number)) for number, _ in released]
-            while self._leaving and self._leaving[0][0].done:
-                self._leaving.popleft()
+            self._release()
             allocated = self._pushes.malloc(n_bytes)
             memory = self._push_memory_class(allocated.ptr, n_bytes, self, self.device)
             memory.number, memory.released = next(self._numbers), self._released
@@ -201,22 +220,32 @@ class DeviceSpace:
             with self.in_stream():
                 self.wait_for_callers(values)
                 self.stream.wait_event(out.event)
-                cast = values.astype(out.values.dtype, copy=False)
-                np.copyto(out.values, cast.reshape(out.values.shape))
+                cast = values.astype(out.values.dtype, copy=False).reshape(out.values.shape)
                 self.copies.count("device", out.values.nbytes)
-                self._make_caller_wait(out)
+                if out.number == self.device or out.values.flags.c_contiguous:
+                    np.copyto(out.values, cast)
+                    self._make_caller_wait(out)
+                else:  # CuPy makes several copies, of which only the caller's stream orders all
+                    self._make_caller_wait(out)
+                    with self.gpu.current(number=out.number), out.stream:
+                        np.copyto(out.values, cast)
+                        event = out.stream.record(self.gpu.event())
+                    self.stream.wait_event(event)  # `cast` may be the store's memory
+        with self._lock:
+            self._release()
 
-    def _make_caller_wait(self, array: CallersGpuArray) -> None:
-        """Make the array's stream wait for all work that the store has begun."""
+    def _make_caller_wait(self, array: CallersGpuArray) -> Any:
+        """Make the array's stream wait for all work that the store has begun. Returns an event after that work."""
         done = self.stream.record(self.gpu.event())
         with self.gpu.current(number=array.number):
             array.stream.wait_event(done)
+        return done
 
     def in_place(self, array: Any, what: str) -> Any:
         """See `Space`: work on it runs after the caller's work at the time of `callers_arrays`."""
         if not isinstance(array, CallersGpuArray) or not array.values.flags.c_contiguous or array.number != self.device:
             return None
-        self._callers_writes[id(array.values.data.mem)] = array.event, array.stream.ptr
+        self._note_write(array.values, array.event, array.stream)
         with self.gpu.current():
             return array.values.reshape(-1)
 
@@ -224,14 +253,14 @@ class DeviceSpace:
         """See `Space`."""
         if self.in_place(array, "") is None or array.values.data.ptr != held.data.ptr:
             return False
-        self._callers_writes[id(held.data.mem)] = array.event, array.stream.ptr
+        self._note_write(held, array.event, array.stream)
         return True
 
     def make_callers_wait(self, arrays: Sequence[Any]) -> None:
         """See `Space`: the streams of these arrays wait for all work that the store has begun."""
         on_gpus = [array for array in arrays if isinstance(array, CallersGpuArray)]
         with self.in_stream():
-            for array in {(id(one.stream), one.number): one for one in on_gpus}.values():
+            for array in {(one.stream.ptr, one.number): one for one in on_gpus}.values():
                 self._make_caller_wait(array)
 
     # --- between the host and this space
@@ -294,7 +323,11 @@ class DeviceSpace:
 
         If the host waits for it before work on the array begins, the store's stream does not have to wait.
         """
-        event, stream = self._callers_writes.get(id(array.data.mem), (None, 0))
+        writes = self._callers_writes.get(id(array.data.mem), {})
+        if len(writes) > 1:
+            self.wait_for_callers(array)
+            return self.stream_event()
+        stream, event = next(iter(writes.items()), (0, None))
         return EventRequest(self.gpu, event, stream, self._callers_watcher)
 
     def synchronize(self) -> None:
@@ -305,9 +338,8 @@ class DeviceSpace:
     def wait_for_callers(self, *arrays: Any) -> None:
         """Make the store's stream wait for all writes into these arrays that callers have begun."""
         for array in arrays:
-            write = self._callers_writes.pop(id(array.data.mem), None)
-            if write is not None:
-                self.stream.wait_event(write[0])
+            for event in self._callers_writes.pop(id(array.data.mem), {}).values():
+                self.stream.wait_event(event)
 
     # --- within the space
 

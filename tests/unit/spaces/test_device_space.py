@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +16,7 @@ import pytest
 from fake_cupy import Machine, RaceError
 from fake_gpus import gpu_of, one_gpu
 
+from mpikv.arrays import tensors
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.spaces import gpu as gpu_module
 from mpikv.spaces.device import DeviceSpace
@@ -30,7 +33,11 @@ def made() -> tuple[Any, DeviceSpace]:
 
 
 def total(space: DeviceSpace, *arrays: Any, **more: Any) -> Any:
-    return space.total(space.callers_arrays(arrays), "a value", on_device=True, **more)
+    return total_of(space, *space.callers_arrays(arrays), **more)
+
+
+def total_of(space: DeviceSpace, *callers: Any, **more: Any) -> Any:
+    return space.total(callers, "a value", on_device=True, **more)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64])
@@ -144,16 +151,76 @@ def test_in_place(made: Any) -> None:
     assert weight.get().tolist() == [[1.5, 1.5], [1.5, 1.5]]
 
 
-def test_another_gpus_arrays() -> None:
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_another_gpus_arrays(step: int) -> None:
+    """Also in a stream of its own there; and while the store's stream reads, the caller writes again."""
     cupy = Machine(2).process()
     space = DeviceSpace(gpu_of(cupy, 0))
     with cupy.cuda.Device(1):
-        other = cupy.asarray(np.arange(4, dtype=F4))
-    assert space.to_host(total(space, other)).tolist() == [0, 1, 2, 3]
-    assert space.in_place(space.callers_arrays([other])[0], "a value") is None
-    space.write(space.callers_arrays([other])[0], total(space, np.ones(4, F4)), "out")
-    with cupy.cuda.Device(1):
-        assert other.get().tolist() == [1] * 4
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            other = cupy.asarray(np.arange(4 * step, dtype=F4))[::step]
+            taken = total(space, other)
+            other += 1
+            assert space.to_host(taken).tolist() == [0, step, 2 * step, 3 * step]
+            assert space.in_place(space.callers_arrays([other])[0], "a value") is None
+            space.write(space.callers_arrays([other])[0], total(space, np.ones(4, F4)), "out")
+            assert (other + 0).get().tolist() == [1] * 4
+
+
+def test_slices_of_one_array_that_are_written_in_two_streams(made: Any) -> None:
+    """Work on both waits for both."""
+    cupy, space = made
+    whole, held = cupy.asarray(np.zeros(8, F4)), []
+    cupy.null.synchronize()
+    for part in (whole[:4], whole[4:]):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            cupy.machine.hold(stream)
+            np.add(part, np.float32(1), out=part)
+            held.append((stream, space.in_place(space.callers_arrays([part])[0], "a part")))
+    written = space.written(held[0][1])
+    for stream, _ in held:
+        assert not written.test()
+        cupy.machine.hold(stream, held=False)
+    while not written.test():
+        pass
+    space.wait_for_callers(held[0][1], held[1][1])
+    with space.in_stream():
+        np.add(held[0][1], held[1][1], out=held[0][1])
+    assert space.to_host(held[0][1]).tolist() == [2] * 4
+
+
+def test_arrays_of_one_stream_wait_once(made: Any) -> None:
+    """However many objects stand for the stream, such as PyTorch's of each tensor."""
+    cupy, space = made
+    arrays = space.callers_arrays([cupy.zeros(2, F4) for _ in range(3)])
+    null = [cupy.cuda.Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, 0))) for _ in arrays]
+    before = cupy.machine.counts["waits"]
+    space.make_callers_wait([one._replace(stream=stream) for one, stream in zip(arrays, null, strict=True)])
+    assert cupy.machine.counts["waits"] == before + 1
+
+
+class JaxArray:
+    """It may be referred to weakly."""
+
+
+def test_an_array_of_jax_is_kept_until_its_copy_has_been_made(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA uses memory again that nobody refers to, in streams that wait for nothing of the store's."""
+    cupy, space = made
+    monkeypatch.setattr(tensors, "is_jax", lambda array: isinstance(array, JaxArray))
+    memory, array = cupy.asarray(np.ones(4, F4)), JaxArray()
+    kept = weakref.ref(array)
+    caller = space.callers_arrays([memory])[0]._replace(array=array)
+    cupy.machine.hold(cupy.null)
+    pushed = total_of(space, caller)
+    del array, caller
+    gc.collect()
+    space.write(np.empty(4, F4), space.zeros(4, F4), "another value")
+    assert kept() is not None
+    cupy.machine.hold(cupy.null, held=False)
+    space.write(out := np.empty(4, F4), pushed, "out")
+    gc.collect()
+    assert (out.tolist(), kept()) == ([1] * 4, None)
 
 
 def test_a_thread_goes_back_to_the_gpu_that_its_caller_has_used_and_to_no_other() -> None:
