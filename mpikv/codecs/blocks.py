@@ -63,13 +63,13 @@ def zero_non_finite(residual: HostArray) -> None:
             np.copyto(residual, np.float32(0), where=~finite)
 
 
-def positive(what: str, value: object) -> float:
-    """Check a number that is more than 0, in float32, too. Raises ValueError or TypeError."""
+def in_float32(what: str, value: object, *, positive: bool) -> float:
+    """Check a number that is finite in float32, too, and more than 0 where asked. Raises ValueError or TypeError."""
     found = number(what, value)
     with np.errstate(over="ignore"):
         rounded = np.float32(found)
-    if not (0 < rounded < np.inf):
-        raise ValueError(f"{what} must be more than 0, and fit into float32, not {found:g}")
+    if not np.isfinite(rounded) or (positive and rounded <= 0):
+        raise ValueError(f"{what} must {'be more than 0, and ' * positive}fit into float32, not {found:g}")
     return found
 
 

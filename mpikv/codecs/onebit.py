@@ -33,9 +33,10 @@ _DECODED_BYTES.flags.writeable = False
 
 @dataclass(frozen=True)
 class OneBit(Threshold):
-    """One bit for each value. threshold: t, more than 0."""
+    """One bit for each value. threshold: t, any number."""
 
     name = "1bit"
+    is_positive = False
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """One byte for eight values."""

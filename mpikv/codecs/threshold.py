@@ -11,19 +11,21 @@ import numpy as np
 from mpikv.arrays import compiled
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import InBlocks, empty, positive, residual_of
+from mpikv.codecs.blocks import InBlocks, empty, in_float32, residual_of
 
 
 @dataclass(frozen=True)
 class Threshold(InBlocks):
-    """A few bits for each value. threshold: t, more than 0."""
+    """A few bits for each value. threshold: t."""
 
     threshold: float = 0.5
 
     has_residual = on_device = True
+    is_positive = True  # whether the threshold must be more than 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", positive(f"{self.name}: threshold", self.threshold))
+        found = in_float32(f"{self.name}: threshold", self.threshold, positive=self.is_positive)
+        object.__setattr__(self, "threshold", found)
 
     def init(self, n_elems: int) -> State:
         """A residual of zeros."""

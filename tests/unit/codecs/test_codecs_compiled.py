@@ -16,7 +16,17 @@ from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Identity, Int8
 from mpikv.testing.stores import spawn_stores
 
 CODECS: tuple[Codec, ...] = (
-    *(TwoBit(), TwoBit(0.1), TwoBit(1e-45), TwoBit(3e38), OneBit(), OneBit(1e-3), OneBit(3e38)),
+    *(
+        TwoBit(),
+        TwoBit(0.1),
+        TwoBit(1e-45),
+        TwoBit(3e38),
+        OneBit(),
+        OneBit(1e-3),
+        OneBit(3e38),
+        OneBit(0),
+        OneBit(-0.5),
+    ),
     *(Int8(), Int8(1), Int8(3), Int8(1 << 20), ErrorFeedback(Int8()), ErrorFeedback(Int8(7))),
     *(Float16(), BFloat16(), ErrorFeedback(Float16()), ErrorFeedback(BFloat16())),
 )

@@ -25,6 +25,7 @@ MOST_LAUNCHES = 180  # to encode and add; the fake counts one that makes an arra
 PARAMS: list[dict[str, Any]] = [
     *({"type": name} for name in ("none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk", "powersgd")),
     {"type": "2bit", "threshold": 1e-3},
+    {"type": "1bit", "threshold": -0.5},
     *({"type": "int8", "block": block} for block in (1, 3, 16, 1 << 17)),
     *({"type": "topk", "ratio": 0.3, "whole_elems": elems} for elems in (0, 7, 1 << 17)),
     {"type": "randomk", "ratio": 0.3, "seed": (1 << 64) - 3},

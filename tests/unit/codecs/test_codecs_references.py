@@ -51,6 +51,8 @@ REFERENCES: dict[Codec, Any] = {
     TwoBit(0.1): reference.two_bit(0.1),
     OneBit(): reference.one_bit(0.5),
     OneBit(1.5): reference.one_bit(1.5),
+    OneBit(0): reference.one_bit(0),
+    OneBit(-0.5): reference.one_bit(-0.5),
     Int8(): reference.int8(256),
     Int8(3): reference.int8(3),
     TopK(): reference.topk(0.01),
@@ -379,7 +381,8 @@ def test_residuals_follow_their_elements_when_a_key_is_cut_anew() -> None:
     [
         ({"type": "2bit", "threshold": 0}, ValueError, "2bit: threshold must be more than 0"),
         ({"type": "2bit", "threshold": -1.0}, ValueError, "2bit: threshold must be more than 0"),
-        ({"type": "1bit", "threshold": 1e-60}, ValueError, "1bit: threshold must be more than 0"),
+        ({"type": "2bit", "threshold": 1e-60}, ValueError, "2bit: threshold must be more than 0"),
+        ({"type": "1bit", "threshold": -1e60}, ValueError, "1bit: threshold must fit into float32"),
         ({"type": "2bit", "threshold": 1e60}, ValueError, "2bit: threshold .* fit into float32"),
         ({"type": "2bit", "threshold": float("nan")}, ValueError, "2bit: threshold must be finite"),
         ({"type": "2bit", "threshold": "0.5"}, TypeError, "2bit: threshold is a number"),
