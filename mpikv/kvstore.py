@@ -391,7 +391,8 @@ class KVStore:
         the key. out=None: returns a new array (a list of them for a list of keys) in the key's shape and dtype, a NumPy
         array, or one of the library of `like` and on its device. like: one array for all keys, or arrays in the form of
         `out`, where a list of them for a key gives a list of new ones. ignore_sparse: row-sparse keys are left out (in
-        what is returned, None stands in their place); False: they are pulled whole, as dense arrays. Raises
+        what is returned, None stands in their place), and a RowSparse in `out` stays as it is; False: row-sparse keys
+        are pulled whole, as dense arrays, and a RowSparse in `out` holds the rows that are not zero afterwards. Raises
         KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the library of `like` has no
         such dtype.
 
@@ -403,6 +404,11 @@ class KVStore:
         """
         self._check_open("pull")
         checks.flag("ignore_sparse", ignore_sparse)
+        rows_out: list[tuple[RowSparse, Any]] = []
+        out = self._rows.whole(out, rows_out)
+        if rows_out:
+            self.pull(key, out, priority, ignore_sparse)
+            return None if ignore_sparse else self._rows.fill(rows_out)
         several = isinstance(key, (list, tuple))
         looks = ignore_sparse and self.session.any_sparse
         if not looks or not any(map(self._rows.is_sparse, key if several else [key])):  # type: ignore[arg-type]

@@ -87,12 +87,9 @@ class RowCalls:
             if info.sparse:
                 rows.append((info, [self._rows_of(call, info, array) for array in item.arrays]))
                 continue
-            for array in item.arrays:
-                if type(array) is not np.ndarray and is_sparse(array):
-                    raise TypeError(
-                        f"{call}: key {shown(info.key)} is dense, and this value is row-sparse: initialise the key "
-                        "with a RowSparse, or push the dense array; nothing was sent"
-                    )
+            if any(type(array) is not np.ndarray and is_sparse(array) for array in item.arrays):
+                whole = [RowSparse.of(one).to_dense() if is_sparse(one) else one for one in item.arrays]
+                item = item._replace(arrays=whole)  # noqa: PLW2901 - the same, with dense arrays
             dense.append(item)
         for info, _ in rows:
             self._check_update(call, info)
@@ -120,6 +117,21 @@ class RowCalls:
             raise UnsupportedError(f"{call}: key {shown(info.key)} is row-sparse, and {why}; nothing was sent")
 
     # --- pull
+
+    def whole(self, out: Any, found: list[tuple[RowSparse, HostArray]]) -> Any:
+        """`out` of a pull with a dense array in place of each RowSparse; both are appended to `found`."""
+        if isinstance(out, (list, tuple)):
+            return [self.whole(one, found) for one in out]
+        if not isinstance(out, RowSparse):
+            return out
+        found.append((out, np.empty(out.shape, out.dtype)))
+        return found[-1][1]
+
+    def fill(self, found: list[tuple[RowSparse, HostArray]]) -> None:
+        """Give each RowSparse the rows of its dense array that are not zero."""
+        for rows, values in found:
+            ids = np.flatnonzero(values.any(axis=tuple(range(1, values.ndim))))
+            rows.assign(ids, values[ids])
 
     def dense_entries(self, targets: Targets, priority: int) -> tuple[Targets, list[Pending]]:
         """Begin to pull the row-sparse keys among these as whole values; the other keys are returned."""

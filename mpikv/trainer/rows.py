@@ -22,14 +22,19 @@ from mpikv.trainer.parameter import list_data
 def sparse_names(
     params: Mapping[str, Any], trained: Sequence[str], store: KVStore | None, optimizer: Optimizer, *, on_store: bool
 ) -> list[str]:
-    """Return the names of the trained row-sparse parameters. Raises UnsupportedError if one cannot be row-sparse."""
+    """Return the names of the trained row-sparse parameters.
+
+    Raises ValueError, as gluon does, where the store makes no updates; UnsupportedError if one cannot be row-sparse.
+    """
     names = [name for name in trained if getattr(params[name], "sparse", False)]
     for name in names:
-        why = ""
         if store is None or not on_store:
-            why = "needs a store that makes the updates: kvstore=kv.create('local'), say, without "
-            why += "update_on_kvstore=False and clip_global_norm"
-        elif not optimizer.updates_rows:
+            raise ValueError(
+                f"parameter {shown(name)} is row-sparse: needs a store that makes the updates: "
+                "kvstore=kv.create('local'), say, without update_on_kvstore=False and clip_global_norm"
+            )
+        why = ""
+        if not optimizer.updates_rows:
             why = f"{optimizer.name} cannot update some rows alone"
         elif not all(isinstance(replica, np.ndarray) for replica in list_data(params[name])):
             why = "its weight has to be in host memory"

@@ -215,6 +215,24 @@ def test_pulls(store):
     assert store.pull_async(["a", "d"]).wait()[0].tolist() == first.tolist()
 
 
+@on(*FEW)
+def test_rows_are_pushed_to_dense_keys_and_pulled_whole(store, mode, W):
+    """As in MXNet: a push of rows counts as one of the whole array; a RowSparse is filled, or left alone."""
+    first = np.arange(22.0).reshape(SHAPE) + 1
+    store.init(["d", "r"], [first, RowSparse([3, 5], first[[3, 5]], SHAPE)])
+    outs = [RowSparse([9], np.ones((1, 2)), SHAPE), RowSparse.zeros(SHAPE, "float32"), RowSparse.zeros(SHAPE)]
+    assert store.pull(["d", "r"], [outs[:2], outs[2]]) is None
+    assert [one.indices.tolist() for one in outs] == [[9], [], []]
+    assert store.pull(["d", "r"], [outs[:2], outs[2]], ignore_sparse=False) is None
+    assert [one.to_dense().tolist() for one in outs[:2]] == [first.tolist()] * 2
+    assert (outs[2].indices.tolist(), outs[1].dtype) == ([3, 5], np.float32)
+    if mode.synchronous:
+        store.push("d", [RowSparse([1, 3], first[[1, 3]], SHAPE), first])
+        store.pull("d", outs[0], ignore_sparse=False)
+        expected = first + RowSparse([1, 3], first[[1, 3]], SHAPE).to_dense()
+        assert outs[0].to_dense().tolist() == (W * expected).tolist()
+
+
 ROWS, SHORT = ones(1, dtype="float64"), RowSparse.zeros((3, 2), "float64")
 WRONG = [  # the method, its arguments, and the error
     ("row_sparse_pull", ["r"], {"row_ids": [11]}, IndexError, "'r'.*row 11 of an array of 11 rows"),
@@ -230,7 +248,8 @@ WRONG = [  # the method, its arguments, and the error
     ("push", ["r", SHORT], {}, ShapeMismatch, r"\(3, 2\)"),
     ("push", ["r", RowSparse.zeros(SHAPE)], {}, ShapeMismatch, "float32"),
     ("push", [["d", "r"], [np.ones(SHAPE), RowSparse.zeros(SHAPE)]], {}, ShapeMismatch, "float32"),
-    ("push", ["d", ROWS], {}, TypeError, "'d' is dense"),
+    ("push", ["d", SHORT], {}, ShapeMismatch, r"\(3, 2\)"),
+    ("pull", ["d", SHORT], {"ignore_sparse": False}, ShapeMismatch, r"\(3, 2\)"),
     ("pushpull", ["r", ROWS], {}, UnsupportedError, "row-sparse"),
     ("pushpull_async", ["r", ROWS], {}, UnsupportedError, "row-sparse"),
     ("broadcast", ["n", ROWS, ROWS], {}, UnsupportedError, "row-sparse"),
