@@ -54,6 +54,8 @@ class Command:
         self._kill_at = float("inf")
         self._streams: dict[int, int] = {}  # the kind of frame for each pipe
         self._lines: dict[int, bytearray] = {}  # unfinished line of each pipe
+        self._shown: dict[int, bytes] = {}  # what the launcher has of it
+        self._show_at = 0.0
         self._paused = False
         self._frames = channel.Frames()
         self._selector = selectors.DefaultSelector()
@@ -125,6 +127,8 @@ class Command:
                     self._pass_on(signum)
             elif events & selectors.EVENT_READ:
                 self._obey()
+        if time.monotonic() >= self._show_at:
+            self._show_bars()
         if not self._launcher.flush():
             self._abandon()
         if time.monotonic() >= self._kill_at:
@@ -166,6 +170,16 @@ class Command:
                 self._selector.unregister(fd)
             del self._lines[fd]
         return bool(data)
+
+    def _show_bars(self) -> None:
+        """Pass on the last state of lines that the command goes on rewriting, each ended by a carriage return."""
+        self._show_at = time.monotonic() + TICK_S
+        for fd, line in self._lines.items():
+            text = bytes(line).rstrip(b"\r").rpartition(b"\r")[2]
+            if b"\r" in line and text not in (b"", self._shown.get(fd)) and not self._paused:
+                self._launcher.write(channel.frame(self._streams[fd], text + b"\r"))
+                self._shown[fd] = text
+                line[:] = b"\r" + text + b"\r" * line.endswith(b"\r")
 
     def _obey(self) -> None:
         """Do what the launcher asks for."""

@@ -18,6 +18,7 @@ from mpikv.errors import ConfigError
 
 COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI X3.64: cyan, yellow, green, magenta, blue, red
 SERVER_STYLE = "2;"  # faint
+ERASE = b"\033[K"  # the rest of the line: a longer progress bar may stand there
 OUT, ERR = 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1 << 24  # waiting to be written; then no more is read from the ranks
@@ -53,7 +54,7 @@ class Output:
         return self._bytes > FULL_BYTES
 
     def lines(self, stream: int, role: str, number: int, host: str, data: bytes) -> None:
-        """Whole lines of a rank. stream: OUT or ERR."""
+        """Whole lines of a rank, or a state of a progress bar, ended by a carriage return. stream: OUT or ERR."""
         tag = f"[{role} {number} @ {host}]"
         if self._colours[stream - 1]:
             style = SERVER_STYLE if role == "server" else ""
@@ -83,9 +84,10 @@ class Output:
         self._thread.join(limit_s)
 
     def _tagged(self, stream: int, tag: str, data: bytes, log: str) -> None:
-        self._log(log, data)
-        start = tag.encode() + b" "
-        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True)))
+        if not data.endswith(b"\r"):  # a file gets the whole line in the end
+            self._log(log, data)
+        start = (ERASE if self._colours[stream - 1] else b"") + tag.encode() + b" "
+        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True) if line != b"\r"))
 
     def _log(self, name: str, data: bytes) -> None:
         if self._folder is None:

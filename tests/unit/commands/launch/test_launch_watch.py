@@ -117,6 +117,23 @@ def test_output(capfd: pytest.CaptureFixture[str]) -> None:
     assert err == f"[worker 0 @ {host}] b\n"
 
 
+def test_a_bar_is_seen_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is rewritten by carriage returns, before or behind each state; the whole line comes in the end."""
+    commands = [rf"printf \\r10%%{end}; {GO}; printf \\r{end}99%%\\n" for end in ("", r"\\r")]
+    job, seen = Job(commands, LIMITS._replace(job=60.0)), [[], []]
+
+    def see(_stream: int, _role: str, number: int, _host: str, data: bytes) -> None:
+        seen[number].append(data)
+        if b"10%\r" in seen[0] and b"10%\r" in seen[1]:
+            job.go()
+
+    monkeypatch.setattr(job.output, "lines", see)
+    assert job.run() == JobEnd(0, "")
+    for rank in range(2):
+        assert seen[rank][0] == b"10%\r"
+        assert b"".join(seen[rank][1:]).replace(b"99%\r", b"").endswith(b"99%\n")
+
+
 def test_environment_and_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     env = {"all": {"A": "1", "B": "1"}, "worker": {"B": "2"}, "server": {"B": "3"}}
     commands = [f"echo $A $B $C $PYTHONUNBUFFERED ${JOB} ${LAUNCH}; pwd"] * 2
@@ -638,15 +655,18 @@ def test_each_of_several_signals_reaches_the_command() -> None:
 def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = Output(tmp_path / "new" / "logs", colours=(True, False))
     output.lines(1, "worker", 1, "h", b"a\nb\n")
+    output.lines(1, "worker", 1, "h", b"5%\r")
+    output.lines(1, "worker", 1, "h", b"\r5%\r\r9%\n")
     output.lines(2, "server", 0, "h", b"c\n")
     output.of_mpirun(b"d\n")
     output.say("e")
     output.close()
     out, err = capfd.readouterr()
-    assert out == "\033[33m[worker 1 @ h]\033[0m a\n\033[33m[worker 1 @ h]\033[0m b\n"
+    texts = "a\n", "b\n", "5%\r", "5%\r", "9%\n"
+    assert out == "".join(f"\033[K\033[33m[worker 1 @ h]\033[0m {text}" for text in texts)
     assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
-    files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
-    assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+    files = {path.name: path.read_bytes().decode() for path in (tmp_path / "new" / "logs").iterdir()}
+    assert files == {"worker-1.log": "a\nb\n\r5%\r\r9%\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
 
 
 class FullDisk(io.RawIOBase):
