@@ -10,4 +10,4 @@ with kv.create("dist_sync") as store:
     store.push("weight", np.full(3, store.rank + 1.0))  # the gradient of worker 0 is 1, of worker 1 it is 2, ...
     weight = store.pull("weight")
     if store.rank == 0:
-        print(store.num_workers, "workers:", weight)
+        print("workers:", store.num_workers, weight)

@@ -16,7 +16,7 @@ with kv.create("dist_sync") as store:
     trainer = Trainer([line], "sgd", {"learning_rate": 0.1}, kvstore=store)
     done = trainer.resume()  # from MPIKV_STOP_FILE, if there is one: how many steps were made before
     if store.rank == 0:
-        print(f"{store.num_workers} workers begin after {done} epochs", flush=True)
+        print(f"workers: {store.num_workers}, epochs done: {done}", flush=True)
     sampler = SplitSampler.for_store(len(x), store, seed=1, last="uneven")
     for epoch in range(done, epochs):
         sampler.set_epoch(epoch)

@@ -26,7 +26,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
+try:
+    import jax
+except ModuleNotFoundError as error:
+    error.msg += "; mpikv.jax needs JAX: pip install jax"
+    raise
 import jax.numpy as jnp
 import numpy as np
 

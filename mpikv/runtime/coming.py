@@ -2,7 +2,7 @@
 
 Ranks wait in MPI_Init, and then for the first call on a communicator of their own. What is known of each other until
 then is what the operating system of their host knows: a rank that waits offers a socket (observe/endpoint.py), so who
-has none has not come. After MPIKV_STALL_WARN_S the lowest rank that waits on a host prints a table.
+has none has not come. After LATER times MPIKV_STALL_WARN_S the lowest rank that waits on a host prints a table.
 
 Cost: a thread that sleeps while `kv.create` waits; nothing is looked at before a table is due.
 """
@@ -23,6 +23,7 @@ from mpikv.runtime import job_processes, launcher
 
 CREATE = "create"  # the kind of what a rank offers that waits
 ANSWER_S = 1.0
+LATER = 3  # times MPIKV_STALL_WARN_S: on a busy machine interpreters start, and import, at different times
 
 
 class Coming:
@@ -103,7 +104,7 @@ def _seen(pid: int, askable: dict[int, int], processes: job_processes.Table) -> 
 def awaited(call: str, warn_s: float, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """A block in which this rank waits for all others to make the same call. ranks: default all that were started."""
     coming = Coming(call, range(launcher.size(os.environ)) if ranks is None else ranks)
-    timer = threading.Timer(warn_s, coming.tell)
+    timer = threading.Timer(LATER * warn_s, coming.tell)
     timer.daemon = True
     well = False
     with endpoint.OWN.offered(coming):

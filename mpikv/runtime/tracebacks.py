@@ -10,6 +10,7 @@ that came out of NumPy, say, in the middle of a computation is not. Pure: what i
 
 from __future__ import annotations
 
+import builtins
 import dis
 import os
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
+from mpikv.common.checks import meant
 from mpikv.errors import (
     ConfigError,
     KeyExists,
@@ -90,7 +92,7 @@ def mistake(error: BaseException) -> Mistake | None:
 
 def full(error: BaseException) -> str:
     """Return the traceback as Python prints it."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip() + _suggestion(error)
 
 
 def folded(error: BaseException) -> str:
@@ -104,7 +106,20 @@ def folded(error: BaseException) -> str:
     if isinstance(error, MpikvError) or (steps and not is_ours(_file(steps[-1]))):
         for one in _chain(shown):
             one.stack = _Folded(one.stack)
-    return "".join(shown.format())
+    return "".join(shown.format()).rstrip() + _suggestion(error)
+
+
+def _suggestion(error: BaseException) -> str:
+    """What Python adds to an unknown name when it prints a traceback itself; `traceback` does so from 3.12 on."""
+    if sys.version_info >= (3, 12) or not isinstance(error, (AttributeError, NameError)):
+        return ""
+    if isinstance(error, AttributeError):
+        known = {*dir(error.obj)}
+    else:
+        frame = [step.tb_frame for step in _steps(error.__traceback__)][-1]
+        known = {*frame.f_locals, *frame.f_globals, *dir(builtins)}
+    near = meant(error.name, known)
+    return f".{near}" if near else ""
 
 
 def caller() -> FrameType | None:

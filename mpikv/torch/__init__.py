@@ -4,7 +4,11 @@ Importing this package registers the backend "mpikv" of `torch.distributed`, and
 after `import torch` and `import mpikv.torch as mt`, and those of `mpikv`.
 """
 
-from mpikv.torch import backend
+try:
+    from mpikv.torch import backend
+except ModuleNotFoundError as error:
+    error.msg += "; mpikv.torch needs PyTorch: pip install torch"
+    raise
 from mpikv.torch.calls import (
     Average,
     Compression,

@@ -67,4 +67,4 @@ def test_wheel_and_source_distribution_install(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks=2\n" in submitted
     first = sources / "examples/first.py"
     launched = run(commands / "mpikv", "launch", "-n", 2, "-s", 0, commands / "python", first, cwd=tmp_path)
-    assert "] 2 workers: [9.7 9.7 9.7]\n" in launched
+    assert "] workers: 2 [9.7 9.7 9.7]\n" in launched

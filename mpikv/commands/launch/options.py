@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpikv.commands.bench.start import RankedParser
 from mpikv.commands.launch.scheduler import DISTRIBUTIONS, NOTICE_S
 from mpikv.commands.numbers import at_least, seconds
 
@@ -84,25 +85,17 @@ def add_launch(commands: Any) -> None:
     parser.set_defaults(run=_launch, parser=parser)
 
 
-class SubmitParser(argparse.ArgumentParser):
+class SubmitParser(RankedParser):
     """The options of one scheduler's jobs. `DASHED` take the word after them even if it begins with a dash.
 
     argparse would take such a word for an option of its own, and say that the value is missing.
     """
 
     DASHED = ("options", "launch_options")
-    hint = ""  # after an option that does not exist
 
     def _get_nargs_pattern(self, action: argparse.Action) -> str:
         # A for a word, O for one that looks like an option. In argparse since its beginning.
         return "([AO])" if action.dest in self.DASHED else super()._get_nargs_pattern(action)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """See argparse; but what is unknown is an error here already, where its cure is known."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}")
-        return found, unknown
 
 
 def add_submit(commands: Any) -> None:
@@ -125,7 +118,7 @@ def add_submit(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_submit_options(parser)
-        parser.hint = f"; what {name} itself understands goes through --option, as in {example}"
+        parser.hint = f" here; what {name} itself understands goes through --option, as in {example}"
         parser.set_defaults(run=_submit, parser=parser)
 
 

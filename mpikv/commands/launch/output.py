@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections import deque
 from pathlib import Path
@@ -19,6 +20,9 @@ from mpikv.errors import ConfigError
 COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI X3.64: cyan, yellow, green, magenta, blue, red
 SERVER_STYLE = "2;"  # faint
 ERASE = b"\033[K"  # the rest of the line: a longer progress bar may stand there
+RANK = re.compile(
+    rb"^(mpikv: error: )?\[rank \d+ of \d+ on \S+\] ", re.MULTILINE
+)  # a tag of mpikv's own: one is enough
 OUT, ERR = 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1 << 24  # waiting to be written; then no more is read from the ranks
@@ -59,7 +63,7 @@ class Output:
         if self._colours[stream - 1]:
             style = SERVER_STYLE if role == "server" else ""
             tag = f"\033[{style}{COLOURS[number % len(COLOURS)]}m{tag}\033[0m"
-        self._tagged(stream, tag, data, f"{role}-{number}.log")
+        self._tagged(stream, tag, RANK.sub(rb"\1", data), f"{role}-{number}.log")
 
     def of_mpirun(self, data: bytes) -> None:
         """Whole lines of mpirun's own."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,33 @@ def test_causes_are_folded_too() -> None:
     assert "KeyNotInitialized" in text
     assert "RuntimeError: so" in text
     assert "/mpikv/kvstore.py" not in text
+
+
+def names_nothing() -> None:
+    counter = 1  # noqa: F841 - meant
+    conter  # noqa: B018, F821
+
+
+@pytest.mark.parametrize(
+    ("call", "near"),
+    [(lambda: kv.create("local").pul("w"), "pull"), (names_nothing, "counter")],
+)
+def test_unknown_names_are_answered_with_the_nearest(call: Callable[[], object], near: str) -> None:
+    """As Python does where it prints a traceback itself."""
+    error = of(call)
+    for text in (tracebacks.folded(error), tracebacks.full(error)):
+        (last,) = re.findall("^(?:Name|Attribute)Error: .*", text, re.MULTILINE)
+        assert re.search(rf"\. Did you mean:? '{near}'\?$", last), last
+    assert tracebacks.folded(of(lambda: kv.create("local").zzzzzz)).endswith("'zzzzzz'")
+
+
+@pytest.mark.parametrize(("module", "package"), [("mpikv.torch", "torch"), ("mpikv.jax", "jax")])
+def test_a_missing_package_is_named_with_what_installs_it(module: str, package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert re.search(rf"\nModuleNotFoundError: .*; {module} needs \w+: pip install {package}\n$", done.stderr), (
+        done.stderr
+    )
 
 
 def test_full() -> None:

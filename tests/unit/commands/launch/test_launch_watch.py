@@ -657,16 +657,22 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
     output.lines(1, "worker", 1, "h", b"a\nb\n")
     output.lines(1, "worker", 1, "h", b"5%\r")
     output.lines(1, "worker", 1, "h", b"\r5%\r\r9%\n")
-    output.lines(2, "server", 0, "h", b"c\n")
+    output.lines(
+        2, "server", 0, "h", b"[rank 0 of 2 on h] c\nmpikv: error: [rank 0 of 2 on h] x [rank 0 of 2 on h] y\n"
+    )
     output.of_mpirun(b"d\n")
     output.say("e")
     output.close()
     out, err = capfd.readouterr()
     texts = "a\n", "b\n", "5%\r", "5%\r", "9%\n"
     assert out == "".join(f"\033[K\033[33m[worker 1 @ h]\033[0m {text}" for text in texts)
-    assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
+    assert err == "[server 0 @ h] c\n[server 0 @ h] mpikv: error: x [rank 0 of 2 on h] y\n[mpirun] d\nmpikv launch: e\n"
     files = {path.name: path.read_bytes().decode() for path in (tmp_path / "new" / "logs").iterdir()}
-    assert files == {"worker-1.log": "a\nb\n\r5%\r\r9%\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+    assert files == {
+        "worker-1.log": "a\nb\n\r5%\r\r9%\n",
+        "server-0.log": "c\nmpikv: error: x [rank 0 of 2 on h] y\n",
+        "launch.log": "d\nmpikv launch: e\n",
+    }
 
 
 class FullDisk(io.RawIOBase):
