@@ -39,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = RankedParser(
         prog="mpikv", description="A key-value store for data-parallel training on MPI.", epilog="mpikv COMMAND --help"
     )
-    parser.hint = " before COMMAND: its options follow it"
     parser.add_argument("--version", action="version", version=f"mpikv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     info = commands.add_parser(

@@ -79,7 +79,7 @@ def create(
         if spec.distributed:
             _check_process(name)
             library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
-    except Exception:
+    except BaseException:  # Ctrl-C, too: the others wait
         abort.install_early(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
     if not spec.distributed:
@@ -106,7 +106,7 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
         config = _config(config)
         _check_comm(comm)
         library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
-    except Exception:
+    except BaseException:  # Ctrl-C, too: the others wait
         abort.install_early(others_wait=True)
         raise
     _create_distributed("", None, config, comm)

@@ -176,7 +176,7 @@ def opened() -> World:
 def _open(config: Config) -> World:
     try:
         library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
-    except Exception:
+    except BaseException:  # Ctrl-C, too: the others wait
         abort.install_early(others_wait=True)
         raise
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI

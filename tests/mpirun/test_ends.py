@@ -33,7 +33,7 @@ FINALIZES = {
 
 def job(mpi: Mpi, folder: Path, program: str) -> Job:
     path = folder / "program.py"
-    path.write_text(BEGIN + program)
+    path.write_text(program)
     ended = mpirun(2, ["python", str(path)], mpi=mpi, env={"MPIKV_TIMEOUT_S": "20"})
     assert not ended.timed_out, ended.output
     assert ended.ranks_left == []
@@ -45,7 +45,9 @@ def job(mpi: Mpi, folder: Path, program: str) -> Job:
 @pytest.mark.parametrize("status", [0, 3])
 def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
     """What is open is closed by it, and the status is the program's."""
-    ended = job(mpi, tmp_path, f"{FINALIZES[has]}\nMPI.Finalize()\nprint('done', flush=True)\nsys.exit({status})\n")
+    ended = job(
+        mpi, tmp_path, f"{BEGIN}{FINALIZES[has]}\nMPI.Finalize()\nprint('done', flush=True)\nsys.exit({status})\n"
+    )
     assert (ended.status, ended.stdout.count("done")) == (status, 2), ended.output
     assert "FINALIZE" not in ended.output, ended.output
 
@@ -58,7 +60,7 @@ def test_hook_of_exceptions_that_is_replaced(mpi: Mpi, tmp_path: Path, has: str)
     ended = job(
         mpi,
         tmp_path,
-        f"""
+        f"""{BEGIN}
 one = {has}()
 def pretty(kind, error, trace):
     print("pretty", error, flush=True)
@@ -72,4 +74,36 @@ one.push("w", np.ones(3)) if {has == "store"} else None
     assert ended.status == 1, ended.output
     assert "pretty not my day" in ended.stdout
     assert "RuntimeError: not my day; sys.excepthook was replaced by __main__.pretty" in ended.stderr, ended.output
+    assert "StallError" not in ended.output, ended.output
+
+
+INTERRUPTED = """
+import os, pathlib, signal, sys, threading, time
+from mpikv import kv
+
+rank, main = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]), threading.get_ident()
+begun = pathlib.Path(sys.argv[0] + ".begun")
+
+def interrupt():
+    frame = None
+    while frame is None:  # until the main thread is in MPI_Init
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_name != "initialise":
+            frame = frame.f_back
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    begun.touch()
+
+if rank == 1:
+    threading.Thread(target=interrupt, daemon=True).start()
+while rank == 0 and not begun.exists():
+    time.sleep(0.01)
+kv.create("dist_sync")
+"""
+
+
+def test_interrupted_while_mpi_starts(mpi: Mpi, tmp_path: Path) -> None:
+    """The interrupt is raised when MPI_Init returns: the others, which go on, are not left to wait."""
+    ended = job(mpi, tmp_path, INTERRUPTED)
+    assert ended.status == 130, ended.output
     assert "StallError" not in ended.output, ended.output

@@ -39,14 +39,15 @@ class RankedParser(argparse.ArgumentParser):
     """A parser whose help and errors come from rank 0 alone, and whose errors name what a misspelt name may mean."""
 
     hint = ""  # after an option that does not exist
-    _words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """See argparse; but what is unknown is an error of this command already, which knows its own options."""
-        self._words = [*(sys.argv[1:] if args is None else args)]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            names = [option.lstrip("-") for option in self._option_string_actions]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, n=2)
+            meaning = f". Did you mean {' or '.join(f'--{name}' for name in near)}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}{meaning}")
         return found, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -56,19 +57,6 @@ class RankedParser(argparse.ArgumentParser):
             near = meant(value, action.choices or ())
             raise argparse.ArgumentError(action, f"{error.message}{near and '.'}{near}") from None
 
-    def _slip(self) -> str:
-        """What to say of the first option that does not exist, if there is one before the words of a user's command."""
-        before, known = "-", [option.lstrip("-") for option in self._option_string_actions]
-        for word in self._words:
-            name = word[2:].partition("=")[0]
-            if not (word.startswith("-") or before.startswith("-")) or word == "--":
-                break
-            if word.startswith("--") and not any(option.startswith(name) for option in known):
-                near = " or ".join(f"--{option}" for option in difflib.get_close_matches(name, known, n=2))
-                return f"; there is no option --{name}{self.hint}" + (f". Did you mean {near}?" if near else "")
-            before = word
-        return ""
-
     def print_help(self, file: object = None) -> None:
         """See argparse."""
         if environment_rank() == 0:
@@ -77,7 +65,7 @@ class RankedParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print how it is used and what is wrong; status 2."""
         if environment_rank() == 0:
-            super().error(message + self._slip())
+            super().error(message)
         launcher.let_rank_0_speak()
         raise SystemExit(BAD_INPUT)
 

@@ -118,7 +118,7 @@ def add_submit(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_submit_options(parser)
-        parser.hint = f" here; what {name} itself understands goes through --option, as in {example}"
+        parser.hint = f"; what {name} itself understands goes through --option, as in {example}"
         parser.set_defaults(run=_submit, parser=parser)
 
 

@@ -99,16 +99,14 @@ def addressed(command: int) -> list[int]:
     while level:
         found += level
         above = {pid for pid in level if not is_rank(pid)}
-        level = [pid for pid, parent in parents.items() if parent in above and _group(pid) == command]
+        level = [pid for pid, parent in parents.items() if parent in above and _in_group(pid, command)]
     return found
 
 
-def _group(pid: int) -> int:
-    """Its process group, 0 where it has ended."""
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return 0
+def _in_group(pid: int, group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid) == group
+    return False
 
 
 def is_rank(pid: int) -> bool:
