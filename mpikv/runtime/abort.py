@@ -283,6 +283,7 @@ def at_end(close: Callable[[], None], what: Callable[[], str]) -> Callable[[], N
         atexit.unregister(end)
         if not ending:
             mpi.COMM_SELF.Delete_attr(key)
+            mpi.Comm.Free_keyval(key)  # which would keep what is closed
 
     atexit.register(end)
     key = mpi.Comm.Create_keyval(delete_fn=end)

@@ -77,6 +77,24 @@ one.push("w", np.ones(3)) if {has == "store"} else None
     assert "StallError" not in ended.output, ended.output
 
 
+CLOSED = """
+import gc, weakref
+stores = [store() for _ in range(3)]
+for one in stores:
+    one.close()
+left = [weakref.ref(one) for one in stores]
+del one, stores
+gc.collect()
+sys.exit(sum(ref() is not None for ref in left))
+"""
+
+
+def test_closed_stores_are_freed(mpi: Mpi, tmp_path: Path) -> None:
+    """What MPI.Finalize would have closed is held until then, and no longer."""
+    ended = job(mpi, tmp_path, BEGIN + CLOSED)
+    assert ended.status == 0, ended.output
+
+
 INTERRUPTED = """
 import os, pathlib, signal, sys, threading, time
 from mpikv import kv

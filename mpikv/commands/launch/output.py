@@ -20,9 +20,8 @@ from mpikv.errors import ConfigError
 COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI X3.64: cyan, yellow, green, magenta, blue, red
 SERVER_STYLE = "2;"  # faint
 ERASE = b"\033[K"  # the rest of the line: a longer progress bar may stand there
-RANK = re.compile(
-    rb"^(mpikv: error: )?\[rank \d+ of \d+ on \S+\] ", re.MULTILINE
-)  # a tag of mpikv's own: one is enough
+# A tag by which mpikv itself names the rank: one is enough.
+RANK = re.compile(rb"^(mpikv: error: )?\[rank \d+ of \d+ on \S+\] ", re.MULTILINE)
 OUT, ERR = 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1 << 24  # waiting to be written; then no more is read from the ranks
