@@ -173,7 +173,7 @@ def read_already() -> Any:
         (read_already, ValueError, "an iterator gives its elements only once"),
         (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "meta"),
         (lambda: nn.Linear(2, 2, dtype=torch.complex64), UnsupportedError, "complex64"),
-        (lambda: nn.Embedding(5, 2, sparse=True), UnsupportedError, "'weight' is row-sparse: needs a store"),
+        (lambda: nn.Embedding(5, 2, sparse=True), ValueError, "'weight' is row-sparse: needs a store"),
     ],
 )
 def test_what_is_no_parameter(params: Any, error: type[Exception], words: str) -> None:
