@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.commands.numbers import at_least
+from mpikv.common.files import open_regular
 from mpikv.common.progress import Progress
 from mpikv.data.image_lists import EXTENSIONS, Listed, read_folder, read_list, with_labels
 from mpikv.data.image_records import ImageHeader, image_size, pack, turned, unpack
@@ -212,7 +213,7 @@ def _images(options: argparse.Namespace) -> tuple[list[Listed], list[str]]:
 
 def _content(path: str, options: argparse.Namespace) -> bytes:
     """Return what goes into the record: the file's own bytes, or the changed image's."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         content = file.read()
     try:
         image = turned(content)

@@ -43,6 +43,12 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def plain(given: object) -> str:
+    """Return somebody else's text, or what it is of, as one line that can be printed: cut, and with escapes."""
+    text = str(given)[: 5 * _CHARS]
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def meant(name: object, known: Iterable[str]) -> str:
     """Return ' Did you mean ...?' for a name that is like a known one (its initials, its beginning, a slip), or ''."""
     if not isinstance(name, str):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpikv.common import checks
-from mpikv.common.files import check_regular
+from mpikv.common.files import open_regular
 from mpikv.data.datasets import ArrayDataset, Rows
 from mpikv.runtime.abort import tells
 
@@ -122,13 +122,13 @@ def _files(directory: Any, dataset: str, names: Sequence[str]) -> list[Path]:
 
 def _mapped(path: str, labels: _Labels) -> tuple[NDArray[Any], NDArray[Any]]:
     """Views of the mapped file."""
-    check_regular(path)
-    size, record = os.stat(path).st_size, labels.label_bytes + _IMAGE_BYTES
-    if size == 0 or size % record:
-        raise ValueError(
-            f"{path}: {size} bytes, which is no whole number of records of {record} bytes (the last one would begin at "
-            f"offset {size - size % record}): truncated, or another kind of file"
-        )
-    dtype = np.dtype([("labels", "u1", (labels.label_bytes,)), ("image", "u1", _IMAGE)])
-    mapped = np.memmap(path, dtype, "r")
+    with open_regular(path) as file:
+        size, record = os.fstat(file.fileno()).st_size, labels.label_bytes + _IMAGE_BYTES
+        if size == 0 or size % record:
+            raise ValueError(
+                f"{path}: {size} bytes, which is no whole number of records of {record} bytes (the last one would "
+                f"begin at offset {size - size % record}): truncated, or another kind of file"
+            )
+        dtype = np.dtype([("labels", "u1", (labels.label_bytes,)), ("image", "u1", _IMAGE)])
+        mapped = np.memmap(file, dtype, "r")
     return mapped["image"], mapped["labels"][:, labels.place]

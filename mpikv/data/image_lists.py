@@ -7,12 +7,14 @@ is gone through in the order of names; each folder that has images in it is a cl
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from mpikv.common.checks import shown
+from mpikv.common.files import open_regular
 
 EXTENSIONS = (".jpeg", ".jpg", ".png")
 
@@ -34,8 +36,8 @@ class Folder(NamedTuple):
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """The lines of a file that are not empty, with their numbers from 1 on."""
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(io.TextIOWrapper(file, "utf-8", "surrogateescape"), start=1):
             if line.strip():
                 yield number, line
 
@@ -67,7 +69,9 @@ def read_folder(folder: str, extensions: tuple[str, ...] = EXTENSIONS) -> Folder
     images: list[Listed] = []
     classes: list[str] = []
     for place, below, names in os.walk(folder, followlinks=True, onerror=_raise):
-        below.sort()
+        # Not into a link to a folder that it lies in, which would never end.
+        inside = {*map(os.path.realpath, (place, *map(str, Path(place).parents)))}
+        below[:] = sorted(one for one in below if os.path.realpath(os.path.join(place, one)) not in inside)
         mine = [name for name in sorted(names) if Path(name).suffix.lower() in extensions]
         for name in mine:
             images.append(Listed(len(images), (float(len(classes)),), os.path.join(place, name)))

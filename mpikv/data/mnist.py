@@ -98,12 +98,12 @@ def open_idx(
 def _whole(name: str, ndim: int | None) -> NDArray[Any]:
     with open_regular(name) as file:
         raw, size = file.read(_LONGEST_HEADER), os.fstat(file.fileno()).st_size
-    if raw[:2] == _GZIP_MAGIC:
-        return read_idx(name, ndim=ndim)
-    start, shape, dtype = _layout(name, raw, size, ndim)
-    if 0 in shape:  # no bytes cannot be mapped
-        return np.empty(shape, dtype)
-    return np.memmap(name, dtype, "r", start, shape)
+        if raw[:2] == _GZIP_MAGIC:
+            return read_idx(name, ndim=ndim)
+        start, shape, dtype = _layout(name, raw, size, ndim)
+        if 0 in shape:  # no bytes cannot be mapped
+            return np.empty(shape, dtype)
+        return np.memmap(file, dtype, "r", start, shape)
 
 
 def _unpacked(path: Any, file: IO[bytes], ndim: int | None) -> bytearray:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpikv.common.checks import shown
-from mpikv.common.files import open_regular, replace_file
+from mpikv.common.files import open_regular, replacing
 from mpikv.errors import MpikvError
 
 MAGIC = struct.pack("<I", 0xCED7230A)
@@ -298,4 +298,5 @@ def read_index(path: str, size_bytes: int) -> Index:
 
 def write_index(path: str, entries: Iterable[tuple[int, int]]) -> None:
     """Write keys and offsets into an index file, whole or not at all."""
-    replace_file(path, lambda file: file.writelines(b"%d\t%d\n" % entry for entry in entries))
+    with replacing(path) as file:
+        file.writelines(b"%d\t%d\n" % entry for entry in entries)

@@ -5,12 +5,13 @@ program's run begins. All others hold the records of one thread: `{"thread": nam
 times as whole nanoseconds. `mpikv trace` puts the files of all ranks together.
 
 A thread of its own writes, so that a program's steps do not wait for a disk. What was written stays if the process is
-killed. Where the file cannot be written any more, that is printed once, and recording ends.
+killed. Where the file cannot be written any more, or has MOST_BYTES, that is printed once, and recording ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpikv.common import files
 from mpikv.common.checks import shown
 from mpikv.observe.program import this_process
 from mpikv.observe.recorder import Record, Recorder, Ring
@@ -28,6 +30,7 @@ from mpikv.observe.stall import say
 FORMAT = 1
 EVERY_S = 1.0
 JOIN_S = 10.0  # for the last write to a slow disk
+MOST_BYTES = 1 << 30  # of a file: more than `mpikv trace` can hold in the memory of a usual machine
 
 
 def machine() -> str:
@@ -56,7 +59,7 @@ class TimelineFile:
         process = this_process()
         mine = {"host": process.host, "pid": process.pid, "machine": machine()}
         clocks = {"begun_ns": _ns(recorder.now_s()), "date_s": time.time()}
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `end`
+        self._file = files.open_log(path, keep=True)
         try:
             self._line({"format": FORMAT, **mine, **clocks, **about})
         except OSError:
@@ -102,7 +105,10 @@ class TimelineFile:
         return max(0, lost - before)
 
     def _line(self, entry: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(entry, separators=(",", ":"), default=shown) + "\n")
+        line = json.dumps(entry, separators=(",", ":"), default=shown).encode() + b"\n"
+        if self._file.tell() + len(line) > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"has {self._file.tell()} bytes, and may have {MOST_BYTES}")
+        self._file.write(line)
         self._file.flush()
 
 

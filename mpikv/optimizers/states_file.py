@@ -40,9 +40,9 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import SUPPORTED_DTYPES, HostArray, dtype_of
 from mpikv.common.checks import shown
-from mpikv.common.files import open_regular, replace_file
+from mpikv.common.files import open_regular, replacing
 from mpikv.errors import StatesFileError, UnsupportedError
-from mpikv.optimizers.archive import damaged, read_archive, write_archive
+from mpikv.optimizers.archive import damaged, is_shape, read_archive, write_archive
 from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, check_key
@@ -68,7 +68,8 @@ def save_states(
     UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError. On an error an existing
     file does not change.
     """
-    replace_file(path, lambda file: _write(file, records, meta))
+    with replacing(path) as file:
+        _write(file, records, meta)
 
 
 def load_states(path: str | os.PathLike[str]) -> StatesFile:
@@ -168,21 +169,21 @@ def _record(item: dict[str, Any], arrays: list[HostArray], origin: str) -> State
     except (TypeError, ValueError) as error:
         raise StatesFileError(f"{origin}: damaged: {error}") from error
     shape, dtype, worker = (item.get(name) for name in ("shape", "dtype", "worker"))
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+    if not is_shape(shape):
         damaged(origin, f"damaged: key {shown(key)} has shape {shown(shape)}")
     if dtype not in [str(known) for known in SUPPORTED_DTYPES]:  # compared in a list, since `dtype` may have no hash
         damaged(origin, f"damaged: key {shown(key)} has dtype {shown(dtype)}")
     n_elems = math.prod(shape)
     begin, end = item.get("begin", 0), item.get("end", n_elems)
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= n_elems:
-        damaged(origin, f"damaged: a record of elements [{begin!r}, {end!r}) of {n_elems}")
+        damaged(origin, f"damaged: a record of elements [{shown(begin)}, {shown(end)}) of {shown(n_elems)}")
     if not (worker is None or (type(worker) is int and worker >= 0)):
         damaged(origin, f"damaged: a state of key {shown(key)} is said to be that of worker {shown(worker)}")
     packed = item.get("state")
     if not isinstance(packed, dict):
-        damaged(origin, f"damaged: key {key!r} has no state")
+        damaged(origin, f"damaged: key {shown(key)} has no state")
     if worker is None and (type(packed.get("t")) is not int or packed["t"] < 0):
-        damaged(origin, f"damaged: key {key!r} has no state with a count of updates")
+        damaged(origin, f"damaged: key {shown(key)} has no state with a count of updates")
     state: State = {}
     for name, value in packed.items():
         if type(value) in (bool, int, float):
@@ -190,7 +191,7 @@ def _record(item: dict[str, Any], arrays: list[HostArray], origin: str) -> State
             continue
         index = value.get("array") if isinstance(value, dict) else None
         if type(index) is not int or not 0 <= index < len(arrays):
-            damaged(origin, f"damaged: {shown(name)} in the state of key {key!r} is {value!r}")
+            damaged(origin, f"damaged: {shown(name)} in the state of key {shown(key)} is {shown(value)}")
         array = arrays[index]
         state[name] = array[()] if value.get("scalar") and array.ndim == 0 else array
     return StateRecord(key, tuple(shape), dtype_of(str(dtype)), begin, end, state, worker)

@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import Any
 
 from mpikv.common import units
-from mpikv.common.checks import shown
+from mpikv.common.checks import plain, shown
+from mpikv.common.files import read_text
 from mpikv.errors import ConfigError
 
 STEP = 1.4
@@ -95,11 +96,10 @@ def announced(text: str) -> str:
 
 def _read(name: str) -> LinkRates:
     try:
-        with open(name, encoding="utf-8") as file:
-            return from_json(json.load(file), f"MPIKV_LINK={name}")
+        return from_json(json.loads(read_text(name)), f"MPIKV_LINK={name}")
     except OSError as error:
         raise ConfigError(f"MPIKV_LINK={shown(name)}: {error.strerror or error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ConfigError(
             f"MPIKV_LINK={shown(name)}: no file that `mpikv bench link --save` has written; make it again"
         ) from None
@@ -108,7 +108,7 @@ def _read(name: str) -> LinkRates:
 def from_json(content: Mapping[str, Any], source: str) -> LinkRates:
     """Return what `to_json` has returned. Raises one of the errors that `_read` names."""
     rate, latency_s = float(content["bytes_per_s"]), float(content["latency_s"])
-    by_host = tuple((str(host), float(value)) for host, value in content["hosts"].items())
+    by_host = tuple((plain(host), float(value)) for host, value in content["hosts"].items())
     numbers = [rate, *(value for _, value in by_host)]
     if not (all(0 < number < math.inf for number in numbers) and 0 <= latency_s < math.inf):
         raise ValueError("a rate or a latency is none")

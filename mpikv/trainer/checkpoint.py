@@ -14,7 +14,6 @@ resuming sends every weight as one step does.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, host_view, shape_and_dtype
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.common.files import open_regular, replace_file
+from mpikv.common.files import open_regular, replacing
 from mpikv.errors import StatesFileError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Function, Optimizer, Step
@@ -58,7 +57,8 @@ def write(path: str, checkpoint: Checkpoint) -> None:
         "agreed": list(checkpoint.agreed),
     }
     values = [*checkpoint.weights.values(), checkpoint.states, *checkpoint.of_workers]
-    replace_file(path, lambda file: write_archive(file, KIND, content, values))
+    with replacing(path) as file:
+        write_archive(file, KIND, content, values)
 
 
 def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
@@ -98,7 +98,8 @@ def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:
 
 def states_of(path: str) -> HostArray:
     """Return the bytes of a file of states."""
-    return np.fromfile(path, np.uint8)
+    with open_regular(path) as file:
+        return np.fromfile(file, np.uint8)
 
 
 class _StoreRows(Optimizer):
@@ -170,8 +171,3 @@ def _distribute(
 def _neutral(shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
     zeros: HostArray = np.zeros(shape, dtype)
     return zeros if dtype.kind in "iu" else np.negative(zeros)
-
-
-def exists(path: str) -> bool:
-    """Return whether there is a file to resume from."""
-    return os.path.exists(path)

@@ -18,8 +18,9 @@ from typing import Any
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.common.files import place_of
+from mpikv.common.files import place_of, write_private
 from mpikv.errors import MpikvError, StatesFileError
+from mpikv.observe.stall import say
 from mpikv.optimizers.states import StateRecord
 from mpikv.strategies import codec_states
 from mpikv.strategies.states import LOAD, SAVE, save_file
@@ -31,11 +32,14 @@ from mpikv.trainer.weights import TrainedWeights
 UNPACKED_STATES = re.compile(r"\S*mpikv-resume-\w+/states")  # the file to which worker 0 unpacks states, in errors
 
 
-def _folder_of(path: str) -> str:
-    """Return the folder of a file that is written to `path`. Raises OSError if there is no such folder."""
-    folder = os.path.dirname(place_of(path))
-    os.stat(folder)
-    return folder
+def _beside(path: str) -> str:
+    """Make an empty file beside the place of `path`, which its user alone can read whatever mode that one has.
+
+    Not named after it, which may have the greatest length, and not predictable.
+    """
+    made = os.path.join(os.path.dirname(place_of(path)), f".mpikv-{uuid.uuid4().hex[:16]}.states")
+    write_private(made, "")
+    return made
 
 
 class TrainerFiles(TrainedWeights):
@@ -162,9 +166,7 @@ class TrainerFiles(TrainedWeights):
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
-        folder = self._decide("save", lambda: _folder_of(path))
-        # Only worker 0's is used. Not made of the file's name, which may have the greatest length, and not predictable.
-        states = os.path.join(folder, f".mpikv-{uuid.uuid4().hex[:16]}.states")
+        states: str = self._decide("save", lambda: _beside(path))  # worker 0's, which writes
         try:
             if self._on_store:
                 self.save_states(states)
@@ -217,8 +219,10 @@ class TrainerFiles(TrainedWeights):
         found: list[checkpoint.Checkpoint] = []
 
         def look() -> list[float] | None:
-            if not checkpoint.exists(path):
+            if not os.path.exists(path):
                 return None
+            if fname is None and (owner := os.stat(path).st_uid) not in (os.geteuid(), 0):
+                say(f"mpikv: warning: {path} (MPIKV_STOP_FILE), from which this run goes on, is of user {owner}")
             found.append(checkpoint.read(path, self._data()))
             return [found[0].steps, found[0].examples, *found[0].agreed]
 

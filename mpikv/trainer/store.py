@@ -11,7 +11,7 @@ from mpikv.arrays import as_numpy
 from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.common.files import check_regular, place_of
+from mpikv.common.files import place_of
 from mpikv.create import notices, spec
 from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
@@ -42,7 +42,6 @@ def check_stop_file(store: KVStore | None) -> None:
         return
     try:
         folder = os.path.dirname(place_of(path))
-        check_regular(path)
     except OSError as error:
         raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from mpikv.commands.bench.report import GIGA, Row
+from mpikv.common.files import replacing
 from mpikv.errors import ConfigError
 
 TICKS = 9  # labels such as "256 KiB" that stand side by side under a picture
@@ -51,7 +53,8 @@ def bandwidths(path: str, title: str, rows: Sequence[Row]) -> Any:
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format=os.path.splitext(path)[1][1:] or None)
     return figure
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mpikv.commands.bench.limits import Limit, Rates
 from mpikv.commands.bench.measure import Measured
 from mpikv.commands.bench.sizes import short
 from mpikv.commands.tables import Column, Table
+from mpikv.common.files import place_of, replacing
 from mpikv.errors import ConfigError
 
 RAW = "raw MPI"
@@ -146,13 +146,14 @@ def ledger_lines(entries: Sequence[Row]) -> list[str]:
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
     """Write the file. Raises OSError where it cannot be written."""
-    Path(path).write_text(json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n")
+    text = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n"
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def check_writable(option: str, path: str) -> None:
     """Raise ConfigError where the file cannot be written: before an hour of measuring, not after it."""
-    folder = Path(path).resolve().parent
-    if Path(path).is_dir():
-        raise ConfigError(f"{option} {path}: it is a folder")
-    if not folder.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {folder}")
+    try:
+        place_of(path)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from None

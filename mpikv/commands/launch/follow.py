@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpikv.commands.launch.scheduler import BatchState, SchedulerError
+from mpikv.common.files import open_regular
 from mpikv.errors import ConfigError
 
 DECODER = codecs.getincrementaldecoder("utf-8")
@@ -45,7 +46,7 @@ class GrowingFile:
     def read(self) -> str:
         """What came since the last call, "" if nothing."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpikv.commands.launch.channel import is_own
+from mpikv.common.files import read_text
 from mpikv.errors import ConfigError
 
 # Both become words of a remote shell's line: neither begins with a dash nor has a character that a shell knows.
@@ -44,7 +45,7 @@ class Host(NamedTuple):
 def read(path: str | Path) -> list[Host]:
     """The hosts of a file, each once, in the order of the file. Raises ConfigError that names the file and the line."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no text"
         raise ConfigError(f"host file {path}: {reason}") from None
@@ -139,7 +140,7 @@ def allocated(environ: Mapping[str, str]) -> list[Host]:
         return [Host(name) for name in names]
     if environ.get("PE_HOSTFILE"):
         try:
-            lines = [line.split() for line in Path(environ["PE_HOSTFILE"]).read_text().splitlines() if line.strip()]
+            lines = [line.split() for line in read_text(environ["PE_HOSTFILE"]).splitlines() if line.strip()]
             found: dict[str, int] = {}
             for name, slots_text, *_ in lines:  # a host has a line for each of its queues
                 found[_name(name)] = found.get(name, 0) + int(slots_text)

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from mpikv.codecs import compression
@@ -15,6 +14,7 @@ from mpikv.codecs.compression import KeyCompression
 from mpikv.commands.plan import allreduce, hybrid, servers
 from mpikv.commands.plan.report import PlanRow, document, lines, mark
 from mpikv.commands.plan.workload import StepSettings, of_bytes, of_model
+from mpikv.common.files import place_of, replacing
 from mpikv.errors import MpikvError
 from mpikv.placement.costs import Costs, Link
 
@@ -24,11 +24,11 @@ BAD_INPUT = 2
 def run(options: argparse.Namespace) -> int:
     """Predict what the options ask for. Returns the status to exit with: 0, or 2 for what cannot be planned."""
     try:
-        if options.json and options.json != "-" and not Path(options.json).absolute().parent.is_dir():
-            raise ValueError(f"--json {options.json}: there is no such folder")
+        if options.json and options.json != "-":
+            place_of(options.json)
         costs, settings = _costs(options), _settings(options)
         rows = list(predicted(options, costs, settings))
-    except (MpikvError, TypeError, ValueError) as error:
+    except (MpikvError, OSError, TypeError, ValueError) as error:
         print(f"mpikv plan: error: {error}", file=sys.stderr)
         return BAD_INPUT
     mark(rows)
@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     text = json.dumps(document(assumed, rows), indent=1)
     print(text if options.json == "-" else "\n".join(lines(assumed, rows)))
     if options.json and options.json != "-":
-        Path(options.json).write_text(f"{text}\n")
+        with replacing(options.json) as file:
+            file.write(f"{text}\n".encode())
     return 0
 
 

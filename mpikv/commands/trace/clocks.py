@@ -75,7 +75,7 @@ def clocks_of(ranks: Sequence[Rank]) -> dict[str, ClockOffset]:
             elif other == first != mine:
                 middle = (event.begun_ns + event.ended_ns) / 2
                 probes.setdefault(mine, []).append(Probe(middle, time_ns - event.ended_ns, time_ns - event.begun_ns))
-    found = {machine: ClockOffset(error_ns=None) for machine in {*machine_of.values()}}
+    found = {rank.header["machine"]: ClockOffset(error_ns=None) for rank in ranks}
     found |= {machine: compared(some) for machine, some in probes.items()}
     return {**found, first: ClockOffset(error_ns=0.0)}
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mpikv.commands.trace.clocks import ClockOffset, clocks_of
 from mpikv.commands.trace.files import Rank, UnreadableError, read_run
 from mpikv.commands.trace.rounds import Name, Timed, TimedRound, in_common_time, rounds_of, too_early
+from mpikv.common.files import replacing
 
 BAD_INPUT = 2
 EXAMPLES = """examples:
@@ -73,9 +75,10 @@ def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dic
     from mpikv.commands.trace.events import events_of  # noqa: PLC0415
 
     try:
-        opened = gzip.open if path.endswith(".gz") else open
-        with opened(path, "wt", encoding="utf-8") as file:
-            n = _dump(events_of(ranks, timed, rounds), file)
+        with replacing(path) as file:
+            packed = gzip.GzipFile(fileobj=file, mode="wb") if path.endswith(".gz") else contextlib.nullcontext(file)
+            with packed as out:
+                n = _dump(events_of(ranks, timed, rounds), out)
     except OSError as error:
         print(f"mpikv trace: {path}: {error.strerror or error}", file=sys.stderr)
         return BAD_INPUT
@@ -83,12 +86,12 @@ def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dic
     return 0
 
 
-def _dump(events: Iterable[dict[str, Any]], file: IO[str]) -> int:
+def _dump(events: Iterable[dict[str, Any]], file: Any) -> int:
     n = 0
-    file.write('{"displayTimeUnit":"ms","traceEvents":[')
+    file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
     for n, event in enumerate(events, 1):
-        file.write((",\n" if n > 1 else "\n") + json.dumps(event, separators=(",", ":")))
-    file.write("\n]}\n")
+        file.write(f"{',' if n > 1 else ''}\n{json.dumps(event, separators=(',', ':'))}".encode())
+    file.write(b"\n]}\n")
     return n
 
 

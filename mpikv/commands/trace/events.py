@@ -22,6 +22,7 @@ MOST_ARROWS = 4  # from one contribution: with many workers there would be more 
 PROGRAM, SERVER, TRANSFERS, CODEC, GPU = 0, 50, 100, 500, 900  # the first row of each group
 PUSH_US = 1.0  # how long the moment of a push is drawn
 ROWS = 1000  # numbers of a rank
+LAST = {TRANSFERS: CODEC - 1, CODEC: GPU - 1, GPU: ROWS - 1}  # of a group; what is too much for it lies over the rest
 
 Entry = dict[str, Any]
 
@@ -53,6 +54,7 @@ class _Rows:
         self.row_of: dict[int, int] = {}  # of records, by their ids
         self._names: dict[tuple[int, int], str] = {}
         self._threads: dict[tuple[int, str], int] = {}
+        self._n_threads: dict[int, int] = {}  # by rank
         self._ends: dict[tuple[int, int], float] = {}
 
     def place_of(self, one: Timed) -> Entry:
@@ -119,14 +121,14 @@ class _Rows:
         name = one.event.thread
         key = one.rank, name
         if key not in self._threads:
-            n = sum(rank == one.rank for rank, _ in self._threads)
-            self._threads[key] = PROGRAM + n
+            n = self._n_threads[one.rank] = self._n_threads.get(one.rank, -1) + 1
+            self._threads[key] = min(PROGRAM + n, SERVER - 1)
         return self._named(one.rank, self._threads[key], "program" if name == "MainThread" else name)
 
     def _free(self, one: Timed, first: int, name: str) -> int:
         """The first row of a group in which nothing is at that time."""
         row = first
-        while self._ends.get((one.rank, row), -1.0) > one.begin_us:
+        while row < LAST[first] and self._ends.get((one.rank, row), -1.0) > one.begin_us:
             row += 1
         self._ends[one.rank, row] = one.end_us
         return self._named(one.rank, row, name if row == first else f"{name} {row - first + 1}")
@@ -163,8 +165,9 @@ def _arrows(rounds: dict[Name, TimedRound], rows: _Rows) -> Iterator[Entry]:
         sums: dict[int, Timed] = {}
         for one in round_.sums:
             sums.setdefault(one.rank, one)  # of many pieces of a key the first
+        n_owners = max(sums, default=0) + 1
         for rank, contribution in round_.contributions.items():
-            others = sorted(sums, key=lambda owner: (owner - rank) % (max(sums) + 1))
+            others = sorted(sums, key=lambda owner: (owner - rank) % n_owners)
             begin_ns = _ns(contribution.begin_us)
             for owner in others[:MOST_ARROWS]:
                 # Into the slice, and never back in time: clocks may differ by some microseconds.

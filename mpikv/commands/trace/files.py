@@ -5,17 +5,23 @@ A rank that was killed leaves a last line that is not whole: lines that cannot b
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpikv.common import checks
+from mpikv.common.checks import plain
+from mpikv.common.files import open_regular
 from mpikv.common.progress import Progress
-from mpikv.observe.timeline import FORMAT
+from mpikv.observe.timeline import FORMAT, MOST_BYTES
 
-HEADER = {
-    **dict.fromkeys(("role", "host", "machine", "store", "type"), str),
-    **dict.fromkeys(("number", "pid", "workers"), int),
+_number = functools.partial(checks.whole, "a number", least=-checks.LARGEST)
+HEADER: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("role", "host", "machine", "store", "type"), plain),
+    **dict.fromkeys(("number", "pid", "workers"), _number),
     "date_s": float,
 }
 
@@ -78,10 +84,10 @@ def read_run(directory: Path) -> list[Rank]:
 def _read(path: Path) -> Rank | None:
     rank: Rank | None = None
     damaged = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+    with open_regular(path, MOST_BYTES) as file:
+        for line in file:
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode(errors="replace"))
                 if "format" in entry:
                     if (header := _header(entry)) is None:
                         return None
@@ -89,8 +95,8 @@ def _read(path: Path) -> Rank | None:
                 elif rank is not None:
                     thread = entry["thread"]
                     rank.events += [_event(record, thread) for record in entry["records"]]
-                    rank.lost += entry["lost"]
-            except (ValueError, KeyError, TypeError):
+                    rank.lost += _number(entry["lost"])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 damaged += 1
     if rank is not None:
         rank.damaged = damaged
@@ -103,11 +109,14 @@ def _event(record: list[Any], thread: str) -> Event:
     kind, begun_ns, ended_ns, what, round_, n_bytes = record
     if kind == "clock":
         role, number, time_ns = what
-        what = [str(role), int(number), int(time_ns)]
+        what = [str(role), _number(number), _number(time_ns)]
     elif isinstance(what, list):
         key, worker = what
-        what = [key, int(worker)]
-    return Event(str(kind), int(begun_ns), int(ended_ns), what, int(round_), int(n_bytes), str(thread))
+        what = [plain(key), _number(worker)]
+    elif what is not None:
+        what = plain(what)
+    begun_ns, ended_ns, round_, n_bytes = map(_number, (begun_ns, ended_ns, round_, n_bytes))
+    return Event(plain(kind), begun_ns, ended_ns, what, round_, n_bytes, plain(thread))
 
 
 def _header(entry: dict[str, Any]) -> dict[str, Any] | None:

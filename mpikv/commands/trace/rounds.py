@@ -74,7 +74,7 @@ def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, Timed
     """Return the rounds."""
     found: dict[Name, TimedRound] = {}
     for one in timed:
-        if one.event.kind in CONTRIBUTES:
+        if one.event.kind in CONTRIBUTES and ranks[one.rank].role[0] == "worker":
             name = _name(ranks, one, one.event.kind)
             found.setdefault(name, TimedRound()).contributions.setdefault(one.rank, one)
     for one in timed:

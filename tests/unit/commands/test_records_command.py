@@ -142,6 +142,17 @@ def test_label_files_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert str(tmp_path / "labels") in error
 
 
+def test_pack_of_a_folder_that_links_to_itself_ends(tmp_path: Path) -> None:
+    """Links to a folder on the way are not followed, also where two of them would double the way at each turn."""
+    folder = tmp_path / "images"
+    (folder / "a").mkdir(parents=True)
+    Image.new("RGB", (2, 2)).save(folder / "a" / "x.png")
+    for name, target in (("b", "."), ("c", ".."), ("d", ".")):
+        (folder / "a" / name).symlink_to(target)
+    assert main(["records", "pack", str(folder), str(tmp_path / "x.rec")]) == 0
+    assert len(RecordFile(tmp_path / "x.rec")) == 1
+
+
 def test_pack_options_that_contradict_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a.rec"
     for words, said in (

@@ -13,9 +13,14 @@ import numpy as np
 import pytest
 
 from mpikv import ConfigError, Parameter, Trainer, kv
-from mpikv.common.files import open_log, open_regular, replace_file, write_private
+from mpikv.common.files import open_log, open_regular, replacing, write_private
 from mpikv.config import Config
 from mpikv.testing.stores import spawn_stores
+
+
+def replace_file(path: Path | str, write: Callable[[Any], object]) -> None:
+    with replacing(path) as file:
+        write(file)
 
 
 def pipe(path: Path) -> None:
@@ -263,8 +268,59 @@ def test_logs(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=name):
             open_log(tmp_path / name)
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match=r"is a pipe.*; a regular file is expected"):
         open_log(tmp_path / "pipe")
     os.close(reader)
     assert file.read_bytes() == b"x"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("at", ["link", "pipe"])
+def test_a_log_is_gone_on_with(at: str, tmp_path: Path) -> None:
+    """After what is there, if that is a file; a pipe does not make anybody wait."""
+    file = tmp_path / "log"
+    for text in (b"1", b"2"):
+        with open_log(file, keep=True) as log:
+            assert log.tell() == file.stat().st_size
+            log.write(text)
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match=at):
+        open_log(tmp_path / at, keep=True)
+    assert file.read_bytes() == b"12"
+
+
+@pytest.mark.parametrize("write", [replace_file, lambda path, _: open_log(path).close(), write_private])
+def test_a_link_that_comes_after_the_look_leads_nowhere(write: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Somebody may rename a folder on the way, and put a link in its place, while it is gone."""
+    mine, way = tmp_path / "mine", tmp_path / "way"
+    mine.mkdir()
+    way.mkdir()
+    open_ = os.open
+
+    def slow(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and not way.is_symlink():
+            way.rename(tmp_path / "moved")
+            way.symlink_to(mine)
+        return open_(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", slow)
+    write(way / "file", (lambda stream: stream.write(b"x")) if write is replace_file else "x")
+    monkeypatch.undo()
+    assert (os.listdir(mine), os.listdir(tmp_path / "moved")) == ([], ["file"])
+
+
+def test_what_is_read_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, pipe_ = tmp_path / "file", tmp_path / "pipe"
+    file.write_bytes(b"12345")
+    with open_regular(file, 5) as stream:
+        assert stream.read() == b"12345"
+    with pytest.raises(OSError, match="has 5 bytes, and may have 4") as caught:
+        open_regular(file, 4)
+    assert caught.value.filename == str(file)
+    os.mkfifo(pipe_)
+    status = file.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path: status)  # the pipe has come after the look
+        with pytest.raises(OSError, match=r"is a pipe.*; a regular file is expected"):
+            open_regular(pipe_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_a_disk_that_is_full_ends_the_timeline_and_nothing_else(tmp_path, monkey
     recorder = Recorder()
     file = TimelineFile(str(tmp_path / "t.jsonl"), recorder, ABOUT)
     file._file.close()
-    file._file = open("/dev/full", "w")  # noqa: SIM115 - closed by the garbage collector, which cannot write either
+    file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - closed by the garbage collector
     recorder.begin("w").done("call")
     file._writing.join(30)
     assert not recorder.on
@@ -108,3 +109,36 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
     with pytest.raises(OSError, match="file"):
         TimelineFile(str(tmp_path / "file" / "t.jsonl"), recorder, ABOUT)
     assert not recorder.on
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "file of another user"])
+def test_what_others_have_put_at_its_place_is_not_written_to(what, tmp_path, monkeypatch):
+    path, mine = tmp_path / "t.jsonl", tmp_path / "mine"
+    mine.write_text("dear to me")
+    if what == "link":
+        path.symlink_to(mine)
+    elif what == "pipe":
+        os.mkfifo(path)  # which would wait for its reader
+    else:
+        path.touch()
+        os.chown(path, 1, 1) if os.geteuid() == 0 else None
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    recorder = Recorder()
+    with pytest.raises(OSError, match=r"t\.jsonl"):
+        TimelineFile(str(path), recorder, ABOUT)
+    assert not recorder.on
+    assert mine.read_text() == "dear to me"
+
+
+def test_a_file_does_not_grow_for_ever(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(timeline, "MOST_BYTES", 400)
+    monkeypatch.setattr(timeline, "EVERY_S", 1e-3)
+    recorder, path = Recorder(), tmp_path / "t.jsonl"
+    file = TimelineFile(str(path), recorder, ABOUT)
+    while recorder.on:
+        recorder.begin("w").done("call")
+    file._writing.join(30)
+    file.end()
+    assert path.stat().st_size <= 400
+    assert lines(path)[0]["format"] == timeline.FORMAT  # and no line is cut
+    assert capfd.readouterr().err.count("bytes, and may have 400: the timeline ends here") == 1

@@ -15,6 +15,7 @@ from mpikv import ConfigError, Parameter, StatesFileError, Trainer
 from mpikv.errors import MpikvError
 from mpikv.optimizers import FactorScheduler
 from mpikv.testing.ranks import RankError
+from mpikv.trainer import checkpoint
 
 STEPS, STOP = 6, 3
 SHAPES = {"a": (3, 4), "bias": (4,), "one": (), "z": (2, 5)}
@@ -194,12 +195,39 @@ def test_a_save_that_fails_fails_everywhere_and_keeps_the_old_file(on_store, tmp
     before = file.read_bytes()
 
     def body(store):
-        with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*no folder'$"):
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*no folder/file'$"):
             begun(store, on_store=on_store)[1].save(tmp_path / "no folder" / "file")
 
     ONE_HOST.run(body)
     assert file.read_bytes() == before
     assert os.listdir(tmp_path) == ["file"]
+
+
+@ON_STORE
+def test_nobody_else_reads_states_while_a_checkpoint_is_saved(on_store, tmp_path, monkeypatch):
+    modes: list[int] = []
+    states_of = checkpoint.states_of
+    monkeypatch.setattr(
+        checkpoint, "states_of", lambda path: modes.append(os.stat(path).st_mode & 0o777) or states_of(path)
+    )
+    (tmp_path / "file").touch(0o600)
+    ONE_HOST.run(lambda store: begun(store, on_store=on_store)[1].save(tmp_path / "file"))
+    assert (modes, os.listdir(tmp_path)) == ([0o600], ["file"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
+def test_another_users_file_at_the_place_of_the_stop_file_is_told_of(tmp_path, capfd):
+    """In a shared folder somebody may have put it there; a file that the program names is meant."""
+    file = tmp_path / "file"
+    run(ONE_HOST, 0, STOP, file, stop=True, on_store=True)
+    os.chown(file, 12345, -1)
+
+    def body(store):
+        return [begun(store)[1].resume(*name) for name in ((), (file,))]
+
+    assert ONE_HOST.run(body, stop_file=str(file)) == [[STOP, STOP]] * ONE_HOST.workers
+    told = "(MPIKV_STOP_FILE), from which this run goes on, is of user 12345"
+    assert capfd.readouterr().err.count(told) == 1
 
 
 # --- stopping by itself

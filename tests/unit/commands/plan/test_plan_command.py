@@ -133,7 +133,7 @@ def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
         (["--workers", "8", "--servers", "8192", "--modes", "async"], "more than 4096 messages at a time"),
         (["--workers", "8", "--servers-take", "half"], "neither auto nor all"),
-        (["--workers", "8", "--json", "/nowhere/plan.json"], "no such folder"),
+        (["--workers", "8", "--json", "/nowhere/plan.json"], "No such file or directory"),
         ([*ONE, "--compression", "nix"], "unknown compression type 'nix'; known: 1bit"),
         ([*ONE, "--compression", "{nix"], "--compression {nix: Expecting property name"),
         ([*ONE, "--pull", '{"type": "topk", "share": 1}'], "compression type 'topk' takes ratio"),

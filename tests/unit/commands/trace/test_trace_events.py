@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from store_modes import SERVED, Mode
-from traced import rank, together
+from traced import header, rank, together
 
 from mpikv.commands.trace.clocks import clocks_of
-from mpikv.commands.trace.events import MOST_ARROWS, ROWS, events_of
-from mpikv.commands.trace.files import read_run
+from mpikv.commands.trace.events import CODEC, GPU, MOST_ARROWS, ROWS, SERVER, TRANSFERS, events_of
+from mpikv.commands.trace.files import Event, Rank, read_run
 from mpikv.commands.trace.rounds import in_common_time, rounds_of
 
 MODES = {
@@ -103,6 +103,18 @@ def test_transfers_at_one_time_are_in_rows_of_their_own():
     rows = check(events([rank("worker", 0, 1, *round_(0, "a"), *round_(1, "b"), *round_(3, "c"))]))
     names = {row: [one["name"] for one in slices if "round" in one["name"]] for row, slices in rows.items()}
     assert [*names.values()] == [["a, round 1", "c, round 1"], ["b, round 1"]]
+
+
+def test_what_has_no_row_left_does_not_go_into_another_group():
+    """Nor does it cost a look at each of those before."""
+    kinds = {"exchange": (TRANSFERS, CODEC), "encode": (CODEC, GPU), "GPU": (GPU, ROWS)}
+    for kind, (first, end) in kinds.items():
+        some = [(kind, i, 10_000, "k", 1, 8) for i in range(600)]
+        rows = {one["tid"] - ROWS for one in events([rank("worker", 0, 1, *some)]) if one["ph"] == "X"}
+        assert rows == {*range(first, end)}
+    threads = [Event("call", i, i + 1, "push", 0, 0, f"thread {i}") for i in range(60)]
+    rows = {one["tid"] - ROWS for one in events([Rank(header("worker", 0, 1), threads)]) if one["ph"] == "X"}
+    assert rows == {*range(SERVER)}
 
 
 def test_of_many_owners_a_contribution_points_to_the_next_ones():
