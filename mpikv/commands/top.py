@@ -212,7 +212,7 @@ def _store(told: Sequence[tuple[int, Mapping[str, Any]]], rows: Sequence[Mapping
     first = told[0][1]
     lines = [f"{first['type']}: {_sizes(first)}"]
     if rows is None:
-        mine = sorted((offer["worker"], pid, offer) for pid, offer in told)
+        mine = sorted(((offer["worker"], pid, offer) for pid, offer in told), key=lambda one: one[:2])
         rows = [
             {"rank": worker, "host": offer["host"], "pid": pid, "seen_s": 0.0, "doing": offer["doing"]}
             for worker, pid, offer in mine

@@ -20,16 +20,19 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from mpikv.common.checks import plain
 
 HERE, WORKERS = "here", "workers"  # what can be asked
 QUESTION_S = 1.0  # within which a client sends its line, and takes what it is answered
 QUESTION_BYTES = 64
-MOST_BYTES = 1 << 26  # of an answer: some hundred thousand workers
+MOST_BYTES = 1 << 20  # of an answer: some thousand workers
 WAITING_CLIENTS = 16
 JOIN_S = 5.0
+AGAIN_S = 0.5  # after an error of `accept`, for which this process may have too many files open
 
 
 class Offer(Protocol):
@@ -129,8 +132,12 @@ class Endpoint:
         while True:
             try:
                 client, _ = listening.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                with self._lock:
+                    if self._socket is not listening:  # closed
+                        return
+                time.sleep(AGAIN_S)
+                continue
             with self._lock:
                 if self._socket is not listening:
                     client.close()
@@ -204,12 +211,40 @@ def ask(pid: int, uid: int, question: str, timeout_s: float) -> dict[str, Any]:
             parts += part
             left_s = deadline - time.monotonic()
             if left_s <= 0 or len(parts) > MOST_BYTES:
-                raise TimeoutError(f"process {pid} has not answered in {timeout_s:g} s")
+                raise TimeoutError(f"process {pid} has not answered in {timeout_s:g} s, or too much")
             connection.settimeout(left_s)
     try:
-        document = json.loads(parts)
-    except ValueError:
-        raise ConnectionResetError(f"process {pid} has not answered") from None
-    if not isinstance(document, dict):
-        raise ConnectionResetError(f"process {pid} has given another answer than a document")
-    return document
+        return document_of(parts)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConnectionResetError(f"process {pid} has given another answer than a document") from None
+
+
+def document_of(content: bytes | bytearray) -> dict[str, Any]:
+    """Return what a process tells, which is any user's where root asks: all that is shown is there and can be printed.
+
+    Raises ValueError, TypeError, KeyError or RecursionError for any other content.
+    """
+    found: dict[str, Any] = _printable(json.loads(content, parse_int=lambda digits: int(digits[:19])))
+    _check(found, pid=int, host=str, program=str, offers=list)
+    for offer in found["offers"]:
+        _check(offer, kind=str, doing=str)
+        if offer["kind"] in ("store", "server"):
+            _check(offer, store=str, workers=int, servers=int)
+        if offer["kind"] == "store":
+            _check(offer, type=str, host=str, worker=int, asks=bool, rows=list | None)
+            for row in offer["rows"] or ():
+                _check(row, rank=int, host=str, pid=int, seen_s=float | int | None, doing=str)
+    return found
+
+
+def _check(told: Mapping[str, Any], **shown: Any) -> None:
+    if not all(isinstance(told[name], kind) for name, kind in shown.items()):
+        raise TypeError(f"{', '.join(shown)}: one is of another type")
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_printable, value)]
+    if isinstance(value, dict):
+        return {name: _printable(one) for name, one in value.items()}
+    return plain(value) if isinstance(value, str) else value

@@ -23,10 +23,12 @@ from typing import IO, Any, NoReturn, TypeGuard
 import numpy as np
 
 from mpikv.arrays.as_numpy import BFLOAT16, SUPPORTED_DTYPES, HostArray, dtype_of
+from mpikv.common.checks import LARGEST, plain, shown
 from mpikv.errors import StatesFileError, UnsupportedError
 
 HEADER = "header.json"
 VERSION = 1
+MOST_AXES = 64
 _CHUNK_BYTES = 1 << 20  # read at one time, so that an array is not held twice
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date: equal states make equal files
 
@@ -78,14 +80,20 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
     except StatesFileError:
         raise
     except zipfile.BadZipFile as error:
-        raise StatesFileError(f"{origin}: not a file of states, or a damaged one ({error})") from error
+        raise StatesFileError(f"{origin}: not a file of states, or a damaged one ({plain(error)})") from error
     except _DAMAGE as error:
-        raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {error})") from error
+        raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {plain(error)})") from error
 
 
 def are_names(given: Any) -> TypeGuard[list[str]]:
     """Whether it is a list of distinct strings."""
     return isinstance(given, list) and all(type(name) is str for name in given) and len(set(given)) == len(given)
+
+
+def is_shape(given: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of extents, of as many axes as NumPy has, so that their product is quickly known."""
+    few = isinstance(given, list) and len(given) <= MOST_AXES
+    return few and all(type(extent) is int and 0 <= extent <= LARGEST for extent in given)
 
 
 def damaged(origin: str, what: str) -> NoReturn:
@@ -97,9 +105,9 @@ def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tupl
     members = {member.filename: member for member in archive.infolist()}
     for name, member in members.items():
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            damaged(origin, f"not a file of states: its member {name!r} is compressed")
+            damaged(origin, f"not a file of states: its member {shown(name)} is compressed")
         if member.file_size > length:
-            damaged(origin, f"damaged: its member {name!r} claims to be larger than the file")
+            damaged(origin, f"damaged: its member {shown(name)} claims to be larger than the file")
     # Members that share bytes of the file could make a small file claim any number of large arrays.
     if sum(member.file_size for member in archive.infolist()) > length:
         damaged(origin, "damaged: its members claim to be larger than the file together")
@@ -108,26 +116,27 @@ def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tupl
     # All CRCs are checked before anything is parsed.
     wrong = archive.testzip()
     if wrong is not None:
-        damaged(origin, f"damaged: the checksum of its member {wrong!r} is wrong")
+        damaged(origin, f"damaged: the checksum of its member {shown(wrong)} is wrong")
     header = json.loads(archive.read(HEADER))
     if not isinstance(header, dict) or header.get("format") != kind:
         found = header.get("format") if isinstance(header, dict) else header
-        damaged(origin, f"not a file of states: its format is {found!r}, not {kind!r}")
+        damaged(origin, f"not a file of states: its format is {shown(found)}, not {kind!r}")
     if header.get("version") != VERSION:
-        damaged(origin, f"written in version {header.get('version')!r}; this mpikv reads version {VERSION}")
+        damaged(origin, f"written in version {shown(header.get('version'))}; this mpikv reads version {VERSION}")
     described = header["arrays"]
     wanted = {HEADER, *(f"{i}.npy" for i in range(len(described)))}
     if len(archive.infolist()) != len(members) or set(members) != wanted:
         odd = sorted(set(members) ^ wanted) or ["a member twice"]
-        damaged(origin, f"damaged: members that are missing or do not belong there: {', '.join(odd)}")
+        damaged(origin, f"damaged: members that are missing or do not belong there: {', '.join(map(shown, odd[:8]))}")
     return header, [_array(archive, i, text, origin) for i, text in enumerate(described)]
 
 
 def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: str) -> HostArray:
     name = f"{i}.npy"
-    dtype, shape = dtype_of(described["dtype"]), tuple(described["shape"])
-    if dtype not in DTYPES or not all(type(extent) is int and extent >= 0 for extent in shape):
-        damaged(origin, f"damaged: {name} is said to be {described['dtype']} of shape {described['shape']}")
+    dtype, shape = dtype_of(described["dtype"]), described["shape"]
+    if dtype not in DTYPES or not is_shape(shape):
+        damaged(origin, f"damaged: {name} is said to be {shown(described['dtype'])} of shape {shown(shape)}")
+    shape = tuple(shape)
     stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
     n_bytes = prod(shape) * stored.itemsize
     with archive.open(name) as member:
@@ -135,7 +144,7 @@ def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: 
         # Compared with what NumPy writes, not parsed, since ast.literal_eval fails now and then while other threads run
         # (CPython issue 106905, in 3.10 and early 3.11 and 3.12).
         if found != f"{{'descr': {stored.str!r}, 'fortran_order': False, 'shape': {shape}, }}":
-            damaged(origin, f"damaged: {name} describes itself as {found}, and the header says {dtype}{shape}")
+            damaged(origin, f"damaged: {name} describes itself as {shown(found)}, and the header says {dtype}{shape}")
         if member.tell() + n_bytes != archive.getinfo(name).file_size:
             damaged(origin, f"damaged: {name} does not hold {n_bytes} bytes of values")
         array = np.empty(shape, stored)

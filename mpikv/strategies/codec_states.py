@@ -51,10 +51,11 @@ def check(saved: Iterable[StateRecord], path: str) -> None:
     """Raise StatesFileError where a residual has another dtype or length than its piece requires."""
     for part in saved:
         residual = part.state.get(RESIDUAL)
-        if residual is not None and (residual.dtype, residual.shape) != (np.float32, (part.end - part.begin,)):
+        found = getattr(residual, "dtype", type(residual)), getattr(residual, "shape", ())
+        if residual is not None and found != (np.float32, (part.end - part.begin,)):
             raise StatesFileError(
-                f"{path} is damaged: the residual of key {shown(part.key)} at worker {part.worker} is {residual.dtype} "
-                f"{residual.shape}, not float32 ({part.end - part.begin},)"
+                f"{path} is damaged: the residual of key {shown(part.key)} at worker {part.worker} is {found[0]} "
+                f"{found[1]}, not float32 ({part.end - part.begin},)"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.common.checks import shown
+from mpikv.common.checks import plain, shown
 from mpikv.errors import MpikvError, StatesFileError
 from mpikv.observe.stall import say
 from mpikv.optimizers import states, states_file
@@ -102,8 +102,8 @@ def _compare_cuts(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) 
     """Print a line where as many workers would go on with other bits, since keys are divided elsewhere."""
     if not here or there.get("workers") != here["workers"]:
         return
-    saved = {tuple(one) for one in there["cuts"]}
-    moved = [key for key, cut in here["cuts"] if (key, cut) not in saved]
+    saved = {*map(str, cuts)} if isinstance(cuts := there.get("cuts"), list) else set()
+    moved = [one[0] for one in here["cuts"] if str(one) not in saved]
     if moved:
         many = f"{len(moved)} keys are" if len(moved) > 1 else f"key {shown(moved[0])} is"
         say(
@@ -155,6 +155,7 @@ def _read_file(
     file = states_file.load_states(path)
     try:
         kinds, configs = dict(file.meta["optimizers"]), dict(file.meta["configs"])
+        file.meta.update(optimizers=[*kinds.items()], configs=[*configs.items()])  # what is checked, and no key twice
     except (KeyError, TypeError, ValueError) as error:
         raise StatesFileError(f"{path}: does not say which optimizers its states are of") from error
     for key in {**file.entries, **configs}:
@@ -169,21 +170,19 @@ def _read_file(
             here = "no optimizer" if optimizer is None else optimizer.name
             raise StatesFileError(f"{path}: key {shown(key)} has a state of {shown(kind)} there and {here} here")
         entry = file.entries.get(key)
-        if entry is None:
-            continue
-        if entry.shape != info.shape or entry.dtype != info.dtype:
+        if entry is not None and (entry.shape, entry.dtype) != (info.shape, info.dtype):
             there, here = (f"{one.dtype} {one.shape}" for one in (entry, info))
             raise StatesFileError(f"{path}: key {shown(key)} is {there} there and {here} here")
         try:
             after = copy.deepcopy(optimizer)  # the store's own changes only when the whole file has been checked
             if key in configs:
                 after.set_attributes(configs[key]["attributes"])
-            if info.sparse:
+            if entry is not None and info.sparse:
                 check_rows(after, info, entry.state)
-            else:
+            elif entry is not None:
                 after.check_state(np.zeros(info.shape, info.dtype), entry.state)
-        except (ValueError, TypeError, KeyError, MpikvError) as error:
-            raise StatesFileError(f"{path}: key {shown(key)}: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError, MpikvError) as error:
+            raise StatesFileError(f"{path}: key {shown(key)}: {plain(error)}") from error
     for part in file.codecs:
         info = infos.get(part.key)
         if info is not None and (part.shape, part.dtype) != (info.shape, info.dtype):

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpikv.arrays import as_numpy, tensors
 from mpikv.common import checks
-from mpikv.common.checks import shown
+from mpikv.common.checks import plain, shown
 from mpikv.errors import StatesFileError
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchParameter
@@ -59,17 +59,32 @@ class LocalState:
         return arrays if self._states is None else arrays | self._states.arrays()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` has returned. Raises StatesFileError if there were more or fewer parts."""
-        self.steps, self.part, pending, *unsent = (int(count) for count in state[COUNTS])
-        if len(unsent) != len(self.unsent):
-            raise StatesFileError(f"saved with parts={len(unsent)}, and this run has parts={len(self.unsent)}")
-        self.unsent, self.pending = unsent, None if pending < 0 else pending
-        self.begun = {name: state[BEGUN + name] for name in self._params if BEGUN + name in state}
+        """Restore what `state_dict` has returned. Raises StatesFileError for what does not fit, and changes nothing."""
+        try:
+            steps, part, pending, *unsent = (int(count) for count in state[COUNTS])
+            parts = range(len(self.unsent))
+            if len(unsent) != len(parts):
+                raise ValueError(f"saved with parts={len(unsent)}, and this run has parts={len(parts)}")
+            if part not in parts or pending not in (-1, *parts) or min(steps, *unsent) < 0:
+                raise ValueError(f"counts {shown([steps, part, pending, *unsent])}")
+            begun = {name: state[BEGUN + name] for name in self._params if BEGUN + name in state}
+            for name, parameter in self._params.items():
+                ours = as_numpy.shape_and_dtype(list_data(parameter)[0], f"parameter {shown(name)}")
+                for saved in (model := state[MODEL + name], begun.get(name, model)):
+                    if (saved.shape, saved.dtype) != ours:
+                        raise ValueError(
+                            f"parameter {shown(name)}: {saved.dtype} {saved.shape}, not {ours[1]} {ours[0]}"
+                        )
+            if self._states is not None:
+                self._states.restore(state)
+        except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+            what = plain(f"{type(error).__name__}: {error}")
+            raise StatesFileError(f"what a worker has of local training does not fit here ({what})") from error
+        self.steps, self.part, self.unsent, self.begun = steps, part, unsent, begun
+        self.pending = None if pending < 0 else pending
         for name, parameter in self._params.items():
             as_numpy.write(list_data(parameter)[0], state[MODEL + name], f"parameter {shown(name)}")
             data_written(parameter)
-        if self._states is not None:
-            self._states.restore(state)
         self.restored = True
 
 
@@ -96,11 +111,13 @@ class _TrainersStates:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        steps, examples = state[f"{OF_TRAINER}/steps"].tolist()
+        steps = checks.whole("steps", int(steps))
+        checks.number("examples", examples, 0.0)
         with tempfile.TemporaryDirectory(prefix="mpikv-local-") as folder:
             np.asarray(state[OF_TRAINER]).tofile(file := os.path.join(folder, "states"))
             self._trainer.load_states(file)
-        steps, self._trainer.examples = (float(count) for count in state[f"{OF_TRAINER}/steps"])
-        self._trainer.steps = int(steps)
+        self._trainer.steps, self._trainer.examples = steps, examples
 
 
 class _TorchsStates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -25,7 +26,7 @@ class Offer:
     """Something that says how it was asked."""
 
     def answer(self, *, whole: bool) -> dict[str, Any]:
-        return {"kind": "test", "whole": whole}
+        return {"kind": "test", "doing": "", "whole": whole}
 
 
 class Broken(Offer):
@@ -51,11 +52,11 @@ def test_it_is_there_while_something_is_offered() -> None:
     answer = ask(PID, UID, WORKERS, LIMIT_S)
     assert (answer["pid"], answer["host"]) == (PID, socket.gethostname())
     assert answer["offers"] == [
-        {"kind": "test", "whole": True},
+        {"kind": "test", "doing": "", "whole": True},
         {"kind": "error", "doing": "RuntimeError: in an answer"},
     ]
     OWN.withdraw(other)
-    assert ask(PID, UID, HERE, LIMIT_S)["offers"] == [{"kind": "test", "whole": False}]
+    assert ask(PID, UID, HERE, LIMIT_S)["offers"] == [{"kind": "test", "doing": "", "whole": False}]
     OWN.withdraw(one)
     assert PID not in endpoints()
     assert threads() == []
@@ -88,6 +89,25 @@ def test_other_users_are_told_nothing_and_not_believed(monkeypatch: pytest.Monke
         with contextlib.suppress(ConnectionError):  # where it was closed before the question, or with that unread
             client.sendall(b"here\n")
             assert client.recv(1) == b""
+
+
+@pytest.mark.usefixtures("offered")
+def test_too_many_open_files_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not end the answers for good."""
+    failed: list[bool] = []
+    accept = socket.socket.accept
+
+    def accept_later(self: socket.socket) -> Any:
+        if not failed:
+            failed.append(True)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(self)
+
+    monkeypatch.setattr(endpoint, "AGAIN_S", 0.0)
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    assert ask(PID, UID, HERE, LIMIT_S)["pid"] == PID  # by the call of `accept` that was under way before
+    assert ask(PID, UID, HERE, LIMIT_S)["pid"] == PID
+    assert failed
 
 
 def test_a_name_that_somebody_else_has() -> None:
