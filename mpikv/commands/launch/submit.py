@@ -20,6 +20,7 @@ from mpikv.commands.launch import environment
 from mpikv.commands.launch.batch import SYSTEMS, environment_file, script
 from mpikv.commands.launch.follow import Follower
 from mpikv.commands.launch.scheduler import NOTICE_S, BatchJob, SchedulerError, parse_time
+from mpikv.commands.launch.sync import own
 from mpikv.common.files import write_private
 from mpikv.errors import ConfigError
 
@@ -82,7 +83,8 @@ def _run(job: BatchJob, options: argparse.Namespace, command: str, *, wait: bool
     variables = environment.read_pairs("--env", options.env, os.environ)
     if variables:
         name = f"{job.name}.env" if options.dry_run else f".mpikv-{uuid.uuid4().hex[:16]}.env"
-        job = replace(job, environ=tuple(variables), environment=os.path.abspath(os.path.join(job.output_dir, name)))
+        folder = job.output_dir if options.dry_run else _folder_of_variables(job)
+        job = replace(job, environ=tuple(variables), environment=os.path.abspath(os.path.join(folder, name)))
     job = replace(job, passed=tuple(sorted(environment.always(os.environ).keys() - variables.keys())))
     text = script(job)
     if options.dry_run:
@@ -103,6 +105,16 @@ def _run(job: BatchJob, options: argparse.Namespace, command: str, *, wait: bool
         if variables and (wait or not submitted):
             with contextlib.suppress(OSError):
                 os.remove(job.environment)
+
+
+def _folder_of_variables(job: BatchJob) -> str:
+    """Return where the file of --env lies: beside the output, or at home if others could replace there what is run."""
+    try:
+        os.makedirs(job.output_dir or ".", exist_ok=True)  # `own` would let nobody else read the output
+        own(job.output_dir or ".")
+    except OSError:
+        return os.path.expanduser("~")
+    return job.output_dir
 
 
 def _submit(job: BatchJob, text: str, variables: Mapping[str, str]) -> str:

@@ -244,6 +244,17 @@ def test_variables_of_a_file(site: Site) -> None:
     assert (status, "\ncolour a b False\n" in output) == (0, True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
+def test_another_users_file_of_variables(site: Site) -> None:
+    """Is not run: in a shared folder somebody may have put it in the place of one's own."""
+    file = site.folder / "job.env"
+    file.write_text("echo was run\n")
+    os.chown(file, 1, 1)
+    status, output = site.run(SLURM, "RUN", "", lines={"ENV_FILE": "job.env"})
+    assert (status != 0, "was run" in output) == (True, False)
+    assert "ENV_FILE=./job.env, whose lines this job would run, is another user's file" in output
+
+
 @pytest.mark.parametrize(
     ("mpi", "words", "hosts"),
     [

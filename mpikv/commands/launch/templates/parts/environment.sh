@@ -2,6 +2,8 @@
 # Variables of --env, in a file that its user alone can read.
 if [ -n "$ENV_FILE" ]; then
     case $ENV_FILE in */*) ;; *) ENV_FILE=./$ENV_FILE ;; esac # a name alone would be looked for on PATH
+    [ ! -e "$ENV_FILE" ] || [ -O "$ENV_FILE" ] ||
+        fail "ENV_FILE=$ENV_FILE, whose lines this job would run, is another user's file: name a copy of your own"
     # shellcheck disable=SC1090 # lines `export NAME=VALUE`
     . "$ENV_FILE" || fail "ENV_FILE=$ENV_FILE, with the variables for the ranks, cannot be read"
 fi
