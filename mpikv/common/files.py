@@ -31,10 +31,9 @@ StrPath = str | os.PathLike[str]
 def _regular(status: os.stat_result, path: StrPath) -> os.stat_result:
     """Return it. Raises OSError for anything but a regular file (IsADirectoryError for a folder)."""
     if not stat.S_ISREG(status.st_mode):
-        number, kind = (
-            (errno.EISDIR, "folder") if stat.S_ISDIR(status.st_mode) else (errno.EINVAL, "pipe, device or link")
-        )
-        raise OSError(number, f"is a {kind}; a regular file is expected", os.fsdecode(path))
+        folder = stat.S_ISDIR(status.st_mode)
+        what = f"is a {'folder' if folder else 'pipe, device or link'}; a regular file is expected"
+        raise OSError(errno.EISDIR if folder else errno.EINVAL, what, os.fsdecode(path))
     return status
 
 
