@@ -8,12 +8,14 @@ the error handlers that its `rc.errors` asks for, is done here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from mpikv.observe.stall import say
 from mpikv.runtime import abort, launcher, printed, unmet
@@ -40,7 +42,8 @@ def initialise(timeout_s: float, warn_s: float) -> None:
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     started_by, init_thread = launcher.find(), function("MPI_Init_thread")
     if started_by is None or started_by.size == 1:
-        _initialise_alone(level)
+        with _without("sm,tcp"):  # by "sm" Open MPI 5 would make a file of 16 MiB in /dev/shm, and leave it there
+            MPI.Init_thread(level)
         return
     if init_thread is None:
         MPI.Init_thread(level)
@@ -50,7 +53,7 @@ def initialise(timeout_s: float, warn_s: float) -> None:
     timer = threading.Timer(limit_s, _give_up, (abort.Guard(launcher.said_rank(os.environ), started_by.size), limit_s))
     timer.daemon = True
     timer.start()
-    with awaited("MPI_Init", warn_s):
+    with awaited("MPI_Init", warn_s), _without("tcp" if _is_on_one_host() else ""):
         status = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     timer.cancel()
     if status:
@@ -61,15 +64,27 @@ def initialise(timeout_s: float, warn_s: float) -> None:
             comm.Set_errhandler(handler)
 
 
-def _initialise_alone(level: int) -> None:
-    """Initialise MPI for one rank, for which Open MPI 5 would make a file of 16 MiB in /dev/shm, and leave it there."""
-    from mpi4py import MPI  # noqa: PLC0415
-
+@contextlib.contextmanager
+def _without(transfers: str) -> Iterator[None]:
+    """Keep Open MPI from these kinds of transfers, unless the user has chosen some; "tcp" listens for whoever comes."""
     chosen = os.environ.get(TRANSFERS)
-    os.environ.setdefault(TRANSFERS, "^sm")
-    MPI.Init_thread(level)
-    if chosen is None:  # ranks that this program starts are not alone
-        del os.environ[TRANSFERS]
+    if transfers and chosen is None:
+        os.environ[TRANSFERS] = f"^{transfers}"
+    try:
+        yield
+    finally:
+        if transfers and chosen is None:  # ranks that this program starts may need them
+            del os.environ[TRANSFERS]
+
+
+def _is_on_one_host() -> bool:
+    """Whether Open MPI's mpirun says so, and there is room for all messages in memory, else they would go by TCP."""
+    size, here = launcher.size(os.environ), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    return here == os.environ.get(launcher.OPEN_MPI_SIZE) and _left_bytes() >= size * LEAST_SHARED_BYTES
+
+
+def _left_bytes() -> int:
+    return shutil.disk_usage(SHARED).free if os.path.isdir(SHARED) else LEAST_SHARED_BYTES
 
 
 def _warn_of_full_memory() -> None:
@@ -77,7 +92,7 @@ def _warn_of_full_memory() -> None:
 
     One rank of a host does; the others wait a while for it, since their death would end it, too.
     """
-    left = shutil.disk_usage(SHARED).free if os.path.isdir(SHARED) else LEAST_SHARED_BYTES
+    left = _left_bytes()
     if left >= LEAST_SHARED_BYTES:
         return
     if launcher.said_local_rank(os.environ) != 0:
