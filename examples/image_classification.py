@@ -231,7 +231,7 @@ class Run:
                 trainer.set_learning_rate(rate * options.lr_factor ** sum(end <= now for end in options.lr_steps))
                 with self.store.span("forward, backward"):  # shown by `mpikv trace`
                     loss += self.gradients(x, y)
-                trainer.step(self.together)
+                trainer.step(batch_size=self.together)
                 if self.local is not None:
                     self.local.step()
                 self.spread()

@@ -96,6 +96,13 @@ def warn_of_lost_weights(names: Sequence[str]) -> None:
     warn("lost weights", text, os.environ)
 
 
+def warn_of_sums(n: float) -> None:
+    """Warn where gradients of PyTorch, whose losses are means by default, are divided as sums are. Local."""
+    text = f"mpikv: Trainer.step({n:g}) divides the gradients by {n:g}, which is right for a loss that is a sum over "
+    text += "examples (reduction='sum'), as gluon's are. PyTorch's losses are means: for them call step(); for a sum "
+    warn("sums", text + f"step(batch_size={n:g}), without this warning", os.environ)
+
+
 def warn(what: str, text: str, environ: Mapping[str, str]) -> None:
     """Warn once of each kind of thing, on the rank that the launcher calls 0."""
     seen = globals().setdefault("__warningregistry__", {})  # where Python itself keeps what it has warned of

@@ -63,6 +63,7 @@ class Shares:
         self._devices = devices
         self._optimizer = optimizer
         self._rank, self._workers = (0, 1) if store is None else (store.rank, store.num_workers)
+        self.n_gradients = self._workers * devices  # of each parameter, which a step adds
         self._array: HostArray | None = None
         self.joined = False
 
@@ -78,7 +79,7 @@ class Shares:
             )
         if examples is None and not self.joined:
             if batch_size is None:
-                return Share(self._workers * self._devices)
+                return Share(self.n_gradients)
             return Share(batch_size, examples=batch_size)
         if examples is not None:
             kind, number = MEANS, positive(examples, "examples, the number of this worker's examples,")

@@ -242,9 +242,10 @@ class Trainer(TrainerFiles):
 
     def step(
         self,
-        batch_size: float | None = None,
+        n: float | None = None,
         ignore_stale_grad: bool = False,
         *,
+        batch_size: float | None = None,
         examples: float | None = None,
         wait: bool = True,
     ) -> None:
@@ -256,9 +257,9 @@ class Trainer(TrainerFiles):
         `step(examples=n)`: the same, and n is the number of examples of this worker. The update is made with the mean
         over all examples; that costs one more small exchange.
 
-        `step(batch_size)`: each gradient is a sum over examples, as in gluon. The update is made with (their sum over
-        devices and workers) / batch_size; batch_size is the number of examples of all workers together, in `join` of
-        this one.
+        `step(batch_size=n)`, and `step(n)` as in gluon: each gradient is a sum over examples. The update is made with
+        (their sum over devices and workers) / n; n is the number of examples of all workers together, in `join` of this
+        one. PyTorch's losses are means unless they have `reduction='sum'`: with its parameters `step(n)` warns once.
 
         If workers pass different batch sizes, as in the last, short batch of an epoch, each worker's gradient is
         divided by its own. Any other attribute of the optimizer that differs between workers is a ConfigError on all of
@@ -286,10 +287,15 @@ class Trainer(TrainerFiles):
         waits_for = self._steps + (not self._pulls)  # after wait=False the last step has to end first
         if self._shares.joined or examples is not None:
             self._grads(ignore_stale_grad)  # raises for a missing gradient before others count on this worker
+        if n is not None and batch_size is not None:
+            raise ValueError("step: its first argument is batch_size, as in gluon; give it once")
+        size = batch_size if n is None else n
         try:
-            self._step(self._shares.of_step(batch_size, examples), ignore_stale_grad, wait=wait)
+            self._step(self._shares.of_step(size, examples), ignore_stale_grad, wait=wait)
         except (PeerError, StallError) as error:
             raise in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
+        if n is not None and n > self._shares.n_gradients and self._tensors:
+            notices.warn_of_sums(n)
 
     def _step(self, share: Share, ignore_stale_grad: bool, *, wait: bool) -> None:
         batch_size = share.divisor

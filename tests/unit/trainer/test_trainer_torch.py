@@ -12,7 +12,7 @@ import pytest
 from on_workers import on
 from store_modes import ONE_HOST, SENDING, SERVED, TRAINING, TWO_HOSTS, Mode, modes
 
-from mpikv import KVStore, Trainer
+from mpikv import KVStore, Parameter, Trainer
 from mpikv.create import notices
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
 from mpikv.testing.ranks import RankError
@@ -285,6 +285,31 @@ def test_weights_that_are_changed_between_the_steps_are_warned_of(mode: Mode, mo
         mode.run(body)
     (found,) = [str(one.message) for one in seen]
     assert "'0.weight', '2.weight', '2.bias' changed outside of the Trainer" in found
+
+
+def test_a_number_for_means_is_warned_of_once_and_not_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's losses are means, and gluon's `step(n)` is for sums; `step(batch_size=n)` says that they are sums."""
+    monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
+
+    def steps(trainer: Trainer, *calls: tuple[tuple[float, ...], dict[str, float]]) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for arguments, named in calls:
+                trainer.step(*arguments, **named)
+        return [str(one.message) for one in seen]
+
+    net = nn.Linear(2, 3)
+    net(torch.ones(4, 2)).sum().backward()
+    array = Parameter(np.ones(2), "w")
+    array.grad[...] = 1
+    assert steps(Trainer([array], "sgd"), ((8,), {})) == []
+    trainer = Trainer(net, "sgd")
+    assert steps(trainer, ((), {}), ((1,), {}), ((), {"batch_size": 8}), ((), {"examples": 4})) == []
+    (found,) = steps(trainer, ((8,), {}), ((8,), {}))
+    assert "Trainer.step(8) divides the gradients by 8" in found
+    assert "step(batch_size=8), without this warning" in found
+    with pytest.raises(ValueError, match="give it once"):
+        trainer.step(8, batch_size=8)
 
 
 # ---- buffers
