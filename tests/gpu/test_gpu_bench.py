@@ -68,12 +68,11 @@ def test_without_a_gpu() -> None:
     assert "Traceback" not in job.output
 
 
-@pytest.mark.gpu
-def test_training(tmp_path: Path) -> None:
+def test_training(kind: str, tmp_path: Path) -> None:
     """All ways that work end with the weights of the reference."""
     pytest.importorskip("torch", reason="torch is not installed")
     words = ["--model", "mlp", "--image-size", "8", "--batch", "4", "--steps", "2"]
-    found = bench("cuda", 2, tmp_path, "train", "--device", *words)
+    found = bench(kind, 2, tmp_path, "train", "--device", *words)
     assert {"alone", "DistributedModel", "DistributedOptimizer", "Trainer", "DDP, Gloo"} <= set(names(found))
 
 
