@@ -26,6 +26,7 @@ from mpikv.placement.labels import Labels
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.queues import Round, RoundQueue, RoundReached, Unders, bytes_of
 
@@ -147,7 +148,8 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
 
     ConfigError on every worker where workers name different keys.
     """
-    groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
+    on_gpu = [info.space == DEVICE for info in infos]
+    groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos], on_gpu=on_gpu)
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
         session.wait(Pending(RoundReached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))

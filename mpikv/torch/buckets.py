@@ -248,7 +248,7 @@ def make_buckets(
     forms: Sequence[Form],
     parameters: Sequence[torch.nn.Parameter],
     *,
-    limit_bytes: int,
+    limit_bytes: int | None,
     tail_elems: int,
     compression: KeyCompression,
 ) -> list[GradientBucket]:
@@ -262,7 +262,6 @@ def make_buckets(
     dtypes = ["float32" if i == TAIL else forms[i].dtype for i in numbers]
     kinds = [(dtype, i != TAIL and forms[i].on_gpu) for i, dtype in zip(numbers, dtypes, strict=True)]
     n_bytes = [n * dtype_of(dtype).itemsize for n, dtype in zip(sizes, dtypes, strict=True)]
-    first_bytes = min(buckets.FIRST_BYTES, limit_bytes)
     named = [f"{dtype} on a GPU" if on_gpu else dtype for dtype, on_gpu in kinds]
     shaped = [compression if i == TAIL else _for_form(compression, forms[i]) for i in numbers]
     named = [
@@ -270,7 +269,7 @@ def make_buckets(
     ]
     if tail_elems and not compression.uncompressed:
         named[-1] = "tail"
-    groups = buckets.plan(n_bytes, named, first_bytes=first_bytes, limit_bytes=limit_bytes)
+    groups = buckets.plan(n_bytes, named, on_gpu=[on_gpu for _, on_gpu in kinds], limit_bytes=limit_bytes)
     flats: dict[int, Any] = {}
     for dtype, on_gpu in sorted(set(kinds)):
         chosen = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]

@@ -69,7 +69,7 @@ class Gradients:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         *,
         scale: float,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         settings: Callable[[], Sequence[str]],
         compression: Any = None,
         buffers: Buffers | None = None,

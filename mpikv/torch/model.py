@@ -20,7 +20,6 @@ import torch
 
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.placement.buckets import LIMIT_BYTES
 from mpikv.torch import arrays, buffers
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
@@ -41,8 +40,8 @@ class DistributedModel(torch.nn.Module):
     sum. compression: of gradients: `Compression.fp16`, the name of a codec, or a dict as for
     `set_gradient_compression`; default: what that call has set for all keys. Each bucket is compressed as one key,
     after its gradients are divided by the number of workers; the module's buffers are never compressed. bucket_bytes:
-    how many bytes of gradients are sent as one key between hosts. sync_buffers: whether buffers become worker 0's after
-    every backward pass that is exchanged, else only at the start.
+    how many bytes of gradients are sent as one key between hosts and on GPUs; default: 4 MiB, on GPUs 25 MiB.
+    sync_buffers: whether buffers become worker 0's after every backward pass that is exchanged, else only at the start.
 
     Making it is collective, blocks, and gives every worker the parameters and buffers of worker 0. Every `backward`
     through it is collective: all workers make equally many, and wait for each other at the end of each. Then `grad` of
@@ -72,16 +71,16 @@ class DistributedModel(torch.nn.Module):
         *,
         average: bool = True,
         compression: Any = None,
-        bucket_bytes: int = LIMIT_BYTES,
+        bucket_bytes: int | None = None,
         sync_buffers: bool = True,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a torch.nn.Module, not {type(module).__name__}")
         if isinstance(module, DistributedModel):
             raise TypeError("module is a DistributedModel already")
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, type(None))):
             raise TypeError(f"bucket_bytes is a number of bytes, not {bucket_bytes!r}")
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         super().__init__()
         calls = calls_of(store)

@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.placement.buckets import LIMIT_BYTES
 from mpikv.torch import arrays
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.default import calls_of
@@ -116,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float = 1.0,
-    bucket_bytes: int = LIMIT_BYTES,
+    bucket_bytes: int | None = None,
 ) -> Any:
     """Make an optimizer like `optimizer` whose `step` uses the gradients of all workers. Collective, blocks.
 

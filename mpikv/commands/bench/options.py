@@ -93,7 +93,7 @@ TRAINING = {
     "--image-size": _option("a side of an image (default resnet18 224, else 28)", None, at_least(8), "PIXELS"),
     "--device": {"action": "store_true", "help": "train on the GPU of each worker"},
     "--steps": _option("steps of a way in a turn (default %(default)s)", 2, at_least(1), "N"),
-    "--bucket-bytes": _option("of DistributedModel (default %(default)s)", "4M", size, "SIZE"),
+    "--bucket-bytes": _option("of DistributedModel (default: its own)", None, size, "SIZE"),
     "--threads": _option("of PyTorch in each rank (default: cores / ranks of the host)", None, at_least(1), "N"),
     "--ways": _option(f"default {','.join(TRAIN_WAYS)}", TRAIN_WAYS, words(TRAIN_WAYS), "A,B"),
     "--vs": _option("default gloo,raw,raw-each, on GPUs nccl, too", (), words(TRAIN_VERSUS), "A,B"),

@@ -27,7 +27,7 @@ class Work(NamedTuple):
     job: BenchJob
     store: KVStore
     net: Any  # the first weights, the same on all ranks
-    bucket_bytes: int
+    bucket_bytes: int | None
 
 
 class TrainedCopy:

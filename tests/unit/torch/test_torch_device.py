@@ -152,6 +152,27 @@ def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: To
             assert not all(left)
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_buckets_are_as_long_as_suits_their_memory(
+    cuda: TorchOnGpu,  # noqa: F811
+    on_gpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mpikv.placement.buckets.LIMIT_BYTES", 100)
+    monkeypatch.setattr("mpikv.placement.buckets.GPU_LIMIT_BYTES", 400)
+
+    def body(store: KVStore) -> list[list[str]]:
+        found = []
+        for options in ({}, {"bucket_bytes": 400 if on_gpu else 100}, {"bucket_bytes": 100 if on_gpu else 400}):
+            model = mt.DistributedModel(cuda.put(nn.Sequential(*[nn.Linear(2, 4) for _ in range(9)])), store, **options)
+            sum(layer(torch.ones(1, 2)).sum() for layer in model.module).backward()
+            found.append([sorted(one.views) for one in model._gradients._buckets])
+        return found
+
+    for default, same, other in workers(on_gpu, 2, body, cuda, path="nccl"):
+        assert default == same != other
+
+
 def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
     cuda.use(one_gpu()[1])
     bucket = GradientBucket("key", torch.zeros(4))
