@@ -22,7 +22,7 @@ from mpikv.commands.numbers import at_least
 from mpikv.common.files import open_regular
 from mpikv.common.progress import Progress
 from mpikv.data.image_lists import EXTENSIONS, Listed, read_folder, read_list, with_labels
-from mpikv.data.image_records import ImageHeader, image_size, pack, turned, unpack
+from mpikv.data.image_records import ImageHeader, decode_image, image_size, in_8_bits, pack, turned, unpack
 from mpikv.data.record_file import RecordFile, RecordWriter
 from mpikv.data.recordio import Index, index_path, read_index
 from mpikv.errors import MpikvError
@@ -215,14 +215,14 @@ def _content(path: str, options: argparse.Namespace) -> bytes:
     """Return what goes into the record: the file's own bytes, or the changed image's."""
     with open_regular(path) as file:
         content = file.read()
+    changed = options.resize or options.center_crop or options.grey or options.encoding or options.quality
     try:
         image = turned(content)
+        if not changed:
+            return content
+        image = in_8_bits(image, color=not options.grey)
     except ValueError as error:
         raise _DamagedImageError(f"{path}: {error}") from error
-    changed = options.resize or options.center_crop or options.grey or options.encoding or options.quality
-    if not changed:
-        return content
-    image = image.convert("L" if options.grey else "RGB")
     if options.center_crop:
         edge = min(image.size)
         left, top = ((length - edge) // 2 for length in image.size)
@@ -294,7 +294,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _undecodable(record: bytes) -> str:
     try:
-        turned(unpack(record)[1])
+        decode_image(unpack(record)[1])
     except ValueError as error:
         return str(error)
     return ""

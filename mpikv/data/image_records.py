@@ -88,14 +88,25 @@ def decode_image(content: bytes, *, color: bool = True) -> NDArray[np.uint8]:
     """Decode an image: uint8, (height, width, 3), red first; color=False: 1 channel.
 
     JPEG, PNG, BMP, GIF, PPM, WebP and TIFF are read. The image is turned as its EXIF data says, as MXNet's
-    `ImageRecordIter` does it; transparency is left out. Local. Raises ValueError for what is no such image, a damaged
-    one, or one of more pixels than `PIL.Image.MAX_IMAGE_PIXELS`, UnsupportedError without Pillow.
+    `ImageRecordIter` does it; transparency is left out, and of 16 bits for each colour the upper 8 are taken. Local.
+    Raises ValueError for what is no such image, a damaged one, one of more pixels than `PIL.Image.MAX_IMAGE_PIXELS`, or
+    one of a single channel of more than 8 bits, such as a depth map; UnsupportedError without Pillow.
 
     >>> data.decode_image(b'P6 2 1 255 ' + bytes(6)).shape  # a PPM file of 2x1 black pixels
     (1, 2, 3)
     """
-    pixels = np.array(turned(content).convert("RGB" if color else "L"))
+    pixels = np.array(in_8_bits(turned(content), color=color))
     return pixels if color else pixels[:, :, None]
+
+
+def in_8_bits(image: Any, *, color: bool) -> Any:
+    """Convert an image of Pillow's to RGB or grey. Raises ValueError for more bits, which Pillow would cut to 255."""
+    if image.mode[0] in "IF":  # I, I;16 and the like: whole numbers; F: float32
+        raise ValueError(
+            f"an image of more than 8 bits (Pillow's mode {image.mode}): store it with 8, or decode what `unpack` "
+            "returns yourself"
+        )
+    return image.convert("RGB" if color else "L")
 
 
 def turned(content: bytes) -> Any:

@@ -55,7 +55,8 @@ class SplitSampler:
     which shuffles all examples anew; `left` says which they are. 'uneven' gives one more to each of the first parts, so
     every example comes once per epoch. 'wrap' takes the first examples of the epoch's order a second time, until all
     parts are equally long. None is 'drop' where it shuffles, so that all workers train for equally many steps, and
-    'uneven' where it does not, so that an evaluation sees every example once.
+    'uneven' where it does not, so that an evaluation sees every example once; fewer examples than parts are then a
+    ValueError where it shuffles, since no part would ever have one.
 
     Works as `sampler=` of `torch.utils.data.DataLoader`. Iterating twice without `set_epoch` gives the same order
     twice: an epoch that advanced by itself would drift apart between parts of which one was iterated once more.
@@ -85,6 +86,11 @@ class SplitSampler:
         if last is not None:
             checks.one_of("last", last, _LAST)
         self.last: Last = last or ("drop" if self.shuffle else "uneven")
+        if last is None and self.last == "drop" and 0 < self.length < self.num_parts:
+            raise ValueError(
+                f"{self.length} examples for {self.num_parts} parts: the default where it shuffles, last='drop', gives "
+                "equally many to all, here none; last='wrap' repeats some, last='uneven' gives none to some parts"
+            )
         self.epoch = 0
         self.start = 0
         self._store: weakref.ref[Any] | None = None

@@ -225,6 +225,17 @@ def test_check_tells_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "damaged record at offset 180" in capsys.readouterr().err
 
 
+def test_images_of_more_than_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they are they can be stored, and the check says that they cannot be read as images; changed they are cut."""
+    (tmp_path / "depth").mkdir()
+    Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "depth" / "0.png")
+    assert records("pack", tmp_path, tmp_path / "a.rec") == 0
+    assert records("check", tmp_path / "a.rec", "--images") == 1
+    assert "record at offset 0: an image of more than 8 bits" in capsys.readouterr().out
+    assert records("pack", tmp_path, tmp_path / "b.rec", "--grey") == 1
+    assert "0.png: an image of more than 8 bits" in capsys.readouterr().err
+
+
 def test_check_of_an_index_and_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.rec"
     write_records(path, [b"a", b"b"])

@@ -33,6 +33,8 @@ def test_part_takes_every_pth_place() -> None:
     assert list(SplitSampler(8, 3, 2, shuffle=False, last="wrap")) == [2, 5, 0]
     assert list(SplitSampler(8, 3, 0, shuffle=False, last="drop")) == [0, 3]
     assert list(SplitSampler(2, 5, 4, shuffle=False, last="wrap")) == [0]
+    assert [list(SplitSampler(*one)) for one in ((0, 5), (3, 3))] == [[], list(SplitSampler(3, 3, last="drop"))]
+    assert list(SplitSampler(3, 4, last="drop")) == []
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
@@ -73,6 +75,7 @@ def test_for_store() -> None:
         (lambda: SplitSampler(5.0), TypeError, "length is a whole number, not float"),
         (lambda: SplitSampler(5, "2"), TypeError, "num_parts is a whole number, not str"),
         (lambda: SplitSampler(5, last="keep"), ValueError, "last must be one of 'uneven', 'drop', 'wrap'; got 'keep'"),
+        (lambda: SplitSampler(3, 4), ValueError, "3 examples for 4 parts: .* last='drop', .* last='wrap' repeats some"),
         (lambda: SplitSampler(5, seed=-1), ValueError, "seed must be at least 0"),
         (lambda: SplitSampler(5).set_epoch(-1), ValueError, "epoch must be at least 0"),
         (lambda: split_data(np.zeros((7, 2)), 2), ValueError, r"7 examples along axis 0 .* do not divide into 2"),

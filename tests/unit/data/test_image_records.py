@@ -69,6 +69,16 @@ def test_transparency_is_left_out() -> None:
     assert decode_image(file.getvalue()).tolist() == [[[1, 2, 3], [4, 5, 6]]]
 
 
+@pytest.mark.parametrize(("form", "dtype"), [("png", np.uint16), ("tiff", np.uint16), ("tiff", np.float32)])
+def test_more_than_8_bits_are_refused(form: str, dtype: type, tmp_path: Path) -> None:
+    """Pillow would make 255 of nearly all of a depth map."""
+    path = tmp_path / f"0.{form}"
+    Image.fromarray(np.full((2, 3), 40_000, dtype)).save(path)
+    for color in (True, False):
+        with pytest.raises(ValueError, match=r"an image of more than 8 bits \(Pillow's mode (I|F)"):
+            decode_image(path.read_bytes(), color=color)
+
+
 def test_no_other_formats_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow decodes PostScript by a program that the record's bytes then control."""
     program = tmp_path / "gs"
