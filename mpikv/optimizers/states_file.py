@@ -28,6 +28,7 @@ format.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -59,27 +60,39 @@ class StatesFile:
     codecs: tuple[StateRecord, ...] = ()
 
 
-def save_states(
-    path: str | os.PathLike[str], records: Iterable[StateRecord], *, meta: Mapping[str, Any] | None = None
-) -> None:
+class InMemory(io.BytesIO):
+    """A file of states that lies in memory. origin: what errors call it."""
+
+    def __init__(self, origin: str, content: bytes = b"") -> None:
+        super().__init__(content)
+        self._origin = origin
+
+    def __str__(self) -> str:
+        return self._origin
+
+
+Place = str | os.PathLike[str] | InMemory
+
+
+def save_states(path: Place, records: Iterable[StateRecord], *, meta: Mapping[str, Any] | None = None) -> None:
     """Write a file of states under another name, then rename it, so that it is never incomplete. Local, blocks.
 
     records: one of all elements for each key; those of codecs may be of any elements. meta: JSON. Raises
     UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError. On an error an existing
     file does not change.
     """
-    with replacing(path) as file:
+    with contextlib.nullcontext(path) if isinstance(path, InMemory) else replacing(path) as file:
         _write(file, records, meta)
 
 
-def load_states(path: str | os.PathLike[str]) -> StatesFile:
+def load_states(path: Place) -> StatesFile:
     """Read a file of states. Local, blocks.
 
     Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError if it cannot
     be opened (FileNotFoundError if there is none).
     """
-    origin = os.fsdecode(path)
-    with open_regular(path) as file:
+    origin = str(path)
+    with contextlib.nullcontext(path) if isinstance(path, InMemory) else open_regular(path) as file:
         records, meta = _read(file, origin)
     entries: dict[Key, StateRecord] = {}
     for record in records:

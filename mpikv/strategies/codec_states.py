@@ -20,7 +20,7 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
 from mpikv.errors import StatesFileError
 from mpikv.optimizers.states import StateRecord
-from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
+from mpikv.optimizers.states_file import Place, records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
@@ -47,7 +47,7 @@ def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] 
     return [part for blob in session.gather(call, mine) for part in records_from_bytes(blob)]
 
 
-def check(saved: Iterable[StateRecord], path: str) -> None:
+def check(saved: Iterable[StateRecord], path: Place) -> None:
     """Raise StatesFileError where a residual has another dtype or length than its piece requires."""
     for part in saved:
         residual = part.state.get(RESIDUAL)

@@ -19,6 +19,7 @@ from mpikv.optimizers import states, states_file
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, check_rows, join_rows, record_of, slice_rows
+from mpikv.optimizers.states_file import Place
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import Session
@@ -43,7 +44,7 @@ def collect(owner: Owner, owned: Owned) -> list[StateRecord]:
 def save_file(
     session: Session,
     strategy: Strategy,
-    path: str,
+    path: Place,
     keys: Sequence[Key] | None = None,
     *,
     dump_optimizer: bool,
@@ -67,7 +68,7 @@ def save_file(
     strategy.save_states(write)
 
 
-def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[StateRecord]:
+def load_file(session: Session, strategy: Strategy, path: Place) -> Sequence[StateRecord]:
     """Read a states file. Collective, blocks.
 
     Optimizer attributes from the file reach the owners with the next push. Returns the codec states of the file, at
@@ -98,7 +99,7 @@ def _cuts(session: Session, strategy: Strategy) -> dict[str, Any]:
     return {"workers": session.num_workers, "cuts": [list(one) for one in cuts.items()]} if cuts else {}
 
 
-def _compare_cuts(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _compare_cuts(path: Place, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Print a line where as many workers would go on with other bits, since keys are divided elsewhere."""
     if not here or there.get("workers") != here["workers"]:
         return
@@ -114,7 +115,7 @@ def _compare_cuts(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) 
 
 
 def _write_file(
-    path: str,
+    path: Place,
     parts: Sequence[Sequence[StateRecord]],
     infos: Sequence[KeyInfo],
     optimizers: Mapping[Key, Optimizer],
@@ -144,7 +145,7 @@ def _write_file(
 
 
 def _read_file(
-    path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer], *, stateless: bool
+    path: Place, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer], *, stateless: bool
 ) -> states_file.StatesFile:
     """Read a file and compare its optimizers, keys, shapes and dtypes with those of this store. Changes nothing.
 

@@ -96,12 +96,6 @@ def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:
     return {name: host_view(array, f"parameter {shown(name)}") for name, array in parameters.items()}
 
 
-def states_of(path: str) -> HostArray:
-    """Return the bytes of a file of states."""
-    with open_regular(path) as file:
-        return np.fromfile(file, np.uint8)
-
-
 class _StoreRows(Optimizer):
     """Stores the pushed rows."""
 

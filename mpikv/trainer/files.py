@@ -8,38 +8,26 @@ next run continues from it.
 from __future__ import annotations
 
 import os
-import re
 import sys
-import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.common.files import place_of, write_private
-from mpikv.errors import MpikvError, StatesFileError
+from mpikv.common.files import place_of
+from mpikv.errors import MpikvError
 from mpikv.observe.stall import say
 from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import InMemory, Place
 from mpikv.strategies import codec_states
-from mpikv.strategies.states import LOAD, SAVE, save_file
+from mpikv.strategies.states import LOAD, SAVE, load_file, save_file
 from mpikv.trainer import checkpoint, worker_states
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
 from mpikv.trainer.weights import TrainedWeights
-
-UNPACKED_STATES = re.compile(r"\S*mpikv-resume-\w+/states")  # the file to which worker 0 unpacks states, in errors
-
-
-def _beside(path: str) -> str:
-    """Make an empty file beside the place of `path`, which its user alone can read whatever mode that one has.
-
-    Not named after it, which may have the greatest length, and not predictable.
-    """
-    made = os.path.join(os.path.dirname(place_of(path)), f".mpikv-{uuid.uuid4().hex[:16]}.states")
-    write_private(made, "")
-    return made
 
 
 class TrainerFiles(TrainedWeights):
@@ -66,15 +54,19 @@ class TrainerFiles(TrainedWeights):
         >>> trainer.save_states('states')
         >>> trainer.load_states('states')
         """
-        if self._on_store and self._store is not None:
-            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-            session, strategy = self._store.session, self._store.strategy
-            save_file(session, strategy, checks.path("fname", fname), trained, dump_optimizer=True)
+        path = checks.path("fname", fname)
+        if self._on_store:
+            self._save_of_store(path)
         elif self._store is not None and codec_states.compresses(self._store.session, self._keys.values()):
-            path, of_codecs = checks.path("fname", fname), self._of_codecs()
+            of_codecs = self._of_codecs()
             self._decide(SAVE, lambda: self._local.save_states(path, of_codecs))
         else:
-            self._local.save_states(checks.path("fname", fname))
+            self._local.save_states(path)
+
+    def _save_of_store(self, place: Place) -> None:
+        if self._store is not None:
+            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
+            save_file(self._store.session, self._store.strategy, place, trained, dump_optimizer=True)
 
     def _of_codecs(self) -> Sequence[StateRecord]:
         """Return the states of the store's codecs, at worker 0. Collective if a key is compressed."""
@@ -89,10 +81,13 @@ class TrainerFiles(TrainedWeights):
         ... of its store, with the same names. Raises StatesFileError or OSError, on every worker; nothing is changed
         then. Example: see `save_states`.
         """
+        self._load_states(checks.path("fname", fname))
+
+    def _load_states(self, place: Place) -> None:
         if self._on_store and self._store is not None:
-            self._store.load_optimizer_states(fname)
+            load_file(self._store.session, self._store.strategy, place)
         else:
-            of_codecs = self._local.load_states(checks.path("fname", fname))
+            of_codecs = self._local.load_states(place)
             if self._store is not None:
                 codec_states.spread(self._store.session, self._store.strategy, LOAD, of_codecs)
 
@@ -166,34 +161,25 @@ class TrainerFiles(TrainedWeights):
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
-        states: str = self._decide("save", lambda: _beside(path))  # worker 0's, which writes
-        try:
-            if self._on_store:
-                self.save_states(states)
-            of_codecs = () if self._on_store else self._of_codecs()
-            of_workers = worker_states.gather(self._store, self._worker_state, "save")
+        self._decide("save", lambda: place_of(path))
+        states = InMemory(path)  # filled at worker 0
+        if self._on_store:
+            self._save_of_store(states)
+        of_codecs = () if self._on_store else self._of_codecs()
+        of_workers = worker_states.gather(self._store, self._worker_state, "save")
 
-            def write() -> None:
-                worker_states.check_all(of_workers)
-                if not self._on_store:
-                    self._local.save_states(states, of_codecs)
-                weights = checkpoint.weights_of(self._data())
-                checkpoint.write(
-                    path,
-                    checkpoint.Checkpoint(
-                        self._steps,
-                        self._examples,
-                        weights,
-                        checkpoint.states_of(states),
-                        of_workers,
-                        self._agreed_factor(),
-                    ),
-                )
+        def write() -> None:
+            worker_states.check_all(of_workers)
+            if not self._on_store:
+                self._local.save_states(states, of_codecs)
+            weights = checkpoint.weights_of(self._data())
+            content = np.frombuffer(states.getbuffer(), np.uint8)
+            agreed = self._agreed_factor()
+            checkpoint.write(
+                path, checkpoint.Checkpoint(self._steps, self._examples, weights, content, of_workers, agreed)
+            )
 
-            self._decide("save", write)
-        finally:
-            if (self._store is None or self._store.rank == 0) and os.path.exists(states):
-                os.remove(states)
+        self._decide("save", write)
 
     def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
         """Continue from a file of `save`: read weights, states and attributes; return the number of steps.
@@ -233,24 +219,18 @@ class TrainerFiles(TrainedWeights):
             look()
             if not found:
                 raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
-        try:
-            self._restore(found[0] if found else None)
-        except StatesFileError as error:
-            raise StatesFileError(UNPACKED_STATES.sub(path, str(error))) from None
+        self._restore(found[0] if found else None, path)
         self._restore_worker_states(found[0].of_workers if found else (), path)
         self._steps, self._examples, *agreed = progress
         self._resume_factor(agreed)
         return self._steps
 
-    def _restore(self, found: checkpoint.Checkpoint | None) -> None:
+    def _restore(self, found: checkpoint.Checkpoint | None, path: str) -> None:
         """Restore weights and states. found: None on workers that have not read the file."""
-        with tempfile.TemporaryDirectory(prefix="mpikv-resume-") as folder:
-            states = os.path.join(folder, "states")
-            if found is not None:
-                found.states.tofile(states)
-            self.load_states(states)  # fails before anything is changed if they are of another optimizer
-            self._restore_weights(found.weights if found is not None else self._data())
-            self.load_states(states)  # once more, since restoring the weights has removed them
+        states = InMemory(path, b"" if found is None else found.states.tobytes())
+        self._load_states(states)  # fails before anything is changed if they are of another optimizer
+        self._restore_weights(found.weights if found is not None else self._data())
+        self._load_states(states)  # once more, since restoring the weights has removed them
 
     def _restore_worker_states(self, of_workers: Sequence[Any], path: str) -> None:
         """Give each worker its own state. of_workers: empty on workers that have not read the file."""

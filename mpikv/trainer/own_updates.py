@@ -14,6 +14,7 @@ import numpy as np
 from mpikv.common.checks import shown
 from mpikv.optimizers import Optimizer
 from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states_file import Place
 from mpikv.placement.keys import Key
 from mpikv.session.base import NewKey, Session
 from mpikv.spaces.base import SpaceArray
@@ -82,14 +83,14 @@ class OwnUpdates:
         self._strategy.push(info, total)
         return in_place
 
-    def save_states(self, path: str, of_codecs: Sequence[StateRecord] = ()) -> None:
+    def save_states(self, path: Place, of_codecs: Sequence[StateRecord] = ()) -> None:
         """Write the states into one file, in the format of a store's file. On an error an existing file is unchanged.
 
         of_codecs: the states of a store's codecs for the same keys.
         """
         save_file(self._session, self._strategy, path, dump_optimizer=True, of_codecs=of_codecs)
 
-    def load_states(self, path: str) -> Sequence[StateRecord]:
+    def load_states(self, path: Place) -> Sequence[StateRecord]:
         """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError.
 
         Returns the states of codecs in the file.

@@ -34,7 +34,6 @@ ALLOWED = {
     "runtime/cuda_driver.py": {"Path(KERNEL_MODULE).read_text"},  # below /proc
     "runtime/interface.py": {"(sysfs / name / 'dev_port').read_text"},  # below /sys
     "runtime/job_processes.py": {"(folder / 'stat').read_text", "(folder / 'environ').read_text"},  # below /proc
-    "trainer/files.py": {"found.states.tofile"},  # in a new folder of its own
     "trainer/local_state.py": {"np.asarray(state[OF_TRAINER]).tofile"},  # likewise
 }
 

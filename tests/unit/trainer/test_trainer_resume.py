@@ -204,15 +204,20 @@ def test_a_save_that_fails_fails_everywhere_and_keeps_the_old_file(on_store, tmp
 
 
 @ON_STORE
-def test_nobody_else_reads_states_while_a_checkpoint_is_saved(on_store, tmp_path, monkeypatch):
-    modes: list[int] = []
-    states_of = checkpoint.states_of
-    monkeypatch.setattr(
-        checkpoint, "states_of", lambda path: modes.append(os.stat(path).st_mode & 0o777) or states_of(path)
-    )
+def test_while_a_checkpoint_is_saved_nothing_beside_it_can_be_read_by_others(on_store, tmp_path, monkeypatch):
+    found: list[tuple[str, int]] = []
+    write = checkpoint.write_archive
+
+    def look(*arguments):
+        found.extend((file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir())
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_archive", look)
     (tmp_path / "file").touch(0o600)
     ONE_HOST.run(lambda store: begun(store, on_store=on_store)[1].save(tmp_path / "file"))
-    assert (modes, os.listdir(tmp_path)) == ([0o600], ["file"])
+    assert [mode for _, mode in found] == [0o600, 0o600]
+    assert [name.endswith(".tmp") for name, _ in sorted(found)] == [True, False]
+    assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
