@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import io
 import json
 import tempfile
@@ -19,10 +20,17 @@ import numpy as np
 from grids import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from mpikv import LocalUpdates, MpikvError, Parameter, Trainer, kv, optimizers
 from mpikv.__main__ import main
 from mpikv.commands import top
+from mpikv.commands.launch import hosts
+from mpikv.config import KNOWN, Config
+from mpikv.data import RecordFile, open_idx, read_idx
+from mpikv.data.image_lists import read_list
+from mpikv.data.image_records import decode_image
+from mpikv.data.recordio import encoded, read_index
 from mpikv.observe import endpoint
 from mpikv.optimizers import archive, states_file
 from mpikv.placement import links
@@ -268,3 +276,58 @@ def test_states_of_local_training(content: Any) -> None:
         assert failed == [] or weight.data.tolist() == [0, 0]
         assert 0 <= state.part < 2
         assert state.pending in (None, 0, 1)
+
+
+def image() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(out, "png")
+    return out.getvalue()
+
+
+def settings_of(path: str) -> None:
+    """Each setting with the text of the file."""
+    text = Path(path).read_bytes().decode(errors="surrogateescape").replace("\0", "")
+    for name in KNOWN:
+        with refused_in_words():
+            Config.from_environ({name: text})
+
+
+READERS: dict[str, tuple[Callable[[str], object], bytes]] = {
+    "host file": (hosts.read, b"h1 slots=2\nh2:3 user=a # b\n"),
+    "PE_HOSTFILE": (lambda path: hosts.allocated({"PE_HOSTFILE": path}), b"h1 2 q@h1 <NULL>\nh2 3 q@h2 <NULL>\n"),
+    "IDX file": (read_idx, bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9])),
+    "mapped IDX file": (open_idx, bytes([0, 0, 13, 2, 0, 0, 0, 2, 0, 0, 0, 1, *range(8)])),
+    "packed IDX file": (read_idx, gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9]), mtime=0)),
+    "records": (lambda path: [*RecordFile(path, index=None)], encoded(b"one") + encoded(b"two")),
+    "index": (lambda path: read_index(path, 100), b"0\t0\n1\t16\n"),
+    "image list": (read_list, b"0\t1\ta.png\n1\t0\tb.png\n"),
+    "image": (lambda path: decode_image(Path(path).read_bytes()), image()),
+    "settings": (settings_of, b"10gbit,50us"),
+}
+BYTES = (
+    b"\x1b[2J",
+    b"\n",
+    b"\xff\xfe",
+    b"9" * 5000,
+    b"x" * 20_000,
+    b"\t",
+    b"slots=",
+    b":",
+    b"0",
+    b"-1",
+    b"\0" * 9,
+    b",",
+)
+
+
+@fuzz(300)
+@given(st.data())
+def test_files_of_other_bytes(data: st.DataObject) -> None:
+    read, content = READERS[data.draw(st.sampled_from(sorted(READERS)))]
+    for _ in range(data.draw(st.integers(1, 4))):
+        begin = data.draw(st.integers(0, len(content)))
+        end = min(len(content), begin + data.draw(st.integers(0, 4)))
+        content = content[:begin] + data.draw(st.one_of(st.sampled_from(BYTES), st.binary(max_size=4))) + content[end:]
+    with tempfile.TemporaryDirectory() as folder, refused_in_words():
+        (file := Path(folder) / "file").write_bytes(content)
+        read(str(file))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpikv.commands.launch.channel import is_own
+from mpikv.common.checks import plain
 from mpikv.common.files import read_text
 from mpikv.errors import ConfigError
 
@@ -56,13 +57,14 @@ def read(path: str | Path) -> list[Host]:
             try:
                 hosts.append(_entry(words[0], words[1:]))
             except ValueError as error:
-                raise ConfigError(f"{path}:{number}: {error}; a line is `host`, `host:4` or `host slots=4`") from None
+                what = f"{path}:{number}: {plain(error)}"
+                raise ConfigError(f"{what}; a line is `host`, `host:4` or `host slots=4`") from None
     if not hosts:
         raise ConfigError(f"host file {path} names no host")
     try:
         return _merged(hosts)
     except ValueError as error:
-        raise ConfigError(f"host file {path}: {error}") from None
+        raise ConfigError(f"host file {path}: {plain(error)}") from None
 
 
 def parse(text: str) -> list[Host]:
@@ -70,7 +72,7 @@ def parse(text: str) -> list[Host]:
     try:
         return _merged(_entry(one.strip(), []) for one in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--hosts {text}: {error}; it is like h1:2,h2") from None
+        raise ConfigError(f"--hosts {plain(text)}: {plain(error)}; it is like h1:2,h2") from None
 
 
 def _entry(word: str, options: list[str]) -> Host:
@@ -145,7 +147,7 @@ def allocated(environ: Mapping[str, str]) -> list[Host]:
             for name, slots_text, *_ in lines:  # a host has a line for each of its queues
                 found[_name(name)] = found.get(name, 0) + int(slots_text)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"PE_HOSTFILE={environ['PE_HOSTFILE']} cannot be read: {error}") from None
+            raise ConfigError(f"PE_HOSTFILE={environ['PE_HOSTFILE']} cannot be read: {plain(error)}") from None
         return [Host(name, n) for name, n in found.items()]
     return []
 
@@ -168,7 +170,7 @@ def expand(text: str) -> list[str]:
                 found = [one + start + number for one in found for number in (_numbers(ranges) if ranges else [""])]
             names += map(_name, found)
     except ValueError as error:
-        raise ConfigError(f"SLURM_JOB_NODELIST={text}: {error}") from None
+        raise ConfigError(f"SLURM_JOB_NODELIST={plain(text)}: {plain(error)}") from None
     return names
 
 
