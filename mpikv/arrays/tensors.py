@@ -133,7 +133,9 @@ def memory_of(tensor: Any) -> HostArray:
         refused: HostArray = tensor.detach().numpy()  # raises
         return refused
     address, n_bytes = tensor.data_ptr(), tensor.element_size()
-    if not address and tensor.numel():
+    if not tensor.numel():  # has no address, which NumPy 1.24 refuses
+        return np.empty(tuple(tensor.shape), dtype)
+    if not address:
         raise UnsupportedError(
             f"a {type(tensor).__name__} without memory: its storage was freed, or it stands for other tensors (of a "
             "DTensor give `to_local()`)"

@@ -118,13 +118,11 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- names; rank and size are the base class's
 
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        """Return the backend's name, "mpikv"."""
-        return "mpikv"
-
     def name(self) -> str:
         """Return the backend's name, "mpikv"."""
         return "mpikv"
+
+    getBackendName = name  # noqa: N815 - PyTorch's name
 
     # The base class keeps names in its C++ backend, which this class does not have.
 
