@@ -33,13 +33,14 @@ class Call(NamedTuple):
     """One call of one thread.
 
     name: `pushpull begin` and `pull begin` are the calls with `_async`, `end` waits for one of them, the `which`-th.
-    round: what a push begins, and what a pull gives.
+    round: what a push begins, and what a pull gives. priority: of a push.
     """
 
     name: str
     key: Key = (0, "")
     round: int = 0
     which: int = -1
+    priority: int = 0
 
 
 def size_of(key: Key) -> int:
@@ -203,7 +204,9 @@ def program(seed: int, workers: int, stores: Sequence[int], *, groups: bool) -> 
     for some in of_thread:
         own = [key for key in keys if key[0] in some]
         own = chance.sample(own, chance.randint(2, len(own)))
-        calls.append(_Game(chance, workers, own, group=groups).play())
+        played = _Game(chance, workers, own, group=groups).play()
+        most = chance.choice([0, 2])
+        calls.append([[call._replace(priority=chance.randint(-most, most)) for call in some] for some in played])
     used = sorted({call.key for thread in calls for some in thread for call in some if "push" in call.name})
     return Program(workers, of_thread, used, calls)
 
@@ -232,15 +235,15 @@ def run(program: Program, worker: int, thread: int, stores: Sequence[Any], group
     for call in program.calls[thread][worker]:
         store, name = stores[call.key[0]], call.key[1]
         if call.name == "push":
-            store.push(name, mine(call))
+            store.push(name, mine(call), priority=call.priority)
         elif call.name == "pushpull":
-            store.pushpull(name, value := mine(call))
+            store.pushpull(name, value := mine(call), priority=call.priority)
             check(call, value)
         elif call.name == "pull":
             check(call, store.pull(name))
         elif call.name == "pushpull begin":
             value = mine(call)
-            begun[call.which] = store.pushpull_async(name, value), value
+            begun[call.which] = store.pushpull_async(name, value, priority=call.priority), value
         elif call.name == "pull begin":
             value = np.empty(size_of(call.key), np.float32)
             begun[call.which] = store.pull_async(name, value), value
