@@ -24,7 +24,10 @@ from mpikv.runtime.loaded import function
 
 TRANSFERS = "OMPI_MCA_btl"  # Open MPI reads it in MPI_Init
 SHARED = "/dev/shm"
-LEAST_SHARED_BYTES = 16 << 20  # what one rank of Open MPI asks for
+LEAST_SHARED_BYTES = 16 << 20  # what one rank of Open MPI asks for, and what UCX wants to be left
+SEGMENT_BYTES = 5 << 18  # MPICH needs 1.01 MiB for each rank of the host, and dies without
+UCX_BYTES = 21 << 18  # with the 4.13 MiB that UCX takes for each
+UCX = "UCX_TLS"  # UCX, which MPICH's wheel has inside, reads it in MPI_Init
 PASS_ON_S = 0.5
 OTHERS_S = 5.0  # ranks begin at different times on a busy machine
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
@@ -48,7 +51,7 @@ def initialise(timeout_s: float, warn_s: float) -> None:
     if init_thread is None:
         MPI.Init_thread(level)
         return
-    _warn_of_full_memory()
+    _look_at_shared_memory(launcher.said_local_size(os.environ))
     limit_s = max(timeout_s, STARTING_S)
     timer = threading.Timer(limit_s, _give_up, (abort.Guard(launcher.said_rank(os.environ), started_by.size), limit_s))
     timer.daemon = True
@@ -87,13 +90,17 @@ def _left_bytes() -> int:
     return shutil.disk_usage(SHARED).free if os.path.isdir(SHARED) else LEAST_SHARED_BYTES
 
 
-def _warn_of_full_memory() -> None:
-    """Print a line where MPI's memory for messages within this host has no room: MPICH then dies without saying why.
+def _look_at_shared_memory(ranks: int) -> None:
+    """Do what a small /dev/shm asks for, where MPI's memory for messages within this host lies. ranks: of this host.
 
-    One rank of a host does; the others wait a while for it, since their death would end it, too.
+    Where only some of them get a part, UCX crashes in later messages: so it is to do without. Where MPICH has no room
+    for its own part, it dies without saying why: so a line is printed. One rank of the host does; the others wait a
+    while for it, since their death would end it, too.
     """
     left = _left_bytes()
-    if left >= LEAST_SHARED_BYTES:
+    if left < LEAST_SHARED_BYTES + ranks * UCX_BYTES:
+        os.environ.setdefault(UCX, "^posix")
+    if left >= ranks * SEGMENT_BYTES or not os.path.isdir(SHARED):
         return
     if launcher.said_local_rank(os.environ) != 0:
         time.sleep(OTHERS_S)

@@ -36,6 +36,7 @@ HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", SLURM_STEP_SIZE)
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 TORCH_SIZE = "WORLD_SIZE"  # from torchrun and torch.distributed.launch, which say nothing to MPI
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # in the processes of torchrun, which may itself be a rank: `srun torchrun`
 MARK = "_MPIKV_RANK_PID"  # the process that has, or had, the identity which these variables give
@@ -109,6 +110,11 @@ def said_rank(environ: Mapping[str, str]) -> int:
 def said_local_rank(environ: Mapping[str, str]) -> int:
     """Return the number among its host's ranks that the environment gives this process, 0 if none."""
     return int(next((environ[name] for name in LOCAL_RANKS if environ.get(name, "").isdigit()), "0"))
+
+
+def said_local_size(environ: Mapping[str, str]) -> int:
+    """Return how many ranks this process's host has, as the environment says; 1 where it does not, as under srun."""
+    return int(next((environ[name] for name in LOCAL_SIZES if environ.get(name, "").isdigit()), "1"))
 
 
 def mark_rank() -> None:

@@ -16,6 +16,7 @@ import pytest
 from jobs import BACKING, SHM, Mpi, mpirun
 
 PROGRAM = str(Path(__file__).with_name("fault_program.py"))
+WAITS = str(Path(__file__).with_name("waits_program.py"))
 LIMIT_S = 60
 HOST = r"on [^\s:;,)]+"
 ME, OTHER = rf"worker [02] {HOST}", rf"worker 1 {HOST}"
@@ -153,18 +154,36 @@ def may_mount() -> bool:
     return bool(shutil.which("unshare")) and subprocess.run(line, capture_output=True, check=False).returncode == 0
 
 
-def test_a_full_dev_shm(mpi: Mpi, tmp_path: Path) -> None:
-    """Where nothing goes into it: Open MPI does without, MPICH dies, and then a line of ours is all that says why."""
+def with_dev_shm(mpi: Mpi, folder: Path, size_mib: int, fill_bytes: int = 0) -> Mpi:
+    """The MPI, with a /dev/shm of its own for each job. folder: for a script."""
     if not may_mount():
-        pytest.skip("needs root and unshare, for a /dev/shm that is full")
-    script = tmp_path / "mpirun"
+        pytest.skip("needs root and unshare, for a /dev/shm that is small")
+    script = folder / "mpirun"
     script.write_text(
-        f'#!/bin/sh\nexec unshare --mount sh -c \'mount -t tmpfs -o size=1m tmpfs {SHM} && mkdir -p "${BACKING}" && '
-        f'head -c 2000000 /dev/zero 2> /dev/null > {SHM}/full; exec {mpi.program("mpirun")} "$@"\' mpirun "$@"\n'
+        f"#!/bin/sh\nexec unshare --mount sh -c 'mount -t tmpfs -o size={size_mib}m tmpfs {SHM} && "
+        f'mkdir -p "${BACKING}" && head -c {fill_bytes} /dev/zero 2> /dev/null > {SHM}/full; '
+        f'exec {mpi.program("mpirun")} "$@"\' mpirun "$@"\n'
     )
     script.chmod(0o755)
-    inside = Mpi(mpi.kind, mpi.prefix, programs=tmp_path)
-    job = mpirun(3, ["python", PROGRAM, "none"], timeout_s=LIMIT_S, mpi=inside)
+    return Mpi(mpi.kind, mpi.prefix, programs=folder)
+
+
+@pytest.mark.parametrize("size_mib", [4, 18])  # room for none of what UCX asks for, and for some of it
+def test_a_small_dev_shm(mpi: Mpi, tmp_path: Path, size_mib: int) -> None:
+    """MPICH has room for what it needs in the first of them; its UCX would crash in the second."""
+    small = with_dev_shm(mpi, tmp_path, size_mib)
+    env = {"MPIKV_SHARED_MEMORY": "off"}  # long messages
+    job = mpirun(3, ["python", WAITS, "1", "2"], env=env, timeout_s=LIMIT_S, mpi=small)
+    assert (job.status, job.stdout.count("right")) == (0, 3), job.output
+    assert (
+        size_mib < 18 or "MiB left" not in job.output
+    )  # in the other case a rank may come when others have their part
+
+
+def test_a_full_dev_shm(mpi: Mpi, tmp_path: Path) -> None:
+    """Where nothing goes into it: Open MPI does without, MPICH dies, and then a line of ours is all that says why."""
+    full = with_dev_shm(mpi, tmp_path, 1, 2_000_000)
+    job = mpirun(3, ["python", PROGRAM, "none"], timeout_s=LIMIT_S, mpi=full)
     assert not job.timed_out, job.output
     assert re.search(rf"mpikv: {SHM} has 0\.0 MiB left {HOST}, and MPI needs some", job.output), job.output
     if mpi.kind == "openmpi":
