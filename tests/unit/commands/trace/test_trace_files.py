@@ -74,6 +74,19 @@ def test_a_file_is_written_plain_or_compressed_by_its_name(tmp_path, capsys):
     assert "no/x.json: No such file" in capsys.readouterr().err
 
 
+def test_any_name_is_one_word_of_a_line(tmp_path, capsys):
+    """Of a key or a span: also one that no terminal can show, or that would begin a line of its own."""
+    names = "a\ud800b", "two\nlines", "\x1b[2J"
+    some = [one for name in names for one in (("push", 0, 1, name, 1, 8), ("span", 0, 2, name))]
+    write(tmp_path, "a.jsonl", header("worker", 0, 1), records(*some))
+    assert main(["trace", "report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in names:
+        assert any(line.startswith(f"{repr(name)[1:-1]} ") for line in lines), lines
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "x.json")]) == 0
+    json.loads((tmp_path / "x.json").read_text())
+
+
 def test_other_words_are_refused(tmp_path):
     for words in (["draw", "x"], ["report", "x", "y"]):
         with pytest.raises(SystemExit):
