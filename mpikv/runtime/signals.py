@@ -54,7 +54,7 @@ class StopSignals(TakesSignals):
         self._pid = os.getpid()
         self._why: str | None = None
         self._installed = False
-        self._within: set[int] = set()  # signals whose handler runs
+        self.kept_off = set()
         self._over = threading.Event()
 
     def install(self) -> None:
@@ -73,8 +73,9 @@ class StopSignals(TakesSignals):
         self._installed = True
         by_program = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _kept_off(self._numbers)
         for number in self._numbers:
-            self._take(number)
-        self.kept_off = {number for number in self._numbers if number not in ENDING | by_program}
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._handle)
+        self.kept_off |= {number for number in self._numbers if number not in ENDING | by_program}
         if self.kept_off:
             threading.Thread(target=self._receive, daemon=True, name="mpikv-signals").start()
             signal.pthread_sigmask(signal.SIG_BLOCK, self.kept_off)
@@ -82,10 +83,6 @@ class StopSignals(TakesSignals):
             with contextlib.suppress(OSError):  # who set the name has ended: nobody looks at the file
                 Path(self._mark).touch()
         atexit.register(self._at_exit)
-
-    def _take(self, number: int) -> None:
-        self._before[number] = signal.getsignal(number)
-        signal.signal(number, self._handle)
 
     def _receive(self) -> None:
         """Be the thread that these signals come to. Python runs their handlers in the main thread all the same."""
@@ -96,8 +93,8 @@ class StopSignals(TakesSignals):
         """Return the signal that came, as in 'SIGTERM'; None if none has come so far."""
         if self._installed and threading.current_thread() is threading.main_thread():
             for number in self._before:
-                if self not in takers(number):  # somebody has set a handler since
-                    self._take(number)
+                if self not in (getattr(taker, "stop", taker) for taker in takers(number)):
+                    signal.signal(number, SetLater(self, signal.getsignal(number)).handle)
         return self._why
 
     def restore(self) -> None:
@@ -107,10 +104,14 @@ class StopSignals(TakesSignals):
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can: the handlers stay, and pass signals on
         for number in self._before:
-            if signal.getsignal(number) == self._handle:
-                before = self.previous(number)
+            for taker in takers(number):
+                stop = getattr(taker, "stop", taker)
+                if not isinstance(stop, StopSignals) or stop._installed:  # noqa: SLF001 - of the same class
+                    break
+                before = taker.previous(number)
                 signal.signal(number, signal.SIG_DFL if before is None else before)  # None: set by C, out of reach
-        kept_off, self.kept_off = self.kept_off, set()
+        kept_off = set(self.kept_off)
+        self.kept_off.clear()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, kept_off - _kept_off(kept_off))
         self._over.set()
 
@@ -141,9 +142,10 @@ class StopSignals(TakesSignals):
         return before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in self._within:
-            return  # a handler that was set later has called the one that it found
-        before = self.previous(number)
+        self.pass_on(number, frame, self.previous(number))
+
+    def pass_on(self, number: int, frame: FrameType | None, before: Handler) -> None:
+        """Note that the signal has come, and call what would have had it without this object."""
         now_s = time.monotonic()
         again = number in ENDING and now_s - self._first_s.setdefault(number, now_s) >= AGAIN_S
         put_off = self._installed and not again and os.getpid() == self._pid
@@ -151,14 +153,26 @@ class StopSignals(TakesSignals):
             self._why = self._why or signal.Signals(number).name
             self._unmark()
         if callable(before) and not (put_off and _ends(before)):
-            self._within.add(number)
-            try:
-                before(number, frame)
-            finally:
-                self._within.discard(number)
+            before(number, frame)
         elif not put_off and not callable(before) and before is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class SetLater(TakesSignals):
+    """Takes the place of a handler that somebody has set over the one of `stop`, and may give back."""
+
+    def __init__(self, stop: StopSignals, handler: Handler) -> None:
+        self.stop, self._handler = stop, handler
+        self.kept_off = stop.kept_off
+
+    def previous(self, number: int) -> Handler:
+        """See TakesSignals."""
+        return self._handler
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Let the store know, and call it."""
+        self.stop.pass_on(number, frame, self._handler)
 
 
 def _kept_off(numbers: Iterable[int]) -> set[int]:

@@ -31,7 +31,7 @@ def send(number: int, *heard_by: StopSignals) -> None:
     """Signal this process. The handler runs here soon, since another thread gets the signal."""
     os.kill(os.getpid(), number)
     until_s = time.monotonic() + 30
-    while not all(stop.why() for stop in heard_by):
+    while number in signal.sigpending() or not all(stop.why() for stop in heard_by):
         assert time.monotonic() < until_s
         time.sleep(0.001)
 
@@ -109,8 +109,12 @@ def test_handler_set_later_stays():
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 @pytest.mark.parametrize("stores", [1, 2])
-def test_handler_that_a_library_sets_later_is_called_too(name: str, stores: int):
-    """Once, also where it calls the one that it found; and stores hear of the signal, once they have been asked."""
+@pytest.mark.parametrize("restored", [False, True])
+def test_handler_that_a_library_sets_later_is_called_too(name: str, stores: int, restored: bool):
+    """Once, also where it calls the one that it found; and stores hear of the signal, once they have been asked.
+
+    A library that has given back the handler that it found is not called.
+    """
     number = signal.Signals[f"SIG{name}"]
     before = signal.getsignal(number)
     stops = [StopSignals([name]) for _ in range(stores)]
@@ -125,11 +129,14 @@ def test_handler_that_a_library_sets_later_is_called_too(name: str, stores: int)
 
     signal.signal(number, later)
     assert [stop.why() for stop in stops] == [None] * stores
+    if restored:
+        signal.signal(number, found)
+        assert [stop.why() for stop in stops] == [None] * stores
     send(number, *stops)
-    assert came == [number]
+    assert came == [number] * (not restored)
     for stop in stops:
         stop.restore()
-    assert signal.getsignal(number) is later
+    assert signal.getsignal(number) is (before if restored else later)
     signal.signal(number, before)
 
 

@@ -6,6 +6,7 @@ sends it arrives there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -500,32 +501,32 @@ def test_the_shell_of_a_rank_passes_on_what_slurm_sends_to_it_alone(tmp_path: Pa
     program = """if True:
         import os, signal, sys
         heard = []
-        signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(1))
+        signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(os.write(1, b"heard\\n")))
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7 + len(heard)))
         os.write(1, b"begun\\n")
-        while sys.stdin.readline():
-            os.write(1, b"heard %d\\n" % len(heard))
         while True:
             signal.pause()
     """
     words = ["sh", str(tmp_path / "rank"), "train", sys.executable, "-c", program]
-    rank = subprocess.Popen(words, stdin=-1, stdout=-1, env={**os.environ, "SLURM_PROCID": "1"}, start_new_session=True)
-    assert rank.stdin is not None
+    rank = subprocess.Popen(words, stdout=-1, env={**os.environ, "SLURM_PROCID": "1"}, start_new_session=True)
     assert rank.stdout is not None
-    assert rank.stdout.readline() == b"begun\n"
-    assert (tmp_path / "train-begun-1").exists()
-    if kind == "slurm-mpirun":
-        os.killpg(rank.pid, signal.SIGTERM)
-        assert rank.wait(HANGS_S) == 7
-        return
-    rank.send_signal(signal.SIGUSR1)
-    said = b""
-    while said != b"heard 1\n":  # the shell passes it on in its own time
-        rank.stdin.write(b"\n")
-        rank.stdin.flush()
-        said = rank.stdout.readline()
-    rank.send_signal(signal.SIGTERM)
-    assert rank.wait(HANGS_S) == 8
+    try:
+        assert rank.stdout.readline() == b"begun\n"
+        assert (tmp_path / "train-begun-1").exists()
+        if kind == "slurm-mpirun":
+            os.killpg(rank.pid, signal.SIGTERM)
+            assert rank.wait(HANGS_S) == 7
+            return
+        caught = 0
+        while not caught >> (signal.SIGTERM - 1) & caught >> (signal.SIGUSR1 - 1) & 1:  # it has started the program
+            caught = int(re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text())[0], 16)
+        rank.send_signal(signal.SIGUSR1)
+        assert rank.stdout.readline() == b"heard\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(HANGS_S) == 8
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("tool", ["python", "awk", "mktemp", "qresub"])

@@ -16,7 +16,7 @@ mark=${0%/*}/$1 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
 shift
 : >"$mark-begun-$rank"
 if [ -n "$forwards" ]; then
-    "$@" <&0 &
+    "$@" &
     pid=$!
     for signal in USR1 USR2 TERM; do trap "kill -$signal $pid 2>/dev/null" $signal; done
     while wait $pid; status=$?; kill -0 $pid 2>/dev/null; do :; done # a signal ends a wait
