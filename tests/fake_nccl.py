@@ -145,6 +145,9 @@ def of(process: Any) -> Any:
                 stream, gate = process.streams[ptr or 1], fake_cupy.Gate()
                 machine.work(stream, f"{what[0]} of NCCL", [(sent, False), (received, True)])
                 machine.counts["nccl"] += 1
+                machine.counts["nccl_bytes"] += (
+                    max(n_sent, n_received) * dtype.itemsize * (1 + (what[0] == "allReduce"))
+                )
                 part, before = (sent, received, dict(stream.clock), gate), stream.behind
                 stream.behind = [*before, gate]
                 self._open = [*(one for one in self._open if not one[0].is_open), (gate, received)]

@@ -174,7 +174,7 @@ def empty_like(
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device=device_of(like))
     cupy = sys.modules.get("cupy")
     if is_jax(like):
-        if cupy is None or dtype == BFLOAT16 or len(like.devices()) > 1:  # DLPack of CuPy may know no bfloat16
+        if cupy is None or len(like.devices()) > 1:
             return None
         with on(next(iter(like.devices())).local_hardware_id):
             return cupy.empty(shape, dtype)
@@ -194,7 +194,12 @@ def _is_numbas(array: Any) -> bool:
 
 def adopted(array: Any, like: Any) -> Any:
     """Return an array of `empty_like`, in which the result is now, as one of `like`'s library, in the same memory."""
-    return sys.modules["jax"].dlpack.from_dlpack(array) if is_jax(like) and not is_jax(array) else array
+    if not is_jax(like) or is_jax(array):
+        return array
+    jax = sys.modules["jax"]
+    if array.dtype == BFLOAT16:  # of which DLPack of CuPy may know nothing: the same bits, copied once by JAX
+        return jax.lax.bitcast_convert_type(jax.dlpack.from_dlpack(array.view(np.uint16)), jax.numpy.bfloat16)
+    return jax.dlpack.from_dlpack(array)
 
 
 def new_like(host: HostArray, like: Any, what: str) -> Any:

@@ -91,7 +91,9 @@ def place(
             )
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if device_path == "nccl":
-        algorithm = "nccl" if updated else "nccl_allreduce"
+        # Halves are added in float32, which an allreduce would send both ways; a gathered sum goes back as halves.
+        halves = sum_dtype(info.dtype) != info.dtype
+        algorithm = "nccl" if updated or halves else "nccl_allreduce"
     elif members.path == "direct" or device_path == "ipc":
         # A call that does not take the direct path must add in the same order: the path depends on the ranks' timing.
         algorithm = "naive"

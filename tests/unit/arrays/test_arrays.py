@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import frameworks
 import numpy as np
@@ -12,6 +15,7 @@ from foreign_arrays import ForeignArray, ForeignDevice
 from on_workers import on
 from store_modes import Mode
 
+from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import (
     BFLOAT16,
     SUPPORTED_DTYPES,
@@ -340,6 +344,24 @@ def test_a_tensor_can_be_resized_afterwards(torch, dtype):
     storage.resize_(6 * tensor.element_size())
     write(tensor, np.arange(6).reshape(3, 2), "x")
     assert tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_another_library_becomes_an_array_of_jax(dtype, monkeypatch):
+    """As results for JAX's arrays on a GPU are, in CuPy's; also of the dtype that its DLPack may not know."""
+    jnp = frameworks.need("jax").numpy
+    values, like = np.arange(6).reshape(2, 3).astype(dtype_of(dtype)), jnp.zeros(2)
+    made = tensors.adopted(values, like)
+    assert (made.dtype, made.tolist()) == (jnp.dtype(dtype), [[0, 1, 2], [3, 4, 5]])
+    assert tensors.is_jax(made)
+    assert tensors.adopted(made, like) is made
+    cupy = mock.Mock()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(tensors, "is_jax", lambda array: isinstance(array, mock.Mock))
+    like = mock.Mock(devices=lambda: {mock.Mock(local_hardware_id=1)})
+    on_gpu = tensors.empty_like((2, 3), dtype_of(dtype), like, contextlib.nullcontext)
+    cupy.empty.assert_called_once_with((2, 3), dtype_of(dtype))
+    assert on_gpu is cupy.empty.return_value
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

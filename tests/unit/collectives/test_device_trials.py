@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import CUDARuntimeError, Machine
@@ -180,6 +181,34 @@ def test_a_key_that_nothing_updates_is_one_allreduce() -> None:
     found, _ = nccl_stores(body)
     assert found[0] == found[1]
     assert found[0][:2] == ([2, 4, 4], "nccl")  # by both workers
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_halves_are_added_in_float32_and_sent_back_as_halves(dtype: Any) -> None:
+    """A sum is rounded once."""
+
+    n, eps = 9600, float(ml_dtypes.finfo(dtype).eps)  # elements; no chunk is padded
+
+    def body(store: Any, cupy: Any) -> Any:
+        store.init("w", cupy.zeros(n, dtype))
+        store.pushpull("w", array := cupy.asarray(np.full(n, [1, eps / 2, eps / 2][store.rank], dtype)))
+        return array.get().tolist()
+
+    found, machine = nccl_stores(body, n=3)
+    assert found == [[1 + eps] * n] * 3
+    assert machine.counts["nccl_bytes"] == 3 * n * (4 + 2)
+
+
+def test_the_end_of_a_round_wakes_the_engine() -> None:
+    """Which has to ask NCCL for errors, and naps in between."""
+
+    def body(store: Any, cupy: Any) -> None:
+        store.init("w", cupy.zeros(4, F4))
+        store.session.spaces.device.on_done((woken := threading.Event()).set)
+        store.pushpull("w", cupy.zeros(4, F4))
+        assert woken.wait(20)
+
+    nccl_stores(body)
 
 
 def test_keys_in_any_order_are_in_one_order_for_nccl() -> None:
