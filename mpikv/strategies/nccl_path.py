@@ -8,9 +8,9 @@ may wait for one before they push the next. So a round of a key begins with shor
 of them each worker learns that all have pushed the key, and with which labels (collectives/label_exchange.py). Then
 worker 0 gives the round the next number and sends it to all. All workers start rounds on the GPU in the order of their
 numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays
-whose shards are padded to equal lengths; or an allreduce, where nothing updates the key; or a reduction and a
-broadcast, where one worker updates all of it. Keys on other paths have no such number and wait for none: docs/adr/0021
-says why both kinds can be in progress at the same time.
+whose shards are padded to equal lengths; or an allreduce, where nothing updates the key and it is not of halves; or a
+reduction and a broadcast, where one worker updates all of it. Keys on other paths have no such number and wait for
+none: docs/adr/0021 says why both kinds can be in progress at the same time.
 
 A round that cannot end, because a worker has died after it had sent its first messages, is aborted after the store's
 time limit. Whoever waits for the key gets StallError, and the store cannot be used any more.
@@ -34,7 +34,7 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Operation, Predicate, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps, wakes
 from mpikv.errors import MpikvError, StallError
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
@@ -145,12 +145,19 @@ class NcclPath(KeyPath):
 
 
 class _Ended:
-    """A request that is done when the GPU has done a round. At a failure or timeout it aborts NCCL's communicator."""
+    """A request that is done when the GPU has done a round. At a failure or timeout it aborts NCCL's communicator.
+
+    It has to be asked again and again for these. The end of the round wakes the engine, which then asks at once.
+    """
 
     def __init__(self, done: Operation, comm: NcclComm, group: Group, info: KeyInfo, timeout_s: float) -> None:
         self._done, self._comm, self._group, self._info, self._timeout_s = done, comm, group, info, timeout_s
         self._clock = group.transport.clock
         self._waited_s, self._tested_s = 0.0, self._clock.now_s()
+        wakes(done, self)
+
+    def wake(self) -> None:
+        """Do nothing: the engine asks by itself."""
 
     def test(self) -> bool:
         """Whether it is done. Raises StallError after the time limit, MpikvError where NCCL has failed."""

@@ -204,7 +204,8 @@ def test_the_end_of_a_round_wakes_the_engine() -> None:
 
     def body(store: Any, cupy: Any) -> None:
         store.init("w", cupy.zeros(4, F4))
-        store.session.spaces.device.on_done((woken := threading.Event()).set)
+        woken = threading.Event()
+        store.session.spaces.device._watcher.callback = woken.set  # of the store's stream
         store.pushpull("w", cupy.zeros(4, F4))
         assert woken.wait(20)
 
