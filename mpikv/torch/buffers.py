@@ -3,18 +3,24 @@
 At the start all of them become worker 0's. Those that have changed when the first pass ends are sent with the gradients
 from then on, in the tail (tail.py). The others, such as masks, are compared with a copy in each pass, since PyTorch's
 version counters miss the changes of a batch normalisation; if one has changed, all others are sent by a broadcast.
+Buffers that the module gets later are each worker's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from mpikv.arrays import tensors as tensors_
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.calls.keyless import CollectiveCalls
+from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.torch import arrays, gpu_calls
 from mpikv.torch.arrays import array_of
+from mpikv.trainer.torch_parameter import distinct
 
 
 class Buffers:
@@ -24,6 +30,7 @@ class Buffers:
         self._calls = calls
         self._names = [name for name, _ in module.named_buffers()]
         self._owners = {name: _owner(module, name) for name in self._names}
+        self._first = {name: distinct(buffer).to("meta") for name, buffer in module.named_buffers()}  # their forms
         self._in_tail: list[str] = []  # names of the buffers that are sent with the gradients
         self._tail_views: list[HostArray] = []
         self._pointers: list[int] = []  # the addresses of those buffers
@@ -38,9 +45,36 @@ class Buffers:
         return [content.tobytes() for content in _bytes_of(self._now(self._outside_tail))]
 
     def _now(self, names: list[str]) -> list[torch.Tensor]:
-        """Return the present tensors of these buffers, which the module may have replaced."""
-        found = [self._owners[name][0][self._owners[name][1]] for name in names]
-        return [buffer for buffer in found if buffer is not None]
+        """Return the present tensors of these buffers, which the module may have replaced.
+
+        In place of one that has another form than at the start there are zeros, for a round that is to fail.
+        """
+        found = ((self._usable(name), self._first[name]) for name in names)
+        return [torch.zeros_like(first, device="cpu") if now is None else now for now, first in found]
+
+    def _usable(self, name: str) -> torch.Tensor | None:
+        owner, leaf = self._owners[name]
+        now, first = owner.get(leaf), self._first[name]
+        if now is None or now.layout != torch.strided or now.dtype != first.dtype:
+            return None
+        if not now.is_contiguous():
+            now = distinct(now)
+        return now if now.shape == first.shape else None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the present tensors of all buffers that there were at the start."""
+        return self._now(self._names)
+
+    def check(self) -> None:
+        """Raise ConfigError if a buffer has another shape or dtype than at the start. Local."""
+        for name, first in self._first.items():
+            if self._usable(name) is None:
+                owner, leaf = self._owners[name]
+                raise ConfigError(
+                    f"buffer {name!r} was {_form(first)} when the model was wrapped and is {_form(owner.get(leaf))} "
+                    "now, so it cannot be worker 0's: with DistributedModel(..., sync_buffers=False) each worker keeps "
+                    "its own"
+                )
 
     def choose(self) -> int:
         """Agree on the buffers that are in the tail, and return their size in bytes. Collective, blocks."""
@@ -90,6 +124,28 @@ def _in_place(buffer: torch.Tensor) -> bool:
     return arrays.in_host_memory(buffer) and bool(buffer.is_contiguous())
 
 
+def _form(tensor: torch.Tensor | None) -> str:
+    if tensor is None or isinstance(tensor, UninitializedTensorMixin):
+        return "without values"
+    return f"{tensor.dtype} " + (f"{tuple(distinct(tensor).shape)}" if tensor.layout == torch.strided else "sparse")
+
+
+def check(calls: CollectiveCalls, named: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
+    """Check that one worker's tensors can be written on the others. Collective, blocks.
+
+    Raises on every worker, with the tensor's name: ShapeMismatch if forms differ, UnsupportedError for sparse tensors
+    and those without values.
+    """
+    lines = [f"{name}: {_form(None if tensor.is_meta else tensor)}" for name, tensor in named]
+    calls.agree(lines, what, ShapeMismatch)
+    for line in lines:
+        if line.endswith(("sparse", "without values")):
+            raise UnsupportedError(
+                f"{what}: {line}. Only dense tensors with values can be sent to other workers; modules that are lazy "
+                "need a forward pass first"
+            )
+
+
 def _owner(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path)._buffers, leaf
@@ -97,6 +153,7 @@ def _owner(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor |
 
 def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Write worker `root`'s values into these tensors on every worker. Collective, blocks."""
+    tensors = [distinct(tensor) for tensor in tensors]
     if gpu_calls.everywhere(calls, tensors):
         for tensor, values in zip(tensors, gpu_calls.broadcast(calls, tensors, root, name), strict=True):
             tensor.data.copy_(values)

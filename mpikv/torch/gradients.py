@@ -183,6 +183,12 @@ class Gradients:
         if failed:
             self.fired.clear()  # their gradients may not exist any more, and are not used
             self._used[:] = False
+        elif self._buffers is not None:
+            try:
+                self._buffers.check()
+            except ConfigError:
+                self.finish(failed=True)  # the other workers wait for this one
+                raise
         if self._tail_bucket is None:
             self._make_buckets()
         assert self._tail_bucket is not None

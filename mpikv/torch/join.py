@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mpikv.calls.keyless import CollectiveCalls
+from mpikv.errors import UnsupportedError
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.states import broadcast_object, broadcast_optimizer_state
 
@@ -43,7 +44,7 @@ class Join:
         self._key = f"{gradients.name}/examples"
         self._counts = np.zeros((2, calls.store.num_workers), np.int64)
         self.active = False
-        self.n_examples = 0  # of this worker, since the last round
+        self.n_examples: int | None = None  # of this worker, since the last round; None: no forward pass
         self._present: np.ndarray | None = None  # which workers had data in the last round
 
     def before_round(self) -> None:
@@ -56,12 +57,18 @@ class Join:
         rank, store = self._calls.store.rank, self._calls.store
         self._counts[:] = 0
         if has_data:
-            self._counts[:, rank] = 1, self.n_examples
+            self._counts[:, rank] = 1, -1 if self.n_examples is None else self.n_examples
         store.pushpull(self._key, self._counts)
         present, examples = self._counts.copy()
-        self.n_examples = 0
+        self.n_examples = None
         if not present.any():
             return False
+        if self._average and examples.min() < 0:
+            raise UnsupportedError(
+                f"join: worker {int(examples.argmin())} made a backward pass without a forward pass of the "
+                "DistributedModel, whose argument tells the number of examples. Inside join call the model itself: "
+                "model(x), not model.module(x), nor a method of the module"
+            )
         self._present = present
         total = int(examples.sum())
         weight = examples[rank] / total if total else 0.0
@@ -79,7 +86,7 @@ class Join:
             self._calls.store.session.compressions.exempt(self._key)
             self._calls.store.session.own_keys.add(self._key)
             self._calls.store.init(self._key, self._counts)
-        self.active, self.n_examples, self._present = True, 0, None
+        self.active, self.n_examples, self._present = True, None, None
         try:
             yield
             self._join_others(optimizer, scheduler)

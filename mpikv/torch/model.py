@@ -51,8 +51,9 @@ class DistributedModel(torch.nn.Module):
     (else ConfigError on all).
 
     A backward pass raises ConfigError on all workers if the steps since the last one were made by optimizers of
-    `torch.optim` with different settings, such as learning rates. Clear the gradients of a pass that ended by an error:
-    they are not valid.
+    `torch.optim` with different settings, such as learning rates; and on a worker whose buffer has another shape or
+    dtype than at the start (with sync_buffers). Clear the gradients of a pass that ended by an error: they are not
+    valid.
 
     `module` stays usable; gradients of its own forward passes are exchanged, too, unless these contain checkpointing
     with use_reentrant=True. Raises UnsupportedError for sparse gradients, gradients with a graph (create_graph=True),
@@ -87,7 +88,15 @@ class DistributedModel(torch.nn.Module):
         store = calls.store
         named = list(module.named_parameters())
         _check_parameters(module, store)
+        tensors = [(f"parameter {name!r}", one) for name, one in named]
+        tensors += [(f"buffer {name!r}", one) for name, one in module.named_buffers()]
+        buffers.check(calls, tensors, "the module of DistributedModel")
         kept = buffers.Buffers(module, calls)
+
+        def synchronize(root: int, *, with_buffers: bool = sync_buffers) -> None:
+            tensors = [*module.parameters(), *(kept.tensors() if with_buffers else ())]
+            buffers.broadcast(calls, [tensor.data for tensor in tensors], root, "parameters and buffers")
+
         gradients = Gradients(
             calls,
             f"model{store.session.new_namespace()}",
@@ -106,13 +115,13 @@ class DistributedModel(torch.nn.Module):
             ],
             "the arguments of DistributedModel",
         )
-        calls.agree(list(_lines(module, gradients)), "the module of DistributedModel", ShapeMismatch)
+        calls.agree(gradients.lines(), "the parameters of DistributedModel", ShapeMismatch)
         for own, value in (
             ("_wrapped", module),
             ("_gradients", gradients),
             ("_passes", None),
             ("_known", {id(one) for one in gradients.parameters}),
-            ("_join", Join(calls, gradients, average=average, synchronize_model=self._synchronize)),
+            ("_join", Join(calls, gradients, average=average, synchronize_model=synchronize)),
             ("_parameters", module._parameters),
             ("_buffers", module._buffers),
             ("_modules", module._modules),
@@ -120,13 +129,9 @@ class DistributedModel(torch.nn.Module):
         ):
             object.__setattr__(self, own, value)
         if store.num_workers > 1:
-            self._synchronize(0)
+            synchronize(0, with_buffers=True)
             object.__setattr__(self, "_passes", Passes(gradients, self._join.before_round))
         kept.remember()
-
-    def _synchronize(self, root: int) -> None:
-        tensors_ = [*self._wrapped.parameters(), *self._wrapped.buffers()]
-        buffers.broadcast(self._gradients.calls, [tensor.data for tensor in tensors_], root, "parameters and buffers")
 
     # --- forward and backward
 
@@ -146,7 +151,7 @@ class DistributedModel(torch.nn.Module):
         self._passes.before_forward()
         self._check_new()
         if self._join.active:
-            self._join.n_examples += _examples(args, kwargs)
+            self._join.n_examples = (self._join.n_examples or 0) + _examples(args, kwargs)
         result = self._wrapped(*args, **kwargs)
         self._passes.after_forward(result)
         return result
@@ -188,9 +193,10 @@ class DistributedModel(torch.nn.Module):
         Inside, gradients are weighted by the number of examples: the first dimension of the first tensor argument of
         the forward passes since the last exchange, for a loss that is a mean over them. (With average=False they are
         added.) A worker that leaves the block, at the end of its data or by `break`, waits there until all others have
-        left it, and then has their parameters and buffers, and the states of `optimizer` and `scheduler`, if given.
-        scheduler: one of `torch.optim.lr_scheduler` that is stepped inside. Collective: all workers enter it. After an
-        exception in the block the other workers wait for this one in vain.
+        left it, and then has their parameters, buffers (with sync_buffers) and the states of `optimizer` and
+        `scheduler`, if given. scheduler: one of `torch.optim.lr_scheduler` that is stepped inside. Collective: all
+        workers enter it. After an exception in the block the other workers wait for this one in vain. Raises
+        UnsupportedError on all workers for a backward pass without a forward pass of the DistributedModel itself.
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> with model.join():
@@ -292,13 +298,4 @@ def _check_parameters(module: torch.nn.Module, store: KVStore) -> None:
             raise UnsupportedError(
                 f"{name or 'the module'} has sparse gradients, which a store cannot add; make it with sparse=False"
             )
-        if any(isinstance(one, torch.nn.UninitializedParameter) for one in layer.parameters(recurse=False)):
-            raise UnsupportedError(f"{name or 'the module'} has parameters without a shape; run a forward pass first")
     arrays.warn_of_host_memory("DistributedModel", module.parameters(), store, 3)
-
-
-def _lines(module: torch.nn.Module, gradients: Gradients) -> Iterator[str]:
-    """Yield the properties that must be the same on all workers, one line for each parameter and buffer."""
-    yield from gradients.lines()
-    for name, buffer in module.named_buffers():
-        yield f"buffer {name!r}: {buffer.dtype} {tuple(buffer.shape)}"

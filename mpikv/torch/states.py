@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpikv.arrays.as_numpy import dtype_of
 from mpikv.errors import ShapeMismatch
@@ -23,7 +25,7 @@ def broadcast_parameters(
     """Write worker `root_rank`'s values into these tensors on every worker. Collective, blocks.
 
     params: a `state_dict`, or names with tensors (`named_parameters`); other values are ignored. Raises ShapeMismatch
-    on every worker if the names differ.
+    on every worker if names, shapes or dtypes differ, and UnsupportedError for tensors that are not dense.
 
     >>> mt.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), store=kv.create('local'))
     """
@@ -32,7 +34,7 @@ def broadcast_parameters(
     named = sorted(params.items() if isinstance(params, Mapping) else params)
     tensors = [(name, value.data) for name, value in named if isinstance(value, torch.Tensor)]
     calls = calls_of(store)
-    calls.agree([name for name, _ in tensors], "the names given to broadcast_parameters", ShapeMismatch)
+    buffers.check(calls, [(repr(name), tensor) for name, tensor in tensors], "what broadcast_parameters got")
     buffers.broadcast(calls, [tensor for _, tensor in tensors], root_rank, "parameters")
 
 
@@ -52,42 +54,13 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, stor
     return obj if mine else cloudpickle.loads(found.tobytes())
 
 
-class _TensorSlot(NamedTuple):
+@dataclass(frozen=True)
+class _TensorSlot:
     """Takes the position of a tensor, which is sent separately, in a nest of dicts, lists and tuples."""
 
     number: int
     dtype: str
     shape: tuple[int, ...]
-
-
-def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
-    """Copy a nest of dicts, lists and tuples, with a slot for each tensor; the tensors are appended to `found`."""
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return _TensorSlot(len(found) - 1, str(array_of(value).dtype), tuple(value.shape))
-    if isinstance(value, dict):
-        return {key: _without_tensors(one, found) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_without_tensors(one, found) for one in value)
-    return value
-
-
-def _slots(value: Any) -> list[_TensorSlot]:
-    if isinstance(value, _TensorSlot):
-        return [value]
-    if isinstance(value, dict):
-        return [slot for one in value.values() for slot in _slots(one)]
-    return [slot for one in value for slot in _slots(one)] if isinstance(value, (list, tuple)) else []
-
-
-def _with_tensors(value: Any, found: list[torch.Tensor]) -> Any:
-    if isinstance(value, _TensorSlot):
-        return found[value.number]
-    if isinstance(value, dict):
-        return {key: _with_tensors(one, found) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_tensors(one, found) for one in value)
-    return value
 
 
 def broadcast_optimizer_state(
@@ -105,13 +78,21 @@ def broadcast_optimizer_state(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     calls.agree([f"{kind} of groups of {counts} parameters"], "broadcast_optimizer_state", ShapeMismatch)
     tensors: list[torch.Tensor] = []
-    nest = _without_tensors(optimizer.state_dict(), tensors) if calls.store.rank == root_rank else None
+
+    def slot(tensor: torch.Tensor) -> _TensorSlot:
+        tensors.append(tensor)
+        return _TensorSlot(len(tensors) - 1, str(array_of(tensor).dtype), tuple(tensor.shape))
+
+    nest = None
+    if calls.store.rank == root_rank:
+        nest = tree_map_only(torch.Tensor, slot, optimizer.state_dict())
     nest = broadcast_object(nest, root_rank, "state of an optimizer", calls.store)
     arrays = (
         [array_of(tensor) for tensor in tensors]
         if calls.store.rank == root_rank
-        else [np.empty(slot.shape, dtype_of(slot.dtype)) for slot in _slots(nest)]
+        else [np.empty(one.shape, dtype_of(one.dtype)) for one in tree_leaves(nest) if isinstance(one, _TensorSlot)]
     )
     arrays = calls.broadcast(arrays, root_rank, "state of an optimizer")
     if calls.store.rank != root_rank:
-        optimizer.load_state_dict(_with_tensors(nest, [tensor_of(array) for array in arrays]))
+        state = tree_map_only(_TensorSlot, lambda one: tensor_of(arrays[one.number]), nest)
+        optimizer.load_state_dict(state)

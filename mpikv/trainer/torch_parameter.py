@@ -64,6 +64,14 @@ def added_parameters(module: Any, known: Container[int]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.named_parameters() if id(tensor) not in known}
 
 
+def distinct(tensor: Tensor) -> Tensor:
+    """Return a view without the elements that `expand` has made, which have the memory of others."""
+    for dim, step in enumerate(tensor.stride() if tensor.layout == sys.modules["torch"].strided else ()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 class TorchParameter:
     """A tensor that is trained, or not (`requires_grad`). Raises ValueError for the result of a computation.
 
@@ -242,7 +250,7 @@ class TorchBuffer:
     @property
     def tensor(self) -> Tensor:
         """The tensor that the module has now."""
-        return getattr(self._owner, self._attribute)
+        return distinct(getattr(self._owner, self._attribute))
 
     def list_data(self) -> list[Any]:
         """Return an array of the values, in a list."""
@@ -277,9 +285,10 @@ def _is_held(tensor: Tensor) -> bool:
 def _host_copy(tensor: Tensor, copy: Tensor, what: str) -> tuple[Tensor, HostArray]:
     """Return a tensor in host memory with the same values, and its array. copy: an earlier one to reuse, or None."""
     torch = sys.modules["torch"]
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
         raise UnsupportedError(
-            f"{what} is on the device 'meta' and has no values: move the module to a real device first"
+            f"{what} is on the device {tensor.device.type!r}, of layout {tensor.layout}: only dense tensors that have "
+            "values can be sent to other workers"
         )
     if copy is None:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -14,6 +14,7 @@ from on_workers import on  # noqa: E402
 from store_modes import Mode, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
+from mpikv.errors import UnsupportedError  # noqa: E402
 
 MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), *nets.DEVICE_MODES)
 SIZES = ([4, 2], [4, 4, 1, 3], [2, 3, 3])  # of the batches of three workers in two epochs
@@ -95,6 +96,42 @@ def test_accumulated_batches_count_together(store: Any) -> None:
             model(x).mean().backward()
             assert model.weight.grad.item() == pytest.approx(sum(2 * n * n for n in sizes) / sum(sizes))
             model.zero_grad()
+
+
+@on(*MODES[:2])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("way", ["module", "method", "weights"])
+def test_a_pass_whose_examples_are_not_counted_is_an_error_on_all(store: Any, way: str, who: Any, first: int) -> None:
+    class Net(torch.nn.Linear):
+        def training_step(self, x: Any) -> Any:
+            return self(x).sum()
+
+    model = mt.DistributedModel(nets.seeded(lambda: Net(1, 1)), store)
+    losses = {
+        "module": lambda x: model.module(x).sum(),
+        "method": model.training_step,
+        "weights": lambda x: model.weight.square().sum(),
+    }
+
+    def train() -> None:
+        with model.join():
+            for step in range(3):
+                x = torch.ones(2, 1)
+                (losses[way](x) if store.rank in who and step == first else model(x).sum()).backward()
+
+    with pytest.raises(UnsupportedError, match=rf"worker {who[0]} made a backward pass without.*model\(x\)"):
+        train()
+
+
+@on(nets.HERE)
+def test_an_empty_batch_and_sums_are_no_error(store: Any) -> None:
+    for average in (True, False):
+        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store, average=average)
+        with model.join():
+            net = model if average else model.module
+            net(torch.ones(2 * store.rank, 1)).sum().backward()
+            assert model.bias.grad.item() == 2.0
 
 
 @on(nets.HERE)
