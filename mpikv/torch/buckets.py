@@ -132,14 +132,13 @@ class GradientBucket:
         self.sent, self.request = False, None
         self.missing = sum(bool(trained[i]) for i in self.views)
         for view in self.views.values():
-            view.scaled = view.unscaled = False
+            view.scaled = False
 
 
 class GradientView:
     """The elements of a bucket, from `begin` on, for a parameter's gradient. tensor: a view of them.
 
-    scaled: it holds the gradient of this round, times the factor. unscaled: PyTorch has added the gradient to it and
-    may add more before the round ends, so it is multiplied by the factor then.
+    scaled: it holds the gradient of this round, times the factor.
     """
 
     tensor: torch.Tensor
@@ -148,7 +147,7 @@ class GradientView:
         self.bucket = bucket
         self._form, self._parameter, self._begin = form, parameter, begin
         self._in_use: weakref.ref[Any] | None = None
-        self.scaled = self.unscaled = False
+        self.scaled = False
         self.make_tensor()
 
     def make_tensor(self) -> None:
@@ -169,11 +168,12 @@ class GradientView:
         """Copy the parameter's `grad` into the view, times a factor. as_grad: the view may replace a final `grad`."""
         grad = gradient_of(self._form, self._parameter)
         if grad is self.tensor:
-            self.scaled, self.unscaled = as_grad, not as_grad
-            if as_grad:
-                grad.mul_(scale)
+            if not as_grad:  # PyTorch may add more, and the program must not change what is sent
+                self._parameter.grad = grad.clone()
+            grad.mul_(scale)
+            self.scaled = True
             return
-        self._protect_kept_gradient(scale)
+        self._protect_kept_gradient()
         same_device = tensors.device_of(grad) == tensors.device_of(self.tensor)
         if same_device:
             torch.mul(grad, scale, out=self.tensor)
@@ -187,13 +187,11 @@ class GradientView:
         """Complete this worker's gradient in the view. fired: whether the parameter got a gradient in this round."""
         parameter = self._parameter
         if fired:
-            if self.unscaled:
-                self.tensor.mul_(scale)
             return
         if self.is_grad:
             parameter.grad = self.tensor.clone()  # since it must not change if no worker has used the parameter
         if parameter.grad is None or not parameter.requires_grad:
-            self._protect_kept_gradient(scale)
+            self._protect_kept_gradient()
             self.tensor.zero_()
         else:
             self.copy_grad(scale)
@@ -204,14 +202,12 @@ class GradientView:
         if parameter.grad is total:
             return
         if tensors.device_of(parameter) != tensors.device_of(total):
-            if parameter.grad is None:
-                parameter.grad = total.to(parameter.device)
-            else:
-                parameter.grad.detach().copy_(total)
+            parameter.grad = total.to(parameter.device)
         elif bucket.on_gpu:  # a copy takes less time there than to find out whether the memory is referred to
             if bucket not in copies:
                 copies[bucket] = bucket.flat.clone()
-            parameter.grad = copies[bucket].as_strided(total.size(), total.stride(), self._begin)
+            # With a version of its own, unlike other views of the same memory.
+            parameter.grad = copies[bucket].as_strided(total.size(), total.stride(), self._begin).data
         else:
             self._assign_grad()
 
@@ -219,7 +215,7 @@ class GradientView:
         self._parameter.grad = self.tensor
         self._was_grad = True
 
-    def _protect_kept_gradient(self, scale: float) -> None:
+    def _protect_kept_gradient(self) -> None:
         """Make sure that writing into the view changes no gradient that the program has kept.
 
         If it has kept one, the bucket continues in memory of this worker's own.
@@ -231,14 +227,9 @@ class GradientView:
             self.make_tensor()
             return
         bucket = self.bucket
-        views = bucket.views.values()
-        added_to = [view for view in views if view is not self and view.unscaled and view.is_grad]
         bucket.flat = np.array(bucket.flat)
-        for view in views:
+        for view in bucket.views.values():
             view.make_tensor()
-        for view in added_to:  # PyTorch continues to add to the old tensor, which is still the `grad`
-            view.unscaled = False
-            view.copy_grad(scale)
 
 
 def make_buckets(

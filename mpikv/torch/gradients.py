@@ -34,7 +34,8 @@ PyTorch Distributed, VLDB 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from operator import is_not
 from typing import Any
 
@@ -50,16 +51,17 @@ from mpikv.errors import ConfigError, PeerError, UnsupportedError
 from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
+from mpikv.torch.steps import Steps
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 
 
 class Gradients:
     """The gradients of named parameters.
 
-    calls: of the store. name: prefix of its keys. scale: the factor of this worker's gradients. settings: returns lines
-    about the optimizers (steps.py), in each round; no lines: there is nothing to compare. compression: see
+    calls: of the store. name: prefix of its keys. scale: the factor of this worker's gradients. compression: see
     DistributedModel. buffers: are sent with the gradients; None: no buffers are. source: the worker whose buffers all
-    workers get. views_as_grads: whether a view replaces the `grad` before the round ends.
+    workers get. views_as_grads: whether a view replaces the `grad` before the round ends. steps: the optimizers' steps,
+    which are compared.
     """
 
     def __init__(
@@ -70,7 +72,6 @@ class Gradients:
         *,
         scale: float,
         bucket_bytes: int | None,
-        settings: Callable[[], Sequence[str]],
         compression: Any = None,
         buffers: Buffers | None = None,
         views_as_grads: bool = False,
@@ -88,10 +89,11 @@ class Gradients:
         self.compression = self._store.session.compressions.of_new_keys if compression is None else make(compression)
         self._unused = UnusedSums()
         self._buffers = buffers
-        self._settings = settings
+        self.steps = Steps(calls, named, scale)
         # If all workers add in shared host memory, one call for all buckets is faster.
         self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
         self._buckets: list[GradientBucket] = []
+        weakref.finalize(self, _clear, self._buckets).atexit = False
         self._views: dict[int, GradientView] = {}
         self._tail_bucket: GradientBucket | None = None
         self._call: PreparedCall | None = None  # the last one that added buckets in shared memory
@@ -194,7 +196,7 @@ class Gradients:
         assert self._tail_bucket is not None
         mine = self._store.rank == self.source
         buffers = self._buffers
-        settings = "\n".join(self._settings())
+        settings = "\n".join(self.steps.take())
         if ": betas=" in settings and any(bucket.compressed for bucket in self._buckets):
             warn_of_codec(self.compression.push.name)
         self._tail.fill(
@@ -209,6 +211,7 @@ class Gradients:
         self._exchange([bucket for bucket in self._buckets if bucket.has_tail or self._is_trained(bucket)])
         outcome = self._tail.read(self._tail_bucket.tail)
         try:
+            self.steps.compare_values()
             if not failed:
                 self._check(outcome, settings)
                 self._exchange_new(outcome.trained)
@@ -343,6 +346,12 @@ class Gradients:
         self._unused.end_round()
         for bucket in self._buckets:
             bucket.end_round(self._trained)
+
+
+def _clear(found: list[GradientBucket]) -> None:
+    """Take the views from buckets, to which they refer, so that both are freed at once."""
+    for bucket in found:
+        bucket.views.clear()
 
 
 class UnusedSums:

@@ -87,11 +87,12 @@ class Join:
             self._calls.store.session.own_keys.add(self._key)
             self._calls.store.init(self._key, self._counts)
         self.active, self.n_examples, self._present = True, None, None
+        self._gradients.steps.joined = True
         try:
             yield
             self._join_others(optimizer, scheduler)
         finally:
-            self.active = False
+            self.active = self._gradients.steps.joined = False
             self._gradients.scale, self._gradients.source = self._scale, 0
 
     def _join_others(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:

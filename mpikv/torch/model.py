@@ -25,7 +25,6 @@ from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
-from mpikv.torch.steps import Steps
 from mpikv.trainer.torch_parameter import added_parameters
 
 _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})
@@ -51,9 +50,10 @@ class DistributedModel(torch.nn.Module):
     (else ConfigError on all).
 
     A backward pass raises ConfigError on all workers if the steps since the last one were made by optimizers of
-    `torch.optim` with different settings, such as learning rates; and on a worker whose buffer has another shape or
-    dtype than at the start (with sync_buffers). Clear the gradients of a pass that ended by an error: they are not
-    valid.
+    `torch.optim` with different settings, such as learning rates, once in 100 passes also if the weights differ; and on
+    a worker whose buffer has another shape or dtype than at the start (with sync_buffers). Clear the gradients of a
+    pass that ended by an error: they are not valid. A closure that is given to the `step` of such an optimizer returns
+    the mean loss over the workers, outside of `join`.
 
     `module` stays usable; gradients of its own forward passes are exchanged, too, unless these contain checkpointing
     with use_reentrant=True. Raises UnsupportedError for sparse gradients, gradients with a graph (create_graph=True),
@@ -93,6 +93,7 @@ class DistributedModel(torch.nn.Module):
         buffers.check(calls, tensors, "the module of DistributedModel")
         kept = buffers.Buffers(module, calls)
 
+        # Without `self`, so that a model is freed with its last reference.
         def synchronize(root: int, *, with_buffers: bool = sync_buffers) -> None:
             tensors = [*module.parameters(), *(kept.tensors() if with_buffers else ())]
             buffers.broadcast(calls, [tensor.data for tensor in tensors], root, "parameters and buffers")
@@ -103,7 +104,6 @@ class DistributedModel(torch.nn.Module):
             named,
             scale=1 / store.num_workers if average else 1.0,
             bucket_bytes=bucket_bytes,
-            settings=Steps(one for _, one in named).take if store.num_workers > 1 else list,
             compression=compression,
             buffers=kept if sync_buffers else None,
             views_as_grads=True,
@@ -146,7 +146,7 @@ class DistributedModel(torch.nn.Module):
         >>> model.forward(torch.ones(4, 2)).shape
         torch.Size([4, 1])
         """
-        if self._passes is None or not torch.is_grad_enabled():
+        if self._passes is None or not self._passes.hooks or not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
         self._passes.before_forward()
         self._check_new()
@@ -205,6 +205,20 @@ class DistributedModel(torch.nn.Module):
         tensor([[1., 1.]])
         """
         return self._join.joined(optimizer, scheduler)
+
+    def detach(self) -> torch.nn.Module:
+        """Take the hooks off the module's parameters, and return the module. Local; call it on all workers.
+
+        From now on gradients are each worker's own. The same happens when nothing refers to the DistributedModel any
+        more, and when a newer one is made of the same parameters, or more, which it exchanges from then on.
+
+        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+        >>> model.detach()
+        Linear(in_features=2, out_features=1, bias=True)
+        """
+        if self._passes is not None:
+            self._passes.detach()
+        return self._wrapped
 
     # --- the interface of the wrapped module
 

@@ -5,29 +5,30 @@
     loss_fn(net(x), y).backward()
     optimizer.step()
 
-Gradients are sent during the backward pass (gradients.py); `step`, or `synchronize` before it, waits for the sums. The
-result is an instance of a class derived from the optimizer's, with the same groups and the same state, so that
-schedulers accept it.
+Gradients are sent during the backward pass (gradients.py); `step`, or `synchronize` before it, waits for the sums. What
+the program does to a gradient in between would be lost, so it is an error (`_Sent`). The result is an instance of a
+class derived from the optimizer's, with the same groups and the same state, so that schedulers accept it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import arrays
+from mpikv.torch.arrays import is_dense
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
-from mpikv.torch.passes import hook, is_last
-from mpikv.torch.steps import lines_of
+from mpikv.torch.passes import is_last
+from mpikv.trainer.hooks import Hooks, add_hooks, remove_hooks
+
+_SAMPLE_ELEMS = 1024
 
 
 class _Exchanging:
@@ -36,12 +37,13 @@ class _Exchanging:
     _mpikv_gradients: Gradients
     _mpikv_passes: int
     _mpikv_counts: dict[int, int]
-    _mpikv_hooks: list[RemovableHandle | None]
+    _mpikv_sent: dict[int, _Sent]
+    _mpikv_hooks: Hooks  # empty: they have been taken off
     _mpikv_synchronized: bool
     _mpikv_skip: bool
     param_groups: list[dict[str, Any]]
 
-    def _mpikv_on_gradient(self, i: int, _parameter: torch.Tensor) -> None:
+    def on_gradient(self, i: int) -> None:
         count = self._mpikv_counts[i] = self._mpikv_counts.get(i, 0) + 1
         self._mpikv_synchronized = False
         gradients = self._mpikv_gradients
@@ -52,22 +54,50 @@ class _Exchanging:
             )
         if count == self._mpikv_passes and is_last(self._mpikv_hooks[i]):
             gradients.ready(i)
+            self._mpikv_sent[i] = _Sent(gradients.parameters[i])
         else:
             gradients.note(i)
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters, which are exchanged no more; `step` is an error from now on. Local.
+
+        A DistributedOptimizer that is made later of the same parameters, or more, does so with this one.
+        """
+        remove_hooks(self._mpikv_hooks)
+        self._mpikv_gradients.steps.stop()
 
     def synchronize(self) -> None:
         """Wait for the gradients of all workers: then every `grad` is the mean, or the sum. Collective, blocks.
 
-        Call it to clip gradients before `step`. `step` may follow in `with optimizer.skip_synchronize():`, or outside,
-        where it does not synchronize again.
+        Call it before anything that changes gradients before `step`, such as clipping or `GradScaler.unscale_`. `step`
+        may follow in `with optimizer.skip_synchronize():`, or outside, where it does not synchronize again. Raises
+        RuntimeError if a gradient was changed after it had been sent.
         """
         gradients = self._mpikv_gradients
+        if not self._mpikv_hooks:
+            raise RuntimeError(
+                "this DistributedOptimizer exchanges no gradients any more: detach() was called, or a newer one "
+                "has all of its parameters; use that one"
+            )
         if gradients.calls.store.num_workers > 1:
+            sent, self._mpikv_sent = self._mpikv_sent, {}
+            changed = [i for i, one in sent.items() if not one.is_there()]
+            gradients.steps.note(self)
             for i in self._mpikv_counts:
                 if i not in gradients.fired:
                     gradients.ready(i)  # the parameter was used in some of the passes only, or has later hooks
             self._mpikv_counts.clear()
-            gradients.finish()
+            gradients.finish()  # after which this stream has waited for those that computed the gradients
+            flags = [one.differs() for one in sent.values()]
+            if flags:
+                values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+                changed += [i for i, differs in zip(sent, values, strict=True) if differs]
+            if changed:
+                raise RuntimeError(
+                    f"the gradient of parameter {gradients.forms[changed[0]].name!r} was changed after the backward "
+                    "pass, when it had been sent: the change is lost (clipping, GradScaler.unscale_, zero_grad, ...). "
+                    "Call synchronize() after backward, then change gradients, then step in `with skip_synchronize():`"
+                )
         self._mpikv_synchronized = True
 
     @contextmanager
@@ -80,9 +110,15 @@ class _Exchanging:
             self._mpikv_skip = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `synchronize`, then the optimizer's own step. closure: each call of it is followed by `synchronize`."""
+        """Call `synchronize`, then the optimizer's own step.
+
+        closure: each call of it is followed by `synchronize`, and returns the mean loss over the workers (with op=Sum
+        the sum), so that a line search decides alike on all of them.
+        """
         own: Callable[..., Any] = super().step  # type: ignore[misc]
         if closure is not None:
+            if self._mpikv_counts and not self._mpikv_skip:
+                self.synchronize()  # the gradients of a pass before, with which some optimizers begin
 
             def synchronized() -> Any:
                 loss = closure()
@@ -104,6 +140,34 @@ class _Exchanging:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UnsupportedError: the workers have agreed on the parameters."""
         raise UnsupportedError("add_param_group: make the DistributedOptimizer when all groups are there")
+
+
+class _Sent:
+    """A gradient as it was sent. Neither `GradScaler.unscale_` nor a change of `grad.data` changes its version, so some
+    of its values are kept, too.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._parameter, self._grad = parameter, parameter.grad
+        assert self._grad is not None
+        self._version, self._sample = self._grad._version, self._values()
+
+    def _values(self) -> torch.Tensor:
+        """Return the bytes of some elements, evenly spread. Waits for no GPU."""
+        assert self._grad is not None
+        flat = self._grad.detach()
+        if is_dense(tuple(flat.shape), flat.stride()):
+            flat = flat.as_strided((flat.numel(),), (1,))  # in the order of memory, without a copy
+        return flat.reshape(-1)[:: max(1, flat.numel() // _SAMPLE_ELEMS)].clone().view(torch.uint8)
+
+    def is_there(self) -> bool:
+        """Return whether it is the parameter's gradient still, and the same as far as its version tells."""
+        parameter, grad = self._parameter, self._grad
+        return parameter.requires_grad and parameter.grad is grad is not None and grad._version == self._version
+
+    def differs(self) -> torch.Tensor:
+        """Return whether its values are others now, as a tensor, for which nobody has waited yet."""
+        return (self._values() != self._sample).any()
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -155,7 +219,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale=1 / calls.store.num_workers if op == Average else 1.0,
         bucket_bytes=bucket_bytes,
         compression=compression,
-        settings=lambda: lines_of(found, found.param_groups),
     )
     calls.agree(
         [
@@ -173,14 +236,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         _mpikv_gradients=gradients,
         _mpikv_passes=backward_passes_per_step,
         _mpikv_counts={},
+        _mpikv_sent={},
+        _mpikv_hooks=[None],
         _mpikv_synchronized=False,
         _mpikv_skip=False,
     )
     if calls.store.num_workers > 1:
-        found._mpikv_hooks = [  # noqa: SLF001 - this module adds them
-            hook(one, partial(found._mpikv_on_gradient, i))  # noqa: SLF001 - this module adds them
-            for i, one in enumerate(gradients.parameters)
-        ]
+        found._mpikv_hooks = add_hooks(found, _Exchanging, gradients.parameters)  # noqa: SLF001 - this module's own
         arrays.warn_of_host_memory("DistributedOptimizer", gradients.parameters, calls.store, 2)
     return found
 

@@ -14,7 +14,6 @@ Hooks run in the thread in which the gradient is computed; on a CPU that is the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpikv.torch.arrays import tensors_in
 from mpikv.torch.gradients import Gradients
+from mpikv.trainer.hooks import add_hooks, remove_hooks
 
 
 class Passes:
@@ -35,7 +35,12 @@ class Passes:
         self._exchanged = False
         self._begun = False  # whether this pass has completed a gradient
         self._late: dict[int, None] = {}  # parameters of this pass whose gradients are taken at its end
-        self._hooks = [hook(one, partial(self._on_gradient, i)) for i, one in enumerate(gradients.parameters)]
+        self.hooks = add_hooks(self, Passes, gradients.parameters)
+
+    def detach(self) -> None:
+        """Take off all hooks of parameters: nothing is exchanged from now on. Local."""
+        remove_hooks(self.hooks)
+        self._gradients.steps.stop()
 
     def after_forward(self, result: Any) -> None:
         """Add hooks that detect the backward pass which begins at the result of this forward pass."""
@@ -61,7 +66,8 @@ class Passes:
             self._exchanged, self._begun = self.synchronize, False
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _on_gradient(self, i: int, _parameter: torch.Tensor) -> None:
+    def on_gradient(self, i: int) -> None:
+        """Exchange the gradient of parameter i, to which PyTorch has added, or note it."""
         if self._task is None:
             self._begin()
         elif self._task != torch._C._current_graph_task_id():
@@ -70,7 +76,7 @@ class Passes:
             self._gradients.note(i)
             return
         self._start_round()
-        if is_last(self._hooks[i]):
+        if is_last(self.hooks[i]):
             self._gradients.ready(i)
         else:
             self._late[i] = None
@@ -92,18 +98,6 @@ class Passes:
                 self._gradients.finish(failed=True)  # the other workers wait for this one
                 raise
             self._gradients.finish()
-
-
-def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """Register a function to be called whenever PyTorch has added to a parameter's `grad`, also of a frozen one."""
-    if not parameter.is_floating_point():
-        return None  # it never has a gradient
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)  # PyTorch refuses hooks otherwise, and keeps them afterwards
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle
 
 
 def is_last(handle: RemovableHandle | None) -> bool:

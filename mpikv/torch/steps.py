@@ -1,59 +1,130 @@
-"""Records the settings with which optimizers of `torch.optim` step: learning rates and all else in their groups.
+"""Keeps the steps of all workers' optimizers of `torch.optim` alike, so that equal gradients give equal weights.
 
-Every worker steps with an optimizer of its own. If their settings differ, weights become different though all gradients
-are equal. So a digest of the settings is sent with the gradients of the next round (tail.py).
+Every worker steps with an optimizer of its own. If their settings differ (learning rates and all else in their groups),
+weights become different though all gradients are equal. So a digest of the settings is sent with the gradients of the
+next round (tail.py). A closure returns the mean loss over the workers, since a line search decides by it. What else
+workers may do differently, such as to load weights, shows in the weights, whose sums and norms are compared now and
+then.
 
 A model does not know its optimizers. PyTorch calls `_before_step` before each step of any optimizer of the process, and
 the models with parameters of that optimizer note its settings.
 
-Cost: some 10 us for each group and step.
+Cost: some 10 us for each group and step; one small exchange for each call of a closure; in one of 100 rounds another
+one, and each parameter is read.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.calls.keyless import CollectiveCalls
+from mpikv.errors import ConfigError
 from mpikv.torch.arrays import in_host_memory
 
 _NOT_SETTINGS = ("params", "param_names")
+_MOST = 1e300
+_ROUNDING = 1e-4  # of the norm: hosts that round differently come less far apart, in float32 and a million steps
 
 
 class Steps:
-    """The settings of steps on some parameters."""
+    """The steps on some parameters. scale: the factor of a worker's loss. joined: whether workers may make unequally
+    many steps at present, so that no loss is exchanged.
+    """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._ids = {id(parameter) for parameter in parameters}
+    def __init__(self, calls: CollectiveCalls, named: Sequence[tuple[str, torch.nn.Parameter]], scale: float) -> None:
+        self._calls, self._named, self._scale = calls, named, scale
+        self._ids = {id(parameter) for _, parameter in named}
         self._lines: dict[str, None] = {}  # each line once, in order
-        with _lock:
-            _all.add(self)
+        self._rounds = 0
+        self._values: Any = None  # (2, 2, parameters), see `compare_values`; None: the next step needs none
+        self.joined = False
+        if calls.store.num_workers > 1:
+            with _lock:
+                _all.add(self)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the settings of an optimizer that is about to step, if it has any of the parameters."""
+    def stop(self) -> None:
+        """Note no steps from now on."""
+        with _lock:
+            _all.discard(self)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note the settings of an optimizer that is about to step. Returns whether it has any of the parameters."""
         groups = [group for group in optimizer.param_groups if any(id(one) in self._ids for one in group["params"])]
         self._lines |= dict.fromkeys(lines_of(optimizer, groups))
+        if groups and self._values is not None:
+            found = self._sums_and_norms()
+            self._values[:] = found, -found
+        return bool(groups)
 
     def take(self) -> list[str]:
-        """Return the settings of all steps since the last call, one line for each."""
+        """Return the settings of all steps since the last call, one line for each. To be called once in each round."""
         lines, self._lines = list(self._lines), {}
         return lines
+
+    def _sums_and_norms(self) -> HostArray:
+        found = np.zeros((2, len(self._named)))
+        for i, (_, parameter) in enumerate(self._named):
+            if parameter.requires_grad:
+                values, dtype = parameter.detach(), torch.float64
+                found[:, i] = float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
+        return np.nan_to_num(found, nan=_MOST, posinf=_MOST, neginf=-_MOST)  # differs from others, not from itself
+
+    def compare_values(self) -> None:
+        """Raise ConfigError if the weights of the workers differ. To be called once in each round; blocks in some."""
+        values = self._values
+        self._rounds += 1
+        # Of workers that make no step until the next round, which are in `join`, nothing is compared.
+        self._values = np.full((2, 2, len(self._named)), -_MOST) if self._rounds % 100 == 16 else None
+        if values is None:
+            return
+        # The sums and norms before the last step, and the same negated.
+        most, least = self._calls.allreduce([values], "max", "sums and norms of parameters")[0]
+        far = np.flatnonzero((most + least > _ROUNDING * most[1]).any(0)).tolist()
+        if far:
+            i = far[0]
+            raise ConfigError(
+                f"the weights of the workers have become different: parameter {self._named[i][0]!r} has sums from "
+                f"{-least[0, i]:g} to {most[0, i]:g}, norms from {-least[1, i]:g} to {most[1, i]:g}. All workers start "
+                "with the same weights (broadcast_parameters), and decide alike to stop, load or change them: by the "
+                "mean of their losses (allreduce), not by their own"
+            )
+
+    def averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over the workers (their sum, if gradients are added), if a number."""
+
+        def mean() -> Any:
+            loss = closure()
+            is_number = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+            if self.joined or not is_number:
+                return loss
+            mine = np.array(self._scale * float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+            total = float(self._calls.allreduce([mine], name="loss of a closure")[0])
+            return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
+
+        return mean
 
 
 _lock = threading.Lock()  # ranks may be threads
 _all: weakref.WeakSet[Steps] = weakref.WeakSet()  # of the process, as PyTorch's hooks are
 
 
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     with _lock:
         found = list(_all)
     for steps in found:
-        steps.note(optimizer)
+        if steps.note(optimizer):
+            args = (*args[:1], *(steps.averaged(one) if callable(one) else one for one in args[1:]))
+            if callable(closure := kwargs.get("closure")):
+                kwargs = {**kwargs, "closure": steps.averaged(closure)}
+    return args, kwargs
 
 
 # Registered once and never removed: the garbage collector may run while PyTorch iterates over its hooks.

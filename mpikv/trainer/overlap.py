@@ -14,9 +14,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpikv.errors import MpikvError
+from mpikv.trainer.hooks import add_hooks, remove_hooks
 from mpikv.trainer.torch_parameter import Tensor, TorchParameter
 
 
@@ -35,12 +36,16 @@ class Overlap:
         self._ready = weakref.WeakMethod(ready)  # no cycle, so that a trainer is freed with its last reference
         self._pushed: dict[str, _Pushed] = {}
         self._paused = 0
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
+        self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self._hooks = add_hooks(self, Overlap, [parameters[name].tensor for name in self._names])
 
-    def accumulated(self, name: str) -> None:
-        """Push this gradient, to which a backward pass has added."""
+    def detach(self) -> None:
+        """Push nothing before the step from now on."""
+        remove_hooks(self._hooks)
+
+    def on_gradient(self, i: int) -> None:
+        """Push a gradient to which a backward pass has added."""
+        name = self._names[i]
         if self._paused:
             return
         if name in self._pushed:
@@ -77,12 +82,3 @@ class Overlap:
             yield
         finally:
             self._paused -= 1
-
-
-def _hook(overlap: weakref.ref[Overlap], name: str) -> Callable[[Tensor], None]:
-    def accumulated(_: Any) -> None:
-        found = overlap()  # None once the trainer is freed
-        if found is not None:
-            found.accumulated(name)
-
-    return accumulated

@@ -30,6 +30,7 @@ from mpikv.arrays.as_numpy import SUPPORTED_DTYPES, HostArray, host_view
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.errors import UnsupportedError
 from mpikv.spaces.callers import gpu_of, on_gpu
+from mpikv.trainer.hooks import Hooks, add_hooks, remove_hooks
 
 Tensor = Any  # torch.Tensor
 
@@ -93,6 +94,7 @@ class TorchParameter:
         # Dead if no tensor of the gradient's place is referred to; None: the place never becomes `.grad`.
         self._place_in_use: weakref.ref[Any] | None = None
         self._version: int | None = None  # of the tensor after a weight was last written
+        self._hooks: Hooks = []
 
     @property
     def requires_grad(self) -> bool:
@@ -162,14 +164,15 @@ class TorchParameter:
                 self._placed = self._placed.view(torch.bfloat16)
             self._memory = self._placed
         if self.tensor.requires_grad and self._place_in_use is not None:
-            myself = weakref.ref(self)
+            self._hooks = add_hooks(self, TorchParameter, [self.tensor])
 
-            def accumulated(_: Tensor) -> None:
-                parameter = myself()
-                if parameter is not None:
-                    parameter.list_grad()
+    def on_gradient(self, _i: int) -> None:
+        """Copy the gradient, which is complete, to its place."""
+        self.list_grad()
 
-            self.tensor.register_post_accumulate_grad_hook(accumulated)
+    def detach(self) -> None:
+        """Copy the gradient in the step only, from now on."""
+        remove_hooks(self._hooks)
 
     def list_grad(self) -> list[Any]:
         """Return the gradient's array in a list, in its place if it has one; [None] if there is no gradient."""

@@ -58,7 +58,142 @@ def test_too_many_passes_and_several_losses(store: Any) -> None:
     net[0](torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"backward_passes_per_step=1"):
         net[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'0\.bias' was changed"):  # to which the second pass has added
+        optimizer.synchronize()
+
+
+def _unscale(net: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+
+
+def _noise(net: Any, optimizer: Any) -> None:
+    net.weight.grad = net.weight.grad + 1.0
+
+
+def _some_rows(net: Any, optimizer: Any) -> None:
+    net.weight.grad.data[700:1400] *= 2.0
+
+
+CHANGES = {
+    "clip norm": lambda net, optimizer: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1),
+    "clip value": lambda net, optimizer: torch.nn.utils.clip_grad_value_(net.parameters(), 0.1),
+    "unscale": _unscale,
+    "noise": _noise,
+    "data": lambda net, optimizer: net.weight.grad.data.clamp_(max=0.1),
+    "some rows": _some_rows,
+    "freeze": lambda net, optimizer: setattr(net.weight, "grad", None),
+    "requires_grad": lambda net, optimizer: net.weight.requires_grad_(False),
+    "zero_grad": lambda net, optimizer: net.zero_grad(),
+}
+
+
+@on(*nets.TWO)
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_that_is_changed_before_the_step(store: Any, change: str, first: int, to_none: bool) -> None:
+    """In any step: an error that names it, or right after `synchronize`."""
+    net = nets.seeded(lambda: torch.nn.Linear(1, 3000, bias=False))
+    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), store)
+
+    def backward() -> None:
+        optimizer.zero_grad(set_to_none=to_none)
+        net(torch.full((1, 1), store.rank + 1.0)).sum().backward()
+
+    for _ in range(first):
+        backward()
+        optimizer.step()
+    backward()
     optimizer.synchronize()
+    net.weight.grad.mul_(2.0)
+    before = net.weight.detach().clone()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    torch.testing.assert_close(before - net.weight, torch.full((3000, 1), 3.0))
+    backward()
+    CHANGES[change](net, optimizer)
+    with pytest.raises(RuntimeError, match=r"'weight' was changed.*synchronize\(\)"):
+        optimizer.step()
+    net.weight.requires_grad_(True)
+    backward()  # and they go on
+    optimizer.step()
+    assert net.weight.grad.unique().tolist() == [1.5]
+
+
+@on(*nets.TWO)
+def test_what_is_changed_between_passes_counts(store: Any) -> None:
+    net = nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = mt.DistributedOptimizer(optimizer, store=store, backward_passes_per_step=2)
+    for _ in range(3):
+        net(torch.full((1, 1), store.rank + 1.0)).sum().backward()
+        net.weight.grad.mul_(3.0)
+        net(torch.full((1, 1), store.rank + 1.0)).sum().backward()
+        optimizer.step()
+        assert net.weight.grad.item() == 6.0
+        optimizer.zero_grad()
+
+
+@on(*nets.TWO)
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+@pytest.mark.parametrize("op", [mt.Average, mt.Sum])
+def test_a_line_search_decides_alike_on_all_workers(store: Any, way: str, op: str) -> None:
+    """As one process does that has all data; each worker's own loss would lead elsewhere."""
+    data = [torch.linspace(-1.0, 1.0, 8).reshape(4, 2) * (1 + 3 * rank) for rank in range(2)]
+    targets = [x.square().sum(1, keepdim=True) * (1 - 2 * rank) for rank, x in enumerate(data)]
+
+    def trained(net: Any, optimizer: Any, model: Any, ranks: Any, factor: float) -> Any:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = factor * sum((model(data[rank]).tanh() - targets[rank]).square().mean() for rank in ranks)
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure) for _ in range(3)]
+        return [float(one.detach()) for one in losses], nets.snapshot(net)
+
+    def make(net: Any) -> Any:
+        return torch.optim.LBFGS(net.parameters(), lr=1.0, line_search_fn="strong_wolfe", max_iter=6)
+
+    alone = nets.seeded(lambda: torch.nn.Linear(2, 1).double())
+    data, targets = [x.double() for x in data], [y.double() for y in targets]
+    expected = trained(alone, make(alone), alone, range(2), 1.0 if op == mt.Sum else 0.5)
+    net = nets.seeded(lambda: torch.nn.Linear(2, 1).double())
+    if way == "model":
+        model, optimizer = mt.DistributedModel(net, store, average=op == mt.Average), make(net)
+    else:
+        model, optimizer = net, mt.DistributedOptimizer(make(net), net.named_parameters(), store, op=op)
+    losses, weights = trained(net, optimizer, model, [store.rank], 1.0)
+    torch.testing.assert_close((losses, weights), expected)
+
+
+@on(nets.HERE)
+def test_a_closure_of_an_optimizer_that_first_uses_the_gradients_of_before(store: Any) -> None:
+    """As some that sharpen a loss do: `zero_grad` and the closure come after a first use. Any loss is given back."""
+
+    class First(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert net.weight.grad.item() == 1.5
+            self.zero_grad()
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    net = nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False))
+    optimizer = mt.DistributedOptimizer(First(net.parameters(), lr=1.0), store=store)
+
+    def backward(given: Any) -> Any:
+        net(torch.full((1, 1), store.rank + 1.0)).sum().backward()
+        return given
+
+    for given, taken in ((None, None), (3, 3.0), (2.0 + store.rank, 2.5), (torch.ones(2), None)):
+        backward(None)
+        found = optimizer.step(lambda given=given: backward(given))
+        assert found is given if taken is None else found == taken
+        optimizer.zero_grad()
 
 
 @on(nets.HERE)

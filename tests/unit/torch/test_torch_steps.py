@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import frameworks
 import numpy as np
@@ -91,6 +92,62 @@ def test_two_optimizers_one_of_which_steps_now_and_then(store: Any) -> None:
     second.step()
     with pytest.raises(ConfigError, match=r"worker 1: Adam, parameter group 0: lr=1.1"):
         step(model, first)
+
+
+@on(*nets.TWO)
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+@pytest.mark.parametrize("which", ["0.weight", "1.bias"])
+def test_weights_that_become_different_are_named(store: Any, way: str, which: str) -> None:
+    """Within 100 steps, on all workers; rounding, and what is frozen, is no difference."""
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1).requires_grad_(False)]
+    net = nets.seeded(lambda: torch.nn.Sequential(*layers))
+    mt.broadcast_parameters(net.state_dict(), store=store)
+    model, optimizer = nets.wrapped(way, net, store)
+    bias = net[1].bias
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            step(model, optimizer)
+
+    steps(20)
+    with torch.no_grad():
+        net[0].weight.mul_(1 + 1e-6 * store.rank)
+        net[2].weight.add_(store.rank)
+    steps(100)
+    with torch.no_grad():
+        net.get_parameter(which)[0].add_(0.1 * store.rank)
+    with pytest.raises(ConfigError, match=f"weights.*'{which}' has sums from"):
+        steps(100)
+    with torch.no_grad():
+        net.get_parameter(which)[0].sub_(0.1 * store.rank)
+        bias.fill_(float("nan"))  # alike on all
+    steps(100)
+    with torch.no_grad():
+        bias.fill_(0.0 if store.rank else float("nan"))
+    with pytest.raises(ConfigError, match=r"'1\.bias' has sums from"):
+        steps(100)
+
+
+@on(nets.HERE)
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+def test_to_compare_weights_costs_one_call_in_100_rounds(store: Any, way: str) -> None:
+    net, optimizer = nets.wrapped(way, linear(), store)
+    gradients = net._gradients if way == "model" else optimizer._mpikv_gradients
+    step(net, optimizer)
+    with mock.patch.object(gradients.steps, "_calls", wraps=gradients.steps._calls) as calls:
+        for _ in range(400):
+            step(net, optimizer)
+    assert calls.allreduce.call_count == 4
+
+
+@on(nets.HERE)
+def test_workers_that_make_no_steps_in_join_compare_nothing(store: Any) -> None:
+    model = mt.DistributedModel(linear(), store)
+    optimizer = torch.optim.Adam(model.parameters())
+    for n in (10 + 20 * store.rank, 300 - 200 * store.rank):
+        with model.join(optimizer):
+            for _ in range(n):
+                step(model, optimizer)
 
 
 @modes(*nets.TWO)
