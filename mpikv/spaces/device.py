@@ -73,7 +73,7 @@ class DeviceSpace:
         self._push_memory: dict[int, Any] = {}  # memory of pushes that is referred to, by number
         # Number and id of such memory that is no longer referred to. A deque, since any thread may append at any time.
         self._released: deque[tuple[int, int]] = deque()
-        self._leaving: deque[tuple[Any, Any]] = deque()  # what is kept until the event is done, such as released memory
+        self._leaving: deque[tuple[Any, Any]] = deque()  # released memory that is free once the event is done
         self.chunks: list[Any] = []  # allocations that other ranks read
         self._free_end = (0, 0)  # address and length of the free end of the last chunk
         self._closed = False
@@ -178,9 +178,8 @@ class DeviceSpace:
             self.stream.wait_event(event)
             np.copyto(copied.reshape(values.shape), values)
             event = self._make_caller_wait(array)
-        if tensors.is_jax(array.array):  # XLA would use its memory again, in streams that do not wait for the copy
-            with self._lock:
-                self._leaving.append((event, array.array))
+        if tensors.is_jax(array.array):  # XLA may use its memory again, in streams that do not wait for the copy
+            event.synchronize()
         return copied
 
     def _note_write(self, array: Any, event: Any, stream: Any) -> None:
@@ -188,11 +187,6 @@ class DeviceSpace:
         with self._lock:
             before = self._callers_writes.get(id(array.data.mem), {})
             self._callers_writes[id(array.data.mem)] = {**before, stream.ptr: event}
-
-    def _release(self) -> None:
-        """Let go of what was kept until events that are done now. To be called with the lock."""
-        while self._leaving and self._leaving[0][0].done:
-            self._leaving.popleft()
 
     def _empty_push(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
         """Return a new array that any stream may write. To be called in `in_stream`."""
@@ -205,7 +199,8 @@ class DeviceSpace:
             if released:
                 done = self.stream.record(self.gpu.event())
                 self._leaving += [(done, self._push_memory.pop(number)) for number, _ in released]
-            self._release()
+            while self._leaving and self._leaving[0][0].done:
+                self._leaving.popleft()
             allocated = self._pushes.malloc(n_bytes)
             memory = self._push_memory_class(allocated.ptr, n_bytes, self, self.device)
             memory.number, memory.released = next(self._numbers), self._released
@@ -231,8 +226,6 @@ class DeviceSpace:
                         np.copyto(out.values, cast)
                         event = out.stream.record(self.gpu.event())
                     self.stream.wait_event(event)  # `cast` may be the store's memory
-        with self._lock:
-            self._release()
 
     def _make_caller_wait(self, array: CallersGpuArray) -> Any:
         """Make the array's stream wait for all work that the store has begun. Returns an event after that work."""
