@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from math import prod
@@ -31,22 +30,6 @@ VERSION = 1
 MOST_AXES = 64
 _CHUNK_BYTES = 1 << 20  # read at one time, so that an array is not held twice
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date: equal states make equal files
-
-# Errors of zipfile, struct and json for a damaged file; OSError: a seek to an impossible offset.
-_DAMAGE = (
-    zipfile.BadZipFile,
-    EOFError,
-    IndexError,
-    KeyError,
-    MemoryError,
-    NotImplementedError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
 # The dtypes of weights, and others for counts and flags in a user's own state.
 DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
 
@@ -81,7 +64,7 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
         raise
     except zipfile.BadZipFile as error:
         raise StatesFileError(f"{origin}: not a file of states, or a damaged one ({plain(error)})") from error
-    except _DAMAGE as error:
+    except Exception as error:  # of zipfile, struct, json and NumPy
         raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {plain(error)})") from error
 
 

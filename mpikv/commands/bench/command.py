@@ -13,10 +13,11 @@ from mpikv.commands.bench import allreduce, codec, gloo, plot, ps, wire
 from mpikv.commands.bench.choices import FLOATS, TRAINED
 from mpikv.commands.bench.job import BenchJob, describe, header, open_job
 from mpikv.commands.bench.link import measured, rates_of
-from mpikv.commands.bench.report import BenchTable, check_writable, ledger, ledger_lines, write_json
+from mpikv.commands.bench.report import BenchTable, ledger, ledger_lines, write_json
 from mpikv.commands.bench.session import BenchRun
 from mpikv.commands.bench.sizes import sweep
 from mpikv.commands.bench.start import BAD_INPUT, become_mpirun, check_ranks, environment_rank
+from mpikv.common.files import place_of
 from mpikv.common.progress import Progress
 from mpikv.config import Config
 from mpikv.errors import ConfigError
@@ -90,8 +91,11 @@ def _check(options: argparse.Namespace) -> None:
         taker = "a codec encodes" if kind == "codec" else "an optimizer needs"
         raise ConfigError(f"--dtype {dtype}: {taker} one of {', '.join(FLOATS)}")
     for option in ("json", "plot", "save"):
-        if getattr(options, option, None):
-            check_writable(f"--{option}", getattr(options, option))
+        if path := getattr(options, option, None):
+            try:  # before an hour of measuring, not after it
+                place_of(path)
+            except OSError as error:
+                raise ConfigError(f"--{option} {path}: {error.strerror}") from None
     if options.plot:
         if getattr(options, "keys", None):
             raise ConfigError("--plot draws bandwidth over size, and --keys has one size")

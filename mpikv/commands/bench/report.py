@@ -24,8 +24,7 @@ from mpikv.commands.bench.limits import Limit, Rates
 from mpikv.commands.bench.measure import Measured
 from mpikv.commands.bench.sizes import short
 from mpikv.commands.tables import Column, Table
-from mpikv.common.files import place_of, replacing
-from mpikv.errors import ConfigError
+from mpikv.common.files import replacing
 
 RAW = "raw MPI"
 GIGA = 1e9
@@ -149,11 +148,3 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
     text = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n"
     with replacing(path) as file:
         file.write(text.encode())
-
-
-def check_writable(option: str, path: str) -> None:
-    """Raise ConfigError where the file cannot be written: before an hour of measuring, not after it."""
-    try:
-        place_of(path)
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}") from None
