@@ -10,6 +10,9 @@ from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
+from mpikv.errors import StallError
+from mpikv.observe.stall import Waiting
+from mpikv.session.stalls import Stalls
 from mpikv.transports.base import Group
 
 SPIN_S = 5e-3  # how long the caller alone moves a call through memory on, while it waits for other ranks
@@ -29,12 +32,17 @@ DEFAULT = Options()
 
 
 class CallingGroup(Protocol):
-    """The group that a call belongs to. stalled: makes the error of a call that has waited too long."""
+    """The group that a call belongs to. label: of this rank. stalls: is told of waits.
+
+    stalled: makes the error of a call that has waited too long.
+    """
 
     group: Group
     number: int
+    label: str
     engine: Engine
     timeout_s: float
+    stalls: Stalls
     stalled: Callable[[GroupCall, float], BaseException]
 
     def fail(self, call: GroupCall, error: BaseException) -> None:
@@ -46,7 +54,8 @@ class GroupCall:
     """One call. number: counts the group's calls, the same on all ranks; -1 for a message between two ranks.
 
     text: describes the call; the same on all ranks. queued: it has not begun, since calls before it have not ended.
-    waited_s, asked: for watch.py: how long it has waited since, and whether the other ranks have been asked about it.
+    need: what other ranks must come to before it can end, as `World` knows it; None: unknown. waited_s, asked: for
+    watch.py: how long it has waited since it began, and whether the other ranks have been asked about it.
     """
 
     def __init__(self, group: CallingGroup, number: int, text: str, options: Options) -> None:
@@ -57,6 +66,7 @@ class GroupCall:
         self.started_s = group.engine.clock.now_s()
         self.waited_s = 0.0
         self.asked = self.queued = False
+        self.need: tuple[str, Any] | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -77,7 +87,15 @@ class GroupCall:
         if not self.running.done:
             engine = self.group.engine
             limit_s = float("inf") if timeout_s is None else timeout_s
-            engine.wait(self.running, limit_s, lambda: self.group.stalled(self, limit_s))
+            which = f", call {self.number} of process group {self.group.number}" if self.number >= 0 else ""
+            waiting = Waiting(f"{self.text}{which}", agreed=self.need)
+
+            def look() -> None:
+                if (why := hopeless()) is not None:
+                    self.group.fail(self, StallError(f"{self.group.label} waits in {waiting}. {why}"))
+
+            with self.group.stalls.watched(waiting, limited=timeout_s is not None) as hopeless:
+                engine.wait(self.running, limit_s, lambda: self.group.stalled(self, limit_s), look)
         self.running.test()
         return self.running.result
 

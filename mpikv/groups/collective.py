@@ -24,12 +24,13 @@ class Collective(NamedTuple):
     """A call. text: its name, shapes and options; calls whose texts differ are different calls.
 
     by_messages: returns its steps, which send under a given tag. in_memory: returns its chunks; None: the call is
-    always made by messages.
+    always made by messages. of_all: by messages, too, it ends on no rank before all have made it.
     """
 
     text: str
     by_messages: Callable[[MessageCalls, int], Steps[None]]
     in_memory: Callable[[SharedCalls], Sequence[Chunk]] | None = None
+    of_all: bool = False
 
 
 def allreduce(arrays: Sequence[HostArray], operator: Operator) -> Collective:
@@ -40,6 +41,7 @@ def allreduce(arrays: Sequence[HostArray], operator: Operator) -> Collective:
         f"all_reduce ({operator.name}) of {_shapes(arrays)}",
         lambda calls, tag: calls.allreduce(arrays, operator, tag),
         lambda calls: calls.allreduce(arrays, operator),
+        of_all=True,
     )
 
 
@@ -68,6 +70,7 @@ def allgather(pairs: Sequence[tuple[HostArray, Sequence[HostArray]]]) -> Collect
         f"all_gather of {'; '.join(_shapes(outs) for _, outs in pairs)}",
         lambda calls, tag: calls.allgather(pairs, tag),
         lambda calls: calls.allgather(pairs),
+        of_all=True,
     )
 
 
@@ -79,6 +82,7 @@ def reduce_scatter(pairs: Sequence[tuple[Sequence[HostArray], HostArray]], opera
         f"reduce_scatter ({operator.name}) of {'; '.join(_shapes(arrays) for arrays, _ in pairs)}",
         lambda calls, tag: calls.reduce_scatter(pairs, operator, tag),
         lambda calls: calls.reduce_scatter(pairs, operator),
+        of_all=True,
     )
 
 
@@ -94,7 +98,7 @@ def exchange(
 
 def barrier() -> Collective:
     """A call that is done when every rank has made it."""
-    return Collective("barrier", lambda calls, tag: calls.barrier(tag), lambda calls: [])
+    return Collective("barrier", lambda calls, tag: calls.barrier(tag), lambda calls: [], of_all=True)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ A rank that waits for long asks the others how far they are (watch.py).
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from mpikv.groups.messages import MessageCalls
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import MismatchError, SharedCalls
 from mpikv.groups.tags import WINDOW_BITS, GroupTags
+from mpikv.session.stalls import Stalls
 from mpikv.transports.base import Group
 
 ALL_LATER = -1  # in place of a call's number: this rank makes no more calls
@@ -39,9 +40,9 @@ class RankGroup:
     """One rank's side of a group.
 
     group: the ranks, in the group's order. number: of the group in the job, the same on all its ranks. shared: makes
-    calls through memory; None: the ranks share none. stalled: makes the error of a call that has waited too long.
-    report: sends the number of a call that this rank does not make, or ALL_LATER, and the reason to the group's other
-    ranks, which wait for it.
+    calls through memory; None: the ranks share none. label: of this rank in errors. stalls: is told of waits. stalled:
+    makes the error of a call that has waited too long. report: sends the number of a call that this rank does not make,
+    or ALL_LATER, and the reason to the group's other ranks, which wait for it.
 
     calls: how many collective calls this rank has made. failure: why it makes no more. texts: of its last calls, by
     their number; other threads look one up at any time, and must not go through them.
@@ -56,13 +57,15 @@ class RankGroup:
         timeout_s: float,
         shared: SharedCalls | None,
         algorithm: str,
+        label: str,
+        stalls: Stalls,
         stalled: Callable[[GroupCall, float], BaseException],
         report: Callable[[RankGroup, int, BaseException], None],
     ) -> None:
         self.group, self.number, self.engine = group, number, engine
         self.rank, self.size = group.rank, group.size
         self.timeout_s = timeout_s
-        self.stalled, self._report = stalled, report
+        self.label, self.stalls, self.stalled, self._report = label, stalls, stalled, report
         self.shared = shared
         self.tags = GroupTags.of(group.transport.max_tag, number)
         self.calls = 0
@@ -72,6 +75,8 @@ class RankGroup:
         self.texts: dict[int, str] = {}
         self._messages = MessageCalls(group, algorithm)
         self._order = threading.Lock()
+        self.sent: Counter[tuple[int, int]] = Counter()  # messages between two ranks, by the receiver and the tag
+        self._received: Counter[tuple[int, int]] = Counter()  # begun, by the sender and the tag
         self._window: deque[GroupCall] = deque(maxlen=1 << WINDOW_BITS)  # the last calls by messages
         self._last: GroupCall | None = None  # the last call through memory
 
@@ -139,6 +144,8 @@ class RankGroup:
         def steps() -> Steps[None]:
             yield self.group.isend(array, dest, found)
 
+        with self._order:
+            self.sent[self.group.ranks[dest], tag] += 1
         return self._begin(self._prepare(GroupCall(self, -1, f"send to {dest} with tag {tag}", options), steps()))
 
     def receive(self, array: HostArray, source: int | None, tag: int, options: Options = DEFAULT) -> GroupCall:
@@ -147,7 +154,12 @@ class RankGroup:
         sender = "any rank" if source is None else str(source)
         with self.engine.lock:
             steps = self._messages.receive_queue(found).receive(array, source)
-        return self._begin(self._prepare(GroupCall(self, -1, f"recv from {sender} with tag {tag}", options), steps))
+        call = GroupCall(self, -1, f"recv from {sender} with tag {tag}", options)
+        if source is not None:  # a receive from any rank may take the messages that others wait for: these need more
+            from_ = self.group.ranks[source]
+            self._received[from_, tag] += 1
+            call.need = "sent", [self.number, from_, self.group.ranks[self.rank], tag, self._received[from_, tag]]
+        return self._begin(self._prepare(call, steps))
 
     # --- how a call is made
 
@@ -165,6 +177,8 @@ class RankGroup:
             through_memory = self.shared.run(code, partial(described.in_memory, self.shared))
         with self._order:  # a callback of a future may make calls in another thread
             call = GroupCall(self, self._count(text), text, options)
+            if through_memory is not None or described.of_all:
+                call.need = "made", [self.number, call.number]
             if through_memory is None:
                 before = self._window[0] if len(self._window) == self._window.maxlen else None
                 self._window.append(call)

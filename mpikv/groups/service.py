@@ -23,7 +23,7 @@ from mpikv.groups.rendezvous import RendezvousStore
 from mpikv.transports.base import Arrival, Transport
 
 SERVICE_TAG = 0
-REPLY_TAGS = range(1, 1024)
+REPLY_TAGS = range(2, 1024)  # 1 is that of control messages (session/messages.py)
 STORE_RANK = 0  # the rank that keeps the rendezvous store
 LEAVE, FAILED = "leave", "failed"
 

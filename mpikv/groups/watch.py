@@ -1,9 +1,9 @@
 """Watches for calls of a group that wait too long, and asks the other ranks how far they are.
 
 When a call has waited MPIKV_STALL_WARN_S, at most ASK_AFTER_S, its rank asks all others. The call fails at once where
-another rank has made a different call under the same number, or has left the job before this call. Else the first rank
-that waits prints who is missing, and where its program is. At its time limit the call fails with the names of the ranks
-that have not made it. Time during which the machine was stopped, or calls before it were under way, does not count.
+another rank has made a different call under the same number, or has left the job before this call. At its time limit it
+fails with the names of the ranks that have not made it. Time during which the machine was stopped, or calls before it
+were under way, does not count. Who waits for whom is told as in a store (session/stalls.py).
 
 Cost: reading the clock, until a call has waited so long; then two messages per other rank, and again after 2, 4, 8
 times as long.
@@ -11,9 +11,7 @@ times as long.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpikv.engine.engine import Engine
@@ -23,9 +21,7 @@ from mpikv.groups.call import GroupCall
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
-from mpikv.observe import program
 from mpikv.observe.looks import Looks, look
-from mpikv.observe.stall import say
 
 TICK_S = 0.25
 ASK_AFTER_S = 3.0  # few ranks are late by more, and asking costs little
@@ -35,8 +31,7 @@ ANSWER_S = 2.0  # a rank that is alive answers at once
 class CallWatch:
     """Watches the calls of all groups of one rank. labels: the names of the transport's ranks in error messages.
 
-    warn_s: after how long a wait is printed. say: prints a text. Made by the thread whose place in the program others
-    are told.
+    warn_s: after how long the others are asked, if that is sooner than they are anyway.
     """
 
     def __init__(
@@ -48,13 +43,10 @@ class CallWatch:
         labels: list[str],
         *,
         warn_s: float,
-        say: Callable[[str], None] = say,
     ) -> None:
         self._engine, self._service, self._groups = engine, service, groups
         self._rank, self._labels = rank, labels
-        self._warn_s, self._say = warn_s, say
-        self._thread = threading.get_ident()
-        self.looks = Looks()
+        self._warn_s, self.looks = warn_s, Looks()
 
     @look(None)
     def status(self, about: dict[str, Any]) -> dict[str, Any] | None:
@@ -67,12 +59,10 @@ class CallWatch:
         left = [(rank, calls.get(about["group"], 0)) for rank, calls in self._service.left.items()]
         if group is None:
             now = "it has left this process group"
-            return {"calls": -1, "text": None, "now": now, "left": left, "where": "", "pid": os.getpid()}
+            return {"calls": -1, "text": None, "now": now, "left": left}
         text = group.texts.get(about["call"])
         now = f"it is in {group.under_way[0].text}" if group.under_way else "it is in no call of this group"
-        place = program.position(self._thread)
-        where = {"where": f"; at {place}" if place else "", "pid": os.getpid()}
-        return {"calls": group.calls, "text": text, "now": now, "left": left, **where}
+        return {"calls": group.calls, "text": text, "now": now, "left": left}
 
     def serve(self) -> Steps[None]:
         """Watch the calls, for ever. To be run as a service of the engine."""
@@ -91,7 +81,7 @@ class CallWatch:
 
     def _inquire(self, call: GroupCall) -> Steps[None]:
         """Ask all other ranks of the group, again whenever the call has waited twice as long, and at its time limit."""
-        group, printed = call.group, ""
+        group = call.group
         while True:
             over = call.waited_s >= call.timeout_s
             about = {"group": group.number, "call": call.number}
@@ -117,44 +107,10 @@ class CallWatch:
             if over:
                 group.fail(call, self.stall(call, call.timeout_s, answers))
                 return
-            missing = self._missing(call, answers)
-            if call.waited_s >= self._warn_s and missing not in ("", printed):
-                waits = f"{self._labels[self._rank]} waits in {call.text}, call {call.number} of its process group"
-                self._say(f"mpikv: stalled for {call.waited_s:.1f} s: {waits}; {missing}")
-                printed = missing
             again_s = min(2 * call.waited_s, call.timeout_s)
             yield Predicate(lambda: call.done or call.waited_s >= again_s)  # noqa: B023
             if call.done:
-                if printed and call.error is None:
-                    self._say(f"mpikv: going on, after a stall of {call.waited_s:.1f} s")
                 return
-
-    def _missing(self, call: GroupCall, answers: Mapping[int, dict[str, Any] | None]) -> str:
-        """Who has not made a call, and where they are; "" where that is for another rank to print, or for nobody."""
-        waiting = [rank for rank, answer in answers.items() if answer and answer["now"] == f"it is in {call.text}"]
-        if call.number < 0 or any(rank < self._rank for rank in waiting):
-            return ""
-        found = self._late(
-            call,
-            answers,
-            lambda answer: f": {answer['now']}{answer['where']} (pid {answer['pid']})",
-            ": does not answer",
-        )
-        return f"missing: {'; '.join(found)}" if found else ""
-
-    def _late(
-        self,
-        call: GroupCall,
-        answers: Mapping[int, dict[str, Any] | None],
-        text: Callable[[dict[str, Any]], str],
-        silent: str,
-    ) -> list[str]:
-        """The ranks that have not made a call, or may not have; text: of an answer. silent: of a rank without one."""
-        return [
-            self._labels[rank] + (silent if answer is None else text(answer))
-            for rank, answer in answers.items()
-            if answer is None or call.number < 0 or answer["calls"] < call.number
-        ]
 
     def _differ(self, call: GroupCall, different: dict[int, str]) -> str:
         theirs = "; ".join(f"{self._labels[rank]} made {text}" for rank, text in different.items())
@@ -171,12 +127,12 @@ class CallWatch:
         self, call: GroupCall, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
     ) -> StallError:
         """Return the error of a call that has waited too long."""
-        parts = self._late(
-            call,
-            answers or {},
-            lambda answer: f" has made {max(0, answer['calls'])} calls, {answer['now']}",
-            " does not answer",
-        )
+        parts = [
+            self._labels[rank]
+            + (f" has made {max(0, answer['calls'])} calls, {answer['now']}" if answer else " does not answer")
+            for rank, answer in (answers or {}).items()
+            if answer is None or call.number < 0 or answer["calls"] < call.number
+        ]
         if call.number >= 0 and answers:
             parts = [f"missing: {'; '.join(parts)}"] if parts else ["all ranks are in this call, but it does not end"]
         ranks = ", ".join(map(str, call.group.group.ranks))

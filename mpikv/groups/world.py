@@ -21,8 +21,13 @@ from mpikv.groups.service import STORE_RANK, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import CallWatch
 from mpikv.hostmemory.segment import HostMemory, aligned
+from mpikv.observe.activity import Activity
+from mpikv.observe.program import Process, this_process
 from mpikv.placement.members import Members
 from mpikv.runtime import abort, library
+from mpikv.session.messages import ControlMessages
+from mpikv.session.questions import Questions
+from mpikv.session.stalls import Stalls
 from mpikv.transports.base import Group, Transport
 
 # Settings that must be equal on all ranks of a job.
@@ -35,7 +40,10 @@ _lock = threading.Lock()
 
 
 class World:
-    """One rank's side of a job. memory: what the ranks of its host share. on_fatal: called when the engine fails."""
+    """One rank's side of a job. memory: what the ranks of its host share. on_fatal: called when the engine fails.
+
+    processes: of all ranks, default this one.
+    """
 
     def __init__(
         self,
@@ -45,6 +53,7 @@ class World:
         threaded: bool,
         memory: HostMemory | None,
         on_fatal: Callable[[BaseException], None],
+        processes: Sequence[Process] = (),
     ) -> None:
         self.transport, self.config = transport, config
         self.rank, self.size = transport.rank, transport.size
@@ -56,6 +65,12 @@ class World:
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
         self.service = Service(transport, self._status, self._failed)
+        messages = ControlMessages(transport, Group(transport, range(self.size)), self.engine)
+        self.activity = Activity(self.engine.clock, "process groups", self.labels[self.rank])
+        self.activity.reached, self.activity.elsewhere = self._reached, ""
+        questions = Questions(messages, self.activity, processes or [this_process()] * self.size, {})
+        self.stalls = Stalls(messages, questions, self.activity, config.stall_warn_s, what="rank")
+        self.engine.serve(messages.listen(), "control messages")
         self._watch = CallWatch(
             self.engine, self.service, self.groups, self.rank, self.labels, warn_s=config.stall_warn_s
         )
@@ -76,6 +91,8 @@ class World:
             timeout_s=timeout_s,
             shared=self._shared(group, number),
             algorithm=self.config.host_algorithm,
+            label=self.labels[self.rank],
+            stalls=self.stalls,
             stalled=self._watch.stall,
             report=self._report,
         )
@@ -105,6 +122,16 @@ class World:
 
     def _status(self, about: dict[str, Any]) -> dict[str, Any] | None:
         return self._watch.status(about)
+
+    def _reached(self, item: Any) -> int:
+        """Whether this rank has come to what others wait for (`GroupCall.need`); -1 where it does not take part."""
+        what, (number, *which) = item
+        group = self.groups.get(number)
+        if what == "made":
+            calls = self._calls.get(number) if group is None else group.calls
+            return -1 if calls is None else int(calls >= which[0])
+        source, dest, tag, n = which
+        return -1 if source != self.rank or group is None else int(group.sent[dest, tag] >= n)
 
     def _shared(self, group: Group, number: int) -> SharedCalls | None:
         memory = self._memory
@@ -192,12 +219,22 @@ def _open(config: Config) -> World:
     transport = processes.transport
     settings = {f"MPIKV_{name.upper()}": getattr(config, name) for name in SETTINGS}
     try:
-        processes.compare({"settings": settings})
+        announced = processes.compare({"settings": settings, "process": this_process()})
     except MpikvError:
         transport.close()
         raise
     shared = Members(transport.hosts, tuple(range(transport.size)), config=config).shares_memory
     memory = processes.memory() if shared else None
-    world = World(transport, config, threaded=processes.threaded, memory=memory, on_fatal=abort.fatal)
+    world = World(
+        transport,
+        config,
+        threaded=processes.threaded,
+        memory=memory,
+        on_fatal=abort.fatal,
+        processes=[Process(*entry["process"]) for entry in announced],
+    )
+    guard = abort.guard()
+    if guard is not None:
+        guard.watch(world.activity)
     abort.at_end(world.close, lambda: "there was a process group" if world.groups else "")
     return world

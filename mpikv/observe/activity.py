@@ -58,6 +58,7 @@ class Activity:
         self._needs: Sequence[Waiting] = ()
         self._limited, self._over = False, _never
         self.looks = Looks()
+        self.elsewhere = " of another store"  # how those name it that are asked of another one
         self.reached: Callable[[Any], int] = lambda _item: 0
         self.others: Callable[[], Iterable[Activity]] = tuple
         self.alone: Callable[[int], bool] = lambda _thread: True
@@ -119,9 +120,9 @@ class Activity:
             return f"in {self._call} for {elapsed_s:.1f} s"
         for other in self.others():
             if (call := other._call) is not None:  # noqa: SLF001 - of the same class
-                return f"in {call} of another store for {self._clock.now_s() - other._since_s:.1f} s"  # noqa: SLF001 - of the same class
+                return f"in {call}{other.elsewhere} for {self._clock.now_s() - other._since_s:.1f} s"  # noqa: SLF001 - of the same class
             if other._failed:  # noqa: SLF001 - of the same class
-                return f"its {other._last} of another store failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
+                return f"its {other._last}{other.elsewhere} failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
     # --- for who asks
@@ -163,7 +164,8 @@ class Activity:
         if call is None or self._n_threads > 1 or self._over():
             return None
         place = program.position(self._thread)
-        process = f" (pid {os.getpid()})" if [*self.others()] else ""  # a rank has another number in each store
+        # A rank has another number in each store; one of the others is that of making a store.
+        process = f" (pid {os.getpid()})" if len([*self.others()]) > 1 else ""
         text = f"{self._me}{process} in {call}" + (f" at {place}" if place else "")
         return Blocked(
             f"{self.store}/{self._me}/{number}",

@@ -28,13 +28,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from mpikv.config import wants_full_tracebacks
 from mpikv.observe import program
 from mpikv.observe.activity import Activity
+from mpikv.observe.stall import Waiting
 from mpikv.runtime import launcher, printed, tracebacks, unmet
 from mpikv.runtime.forked import TakesSignals
 
@@ -63,7 +66,11 @@ class Guard(TakesSignals):
         self._pid = os.getpid()
         self._before = sys.excepthook
         self._exit = sys.exit
-        self.activities: list[Activity] = []  # of the stores that are open
+        self.activities: list[Activity] = []  # of the stores that are open, and of making one
+        self._creations: Counter[tuple[int, ...]] = Counter()  # how often ranks have made a store together
+        self._creating = Activity(store="kv.create", me=self.label)
+        self._creating.reached = self._created
+        self.watch(self._creating)
 
     def install(self) -> None:
         """Replace `sys.excepthook`, `sys.exit`, `exit` and `quit`, and SIGTERM's default action."""
@@ -84,6 +91,18 @@ class Guard(TakesSignals):
         """Note that it is closed."""
         if activity in self.activities:
             self.activities.remove(activity)
+
+    @contextmanager
+    def creating(self, call: str, ranks: Sequence[int]) -> Iterator[None]:
+        """A block in which this rank waits for all `ranks`, of COMM_WORLD, to make a call for the first time."""
+        self._creations[tuple(ranks)] += 1
+        need = Waiting(call, agreed=("create", [[*ranks], self._creations[tuple(ranks)]]))
+        with self._creating.during(call, [need]):
+            yield
+
+    def _created(self, item: Any) -> int:
+        ranks, n = item[1]
+        return int(self._creations[tuple(ranks)] >= n) if self._rank in ranks else -1
 
     def is_child(self) -> bool:
         """Return whether this process was forked from the rank, as a data loader's workers are: its end is its own."""

@@ -105,7 +105,7 @@ def awaited(call: str, warn_s: float, ranks: Sequence[int] | None = None) -> Ite
     """A block in which this rank waits for all others to make the same call. ranks: default all that were started."""
     coming = Coming(call, range(launcher.size(os.environ)) if ranks is None else ranks)
     timer = threading.Timer(LATER * warn_s, coming.tell)
-    timer.daemon = True
+    timer.daemon, timer.name = True, "mpikv-coming"
     well = False
     with endpoint.OWN.offered(coming):
         timer.start()

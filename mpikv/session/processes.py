@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from mpi4py import MPI
@@ -19,6 +20,7 @@ from mpikv.errors import ConfigError, StallError
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement.topology import labels, pretended
+from mpikv.runtime import abort
 from mpikv.runtime.coming import awaited
 from mpikv.session.agreement import grouped
 from mpikv.transports.memory import ranks_here
@@ -36,7 +38,9 @@ class Processes:
         self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
         self.why_no_memory = ""
         world = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
-        with awaited(call, config.stall_warn_s, world):
+        guard = abort.guard()
+        others_know = nullcontext() if guard is None else guard.creating(call, world)
+        with awaited(call, config.stall_warn_s, world), others_know:
             self.transport = open_transport(comm, config.timeout_s, self._nobody)
         self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mpikv.observe.activity import Activity
@@ -40,7 +41,7 @@ class _Lasting(NamedTuple):
 
 
 class Stalls:
-    """One worker's end. warn_s: after how long a wait is printed. say: prints a text."""
+    """One worker's end. warn_s: after how long a wait is printed. say: prints a text. what: how it calls a worker."""
 
     def __init__(
         self,
@@ -48,10 +49,13 @@ class Stalls:
         questions: Questions,
         activity: Activity,
         warn_s: float,
+        *,
         say: Callable[[str], None] = say,
+        what: str = "worker",
     ) -> None:
         self._messages, self._questions, self._activity = messages, questions, activity
         self._warn_s, self._say, self.looks = warn_s, say, activity.looks
+        self._what = what
         self.early_s = EARLY * warn_s  # before that no wait is looked at
         self._longest_s: dict[str, float] = {}  # by kind of call, of waits that were longer than most
         messages.acts |= {"waits": self._waits, "moved": self._moved, "circle": self._circle}
@@ -74,6 +78,30 @@ class Stalls:
         self._well = True  # whether the waits that have ended since the first one began have ended without an error
 
     # --- who waits
+
+    @contextmanager
+    def watched(
+        self, waiting: Waiting, others: Sequence[Waiting] = (), **about: Any
+    ) -> Iterator[Callable[[], str | None]]:
+        """A block in which this worker waits. others: what it waits for besides. about: see `Activity.during`.
+
+        Gives a function, to be called often meanwhile: why this wait can never end, None where it may.
+        """
+        now_s = self._messages.engine.clock.now_s
+        begun_s, well = now_s(), False
+
+        def hopeless() -> str | None:
+            waited_s = now_s() - begun_s
+            lasts = waited_s >= self.early_s and self.lasts(waiting, waited_s)
+            return self._activity.why_hopeless() if lasts else None
+
+        try:
+            with self._activity.during(waiting, (waiting, *others), **about):
+                yield hopeless
+            well = True
+        finally:
+            if (waited_s := now_s() - begun_s) >= self.early_s:
+                self.ended(waiting, waited_s, well=well)
 
     @look(False)
     def lasts(self, waiting: Waiting, waited_s: float) -> bool:
@@ -220,11 +248,11 @@ class Stalls:
         others = [worker for worker in (*missing, *self._silent) if worker not in self._lasting]
         if not (others or owners):  # of what has no number nobody says that it is missing
             others = [worker for worker, answer in answers.items() if not answer["blocked"]]
-        for_whom = several(others, hosts) if others else ", ".join(owners) or "each other"
+        for_whom = several(others, hosts, self._what) if others else ", ".join(owners) or "each other"
         wait = "waits" if len(self._lasting) == 1 else "wait"
-        title = f"{now_s - self._begun_s:.1f} s: {several([*self._lasting], hosts)} {wait} for {for_whom}"
+        title = f"{now_s - self._begun_s:.1f} s: {several([*self._lasting], hosts, self._what)} {wait} for {for_whom}"
         rows = [Row(worker, self._questions.process(worker).pid, doing[worker]) for worker in sorted(doing)]
-        self._say(table(title, rows, hosts, self._questions.servers(owners)))
+        self._say(table(title, rows, hosts, self._questions.servers(owners), self._what))
 
 
 def kind_of(call: str) -> str:

@@ -109,7 +109,7 @@ class Waits:
             raise
 
     def _wait(self, request: Operation, waiting: Waiting, timeout_s: float | None, others: Sequence[Waiting]) -> None:
-        engine, stalls = self._engine, self._stalls
+        engine = self._engine
         with engine.lock:
             if engine.failure is None and request.test():
                 self.activity.note(waiting)
@@ -119,23 +119,15 @@ class Waits:
 
         def look() -> None:
             self.check(waiting)
-            waited_s = engine.clock.now_s() - begun_s
-            if waited_s >= stalls.early_s and stalls.lasts(waiting, waited_s):
-                why = self.activity.why_hopeless()
-                if why is not None:
-                    raise self.report(waiting, round(waited_s, 1), why)
+            if (why := hopeless()) is not None:
+                raise self.report(waiting, round(engine.clock.now_s() - begun_s, 1), why)
 
-        well = False
+        over = {"over": request.test} if waiting.agreed else {}  # an `init` may end before all have come to it
         try:
-            over = {"over": request.test} if waiting.agreed else {}  # an `init` may end before all have come to it
-            with self.activity.during(waiting, (waiting, *others), limited=timeout_s is not None, **over):
+            with self._stalls.watched(waiting, others, limited=timeout_s is not None, **over) as hopeless:
                 engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
-            well = True
         finally:
-            waited_s = engine.clock.now_s() - begun_s
-            self.spent.add(waiting.call, waited_s)
-            if waited_s >= stalls.early_s:
-                stalls.ended(waiting, waited_s, well=well)
+            self.spent.add(waiting.call, engine.clock.now_s() - begun_s)
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""

@@ -26,7 +26,7 @@ def completer() -> ThreadPoolExecutor:
 
     It starts a thread only if there is a future to complete and no thread is free.
     """
-    return ThreadPoolExecutor(COMPLETERS, "mpikv-futures")
+    return ThreadPoolExecutor(COMPLETERS, "futures")
 
 
 class CallWork(Work):

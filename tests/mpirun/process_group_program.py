@@ -150,6 +150,13 @@ def mismatched() -> None:
     dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 4))
 
 
+def circle() -> None:
+    """Rank 1 is in a barrier of a store, the others are in one of the group."""
+    with kv.create("dist_sync") as store:
+        (store.barrier if dist.get_rank() == 1 else dist.barrier)()
+        (dist.barrier if dist.get_rank() == 1 else store.barrier)()
+
+
 def stalls() -> None:
     """Rank 1 does not come, and lives."""
     if dist.get_rank() == 1:
@@ -160,7 +167,7 @@ def stalls() -> None:
 def main(case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("mpikv", timeout=timedelta(seconds=2 if case == "stalls" else 60))
-    cases = {one.__name__: one for one in (trains, raises, leaves, ends, mismatched, stalls)}
+    cases = {one.__name__: one for one in (trains, raises, leaves, ends, mismatched, circle, stalls)}
     cases[case]()
     # No destroy_process_group: a program may just end.
 

@@ -79,6 +79,8 @@ with kv.create("dist_sync") as store:
         with_a_helper(store)
     elif case == "swapped_calls":
         swapped_calls(store)
+    elif case == "second_store" and store.rank == victim:
+        kv.create("dist_sync")
     elif store.rank == victim and not case.startswith("before"):
         print(f"rank {victim} stays away", flush=True)
         globals()[case]()

@@ -79,6 +79,14 @@ def test_workers_that_wait_for_each_other(mpi, victim: int, tmp_path: Path) -> N
     assert re.search(rf"StallError: .* Deadlock: worker \d {HOST} in ({both})", job.output), job.output
 
 
+def test_who_makes_a_second_store_while_others_wait_in_the_first_one(mpi, tmp_path: Path) -> None:
+    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "1", "MPIKV_TIMEOUT_S": "100"}
+    job = mpirun(3, ["python", PROGRAM, "second_store", "1"], env=env, timeout_s=LIMIT_S, mpi=mpi)
+    assert not job.timed_out, job.output
+    circle = rf"rank 1 of 3 {HOST} in kv.create\('dist_sync'\) at stalls_program\.py:\d+ in <module> waits for worker"
+    assert re.search(rf"StallError: worker [02] .* Deadlock: .*{circle}", job.output), job.output
+
+
 def test_a_thread_that_makes_the_missing_call_is_waited_for(mpi, tmp_path: Path) -> None:
     """The worker waits in one store, for workers that wait for its other thread in another one."""
     env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "0.5", "MPIKV_TIMEOUT_S": "100"}

@@ -27,6 +27,7 @@ from mpikv.groups.service import REPLY_TAGS
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
 from mpikv.groups.tags import WINDOW_BITS, GroupTags
 from mpikv.groups.world import World
+from mpikv.session import stalls
 from mpikv.testing.groups import spawn_groups
 from mpikv.testing.ranks import RankError
 from mpikv.transports.threads import Fabric
@@ -375,33 +376,83 @@ def test_who_is_missing_is_named(way: str) -> None:
     run_while_time_passes(way, 3, body, lookers=3, until=2)
 
 
-@pytest.mark.parametrize("way", ["memory", "messages"])
-def test_who_is_late_is_printed_by_the_first_that_waits(way: str) -> None:
-    printed = threading.Event()
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What all ranks print."""
     texts: list[str] = []
+    monkeypatch.setitem(stalls.Stalls.__init__.__kwdefaults__, "say", texts.append)
+    return texts
 
+
+def waits_for_it(printed: list[str], word: str) -> None:
+    wait_until(lambda: any(word in text for text in printed), lambda: False, 60, lambda: StallError(f"no {word}"))
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_who_is_late_is_told_as_in_a_store(way: str, printed: list[str]) -> None:
     def body(world: World, group: RankGroup):
-        def say(text: str) -> None:
-            texts.append(text)
-            printed.set()
-
-        world._watch._say = say
         group.barrier().wait()
         if group.rank == 1:
-            assert printed.wait(60)
+            waits_for_it(printed, " for rank 1 on localhost")
         group.allreduce([np.ones(4, "float32")], SUM).wait()
         if group.rank == 0:
-            wait_until(lambda: len(texts) > 1, lambda: False, 60, lambda: StallError("it is not said"))
+            waits_for_it(printed, "going on, after a stall of")
         group.barrier().wait()
 
     run(way, 3, body, stall_warn_s=0.5)
-    late = (
-        r"mpikv: stalled for \d\.\d s: rank [02] of 3 on localhost waits in all_reduce \(sum\) of float32 4, call 2 of "
-        r"its process group; missing: rank 1 of 3 on localhost: it is in no call of this group; at test_groups.py:\d+ "
+    table = next(text for text in printed if " for rank 1 on localhost" in text)
+    assert re.search(r"\n  rank 1 on localhost \(pid \d+\): outside the store for .* at test_groups.py:\d+ in ", table)
+    assert re.search(
+        r"\n  rank 0(, 2)? on localhost \(pid [\d, ]+\): in all_reduce \(sum\) of float32 4, call 2 of process group 1 "
+        r"for \d\.\d s; at test_groups.py:\d+ in body",
+        table,
     )
-    # On a busy machine rank 2 may be missing for a while, too, or wait alone.
-    assert any(re.match(late, text) for text in texts), texts
-    assert any(re.match(r"mpikv: going on, after a stall of \d+\.\d s", text) for text in texts)
+
+
+# What ranks 0, 1 and 2 call: a barrier of group 1, 2 or 3, or a receive from the next rank, "<". Group 3 lacks rank 0.
+CIRCLES = ["12 21 21", "12 12 21", "<1 1 1", "< < <", "<1 31 13"]
+
+
+@pytest.mark.parametrize("way", ["memory", "messages"])
+@pytest.mark.parametrize("program", CIRCLES)
+def test_ranks_that_wait_for_each_other_learn_of_it_at_once(way: str, program: str, printed: list[str]) -> None:
+    def body(world: World, group: RankGroup):
+        groups = {"1": group, "2": world.group(range(3), 2, 60)}
+        if group.rank:
+            groups["3"] = world.group((1, 2), 3, 60)
+
+        def call(one: str) -> None:
+            made = group.receive(np.zeros(2), (group.rank + 1) % 3, 0) if one == "<" else groups[one].barrier()
+            made.wait()
+
+        def calls() -> None:
+            for one in program.split()[group.rank]:
+                call(one)
+
+        with pytest.raises(StallError) as raised:
+            calls()
+        all_know.wait()
+        return str(raised.value)
+
+    all_know = threading.Barrier(3, timeout=60)
+    for rank, text in enumerate(run(way, 3, body, stall_warn_s=0.2)):
+        assert re.match(rf"rank {rank} of 3 on localhost waits in .*\. Deadlock: rank . of 3 on localhost in ", text)
+
+
+def test_messages_that_are_under_way_are_no_circle(printed: list[str]) -> None:
+    """Ranks that receive from each other after they have sent, one of them late."""
+
+    def body(world: World, group: RankGroup):
+        if group.rank == 0:
+            waits_for_it(printed, "stalled")
+        group.send(np.full(2, float(group.rank)), 1 - group.rank, 0).wait()
+        for got in (np.zeros(2), np.zeros(2)):
+            group.send(got, 1 - group.rank, 1)
+            group.receive(got, 1 - group.rank, 1).wait()
+        group.receive(got, 1 - group.rank, 0).wait()
+        return got.tolist()
+
+    assert run("memory", 2, body, stall_warn_s=0.2) == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_rank_may_be_asked_while_it_makes_calls() -> None:

@@ -50,7 +50,7 @@ def test_calls_of_a_store_and_of_another_one() -> None:
 def test_the_wait_that_others_may_count_on() -> None:
     """With all that it needs, of any store of the process; none where several threads wait."""
     asked, other = Activity(store="s", me="worker 0"), Activity(store="t", me="worker 1")
-    asked.others, other.others = lambda: [other], lambda: [asked]
+    asked.others, other.others = lambda: [other], lambda: [asked, Activity()]
     other.reached = {7: 3}.__getitem__
     assert asked.blocked() is None
     round_, barrier = Waiting("pull", "w", 7, 4), Waiting("barrier", agreed=("barrier", 2))

@@ -36,7 +36,7 @@ every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What all ranks print, a table each or a line."""
     texts: list[str] = []
-    monkeypatch.setattr(stalls.Stalls.__init__, "__defaults__", (texts.append,))
+    monkeypatch.setitem(stalls.Stalls.__init__.__kwdefaults__, "say", texts.append)
     return texts
 
 
