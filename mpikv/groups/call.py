@@ -94,7 +94,7 @@ class GroupCall:
                 if (why := hopeless()) is not None:
                     self.group.fail(self, StallError(f"{self.group.label} waits in {waiting}. {why}"))
 
-            with self.group.stalls.watched(waiting, limited=timeout_s is not None) as hopeless:
+            with self.group.stalls.watched(waiting, free=None if timeout_s is None else lambda: True) as hopeless:
                 engine.wait(self.running, limit_s, lambda: self.group.stalled(self, limit_s), look)
         self.running.test()
         return self.running.result

@@ -26,10 +26,6 @@ MOST_NEEDS = (
 )
 
 
-def _never() -> bool:
-    return False
-
-
 class Activity:
     """The store call that a rank is in, or was in last, and since when.
 
@@ -56,7 +52,7 @@ class Activity:
         self._n_threads = 0  # that have waited, as far as that matters: one, or more
         self._n_waits = 0
         self._needs: Sequence[Waiting] = ()
-        self._limited, self._over = False, _never
+        self._free: Callable[[], bool] | None = None
         self.looks = Looks()
         self.elsewhere = " of another store"  # how those name it that are asked of another one
         self.reached: Callable[[Any], int] = lambda _item: 0
@@ -67,22 +63,15 @@ class Activity:
 
     @contextmanager
     def during(
-        self,
-        call: object,
-        needs: Sequence[Waiting] = (),
-        *,
-        limited: bool = False,
-        over: Callable[[], bool] = _never,
+        self, call: object, needs: Sequence[Waiting] = (), free: Callable[[], bool] | None = None
     ) -> Iterator[None]:
-        """Note a call for as long as it lasts. needs: the waits that it consists of. limited: by the caller. over():
-        whether it is about to end.
-        """
+        """Note a call for as long as it lasts. needs: the waits that it consists of. free(): see `Blocked`."""
         begun_s = self._since_s = self._clock.now_s()
         self._failed = False
         thread = threading.get_ident()
         if self._n_threads == 0 or thread != self._thread:
             self._n_threads, self._thread = self._n_threads + 1, thread
-        self._needs, self._limited, self._over, self._n_waits = needs, limited, over, self._n_waits + 1
+        self._needs, self._free, self._n_waits = needs, free, self._n_waits + 1
         self._call = call
         try:
             yield
@@ -160,8 +149,8 @@ class Activity:
         return None
 
     def _blocked(self) -> Blocked | None:
-        call, number, needs, limited = self._call, self._n_waits, self._needs, self._limited
-        if call is None or self._n_threads > 1 or self._over():
+        call, number, needs, free = self._call, self._n_waits, self._needs, self._free
+        if call is None or self._n_threads > 1:
             return None
         place = program.position(self._thread)
         # A rank has another number in each store; one of the others is that of making a store.
@@ -171,7 +160,7 @@ class Activity:
             f"{self.store}/{self._me}/{number}",
             text,
             [(self.store, waiting.need) for waiting in needs[:MOST_NEEDS] if waiting.need is not None],
-            limited,
+            free is not None and free(),
         )
 
     @look(-1)

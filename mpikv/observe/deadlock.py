@@ -32,8 +32,8 @@ class WaitFact(NamedTuple):
 
 class Blocked(NamedTuple):
     """A wait that a rank is in. id: of all waits of the job. needs: what each other worker must come to, by store: an
-    item, and how much of it (`Need`). free: the rank may go on all the same, after a limit of this wait's own or in
-    another thread.
+    item, and how much of it (`Need`). free: the rank may go on all the same: this wait ends now, or at a limit of its
+    own, or another thread makes calls.
     """
 
     id: str

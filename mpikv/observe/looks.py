@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,27 +21,16 @@ class Looks:
         self.failed = 0
 
 
-class Looking(Protocol):
-    """Who looks."""
+def look(otherwise: Otherwise) -> Callable[[Callable[P, T]], Callable[P, T | Otherwise]]:
+    """Decorate a method: an exception that it raises is counted in its object's `looks`, and it returns `otherwise`."""
 
-    looks: Looks
-
-
-Self = TypeVar("Self", bound=Looking)
-
-
-def look(
-    otherwise: Otherwise,
-) -> Callable[[Callable[Concatenate[Self, P], T]], Callable[Concatenate[Self, P], T | Otherwise]]:
-    """Decorate a method: an exception that it raises is counted, and it returns `otherwise`."""
-
-    def decorate(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T | Otherwise]:
+    def decorate(method: Callable[P, T]) -> Callable[P, T | Otherwise]:
         @functools.wraps(method)
-        def looking(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T | Otherwise:
+        def looking(*args: P.args, **kwargs: P.kwargs) -> T | Otherwise:
             try:
-                return method(self, *args, **kwargs)
+                return method(*args, **kwargs)
             except Exception:  # noqa: BLE001 - whatever it is, those that are looked at have done nothing wrong
-                self.looks.failed += 1
+                args[0].looks.failed += 1  # type: ignore[attr-defined]
                 return otherwise
 
         return looking

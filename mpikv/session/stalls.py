@@ -81,9 +81,9 @@ class Stalls:
 
     @contextmanager
     def watched(
-        self, waiting: Waiting, others: Sequence[Waiting] = (), **about: Any
+        self, waiting: Waiting, others: Sequence[Waiting] = (), free: Callable[[], bool] | None = None
     ) -> Iterator[Callable[[], str | None]]:
-        """A block in which this worker waits. others: what it waits for besides. about: see `Activity.during`.
+        """A block in which this worker waits. others: what it waits for besides. free(): see `Blocked`.
 
         Gives a function, to be called often meanwhile: why this wait can never end, None where it may.
         """
@@ -96,7 +96,7 @@ class Stalls:
             return self._activity.why_hopeless() if lasts else None
 
         try:
-            with self._activity.during(waiting, (waiting, *others), **about):
+            with self._activity.during(waiting, (waiting, *others), free):
                 yield hopeless
             well = True
         finally:

@@ -122,9 +122,10 @@ class Waits:
             if (why := hopeless()) is not None:
                 raise self.report(waiting, round(engine.clock.now_s() - begun_s, 1), why)
 
-        over = {"over": request.test} if waiting.agreed else {}  # an `init` may end before all have come to it
+        # An `init` may end before all have come to it.
+        free = (lambda: True) if timeout_s is not None else request.test if waiting.agreed else None
         try:
-            with self._stalls.watched(waiting, others, limited=timeout_s is not None, **over) as hopeless:
+            with self._stalls.watched(waiting, others, free) as hopeless:
                 engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
         finally:
             self.spent.add(waiting.call, engine.clock.now_s() - begun_s)
