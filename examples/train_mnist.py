@@ -38,7 +38,7 @@ from usage import Parser
 
 from mpikv import KVStore, MpikvError, Parameter, Trainer, kv, optimizers
 from mpikv.arrays.devices import use
-from mpikv.common.files import replace_file
+from mpikv.common.files import replacing
 from mpikv.common.progress import Progress
 from mpikv.data import Images, SplitSampler, split_and_load
 
@@ -271,7 +271,8 @@ def write_weights(file: Path, network: Network) -> None:
     """Write the weights as an .npz archive, whole or not at all. Local."""
     weights = {name: parameter.data for name, parameter in network.parameters.items()}
     on_host = {name: data.get() if hasattr(data, "get") else data for name, data in weights.items()}
-    replace_file(file, lambda stream: np.savez(stream, **on_host))
+    with replacing(file) as stream:
+        np.savez(stream, **on_host)
 
 
 def main() -> None:

@@ -165,9 +165,10 @@ class KeySession(CollectiveSession):
                     check_pull("init", new.key, travels)
             items.append(("init", new.key, [list(new.shape), names_of[dtype], codec, new.space, new.sparse]))
         proposal = self.agreeing.propose(items)
-        self._proposed.update(new.key for new in values)
+        self._proposed |= {new.key for new in values}
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
-        first, *others = [Waiting(f"init({names})", agreed=(INIT, new.key)) for new in values]
+        text = f"init({names})"
+        first, *others = [Waiting(text, agreed=(INIT, new.key)) for new in values]
         self.waits.wait(proposal, first, others=others)
         decisions = [(item[1], proposal.decisions[item]) for item in proposal.items]
         agreed = [

@@ -9,6 +9,7 @@ from jobs import ROOT
 HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
 PACKAGES = {
     "cupy-cuda12x",
+    "jax",
     "matplotlib",
     "mpi4py",
     "mpich",
