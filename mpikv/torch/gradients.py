@@ -199,6 +199,8 @@ class Gradients:
         settings = "\n".join(self.steps.take())
         if ": betas=" in settings and any(bucket.compressed for bucket in self._buckets):
             warn_of_codec(self.compression.push.name)
+        if self._overlap:  # first: the buffers of a GPU come to the host, which waits for the whole pass
+            self._send_all([bucket for bucket in self._buckets if not bucket.has_tail and self._is_trained(bucket)])
         self._tail.fill(
             self._tail_bucket.tail,
             self._requires_grad(),
@@ -271,11 +273,14 @@ class Gradients:
     def _is_trained(self, bucket: GradientBucket) -> bool:
         return any(self._trained[i] for i in bucket.views)
 
+    def _send_all(self, chosen: list[GradientBucket]) -> None:
+        for bucket in chosen:
+            if not bucket.sent:
+                self._send(bucket)
+
     def _exchange(self, chosen: list[GradientBucket]) -> None:
         if self._overlap:
-            for bucket in chosen:
-                if not bucket.sent:
-                    self._send(bucket)
+            self._send_all(chosen)
             for bucket in chosen:
                 assert bucket.request is not None
                 bucket.request.wait()

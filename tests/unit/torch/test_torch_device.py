@@ -152,6 +152,28 @@ def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: To
             assert not all(left)
 
 
+def test_all_gradients_have_left_before_the_host_waits_for_buffers(
+    cuda: TorchOnGpu,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(store: KVStore) -> list[list[bool]]:
+        found, model = [], mt.DistributedModel(cuda.put(network(torch.float32)), store, bucket_bytes=400)
+
+        def others_changed() -> bool:
+            found.append([one.sent for one in model._gradients._buckets if not one.has_tail])
+            return False
+
+        monkeypatch.setattr(model._gradients._buffers, "others_changed", others_changed)
+        for step in range(STEPS):
+            x, y = data(step, store.rank, torch.float32)
+            nn.functional.cross_entropy(model(x), y).backward()
+        return found
+
+    for found in workers(True, 2, body, cuda, path="nccl"):
+        assert len(found) == STEPS
+        assert all(len(sent) > 1 and all(sent) for sent in found)
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_buckets_are_as_long_as_suits_their_memory(
     cuda: TorchOnGpu,  # noqa: F811
