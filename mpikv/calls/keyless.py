@@ -1,4 +1,4 @@
-"""Collective calls on NumPy arrays that need no key of the caller's: allreduce, broadcast, allgather.
+"""Collective calls on NumPy arrays that need no key of the caller's: allreduce, reduce_scatter, broadcast, allgather.
 
 The adapters for PyTorch and JAX share them. This file reads their arguments; groups/workers.py makes the calls. Every
 call compares what the workers brought, so that calls that differ are an error on every worker and not a wrong number or
@@ -6,6 +6,9 @@ a wait without end.
 
 Cost of a call: one exchange among the workers (10 to 20 us on one host), two of an `allgather`, whose lengths come
 first; and a copy in and out. Between hosts a small exchange more, of what is compared.
+
+A worker that has joined (`join`) brings the text "join" in every call. So a call of the others is one in which workers
+differ: they exchange the texts, and make it again with zeros of those that have joined. This costs nothing before.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from mpikv.arrays.reductions import REDUCTIONS
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.groups import collective
 from mpikv.groups.collective import Collective
-from mpikv.groups.operators import OPERATORS
+from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.shared import MismatchError
 from mpikv.groups.workers import WorkersGroup
 from mpikv.hostmemory.segment import aligned
@@ -33,6 +36,7 @@ _SHOWN = 2000  # characters of a description in an error
 
 OPS = tuple(REDUCTIONS)
 _CALL = "a collective call"
+_JOIN = f"{_CALL}\njoin"
 _NOTHING = collective.broadcast([], 0)  # for a call of which only the texts are compared
 
 
@@ -57,9 +61,11 @@ class CollectiveCalls:
     where the store has an optimizer for all keys, since it then gives no sums.
 
     allreduce(arrays: Sequence[np.ndarray], op="sum", name=None) -> list[np.ndarray]
+    reduce_scatter(arrays: Sequence[np.ndarray], op="sum", name=None) -> list[np.ndarray]
     broadcast(arrays: Sequence[np.ndarray], root=0, name=None) -> list[np.ndarray]
     allgather(array: np.ndarray, name=None) -> np.ndarray
     agree(lines: Sequence[str], what, error=ConfigError) -> None
+    join() -> int
     """
 
     def __init__(self, store: Any) -> None:
@@ -76,29 +82,40 @@ class CollectiveCalls:
     def allreduce(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
         """Return the sum, mean, minimum, maximum or product over the workers of each array, as new arrays.
 
-        Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean is of floating
-        dtypes only. The result has the same bits on every worker.
+        Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean of whole
+        numbers is cut towards zero. The result has the same bits on every worker.
         """
-        if op not in OPS:
-            raise ValueError(f"op is one of {', '.join(OPS)}; got {op!r}")
         values = _arrays("allreduce", arrays)
-        for value in values:
-            dtype_named(value.dtype)
-            if op == "mean" and value.dtype.kind in "iub":
-                raise UnsupportedError(f"allreduce: the mean of {value.dtype} is not a whole number; use op='sum'")
+        operator = _operator("allreduce", op, values)
         groups = [[i for i, one in enumerate(values) if one.dtype == dtype] for dtype in _dtypes(values)]
         totals = [np.concatenate([values[i].reshape(-1) for i in chosen]) for chosen in groups]
-        made = collective.allreduce(
-            [piece for total in totals for piece in _pieces(total)], OPERATORS["sum" if op == "mean" else op]
-        )
+        made = collective.allreduce([piece for total in totals for piece in _pieces(total)], operator)
         self._run(made, "allreduce", f"allreduce({op}{_named(name)}) of {_forms(values)}")
         results: dict[int, HostArray] = {}
         for chosen, total in zip(groups, totals, strict=True):
-            if op == "mean":
-                np.divide(total, self.store.num_workers, out=total)
             for i, part in zip(chosen, _split(total, [values[i].size for i in chosen]), strict=True):
                 results[i] = part.reshape(values[i].shape)
         return [results[i] for i in range(len(values))]
+
+    def reduce_scatter(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
+        """Return this worker's rows of what `allreduce` returns, as new arrays. Collective, blocks.
+
+        arrays: with at least one dimension. The first worker has the first rows, and so on; where they cannot be shared
+        out evenly, the first workers have one row more.
+        """
+        values = _arrays("reduce_scatter", arrays)
+        operator = _operator("reduce_scatter", op, values)
+        if any(not value.ndim for value in values):
+            raise ValueError("reduce_scatter: an array without dimensions has no rows; give it one")
+        parts = [np.array_split(value, self.store.num_workers) for value in values]
+        outs = [rows[self.store.rank].copy() for rows in parts]  # the result where there is one worker
+        flat = [
+            ([np.ascontiguousarray(one).reshape(-1) for one in rows], out.reshape(-1))
+            for rows, out in zip(parts, outs, strict=True)
+        ]
+        made = collective.reduce_scatter(flat, operator)
+        self._run(made, "reduce_scatter", f"reduce_scatter({op}{_named(name)}) of {_forms(values)}")
+        return outs
 
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
         """Return worker `root`'s values of each array, as new arrays. Collective, blocks.
@@ -144,6 +161,24 @@ class CollectiveCalls:
         """
         self._run(_NOTHING, "agree", "\n".join(lines), what, error)
 
+    def join(self, *, patient: bool = False) -> int:
+        """Take part in the allreduces of the others, with zeros, until every worker has called this.
+
+        Collective, blocks. Returns the last worker that came, the largest number where several came in one round of
+        calls. Other calls than `allreduce` are a ShapeMismatch where they are made. patient: whether to wait for the
+        others' next call without the store's limit, since something else ends the wait.
+        """
+        rounds = 0
+        while (form := self._run(_NOTHING, "join", "join", patient=patient)) is not None:
+            rounds += 1
+            if form:
+                zeros = [np.zeros(size, dtype) for size, dtype in collective.sizes_of(form)]
+                name, _, _ = form.partition(" of ")
+                made = collective.allreduce(zeros, OPERATORS[name.removeprefix("all_reduce (").rstrip(")")])
+                self._run(made, "join", form)
+        counts = self.allgather(np.array([rounds], np.int64)).tolist()
+        return max(worker for worker, count in enumerate(counts) if count == min(counts))
+
     def check_root(self, root: int) -> None:
         """Raise TypeError or ValueError for what is no worker. Local."""
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
@@ -162,23 +197,46 @@ class CollectiveCalls:
     # --- how they are done
 
     def _run(
-        self, made: Collective, call: str, text: str, what: str = _CALL, error: type[MpikvError] = ShapeMismatch
-    ) -> None:
-        """Make a call, which is what `what` and `text` say. Raises `error` on every worker where they differ."""
+        self,
+        made: Collective,
+        call: str,
+        text: str,
+        what: str = _CALL,
+        error: type[MpikvError] = ShapeMismatch,
+        *,
+        patient: bool = False,
+    ) -> str | None:
+        """Make a call, which is what `what` and `text` say. Raises `error` on every worker where they differ.
+
+        None: it is made. In `join`, while others are in another call: the form of the allreduce that they make next,
+        with workers that have joined; "" where they raise.
+        """
         self.store.session.check_open(call)
         self.check_sums()
         group = self.store.workers_group
         if group is None:
-            return
+            return None
         text = f"{what}\n{text}"
         try:
-            group.run(made._replace(text=text), call)
+            group.run(made._replace(text=text), call, patient=patient)
+            return None
         except MismatchError:
-            mine = np.frombuffer(text.encode(), np.uint8)
+            mine = np.frombuffer(f"{made.text}\n{text}".encode(), np.uint8)
             blobs = [np.empty(n, np.uint8) for n in self._lengths(mine.size, "texts that differ")]
             self._gather(mine, blobs)
-            texts = [bytes(blob).decode() for blob in blobs]
-            raise error(f"{what}: the workers differ. {difference(texts)}") from None
+            forms, _, texts = zip(*(bytes(blob).decode().partition("\n") for blob in blobs), strict=True)
+        others = {one for one in zip(forms, texts, strict=True) if one[1] != _JOIN}
+        form = next(iter(others))[0] if _JOIN in texts and len(others) == 1 else ""
+        if not form.startswith(collective.ALLREDUCE):
+            form = ""
+        if text == _JOIN:
+            return form
+        if form:
+            return self._run(made, call, form)
+        joined = [f"worker {worker}" for worker, one in enumerate(texts) if one == _JOIN]
+        if joined and len(others) == 1:
+            raise error(f"{call}: {', '.join(joined)} has joined (join); only allreduces can be made without it")
+        raise error(f"{what}: the workers differ. {difference(texts)}")
 
     def _lengths(self, mine: int, text: str) -> list[int]:
         """Return what every worker brings in a call of which `text` says what it is."""
@@ -191,6 +249,14 @@ class CollectiveCalls:
         blobs = [_bytes(out) for out in outs]
         blobs[self.store.rank][:] = mine
         self._run(collective.allgather([(mine, blobs)]), "allgather", f"bytes: {[blob.size for blob in blobs]}")
+
+
+def _operator(call: str, op: str, values: Sequence[HostArray]) -> Operator:
+    if op not in OPS:
+        raise ValueError(f"{call}: op is one of {', '.join(OPS)}; got {op!r}")
+    for value in values:
+        dtype_named(value.dtype)
+    return OPERATORS[op]
 
 
 def _named(name: str | None) -> str:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.collectives.shared import Chunk
 from mpikv.engine.operation import Steps
 from mpikv.groups.messages import MessageCalls
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import SharedCalls
+
+ALLREDUCE = "all_reduce"  # the text of every allreduce begins so
 
 
 class Collective(NamedTuple):
@@ -38,7 +40,7 @@ def allreduce(arrays: Sequence[HostArray], operator: Operator) -> Collective:
     for array in arrays:
         operator.check(array.dtype)
     return Collective(
-        f"all_reduce ({operator.name}) of {_shapes(arrays)}",
+        f"{ALLREDUCE} ({operator.name}) of {_shapes(arrays)}",
         lambda calls, tag: calls.allreduce(arrays, operator, tag),
         lambda calls: calls.allreduce(arrays, operator),
         of_all=True,
@@ -116,3 +118,12 @@ def _shapes(arrays: Sequence[HostArray]) -> str:
         texts.append(str(array.size) if dtype == last else f"{dtype} {array.size}")
         last = dtype
     return ", ".join(texts)
+
+
+def sizes_of(text: str) -> list[tuple[int, np.dtype[Any]]]:
+    """Return the lengths and dtypes of the arrays of an allreduce, from its text."""
+    found: list[tuple[int, np.dtype[Any]]] = []
+    for word in filter(None, text.partition(" of ")[2].split(", ")):
+        *dtype, size = word.split(" ")
+        found.append((int(size), dtype_of(dtype[0]) if dtype else found[-1][1]))
+    return found

@@ -1,5 +1,7 @@
 """The workers of a store as a group: collective calls without keys, one after another, each of which blocks.
 
+`in_turn` makes calls in a thread, in the order in which they were begun; a call that blocks comes after them.
+
 The workers' calls are compared first, by a digest of the call's text: through memory with the call's first chunk
 (shared.py), by messages in an allreduce of 16 bytes. Where digests differ, every worker raises MismatchError, no array
 is changed, and further calls can be made.
@@ -11,6 +13,7 @@ Cost: that of the call, and by messages that of the small allreduce.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +26,7 @@ from mpikv.engine.running import Running
 from mpikv.errors import MpikvError
 from mpikv.groups.call import spin
 from mpikv.groups.collective import Collective
+from mpikv.groups.in_turn import CallsInTurn
 from mpikv.groups.messages import MessageCalls
 from mpikv.groups.operators import OPERATORS
 from mpikv.groups.shared import MismatchError, SharedCalls, region_bytes
@@ -42,17 +46,21 @@ class WorkersGroup:
     def __init__(self, session: Workers, reserve: Reserve) -> None:
         self._session, self._reserve = session, reserve
         self._lock = threading.Lock()
+        self.in_turn = CallsInTurn(threaded=session.threaded)
+        session.before_close.append(self.in_turn.wait)
         self._group: Group | None = None  # that the next two are made for; it changes when workers go on without others
         self._messages: MessageCalls
         self._shared: SharedCalls | None = None
         self._failure: BaseException | None = None
 
-    def run(self, described: Collective, call: str) -> None:
+    def run(self, described: Collective, call: str, *, patient: bool = False) -> None:
         """Make a call that all workers of an open store make. Collective, blocks.
 
-        call: its name in errors. Raises MismatchError on every worker where their texts differ; StallError, PeerError.
+        call: its name in errors. patient: whether something else than the store's limit ends it. Raises MismatchError
+        on every worker where their texts differ; StallError, PeerError.
         """
         session = self._session
+        self.in_turn.wait()
         with self._lock:
             if self._failure is not None:
                 raise MpikvError(
@@ -75,7 +83,7 @@ class WorkersGroup:
                     spin(running, engine.clock)
                 if not running.done:
                     engine.take(running)
-                session.wait(Pending(running, waiting))
+                session.wait(Pending(running, waiting), math.inf if patient else None)
             except MismatchError:
                 raise
             except BaseException as error:

@@ -91,7 +91,7 @@ class Workers(OptimizerSession):
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self.calls_made = 0  # without a key (groups/workers.py)
-        self._threaded = threaded
+        self.threaded = threaded
         poll = transport.poll if self.ordered is None else self.ordered.poll
         device = self.spaces.device
         around = None if device is None else device.in_stream
@@ -247,7 +247,7 @@ class Workers(OptimizerSession):
 
     def stop_requested(self) -> bool:
         """One read; see session/stop.py."""
-        if not self._threaded:
+        if not self.threaded:
             self.engine.step()  # where all other calls go through shared memory, nothing else may look for messages
         self.stopped = self.stopping.stop_requested()
         return self.stopped

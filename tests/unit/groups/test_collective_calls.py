@@ -134,6 +134,46 @@ def test_what_differs_is_an_error_on_every_worker(mode: Mode) -> None:
     mode.run(body)
 
 
+@pytest.mark.parametrize("mode", MODES[1:], ids=mode_id)
+def test_workers_that_have_joined_bring_zeros(mode: Mode) -> None:
+    """Worker i makes i calls. They are exact in all dtypes; other calls than allreduces are refused."""
+    last = mode.workers - 1
+
+    def body(store: Any) -> None:
+        calls = CollectiveCalls(store)
+        for call in range(store.rank):
+            total, mean, half = calls.allreduce(
+                [np.ones(3), np.full((2, 1), 7), np.float16([2])], "sum", f"call {call}"
+            )
+            there = mode.workers - 1 - call
+            assert total.tolist() == [there] * 3
+            assert mean.tolist() == [[7 * there]] * 2
+            assert half.tolist() == [2 * there]
+        if store.rank == last > 0:
+            for refused in (lambda: calls.allgather(np.ones(2)), lambda: calls.broadcast([np.ones(1)], last)):
+                with pytest.raises(ShapeMismatch, match=r"worker 0.* joined"):
+                    refused()
+            assert calls.allreduce([np.array([-7])], "mean")[0].item() == -(7 // mode.workers)
+        assert calls.join() == last
+        assert calls.allreduce([np.ones(1)])[0].item() == mode.workers  # and all are there again
+
+    mode.run(body)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_reduce_scatter_is_the_rows_of_an_allreduce(mode: Mode, op: str) -> None:
+    def body(store: Any) -> None:
+        calls, n = CollectiveCalls(store), mode.workers
+        for rows in (0, 1, n, 2 * n + 1):
+            mine = [(np.arange(rows * 3).reshape(rows, 3) * (store.rank + 1)).astype(dtype) for dtype in DTYPES]
+            found = calls.reduce_scatter(mine, op, "rows")
+            for one, whole in zip(found, calls.allreduce(mine, op), strict=True):
+                np.testing.assert_array_equal(one, np.array_split(whole, n)[store.rank], strict=True)
+
+    mode.run(body)
+
+
 def test_bad_arguments() -> None:
     with kv.create("local") as store:
         calls = CollectiveCalls(store)
@@ -143,7 +183,8 @@ def test_bad_arguments() -> None:
             (lambda: calls.allreduce([[1.0]]), TypeError),
             (lambda: calls.allreduce([np.array(["a"], object)]), TypeError),
             (lambda: calls.allreduce([np.array([True])]), UnsupportedError),
-            (lambda: calls.allreduce([np.array([1])], "mean"), UnsupportedError),
+            (lambda: calls.reduce_scatter([np.ones(1)], "median"), ValueError),
+            (lambda: calls.reduce_scatter([np.ones(())]), ValueError),
             (lambda: calls.broadcast([np.ones(1)], root=1), ValueError),
             (lambda: calls.broadcast([np.ones(1)], root=-1), ValueError),
             (lambda: calls.broadcast([np.ones(1)], root="0"), TypeError),
