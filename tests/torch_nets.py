@@ -146,4 +146,4 @@ def wrapped(way: str, net: torch.nn.Module, store: Any, kind: Any = torch.optim.
     optimizer = kind(net.parameters(), lr=0.0)
     if way == "model":
         return mt.DistributedModel(net, store, **options), optimizer
-    return net, mt.DistributedOptimizer(optimizer, net.named_parameters(), store, **options)
+    return net, mt.DistributedOptimizer(optimizer, net.named_parameters(), store=store, **options)

@@ -162,7 +162,7 @@ class CollectiveCalls:
         self._run(_NOTHING, "agree", "\n".join(lines), what, error)
 
     def join(self, *, patient: bool = False) -> int:
-        """Take part in the allreduces of the others, with zeros, until every worker has called this.
+        """Take part in the allreduces of the others, with zeros or the like, until every worker has called this.
 
         Collective, blocks. Returns the last worker that came, the largest number where several came in one round of
         calls. Other calls than `allreduce` are a ShapeMismatch where they are made. patient: whether to wait for the
@@ -172,10 +172,7 @@ class CollectiveCalls:
         while (form := self._run(_NOTHING, "join", "join", patient=patient)) is not None:
             rounds += 1
             if form:
-                zeros = [np.zeros(size, dtype) for size, dtype in collective.sizes_of(form)]
-                name, _, _ = form.partition(" of ")
-                made = collective.allreduce(zeros, OPERATORS[name.removeprefix("all_reduce (").rstrip(")")])
-                self._run(made, "join", form)
+                self._run(collective.neutral(form), "join", form)
         counts = self.allgather(np.array([rounds], np.int64)).tolist()
         return max(worker for worker, count in enumerate(counts) if count == min(counts))
 

@@ -16,7 +16,7 @@ from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.collectives.shared import Chunk
 from mpikv.engine.operation import Steps
 from mpikv.groups.messages import MessageCalls
-from mpikv.groups.operators import Operator
+from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.shared import SharedCalls
 
 ALLREDUCE = "all_reduce"  # the text of every allreduce begins so
@@ -120,10 +120,15 @@ def _shapes(arrays: Sequence[HostArray]) -> str:
     return ", ".join(texts)
 
 
-def sizes_of(text: str) -> list[tuple[int, np.dtype[Any]]]:
-    """Return the lengths and dtypes of the arrays of an allreduce, from its text."""
-    found: list[tuple[int, np.dtype[Any]]] = []
-    for word in filter(None, text.partition(" of ")[2].split(", ")):
-        *dtype, size = word.split(" ")
-        found.append((int(size), dtype_of(dtype[0]) if dtype else found[-1][1]))
-    return found
+def neutral(text: str) -> Collective:
+    """Return an allreduce of this text with values that do not change the result, but for the count in a mean."""
+    call, _, shapes = text.partition(" of ")
+    operator = OPERATORS[call.removeprefix(f"{ALLREDUCE} (").rstrip(")")]
+    arrays: list[HostArray] = []
+    for word in filter(None, shapes.split(", ")):
+        *name, size = word.split(" ")
+        dtype = dtype_of(name[0]) if name else arrays[-1].dtype
+        least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
+        fill = {"prod": 1, "max": least, "min": most}.get(operator.name, 0)
+        arrays.append(np.full(int(size), fill, dtype))
+    return allreduce(arrays, operator)

@@ -4,33 +4,51 @@ Importing this package registers the backend "mpikv" of `torch.distributed`, and
 after `import torch` and `import mpikv.torch as mt`, and those of `mpikv`.
 """
 
+from typing import Any
+
 try:
     from mpikv.torch import backend
 except ModuleNotFoundError as error:
     error.msg += "; mpikv.torch needs PyTorch: pip install torch"
     raise
+from mpikv.common.checks import meant
+from mpikv.errors import MpikvError as HorovodInternalError
 from mpikv.torch.calls import (
+    Adasum,
     Average,
-    Compression,
     Max,
     Min,
     Product,
     Sum,
     allgather,
+    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
     alltoall,
+    alltoall_async,
+    barrier,
     broadcast,
     broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
+from mpikv.torch.compression import Compression
 from mpikv.torch.default import (
-    barrier,
     default_store,
     init,
     is_initialized,
@@ -40,45 +58,93 @@ from mpikv.torch.default import (
     shutdown,
     size,
 )
+from mpikv.torch.joining import join
 from mpikv.torch.local_updates import ModelUpdates as LocalUpdates
 from mpikv.torch.model import DistributedModel
 from mpikv.torch.optimizer import DistributedOptimizer
-from mpikv.torch.states import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from mpikv.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from mpikv.torch.states import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedModel",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "LocalUpdates",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "default_store",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
+
+# What else `horovod.torch` has: what programs ask, and what to use instead of the rest.
+_MPI = ("mpi_built", "mpi_enabled", "mpi_threads_supported")
+_OTHERS = ("ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "nccl_built", "rocm_built")
+_INSTEAD = {
+    "cross_rank": "rank() // local_size() is it where all hosts have equally many workers",
+    "cross_size": "size() // local_size() is it where all hosts have equally many workers",
+    "SyncBatchNorm": "torch.nn.SyncBatchNorm does this, for tensors on GPUs",
+    "elastic": "a job ends when a rank fails; start it again from what was saved",
+    "start_timeline": "set MPIKV_TIMELINE to a folder, or call store.timeline(folder)",
+    "stop_timeline": "what store.timeline returns has end()",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MPI or name in _OTHERS:
+        return lambda: name in _MPI
+    instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else f".{meant(name, __all__)}"
+    raise AttributeError(f"mpikv.torch has no {name!r}{instead}")
+
 
 backend.register()

@@ -1,244 +1,418 @@
-"""Horovod's calls on tensors: allreduce, allgather, broadcast, alltoall, and their `_`, `_async` and grouped forms.
+"""Horovod's calls on tensors: allreduce, reducescatter, allgather, broadcast and alltoall, in their several forms.
 
 Every worker makes the same calls in the same order, with tensors of the same shapes and dtypes: anything else is a
-ShapeMismatch on every worker (a `name` is only compared; Horovod matches calls by it). store: default as in `init`.
-Results are new tensors, detached, on the tensor's device; the forms with `_` write into the tensor. All calls are
-collective and block, also those with `_async`, whose handle is done when they return.
+ShapeMismatch on every worker (a `name` is only compared; Horovod matches calls by it). Results are new tensors on the
+tensor's device; the forms with `_` write into the tensor. All are collective and block, but for the `_async` forms:
+these return a handle for `synchronize` and `poll`, and a thread makes the call. Without MPI_THREAD_MULTIPLE, and for
+tensors on a device, they block, too. Tensors that were given to them must not be changed before `synchronize`.
+
+Arguments have Horovod's names and order; where a function has no list of them, they are those of its first form. op:
+Average, Sum, Min, Max or Product; average: True or False in place of Average and Sum. The mean of whole numbers is cut
+towards zero. prescale_factor, postscale_factor: tensors are multiplied by the first before, by the second after.
+compression: an object such as `Compression.fp16`, which converts what is sent; not in forms with `_`. process_set: the
+workers among which the call is made. store, by name: the store whose workers make it, default that of `init`.
+Gradients flow through calls that block and write into no tensor.
 
 Cost: see calls/keyless.py. For gradients use DistributedModel or DistributedOptimizer, which are much faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
-from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.torch import gpu_calls
-from mpikv.torch.arrays import array_of, on_store, tensor_of
-from mpikv.torch.default import calls_of
+from mpikv.torch import tensor_calls
+from mpikv.torch.compression import Compression, Compressor
+from mpikv.torch.process_sets import ProcessSet, calls_in, root_in
+from mpikv.torch.tensor_calls import Handle, Tensors, begun, blocking, set_
 
-Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
+Average, Sum, Min, Max, Product, Adasum = "mean", "sum", "min", "max", "prod", "adasum"
+Splits: TypeAlias = torch.Tensor | Sequence[int] | None
 
 
-class Compression:
-    """Horovod's compressions. For others use the name of a codec, or a dict as for `set_gradient_compression`.
+# --- allreduce
 
-    none: the compression that `set_gradient_compression` of the store has set; without such a call none. fp16:
-    gradients and their sums are sent as float16 and added in float32.
 
-    >>> print(mt.Compression.none, dict(mt.Compression.fp16))
-    None {'type': 'fp16', 'pull': 'fp16'}
+def allreduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Return the mean over the workers, or what `op` says.
+
+    Arguments: average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0,
+    postscale_factor=1.0, process_set=global_process_set. Raises UnsupportedError for sparse tensors and Adasum.
+
+    >>> mt.allreduce(torch.ones(2), prescale_factor=3.0, store=kv.create('local'))
+    tensor([3., 3.])
     """
-
-    none: ClassVar[None] = None
-    fp16: ClassVar[Mapping[str, Any]] = MappingProxyType({"type": "fp16", "pull": "fp16"})
+    return grouped_allreduce([tensor], *arguments, **options)[0]
 
 
-class Handle:
-    """The handle of an `_async` call, with its result."""
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    *arguments: Any,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Do what `allreduce` does, with several tensors.
 
-    def __init__(self, result: torch.Tensor) -> None:
-        self.result = result
+    >>> mt.grouped_allreduce([torch.ones(2)], op=mt.Sum, store=kv.create('local'))
+    [tensor([1., 1.])]
+    """
+    return _compressed(_allreduce(average, name, *arguments, **options), _tensors("allreduce", tensors), compression)
+
+
+def allreduce_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Do what `allreduce` does, into the tensor.
+
+    >>> mt.allreduce_(torch.ones(2), store=kv.create('local'))
+    tensor([1., 1.])
+    """
+    return grouped_allreduce_([tensor], *arguments, **options)[0]
+
+
+def grouped_allreduce_(tensors: Tensors, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    """Do what `allreduce` does, into several tensors.
+
+    >>> mt.grouped_allreduce_([torch.ones(2)], store=kv.create('local'))
+    [tensor([1., 1.])]
+    """
+    results = _allreduce(*arguments, **options).make(_tensors("allreduce", tensors))
+    return [set_(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
+
+
+def allreduce_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `allreduce` does.
+
+    >>> mt.synchronize(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return begun(_allreduce(*arguments, **options), _tensors("allreduce", [tensor]))
+
+
+def allreduce_async_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `allreduce_` does.
+
+    >>> mt.synchronize(mt.allreduce_async_(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return begun(_allreduce(*arguments, **options), _tensors("allreduce", [tensor]), into=[tensor])
+
+
+def grouped_allreduce_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `grouped_allreduce` does.
+
+    >>> mt.synchronize(mt.grouped_allreduce_async([torch.ones(2)], store=kv.create('local')))
+    [tensor([1., 1.])]
+    """
+    return begun(_allreduce(*arguments, **options), _tensors("allreduce", tensors), result=list)
+
+
+def grouped_allreduce_async_(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `grouped_allreduce_` does.
+
+    >>> mt.synchronize(mt.grouped_allreduce_async_([torch.ones(2)], store=kv.create('local')))
+    [tensor([1., 1.])]
+    """
+    return begun(_allreduce(*arguments, **options), _tensors("allreduce", tensors), into=tensors, result=list)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: str = Average, *arguments: Any, **options: Any
+) -> Handle:
+    """Begin to add sparse COO tensors of one shape; `handle()` returns the result, too. op: Average or Sum.
+
+    Cost: all workers' entries are sent to every worker.
+
+    >>> mt.sparse_allreduce_async(torch.ones(2).to_sparse(), store=kv.create('local'))().to_dense()
+    tensor([1., 1.])
+    """
+    if op not in (Average, Sum):
+        raise UnsupportedError(f"sparse_allreduce_async: op is Average or Sum; got {op!r}")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        raise TypeError("sparse_allreduce_async: a sparse tensor of layout torch.sparse_coo is needed")
+    return begun(tensor_calls.SparseAllreduce(calls_in(*arguments, **options), name, op), [tensor])
+
+
+# --- reducescatter
+
+
+def reducescatter(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Return this worker's rows of what `allreduce` returns: the first worker has the first ones, and so on.
+
+    Rows that cannot be shared out evenly go to the first workers, one each. Arguments: name=None,
+    compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0.
+
+    >>> mt.reducescatter(torch.ones(2), store=kv.create('local'))
+    tensor([1., 1.])
+    """
+    return grouped_reducescatter([tensor], *arguments, **options)[0]
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    *arguments: Any,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Do what `reducescatter` does, with several tensors.
+
+    >>> mt.grouped_reducescatter([torch.ones(2)], store=kv.create('local'))
+    [tensor([1., 1.])]
+    """
+    return _compressed(_reducescatter(name, *arguments, **options), _rows("reducescatter", tensors), compression)
+
+
+def reducescatter_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `reducescatter` does, without `compression`.
+
+    >>> mt.synchronize(mt.reducescatter_async(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return begun(_reducescatter(*arguments, **options), _rows("reducescatter", [tensor]))
+
+
+def grouped_reducescatter_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `grouped_reducescatter` does, without `compression`.
+
+    >>> mt.synchronize(mt.grouped_reducescatter_async([torch.ones(2)], store=kv.create('local')))
+    [tensor([1., 1.])]
+    """
+    return begun(_reducescatter(*arguments, **options), _rows("reducescatter", tensors), result=list)
+
+
+# --- allgather
+
+
+def allgather(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Return all workers' tensors concatenated; their first dimensions may differ.
+
+    Arguments: name=None, process_set=global_process_set.
+
+    >>> mt.allgather(torch.ones(2), store=kv.create('local'))
+    tensor([1., 1.])
+    """
+    return grouped_allgather([tensor], *arguments, **options)[0]
+
+
+def grouped_allgather(tensors: Tensors, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    """Do what `allgather` does, with several tensors.
+
+    >>> mt.grouped_allgather([torch.ones(2)], store=kv.create('local'))
+    [tensor([1., 1.])]
+    """
+    return blocking(_allgather(*arguments, **options), _rows("allgather", tensors))
+
+
+def allgather_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `allgather` does.
+
+    >>> mt.synchronize(mt.allgather_async(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return begun(_allgather(*arguments, **options), _rows("allgather", [tensor]))
+
+
+def grouped_allgather_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `grouped_allgather` does.
+
+    >>> mt.synchronize(mt.grouped_allgather_async([torch.ones(2)], store=kv.create('local')))
+    [tensor([1., 1.])]
+    """
+    return begun(_allgather(*arguments, **options), _rows("allgather", tensors), result=list)
+
+
+# --- broadcast
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Return worker `root_rank`'s tensor; its number is that among all workers, also with a process set.
+
+    Arguments: name=None, process_set=global_process_set.
+
+    >>> mt.broadcast(torch.ones(2), root_rank=0, store=kv.create('local'))
+    tensor([1., 1.])
+    """
+    return blocking(_broadcast(root_rank, *arguments, **options), _tensors("broadcast", [tensor]))[0]
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Do what `broadcast` does, into the tensor.
+
+    >>> mt.broadcast_(torch.ones(2), root_rank=0, store=kv.create('local'))
+    tensor([1., 1.])
+    """
+    (result,) = _broadcast(root_rank, *arguments, **options).make(_tensors("broadcast", [tensor]))
+    return set_(tensor, result)
+
+
+def broadcast_async(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `broadcast` does.
+
+    >>> mt.synchronize(mt.broadcast_async(torch.ones(2), 0, store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return begun(_broadcast(root_rank, *arguments, **options), _tensors("broadcast", [tensor]))
+
+
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `broadcast_` does.
+
+    >>> mt.synchronize(mt.broadcast_async_(torch.ones(2), 0, store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return begun(_broadcast(root_rank, *arguments, **options), _tensors("broadcast", [tensor]), into=[tensor])
+
+
+# --- alltoall
+
+
+def alltoall(tensor: torch.Tensor, splits: Splits = None, *arguments: Any, **options: Any) -> Any:
+    """Return to worker i the i-th slices of all workers' tensors, concatenated.
+
+    splits: the length of each slice along the first dimension; None: equal lengths. With splits, returns the tensor and
+    the length of each worker's slice in it. Arguments: name=None, process_set=global_process_set. Cost: all workers'
+    tensors are sent to every worker.
+
+    >>> mt.alltoall(torch.tensor([5, 6, 7]), splits=[3], store=kv.create('local'))
+    (tensor([5, 6, 7]), tensor([3], dtype=torch.int32))
+    """
+    found = blocking(_alltoall(tensor, splits, *arguments, **options), [tensor])
+    return found[0] if splits is None else tuple(found)
+
+
+def alltoall_async(tensor: torch.Tensor, splits: Splits = None, *arguments: Any, **options: Any) -> Handle:
+    """Begin what `alltoall` does.
+
+    >>> mt.synchronize(mt.alltoall_async(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    call = _alltoall(tensor, splits, *arguments, **options)
+    return begun(call, [tensor]) if splits is None else begun(call, [tensor], result=tuple)
+
+
+# --- the rest
+
+
+def synchronize(handle: Handle) -> Any:
+    """Return the result of an `_async` call, or raise its error. Blocks until the call has ended.
+
+    >>> mt.synchronize(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
+    return _checked(handle)()
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether an `_async` call has ended. Local.
+
+    >>> mt.poll(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
+    True
+    """
+    return _checked(handle).future.done()
+
+
+def barrier(process_set: ProcessSet | None = None, store: KVStore | None = None) -> None:
+    """Wait until all workers have called it.
+
+    >>> mt.barrier(store=kv.create('local'))
+    """
+    calls_in(process_set, store).store.barrier()
+
+
+# --- arguments
+
+
+def _checked(handle: Any) -> Handle:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"the handle of an _async call is needed, not {type(handle).__name__}")
+    return handle
 
 
 def _tensors(call: str, values: Sequence[Any]) -> list[torch.Tensor]:
     for value in values:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{call}: a tensor is needed, not {type(value).__name__}")
-        if value.is_sparse:
-            raise UnsupportedError(f"{call}: sparse tensors cannot be added; use to_dense()")
+        if value.layout != torch.strided:
+            raise UnsupportedError(f"{call}: a tensor of layout {value.layout}; use sparse_allreduce_async")
     return list(values)
 
 
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
+def _rows(call: str, values: Sequence[Any]) -> list[torch.Tensor]:
+    found = _tensors(call, values)
+    if any(not tensor.ndim for tensor in found):
+        raise ValueError(f"{call}: a tensor without dimensions has no rows; give it a dimension")
+    return found
+
+
+def _allreduce(  # noqa: PLR0917 - Horovod's order
+    average: bool | None = None,
     name: str | None = None,
-    *,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    store: KVStore | None = None,
+) -> tensor_calls.Allreduce:
+    if average is not None and not isinstance(average, bool):
+        raise TypeError(f"average is True or False, not {average!r} (the name comes after it)")
+    if average is not None and op is not None:
+        raise ValueError(f"give average={average} or op={op!r}, not both")
+    op = _checked_op(op or (Sum if average is False else Average))
+    return tensor_calls.Allreduce(calls_in(process_set, store), name, op, prescale_factor, postscale_factor)
+
+
+def _reducescatter(  # noqa: PLR0917 - Horovod's order
+    name: str | None = None,
     op: str = Average,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     store: KVStore | None = None,
-) -> list[torch.Tensor]:
-    """Return the mean over the workers of each tensor. Collective, blocks.
-
-    op: Average, Sum, Min, Max or Product; Average needs a floating dtype. prescale_factor, postscale_factor: the
-    tensors are multiplied by the first one before, and by the second one after. name: compared between the workers.
-    Raises ShapeMismatch on every worker if the calls differ; UnsupportedError for sparse tensors.
-
-    >>> mt.grouped_allreduce([torch.ones(2), torch.ones(1)], op=mt.Sum, store=kv.create('local'))
-    [tensor([1., 1.]), tensor([1.])]
-    """
-    given = _tensors("allreduce", tensors)
-    scaled = [tensor.detach() if prescale_factor == 1 else tensor.detach() * prescale_factor for tensor in given]
-    calls = calls_of(store)
-    if given and all(on_store(tensor, calls.store) for tensor in given):
-        found = gpu_calls.allreduce(calls, scaled, op, name)
-    else:
-        results = calls.allreduce([array_of(tensor) for tensor in scaled], op, name)
-        found = [tensor_of(result).to(tensor.device) for result, tensor in zip(results, scaled, strict=True)]
-    return found if postscale_factor == 1 else [one * postscale_factor for one in found]
+) -> tensor_calls.ReduceScatter:
+    calls = calls_in(process_set, store)
+    return tensor_calls.ReduceScatter(calls, name, _checked_op(op), prescale_factor, postscale_factor)
 
 
-def allreduce(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    *,
-    op: str = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    store: KVStore | None = None,
-) -> torch.Tensor:
-    """Do what `grouped_allreduce` does, with one tensor. Collective, blocks.
-
-    >>> mt.allreduce(torch.ones(2), store=kv.create('local'))
-    tensor([1., 1.])
-    """
-    return grouped_allreduce(
-        [tensor], name, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, store=store
-    )[0]
+def _checked_op(op: str) -> str:
+    if op == Adasum:
+        raise UnsupportedError("Adasum of tensors is made by store.pushpull(key, tensor, op='adasum') alone")
+    return op
 
 
-def grouped_allreduce_(tensors: Sequence[torch.Tensor], name: str | None = None, **options: Any) -> list[torch.Tensor]:
-    """Do what `grouped_allreduce` does, and write the results into the tensors. Collective, blocks.
-
-    >>> mt.grouped_allreduce_([torch.ones(2)], postscale_factor=3.0, store=kv.create('local'))
-    [tensor([3., 3.])]
-    """
-    results = grouped_allreduce(tensors, name, **options)
-    return [_set(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
+def _allgather(name: str | None = None, *among: Any, **options: Any) -> tensor_calls.Allgather:
+    return tensor_calls.Allgather(calls_in(*among, **options), name)
 
 
-def allreduce_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> torch.Tensor:
-    """Do what `allreduce` does, and write the result into the tensor. Collective, blocks.
-
-    >>> mt.allreduce_(torch.ones(2), prescale_factor=3.0, store=kv.create('local'))
-    tensor([3., 3.])
-    """
-    return grouped_allreduce_([tensor], name, **options)[0]
+def _broadcast(
+    root: int, name: str | None = None, process_set: ProcessSet | None = None, store: KVStore | None = None
+) -> tensor_calls.Broadcast:
+    return tensor_calls.Broadcast(calls_in(process_set, store), name, root_in(process_set, root))
 
 
-def allreduce_async(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
-    """Do what `allreduce` does; `synchronize` returns the result. Collective, blocks.
-
-    >>> handle = mt.allreduce_async(torch.ones(2), store=kv.create('local'))
-    >>> mt.poll(handle), mt.synchronize(handle)
-    (True, tensor([1., 1.]))
-    """
-    return Handle(allreduce(tensor, name, **options))
-
-
-def allreduce_async_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
-    """Do what `allreduce_` does; `synchronize` returns the tensor. Collective, blocks.
-
-    >>> mt.synchronize(mt.allreduce_async_(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
-    return Handle(allreduce_(tensor, name, **options))
-
-
-def allgather(tensor: torch.Tensor, name: str | None = None, store: KVStore | None = None) -> torch.Tensor:
-    """Return all workers' tensors concatenated; their first dimensions may differ. Collective, blocks.
-
-    >>> mt.allgather(torch.ones(2), store=kv.create('local'))
-    tensor([1., 1.])
-    """
-    (given,) = _tensors("allgather", [tensor])
-    return _allgather(calls_of(store), given, name)
-
-
-def _allgather(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    if gpu_calls.everywhere(calls, [tensor]):
-        return gpu_calls.allgather(calls, tensor, name)
-    return tensor_of(calls.allgather(array_of(tensor), name)).to(tensor.device)
-
-
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, store: KVStore | None = None
-) -> torch.Tensor:
-    """Return worker `root_rank`'s tensor. Collective, blocks.
-
-    >>> mt.broadcast(torch.ones(2), root_rank=0, store=kv.create('local'))
-    tensor([1., 1.])
-    """
-    (given,) = _tensors("broadcast", [tensor])
-    calls = calls_of(store)
-    if gpu_calls.everywhere(calls, [given]):
-        return gpu_calls.broadcast(calls, [given], root_rank, name)[0]
-    return tensor_of(calls.broadcast([array_of(given)], root_rank, name)[0]).to(tensor.device)
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, store: KVStore | None = None
-) -> torch.Tensor:
-    """Do what `broadcast` does, and write the result into the tensor. Collective, blocks.
-
-    >>> mt.broadcast_(torch.ones(2), root_rank=0, store=kv.create('local'))
-    tensor([1., 1.])
-    """
-    return _set(tensor, broadcast(tensor, root_rank, name, store))
-
-
-def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    store: KVStore | None = None,
-) -> Any:
-    """Return to worker i the i-th slices of all workers' tensors, concatenated. Collective, blocks.
-
-    splits: the length of each slice along the first dimension; None: equal lengths. With splits, returns the tensor and
-    the length of each worker's slice in it. Cost: all workers' tensors are sent to every worker.
-
-    >>> mt.alltoall(torch.tensor([5, 6, 7]), splits=[3], store=kv.create('local'))
-    (tensor([5, 6, 7]), tensor([3]))
-    """
+def _alltoall(
+    tensor: torch.Tensor, splits: Splits, name: str | None = None, *among: Any, **options: Any
+) -> tensor_calls.AllToAll:
     (given,) = _tensors("alltoall", [tensor])
-    calls = calls_of(store)
-    rank, n = calls.store.rank, calls.store.num_workers
-    length = given.shape[0] if given.ndim else -1
-    mine = [length // n] * n if splits is None else [int(one) for one in splits]
-    if length < 0 or len(mine) != n or min(mine) < 0 or sum(mine) != length:
+    calls = calls_in(*among, **options)
+    n, length = calls.store.num_workers, given.shape[0] if given.ndim else -1
+    counts = [length // n] * n if splits is None else torch.as_tensor(splits).tolist()
+    whole = all(isinstance(count, int) for count in counts)
+    if not whole or length < 0 or len(counts) != n or min(counts) < 0 or sum(counts) != length:
         raise ValueError(
             f"alltoall: the first dimension of a tensor of shape {tuple(given.shape)} is cut into {n} parts that "
-            f"make up all of it; got {mine}"
+            f"make up all of it; got {counts}"
         )
-    lengths = calls.allgather(np.array([mine], np.int64), name)
-    everything = _allgather(calls, given, name)
-    starts = np.cumsum([0, *lengths.sum(axis=1)])[:-1] + lengths[:, :rank].sum(axis=1)
-    received = [int(one) for one in lengths[:, rank]]
-    slices = [everything[begin : begin + k] for begin, k in zip(starts.tolist(), received, strict=True)]
-    result = torch.cat(slices)
-    return result if splits is None else (result, torch.tensor(received))
+    return tensor_calls.AllToAll(calls, name, counts)
 
 
-def synchronize(handle: Handle) -> torch.Tensor:
-    """Return the result of an `_async` call. Local.
-
-    >>> mt.synchronize(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
-    if not isinstance(handle, Handle):
-        raise TypeError(f"synchronize: the handle of an _async call is needed, not {type(handle).__name__}")
-    return handle.result
-
-
-def poll(handle: Handle) -> bool:
-    """Return whether an `_async` call is done: it always is. Local.
-
-    >>> mt.poll(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
-    True
-    """
-    synchronize(handle)
-    return True
-
-
-def _set(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.copy_(value)
+def _compressed(call: tensor_calls.Allreduce, tensors: Tensors, compression: Compressor) -> list[torch.Tensor]:
+    if not isinstance(compression, Compressor):
+        raise TypeError(f"compression has compress and decompress, such as Compression.fp16; got {compression!r}")
+    sent = [compression.compress(tensor) for tensor in tensors]
+    results = blocking(call, [tensor for tensor, _ in sent])
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent, strict=True)]

@@ -22,6 +22,7 @@ class _Default:
 
     calls: CollectiveCalls | None = None
     local: tuple[int, int] = (0, 1)  # rank and size among the workers of this host
+    process_sets: int = 0  # how many have been added
 
 
 _default = _Default()
@@ -44,7 +45,7 @@ def init(store: KVStore | None = None) -> None:
     hosts = [bytes(row) for row in calls.allgather(name)]
     rank = calls.store.rank
     _default.local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    _default.calls = calls
+    _default.calls, _default.process_sets = calls, 0
 
 
 def is_initialized() -> bool:
@@ -137,9 +138,7 @@ def local_size() -> int:
     return _default.local[1]
 
 
-def barrier(store: KVStore | None = None) -> None:
-    """Wait until all workers have called it. Collective, blocks.
-
-    >>> mt.barrier(kv.create('local'))
-    """
-    calls_of(store).store.barrier()
+def next_process_set() -> int:
+    """Return the number of the next process set, the same on all workers, which add them in the same order. Local."""
+    _default.process_sets += 1
+    return _default.process_sets

@@ -39,7 +39,11 @@ def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, 
     for dtype in dict.fromkeys(one.dtype for one in tensors):
         chosen = [i for i, one in enumerate(tensors) if one.dtype == dtype]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
-        _add(calls.store, flat, op)
+        if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+            _add(calls.store, flat, "sum")
+            flat.div_(calls.store.num_workers, rounding_mode="trunc")
+        else:
+            _add(calls.store, flat, op)
         sizes = [tensors[i].numel() for i in chosen]
         results |= {i: one.view(tensors[i].shape) for i, one in zip(chosen, flat.split(sizes), strict=True)}
     return [results[i] for i in range(len(tensors))]
@@ -92,8 +96,10 @@ def _check_call(calls: CollectiveCalls, call: str) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return values.reshape(-1).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if values.stride(0) != 1:  # one element of a column counts as contiguous, and has no view as bytes
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.uint8)
 
 
 def _from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -51,6 +51,7 @@ from mpikv.errors import ConfigError, PeerError, UnsupportedError
 from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
+from mpikv.torch.compression import Compression
 from mpikv.torch.steps import Steps
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 
@@ -86,7 +87,8 @@ class Gradients:
         self.views_as_grads = views_as_grads
         self._bucket_bytes = bucket_bytes
         # The store's own is read now, since all workers agree on it before they agree on keys.
-        self.compression = self._store.session.compressions.of_new_keys if compression is None else make(compression)
+        own = self._store.session.compressions.of_new_keys
+        self.compression = own if compression is None or compression is Compression.none else make(compression)
         self._unused = UnusedSums()
         self._buffers = buffers
         self.steps = Steps(calls, named, scale)
@@ -174,10 +176,11 @@ class Gradients:
 
     # --- at the end of a pass
 
-    def finish(self, failed: bool = False) -> None:
+    def finish(self, failed: bool = False, joined: bool = False) -> bool:
         """Send the buckets that were not sent yet, and wait for all sums. Collective, blocks.
 
-        failed: whether this worker's backward pass ended early; then the others raise PeerError. Raises ConfigError if
+        failed: whether this worker's backward pass ended early; then the others raise PeerError. joined: whether it has
+        no more data (joining.py). Returns whether all workers have joined. Raises ConfigError if
         parameters are frozen on some workers only, or optimizers' settings differ, and what `pushpull` raises.
         """
         if self._store.has_optimizer:
@@ -196,7 +199,7 @@ class Gradients:
         assert self._tail_bucket is not None
         mine = self._store.rank == self.source
         buffers = self._buffers
-        settings = "\n".join(self.steps.take())
+        settings = "" if joined else "\n".join(self.steps.take())
         if ": betas=" in settings and any(bucket.compressed for bucket in self._buckets):
             warn_of_codec(self.compression.push.name)
         if self._overlap:  # first: the buffers of a GPU come to the host, which waits for the whole pass
@@ -206,6 +209,7 @@ class Gradients:
             self._requires_grad(),
             self._used,
             failed=self._store.rank if failed else None,
+            joined=self._store.rank if joined else None,
             more_buffers=buffers is not None and buffers.others_changed(),
             buffers=buffers.collect() if mine and buffers is not None else None,
             settings=settings,
@@ -213,13 +217,15 @@ class Gradients:
         self._exchange([bucket for bucket in self._buckets if bucket.has_tail or self._is_trained(bucket)])
         outcome = self._tail.read(self._tail_bucket.tail)
         try:
-            self.steps.compare_values()
-            if not failed:
+            self.steps.compare_values(joined=joined)
+            if not (failed or joined):
                 self._check(outcome, settings)
+            if not failed:
                 self._exchange_new(outcome.trained)
                 self._deliver_all(outcome, mine)
         finally:
             self._reset()
+        return outcome.all_joined
 
     def _deliver_all(self, outcome: RoundOutcome, mine: bool) -> None:
         assert self._tail_bucket is not None

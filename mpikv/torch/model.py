@@ -23,8 +23,8 @@ from mpikv.kvstore import KVStore
 from mpikv.torch import arrays, buffers
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
-from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
+from mpikv.torch.uneven import Join
 from mpikv.trainer.torch_parameter import added_parameters
 
 _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})

@@ -1,6 +1,6 @@
 """DistributedOptimizer: an optimizer that steps with the gradients of all workers, as Horovod's does.
 
-    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), store=store)
     broadcast_parameters(net.state_dict(), store=store)
     loss_fn(net(x), y).backward()
     optimizer.step()
@@ -12,20 +12,25 @@ class derived from the optimizer's, with the same groups and the same state, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from mpikv import kv
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import arrays
 from mpikv.torch.arrays import is_dense
 from mpikv.torch.calls import Average, Sum
-from mpikv.torch.default import calls_of
+from mpikv.torch.compression import Compressor
+from mpikv.torch.gradient_calls import GradientCalls
 from mpikv.torch.gradients import Gradients
+from mpikv.torch.joining import has_stepped
 from mpikv.torch.passes import is_last
+from mpikv.torch.process_sets import ProcessSet, calls_in
 from mpikv.trainer.hooks import Hooks, add_hooks, remove_hooks
 
 _SAMPLE_ELEMS = 1024
@@ -34,7 +39,8 @@ _SAMPLE_ELEMS = 1024
 class _Exchanging:
     """The first base of the derived class; the second one is the optimizer's own class."""
 
-    _mpikv_gradients: Gradients
+    _mpikv_gradients: Gradients | GradientCalls
+    _mpikv_sparse: dict[int, None]  # parameters whose gradients are sparse
     _mpikv_passes: int
     _mpikv_counts: dict[int, int]
     _mpikv_sent: dict[int, _Sent]
@@ -52,9 +58,14 @@ class _Exchanging:
                 f"parameter {gradients.forms[i].name!r} got {count} gradients since the last step; with "
                 f"backward_passes_per_step={self._mpikv_passes} call step() or synchronize() in between"
             )
+        grad = gradients.parameters[i].grad
+        if count == self._mpikv_passes and grad is not None and grad.is_sparse:
+            gradients.parameters[i].grad = grad.to_dense()
+            self._mpikv_sparse[i] = None
         if count == self._mpikv_passes and is_last(self._mpikv_hooks[i]):
             gradients.ready(i)
-            self._mpikv_sent[i] = _Sent(gradients.parameters[i])
+            if isinstance(gradients, Gradients):
+                self._mpikv_sent[i] = _Sent(gradients.parameters[i])
         else:
             gradients.note(i)
 
@@ -88,6 +99,8 @@ class _Exchanging:
                     gradients.ready(i)  # the parameter was used in some of the passes only, or has later hooks
             self._mpikv_counts.clear()
             gradients.finish()  # after which this stream has waited for those that computed the gradients
+            if isinstance(gradients, Gradients):
+                has_stepped(gradients)
             flags = [one.differs() for one in sent.values()]
             if flags:
                 values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
@@ -98,6 +111,9 @@ class _Exchanging:
                     "pass, when it had been sent: the change is lost (clipping, GradScaler.unscale_, zero_grad, ...). "
                     "Call synchronize() after backward, then change gradients, then step in `with skip_synchronize():`"
                 )
+            for parameter in (gradients.parameters[i] for i in self._mpikv_sparse):
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)  # an optimizer for sparse gradients takes no others
         self._mpikv_synchronized = True
 
     @contextmanager
@@ -130,6 +146,10 @@ class _Exchanging:
             self.synchronize()
         self._mpikv_synchronized = False
         return own()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients of a parameter are added before a step, from the next round on. Local."""
+        self._mpikv_passes = _passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do what the optimizer's own does. RuntimeError between `backward` and `step`, while gradients are sent."""
@@ -170,27 +190,35 @@ class _Sent:
         return (self._values() != self._sample).any()
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    store: KVStore | None = None,
-    *,
     compression: Any = None,
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet | None = None,
+    *,
+    store: KVStore | None = None,
     bucket_bytes: int | None = None,
 ) -> Any:
     """Make an optimizer like `optimizer` whose `step` uses the gradients of all workers. Collective, blocks.
 
-    named_parameters: names for errors, of all parameters of the optimizer; None: they are numbered. store: `dist_sync`
-    or `local`; default as in `init`. compression, bucket_bytes: see DistributedModel. backward_passes_per_step: how
-    many gradients of a parameter are added on each worker before. op: Average or Sum. gradient_predivide_factor:
-    accepted as in Horovod, not used; gradients are multiplied by 1 / number of workers before they are added.
+    named_parameters: names for errors, of all parameters of the optimizer; None: they are numbered. compression,
+    bucket_bytes: see DistributedModel; or an object with `compress` and `decompress`: gradients are then sent in `step`
+    (gradient_calls.py). A store may stand in its place, too. backward_passes_per_step: how many gradients of a
+    parameter are added on each worker before. op: Average or Sum. process_set: the workers that share gradients; on
+    others the result is an optimizer like any. store: `dist_sync` or `local`; default as in `init`. Accepted as in
+    Horovod, not used: gradient_predivide_factor, since gradients are multiplied by 1 / number of workers before they
+    are added; num_groups, groups, since buckets are made by size; sparse_as_dense, since sparse gradients are sent
+    dense, and are sparse again for the step.
 
     Parameters, states and buffers are not changed: call `broadcast_parameters` and `broadcast_optimizer_state` at the
     start. Raises ShapeMismatch or ConfigError on every worker if the parameters or arguments differ; UnsupportedError
-    for other values of op and sparse gradients; what `set_gradient_compression` raises.
+    for other values of op; what `set_gradient_compression` raises.
 
     >>> net = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -204,13 +232,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise TypeError("optimizer is a DistributedOptimizer already")
     if op not in (Average, Sum):
         raise UnsupportedError(f"op is Average or Sum; got {op!r}")
-    if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
-        raise TypeError(f"backward_passes_per_step is a number, not {backward_passes_per_step!r}")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    passes = _passes(backward_passes_per_step)
     if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1 and op != Average):
         raise ValueError("gradient_predivide_factor is above 0, and other than 1 for op=Average only")
-    calls = calls_of(store)
+    if isinstance(compression, KVStore):
+        compression, store = None, compression
+    alone = process_set is not None and not process_set.included()
+    calls = CollectiveCalls(kv.create("local")) if alone else calls_in(process_set, store)
+    by_calls = isinstance(compression, Compressor) and not isinstance(compression, Mapping)
     named = _named(optimizer, named_parameters)
     gradients = Gradients(
         calls,
@@ -218,12 +247,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named,
         scale=1 / calls.store.num_workers if op == Average else 1.0,
         bucket_bytes=bucket_bytes,
-        compression=compression,
+        compression=None if by_calls else compression,
     )
     calls.agree(
         [
-            f"op={op}, backward_passes_per_step={backward_passes_per_step}, bucket_bytes={bucket_bytes}, "
-            f"compression={gradients.compression.text}"
+            f"op={op}, backward_passes_per_step={passes}, bucket_bytes={bucket_bytes}, compression="
+            f"{type(compression).__name__ if by_calls else gradients.compression.text}"
         ],
         "the arguments of DistributedOptimizer",
         ConfigError,
@@ -233,8 +262,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     found: Any = object.__new__(type(kind.__name__, (_Exchanging, kind), {"__module__": kind.__module__}))
     found.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     found.__dict__.update(
-        _mpikv_gradients=gradients,
-        _mpikv_passes=backward_passes_per_step,
+        _mpikv_gradients=GradientCalls(gradients, op, compression) if by_calls else gradients,
+        _mpikv_sparse={},
+        _mpikv_passes=passes,
         _mpikv_counts={},
         _mpikv_sent={},
         _mpikv_hooks=[None],
@@ -245,6 +275,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         found._mpikv_hooks = add_hooks(found, _Exchanging, gradients.parameters)  # noqa: SLF001 - this module's own
         arrays.warn_of_host_memory("DistributedOptimizer", gradients.parameters, calls.store, 2)
     return found
+
+
+def _passes(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"backward_passes_per_step is a number, not {number!r}")
+    if number < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {number}")
+    return number
 
 
 def _named(

@@ -17,6 +17,7 @@ from mpikv.kvstore import KVStore
 from mpikv.torch import buffers
 from mpikv.torch.arrays import array_of, tensor_of
 from mpikv.torch.default import calls_of
+from mpikv.torch.process_sets import ProcessSet, calls_in, root_in
 
 
 def broadcast_parameters(
@@ -38,7 +39,13 @@ def broadcast_parameters(
     buffers.broadcast(calls, [tensor for _, tensor in tensors], root_rank, "parameters")
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, store: KVStore | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+    store: KVStore | None = None,
+) -> Any:
     """Return worker `root_rank`'s object, which must be picklable; on other workers `obj` is not used.
 
     Collective, blocks.
@@ -46,12 +53,27 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, stor
     >>> mt.broadcast_object({'epoch': 3}, store=kv.create('local'))
     {'epoch': 3}
     """
-    calls = calls_of(store)
-    mine = calls.store.rank == root_rank
+    calls, root = calls_in(process_set, store), root_in(process_set, root_rank)
+    mine = calls.store.rank == root
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if mine else np.empty(0, np.uint8)
-    length = int(calls.broadcast([np.array([content.size], np.int64)], root_rank, name)[0][0])
-    found = calls.broadcast([content if mine else np.empty(length, np.uint8)], root_rank, name)[0]
+    length = int(calls.broadcast([np.array([content.size], np.int64)], root, name)[0][0])
+    found = calls.broadcast([content if mine else np.empty(length, np.uint8)], root, name)[0]
     return obj if mine else cloudpickle.loads(found.tobytes())
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet | None = None, store: KVStore | None = None
+) -> list[Any]:
+    """Return all workers' objects, which must be picklable, in the order of the workers. Collective, blocks.
+
+    >>> mt.allgather_object({'epoch': 3}, store=kv.create('local'))
+    [{'epoch': 3}]
+    """
+    calls = calls_in(process_set, store)
+    content = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+    ends = np.cumsum(calls.allgather(np.array([content.size], np.int64), name))
+    everything = calls.allgather(content, name)
+    return [cloudpickle.loads(one.tobytes()) for one in np.split(everything, ends[:-1])]
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,7 @@ def broadcast_optimizer_state(
     nest = None
     if calls.store.rank == root_rank:
         nest = tree_map_only(torch.Tensor, slot, optimizer.state_dict())
-    nest = broadcast_object(nest, root_rank, "state of an optimizer", calls.store)
+    nest = broadcast_object(nest, root_rank, "state of an optimizer", store=calls.store)
     arrays = (
         [array_of(tensor) for tensor in tensors]
         if calls.store.rank == root_rank

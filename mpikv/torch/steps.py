@@ -77,13 +77,16 @@ class Steps:
                 found[:, i] = float(values.sum(dtype=dtype)), float(torch.linalg.vector_norm(values, dtype=dtype))
         return np.nan_to_num(found, nan=_MOST, posinf=_MOST, neginf=-_MOST)  # differs from others, not from itself
 
-    def compare_values(self) -> None:
-        """Raise ConfigError if the weights of the workers differ. To be called once in each round; blocks in some."""
+    def compare_values(self, *, joined: bool = False) -> None:
+        """Raise ConfigError if the weights of the workers differ. To be called once in each round; blocks in some.
+
+        joined: whether this worker has no more data; `join` takes part in the exchange then.
+        """
         values = self._values
         self._rounds += 1
         # Of workers that make no step until the next round, which are in `join`, nothing is compared.
         self._values = np.full((2, 2, len(self._named)), -_MOST) if self._rounds % 100 == 16 else None
-        if values is None:
+        if values is None or joined:
             return
         # The sums and norms before the last step, and the same negated.
         most, least = self._calls.allreduce([values], "max", "sums and norms of parameters")[0]

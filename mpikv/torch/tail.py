@@ -1,8 +1,8 @@
 """The tail: flags and buffers after the gradients, in the last bucket, so that they need no message of their own.
 
-It has a flag for each worker: its backward pass ended early; one flag for all: buffers have changed that are not in the
-tail; three for each parameter: it is trained, it is frozen, it was used; two for each bit of a digest of the
-optimizers' settings (steps.py): it is 1, it is 0. The buffers of one worker are at its end.
+It has a number for each worker: its backward pass ended early, or it has joined (joining.py); one flag for all: buffers
+have changed that are not in the tail; three for each parameter: it is trained, it is frozen, it was used; two for each
+bit of a digest of the optimizers' settings (steps.py): it is 1, it is 0. The buffers of one worker are at its end.
 
 The tail consists of float32 numbers, which are added over the workers like gradients. A flag is set if its sum is not
 zero. Two bytes of the buffers are one whole number below 65536, to which the other workers add zero, so that all bytes
@@ -21,12 +21,14 @@ from mpikv.arrays.as_numpy import HostArray
 
 Flags = npt.NDArray[np.bool_]
 _DIGEST_BYTES = 4
+_FAILED, _JOINED = 1, 2
 
 
 class RoundOutcome(NamedTuple):
     """The flags of a round, the same on all workers."""
 
     failed: list[int]  # workers whose backward pass ended early
+    all_joined: bool  # whether no worker has any more data
     more_buffers: bool  # whether some worker's buffers have changed that are not in the tail
     trained: Flags  # (n_params,): on some worker
     frozen: Flags  # (n_params,): on some worker
@@ -51,17 +53,20 @@ class GradientTail:
         used: Flags,
         *,
         failed: int | None,
+        joined: int | None = None,
         more_buffers: bool,
         buffers: HostArray | None,
         settings: str,
     ) -> None:
-        """Write this worker's numbers. failed: its rank, if its pass ended early.
+        """Write this worker's numbers. failed: its rank, if its pass ended early; joined: if it has joined.
 
         buffers: their bytes; None: another worker sends them. settings: compared between all workers that have some.
         """
         tail[:] = 0
         if failed is not None:
-            tail[failed] = 1
+            tail[failed] = _FAILED
+        if joined is not None:
+            tail[joined] = _JOINED
         tail[self._n_workers] = more_buffers
         tail[self._n_workers + 1 : self._digest] = np.concatenate([trained, ~trained, used])
         if settings:
@@ -78,7 +83,8 @@ class GradientTail:
         trained, frozen, used = tail[n + 1 : self._digest].reshape(3, self._n_params) > 0
         ones, zeros = tail[self._digest : self._flags].reshape(2, -1) > 0
         differ = bool((ones & zeros).any())
-        return RoundOutcome(np.flatnonzero(tail[:n]).tolist(), bool(tail[n] > 0), trained, frozen, used, differ)
+        failed, all_joined = np.flatnonzero(tail[:n] == _FAILED).tolist(), bool((tail[:n] == _JOINED).all())
+        return RoundOutcome(failed, all_joined, bool(tail[n] > 0), trained, frozen, used, differ)
 
     def buffers(self, tail: HostArray) -> HostArray:
         """Return the bytes of the buffers, and a last one of padding if their number is odd."""

@@ -154,6 +154,9 @@ def test_workers_that_have_joined_bring_zeros(mode: Mode) -> None:
                 with pytest.raises(ShapeMismatch, match=r"worker 0.* joined"):
                     refused()
             assert calls.allreduce([np.array([-7])], "mean")[0].item() == -(7 // mode.workers)
+            for op in ("min", "max", "prod"):
+                values = [np.array([-3]), np.array([-3.5]), np.array([7], np.uint8)]
+                assert calls.allreduce(values, op) == values
         assert calls.join() == last
         assert calls.allreduce([np.ones(1)])[0].item() == mode.workers  # and all are there again
 

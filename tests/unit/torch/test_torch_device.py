@@ -70,7 +70,7 @@ def trained(
     elif kind == "model":
         model = mt.DistributedModel(net, store, bucket_bytes=400)
     else:
-        optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, bucket_bytes=400)
+        optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store=store, bucket_bytes=400)
     for step in range(STEPS):
         before = store.stats()
         (trainer or optimizer).zero_grad()
@@ -277,7 +277,11 @@ def test_horovods_calls(cuda: TorchOnGpu) -> None:  # noqa: F811
         mt.broadcast_parameters(named, 1, store=store)
         parts = [rows(one, 4).split(splits[one])[me] for one in range(2)]
         expected = [[op(*pair) for pair in zip(given(0), given(1), strict=True)] for op in OPS.values()]
-        expected += [tensors_of(1), [rows(1, 5)], [torch.cat(parts), torch.tensor([len(one) for one in parts])]]
+        expected += [
+            tensors_of(1),
+            [rows(1, 5)],
+            [torch.cat(parts), torch.tensor([len(one) for one in parts], dtype=torch.int32)],
+        ]
         for some, right in zip([*found, list(named.values())], [*expected, tensors_of(1)], strict=True):
             for one, value in zip(some, right, strict=True):
                 assert (one.dtype, torch.equal(one, value)) == (value.dtype, True)

@@ -74,7 +74,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode, way: str, passes: int, 
         else:
             mt.broadcast_parameters(net.state_dict(), store=store)
             options = {"backward_passes_per_step": passes, "op": op, "bucket_bytes": 500}
-            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, **options)
+            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store=store, **options)
         for step in range(6):
             backward(model, step, store.rank)
             if way == "optimizer":

@@ -48,7 +48,7 @@ def test_step_synchronizes_and_schedules(store: Any) -> None:
 @on(*nets.TWO)
 def test_too_many_passes_and_several_losses(store: Any) -> None:
     net = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
-    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
+    optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store=store)
     for _ in range(2):
         for layer in net:
             layer(torch.full((1, 2), store.rank + 1.0)).sum().backward()  # a loss for each part

@@ -179,7 +179,7 @@ def test_a_scheduler_inside_join(mode: Any) -> None:
 def test_a_distributed_optimizer_is_compared_before_its_first_step(store: Any) -> None:
     net = linear()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 + store.rank)
-    optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store)
+    optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store=store)
     net(torch.ones(1, 2)).mean().backward()
     before = nets.snapshot(net)
     with pytest.raises(ConfigError, match=r"worker 0: SGD, parameter group 0: lr=0.1; worker 1: .*lr=1.1"):
