@@ -35,6 +35,7 @@ class CallWork(Work):
     def __init__(self, calls: Sequence[GroupCall], result: list[torch.Tensor], submit: Submit) -> None:
         super().__init__()
         self.calls, self._result, self._submit = list(calls), result, submit
+        self._ended: Any = None
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -72,9 +73,12 @@ class CallWork(Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """Return a `torch.futures.Future` of the output tensors."""
+        """Return a `torch.futures.Future` of the output tensors. Its error is a RuntimeError with the call's text."""
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._ended = torch.futures.Future()
+            # C++ code, such as DDP's, sees the error of a callback; one by `set_exception` is a value to it, which
+            # it takes for a tensor and crashes.
+            self._future = self._ended.then(self._outcome)
             self._complete(0)
         return self._future
 
@@ -87,8 +91,10 @@ class CallWork(Work):
         for j in range(i, len(self.calls)):
             if self.calls[j].when_done(lambda: self._submit(lambda: self._complete(j))):  # noqa: B023 - returns
                 return
+        self._ended.set_result(None)
+
+    def _outcome(self, _ended: Any) -> list[torch.Tensor]:
         error = self.exception()
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)
+        if error is not None:
+            raise error
+        return self._result
