@@ -14,7 +14,8 @@ differ: they exchange the texts, and make it again with zeros of those that have
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -85,12 +86,14 @@ class CollectiveCalls:
         Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean of whole
         numbers is cut towards zero. The result has the same bits on every worker.
         """
-        values = _arrays("allreduce", arrays)
-        operator = _operator("allreduce", op, values)
+        with self._refusing("allreduce"):
+            values = _arrays("allreduce", arrays)
+            operator = _operator("allreduce", op, values)
+            text = f"allreduce({op}{_named(name)}) of {_forms(values)}"
         groups = [[i for i, one in enumerate(values) if one.dtype == dtype] for dtype in _dtypes(values)]
         totals = [np.concatenate([values[i].reshape(-1) for i in chosen]) for chosen in groups]
         made = collective.allreduce([piece for total in totals for piece in _pieces(total)], operator)
-        self._run(made, "allreduce", f"allreduce({op}{_named(name)}) of {_forms(values)}")
+        self._run(made, "allreduce", text)
         results: dict[int, HostArray] = {}
         for chosen, total in zip(groups, totals, strict=True):
             for i, part in zip(chosen, _split(total, [values[i].size for i in chosen]), strict=True):
@@ -103,10 +106,12 @@ class CollectiveCalls:
         arrays: with at least one dimension. The first worker has the first rows, and so on; where they cannot be shared
         out evenly, the first workers have one row more.
         """
-        values = _arrays("reduce_scatter", arrays)
-        operator = _operator("reduce_scatter", op, values)
-        if any(not value.ndim for value in values):
-            raise ValueError("reduce_scatter: an array without dimensions has no rows; give it one")
+        with self._refusing("reduce_scatter"):
+            values = _arrays("reduce_scatter", arrays)
+            operator = _operator("reduce_scatter", op, values)
+            text = f"reduce_scatter({op}{_named(name)}) of {_forms(values)}"
+            if any(not value.ndim for value in values):
+                raise ValueError("reduce_scatter: an array without dimensions has no rows; give it one")
         parts = [np.array_split(value, self.store.num_workers) for value in values]
         outs = [rows[self.store.rank].copy() for rows in parts]  # the result where there is one worker
         flat = [
@@ -114,7 +119,7 @@ class CollectiveCalls:
             for rows, out in zip(parts, outs, strict=True)
         ]
         made = collective.reduce_scatter(flat, operator)
-        self._run(made, "reduce_scatter", f"reduce_scatter({op}{_named(name)}) of {_forms(values)}")
+        self._run(made, "reduce_scatter", text)
         return outs
 
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
@@ -122,8 +127,10 @@ class CollectiveCalls:
 
         arrays: of any shapes and dtypes; on other workers than `root` only their shapes and dtypes count.
         """
-        self.check_root(root)
-        values = _arrays("broadcast", arrays)
+        with self._refusing("broadcast"):
+            self.check_root(root)
+            values = _arrays("broadcast", arrays)
+            text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
         ends = np.cumsum([aligned(value.nbytes) for value in values], dtype=np.int64)
         flat: HostArray = np.empty(ends[-1] if values else 0, np.uint8)
         results = [
@@ -133,7 +140,6 @@ class CollectiveCalls:
         if self.store.rank == root:
             for result, value in zip(results, values, strict=True):
                 result[...] = value
-        text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
         self._run(collective.broadcast(_pieces(flat), root), "broadcast", text)
         return results
 
@@ -143,11 +149,12 @@ class CollectiveCalls:
         Collective, blocks. array: at least one dimension, any dtype; the first dimension may differ between workers,
         the others not.
         """
-        (value,) = _arrays("allgather", [array])
-        if not value.ndim:
-            raise ValueError("allgather: an array without dimensions cannot be put behind others; give it one")
-        rest = value.shape[1:]
-        text = f"allgather({_named(name)}) of {collective.name_of(value.dtype)} (any, {', '.join(map(str, rest))})"
+        with self._refusing("allgather"):
+            (value,) = _arrays("allgather", [array])
+            if not value.ndim:
+                raise ValueError("allgather: an array without dimensions cannot be put behind others; give it one")
+            rest = value.shape[1:]
+            text = f"allgather({_named(name)}) of {collective.name_of(value.dtype)} (any, {', '.join(map(str, rest))})"
         lengths = self._lengths(len(value), text)
         row_elems = math.prod(rest)
         result: HostArray = np.empty((sum(lengths), *rest), value.dtype)
@@ -192,6 +199,20 @@ class CollectiveCalls:
             )
 
     # --- how they are done
+
+    @contextmanager
+    def _refusing(self, call: str) -> Iterator[None]:
+        """A block that reads arguments. What it refuses is a call that differs from those of the other workers.
+
+        For they may wait in theirs, and are to learn why. This worker does not wait for them.
+        """
+        try:
+            yield
+        except Exception as error:
+            text = f"{call}, which it refuses: {type(error).__name__}: {error}"
+            if self.store.workers_group is not None:
+                self.store.workers_group.in_turn.begin(lambda: self._run(_NOTHING, call, text))
+            raise
 
     def _run(
         self,

@@ -134,6 +134,32 @@ def test_what_differs_is_an_error_on_every_worker(mode: Mode) -> None:
     mode.run(body)
 
 
+@pytest.mark.parametrize("mode", [THREE, Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1)], ids=mode_id)
+def test_what_one_worker_refuses_is_an_error_on_every_worker(mode: Mode) -> None:
+    """Also as the first of all calls. Who has refused one can make the next one, and all may refuse one."""
+    refused = [
+        (lambda calls, bad: calls.allreduce([np.ones(2, bool if bad else np.float32)]), UnsupportedError, "allreduce"),
+        (lambda calls, bad: calls.allgather(np.ones(() if bad else 2)), ValueError, "allgather"),
+        (lambda calls, bad: calls.broadcast([np.ones(2)], 9 if bad else 0), ValueError, "broadcast"),
+    ]
+
+    def body(store: Any) -> None:
+        calls = CollectiveCalls(store)
+        for call, error, name in refused:
+            if store.rank == 1:
+                with pytest.raises(error):
+                    call(calls, True)
+            else:
+                with pytest.raises(ShapeMismatch, match=f"worker 1.*: {name}, which it refuses: {error.__name__}: "):
+                    call(calls, False)
+            assert calls.allreduce([np.ones(1)])[0] == mode.workers  # nothing is left over
+            with pytest.raises(error):
+                call(calls, True)
+            assert calls.allreduce([np.ones(1)])[0] == mode.workers
+
+    mode.run(body)
+
+
 @pytest.mark.parametrize("mode", MODES[1:], ids=mode_id)
 def test_workers_that_have_joined_bring_zeros(mode: Mode) -> None:
     """Worker i makes i calls. They are exact in all dtypes; other calls than allreduces are refused."""
