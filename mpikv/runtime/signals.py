@@ -35,6 +35,7 @@ from types import FrameType
 from mpikv.runtime.abort import Guard
 from mpikv.runtime.forked import Handler, TakesSignals, takers
 
+TAKEN_S = 1.0  # a thread that waits for nothing else gets a core sooner, on a busy machine too
 AGAIN_S = 1.0  # a scheduler and mpirun deliver the same request within milliseconds; a person's second one comes later
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
@@ -56,6 +57,7 @@ class StopSignals(TakesSignals):
         self._installed = False
         self.kept_off = set()
         self._over = threading.Event()
+        self._receiver: threading.Thread | None = None
 
     def install(self) -> None:
         """Take the signals over. Only the main thread can; in another it is a RuntimeWarning, and nothing changes."""
@@ -77,7 +79,8 @@ class StopSignals(TakesSignals):
             signal.signal(number, self._handle)
         self.kept_off |= {number for number in self._numbers if number not in ENDING | by_program}
         if self.kept_off:
-            threading.Thread(target=self._receive, daemon=True, name="mpikv-signals").start()
+            self._receiver = threading.Thread(target=self._receive, daemon=True, name="mpikv-signals")
+            self._receiver.start()
             signal.pthread_sigmask(signal.SIG_BLOCK, self.kept_off)
         if self._mark:
             with contextlib.suppress(OSError):  # who set the name has ended: nobody looks at the file
@@ -99,8 +102,14 @@ class StopSignals(TakesSignals):
 
     def restore(self) -> None:
         """Give the signals back, unless the program has set handlers of its own meanwhile. Idempotent."""
+        until_s = time.monotonic() + TAKEN_S
+        while signal.sigpending() & self.kept_off and time.monotonic() < until_s:
+            time.sleep(0.001)  # one that was sent before this has not come to its thread yet: it would end the process
+        self._over.set()
+        if self._receiver is not None:
+            self._receiver.join()
+        self._unmark()  # and Python has called the handler of what came at the latest when this begins
         self._installed = False
-        self._unmark()
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can: the handlers stay, and pass signals on
         for number in self._before:
@@ -113,7 +122,6 @@ class StopSignals(TakesSignals):
         kept_off = set(self.kept_off)
         self.kept_off.clear()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, kept_off - _kept_off(kept_off))
-        self._over.set()
 
     def end(self) -> None:
         """Ignore the signals from now on, since the process ends; but leave handlers of the program's own."""

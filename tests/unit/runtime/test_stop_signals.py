@@ -156,6 +156,16 @@ def test_stores_note_the_first_signal(order):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_signal_that_was_sent_before_they_are_given_back_is_noted() -> None:
+    """It is on its way to another thread, and would find the action that ends the process."""
+    for _ in range(300):
+        stop = StopSignals(["USR1"])
+        stop.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        stop.restore()
+        assert stop.why() == "SIGUSR1"
+
+
 @pytest.mark.parametrize(
     ("program", "printed", "status"),
     [
