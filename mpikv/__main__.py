@@ -17,7 +17,6 @@ from mpikv.commands.bench.options import add_parser as add_bench
 from mpikv.commands.bench.start import RankedParser
 from mpikv.commands.launch.options import add_launch, add_submit
 from mpikv.commands.plan.options import add_parser as add_plan
-from mpikv.commands.records_command import add_parser as add_records
 from mpikv.commands.top import add_parser as add_top
 from mpikv.commands.trace.command import add_parser as add_trace
 
@@ -39,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = RankedParser(
         prog="mpikv", description="A key-value store for data-parallel training on MPI.", epilog="mpikv COMMAND --help"
     )
+    parser.gone = {"records": "use MXNet's im2rec, or data.RecordWriter as docs/data.md shows it"}
     parser.add_argument("--version", action="version", version=f"mpikv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     info = commands.add_parser(
@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_plan(commands)
     add_trace(commands)
-    add_records(commands)
     add_top(commands)
     return parser
 

@@ -1,1 +1,1 @@
-"""What only the command line needs: info, launch, submit, bench, plan and records."""
+"""What only the command line needs: info, launch, submit, bench, plan, trace and top."""

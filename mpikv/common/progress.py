@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import rich.progress
@@ -71,20 +71,15 @@ class Progress:
             self._line_s, self._line_done = now_s, self.done
             print(self._line(now_s), file=sys.stderr, flush=True)
 
-    def to(self, done: int) -> None:
-        """Set how many are done."""
-        self.update(done - self.done)
-
-    def say(self, *lines: str, error: bool = False) -> None:
-        """Print whole lines on standard output, or on standard error, above the bar where both are on a terminal."""
+    def say(self, *lines: str) -> None:
+        """Print whole lines on standard output, above the bar where both are on a terminal."""
         if not self._shown or not lines:
             return
-        stream: TextIO = sys.stderr if error else sys.stdout
-        if self._bar is not None and stream.isatty():
+        if self._bar is not None and sys.stdout.isatty():
             self._bar.console.out(*lines, sep="\n", highlight=False)
         else:
-            stream.write("".join(f"{line}\n" for line in lines))
-            stream.flush()
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Remove the bar. May be called twice."""

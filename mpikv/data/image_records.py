@@ -95,40 +95,21 @@ def decode_image(content: bytes, *, color: bool = True) -> NDArray[np.uint8]:
     >>> data.decode_image(b'P6 2 1 255 ' + bytes(6)).shape  # a PPM file of 2x1 black pixels
     (1, 2, 3)
     """
-    pixels = np.array(in_8_bits(turned(content), color=color))
-    return pixels if color else pixels[:, :, None]
-
-
-def in_8_bits(image: Any, *, color: bool) -> Any:
-    """Convert an image of Pillow's to RGB or grey. Raises ValueError for more bits, which Pillow would cut to 255."""
-    if image.mode[0] in "IF":  # I, I;16 and the like: whole numbers; F: float32
+    image = _turned(content)
+    # I, I;16 and the like: whole numbers; F: float32. Pillow would cut them to 255.
+    if image.mode[0] in "IF":
         raise ValueError(
             f"an image of more than 8 bits (Pillow's mode {image.mode}): store it with 8, or decode what `unpack` "
             "returns yourself"
         )
-    return image.convert("RGB" if color else "L")
+    pixels = np.array(image.convert("RGB" if color else "L"))
+    return pixels if color else pixels[:, :, None]
 
 
-def turned(content: bytes) -> Any:
+def _turned(content: bytes) -> Any:
     """Decode an image into an object of Pillow's, turned as its EXIF data says. Raises as `decode_image` does."""
-
-    def turn(image: Any) -> Any:
-        from PIL import ImageOps  # noqa: PLC0415 - an extra
-
-        return ImageOps.exif_transpose(image)
-
-    return _with_image(content, turn)
-
-
-def image_size(content: bytes) -> tuple[int, int]:
-    """Return width and height of the image as it is stored; only its head is read. Raises as `decode_image` does."""
-    size: tuple[int, int] = _with_image(content, lambda image: image.size)
-    return size
-
-
-def _with_image(content: bytes, use: Callable[[Any], Any]) -> Any:
     try:
-        from PIL import Image  # noqa: PLC0415 - an extra
+        from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise UnsupportedError("images are decoded by Pillow, which is missing; pip install pillow") from error
     try:
@@ -138,7 +119,7 @@ def _with_image(content: bytes, use: Callable[[Any], Any]) -> Any:
             if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
                 most = Image.MAX_IMAGE_PIXELS
                 raise ValueError(f"{width} x {height} pixels; PIL.Image.MAX_IMAGE_PIXELS allows {most}")
-            return use(image)
+            return ImageOps.exif_transpose(image)
     except Exception as error:  # of a damaged image: many kinds, also SyntaxError
         raise ValueError(f"no image that Pillow can decode ({error}); it begins with {content[:8].hex(' ')}") from error
 

@@ -28,7 +28,6 @@ from mpikv.commands import top
 from mpikv.commands.launch import hosts
 from mpikv.config import KNOWN, Config
 from mpikv.data import RecordFile, open_idx, read_idx
-from mpikv.data.image_lists import read_list
 from mpikv.data.image_records import decode_image
 from mpikv.data.recordio import encoded, read_index
 from mpikv.observe import endpoint
@@ -300,7 +299,6 @@ READERS: dict[str, tuple[Callable[[str], object], bytes]] = {
     "packed IDX file": (read_idx, gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9]), mtime=0)),
     "records": (lambda path: [*RecordFile(path, index=None)], encoded(b"one") + encoded(b"two")),
     "index": (lambda path: read_index(path, 100), b"0\t0\n1\t16\n"),
-    "image list": (read_list, b"0\t1\ta.png\n1\t0\tb.png\n"),
     "image": (lambda path: decode_image(Path(path).read_bytes()), image()),
     "settings": (settings_of, b"10gbit,50us"),
 }

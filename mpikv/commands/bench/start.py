@@ -39,6 +39,7 @@ class RankedParser(argparse.ArgumentParser):
     """A parser whose help and errors come from rank 0 alone, and whose errors name what a misspelt name may mean."""
 
     hint = ""  # after an option that does not exist
+    gone: Mapping[str, str] = {}  # commands that there were once, and what to do instead
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """See argparse; but what is unknown is an error of this command already, which knows its own options."""
@@ -54,6 +55,8 @@ class RankedParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
+            if instead := self.gone.get(str(value)):
+                raise argparse.ArgumentError(action, f"{value!r} is gone: {instead}") from None
             near = meant(value, action.choices or ())
             raise argparse.ArgumentError(action, f"{error.message}{near and '.'}{near}") from None
 

@@ -1,4 +1,4 @@
-"""Names that do not exist, on the command line: the error names what may be meant, and is that of the right command."""
+"""Names that do not exist, on the command line: the error says what may be meant, or used, in the right command."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mpikv.__main__ import main
         ("launch -n 2 --servers=2 x --mine", r"mpikv launch: error: .*: --servers=2\. Did you mean --num-servers.*\n"),
         ("bench modle", r"mpikv bench: error: .*\. Did you mean 'model'\?\n"),
         ("plan --servrs 2", r"mpikv plan: error: .* Did you mean --servers or --servers-take\?\n"),
+        ("records pack x", r"mpikv: error: .*'records' is gone: use MXNet's im2rec, or .*\n"),
         ("submit slurm -n 2 --mem=4G x", "mpikv submit slurm: error: .*: --mem=4G; what Slurm .* --option .*\n"),
     ],
 )

@@ -23,7 +23,6 @@ ALLOWED = {
     "common/files.py": {"open", "os.open"},  # the place
     "commands/launch/batch.py": {"(TEMPLATES / name).read_text", "file.write_text"},  # the package's, the repository's
     "commands/launch/rank.py": {"os.open"},  # os.devnull
-    "commands/records_command.py": {"os.open"},  # os.devnull
     "data/image_records.py": {"Image.open"},  # bytes in memory
     "commands/launch/watch.py": {"self._connections.open"},  # of another kind
     "optimizers/archive.py": {

@@ -91,12 +91,13 @@ def test_work_that_was_resumed_counts_its_own_speed_and_one_rank_shows_it(
 
 def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
-    with Progress("pack [a].rec", 1000, "images") as progress:  # brackets are no markup
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Progress("read [a].rec", 1000, "images") as progress:  # brackets are no markup
         progress.update(1000, "the last", loss=0.5)
-        progress.say("left out: [b]", error=True)
+        progress.say("left out: [b]")
     drawn = terminal.getvalue()
     assert "\r" in drawn
-    assert "pack [a].rec" in drawn
+    assert "read [a].rec" in drawn
     assert "the last, loss 0.5000" in drawn
     assert "left out: [b]\n" in drawn
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there again
