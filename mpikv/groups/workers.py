@@ -37,7 +37,7 @@ from mpikv.session.workers import CALLS_ID, CALLS_NAME, Workers
 from mpikv.transports import wire
 from mpikv.transports.base import Group
 
-Reserve = Callable[[str, int], "tuple[HostMemory, int] | None"]
+Reserve = Callable[[int], "tuple[HostMemory, int | None] | None"]
 
 
 class WorkersGroup:
@@ -67,15 +67,16 @@ class WorkersGroup:
                     f"{call}: an earlier collective call of this store has failed, and its workers are not in step any "
                     f"more ({type(self._failure).__name__}: {self._failure})"
                 ) from self._failure
-            if self._group is not session.group:
-                self._open(session.group, call)
-            engine, shared = session.engine, self._shared
+            engine = session.engine
             if engine.failure is not None:
                 raise engine.failure
             session.calls_made += 1
             waiting = Waiting(call, CALLS_NAME, CALLS_ID, session.calls_made)
             part = session.recorder.begin(call, session.calls_made) if session.recorder.on else None
             try:
+                if self._group is not session.group:
+                    self._open(session.group, waiting)
+                shared = self._shared
                 if shared is None or described.in_memory is None:
                     running = Running(self._by_messages(described), call)
                 else:
@@ -94,17 +95,22 @@ class WorkersGroup:
             if part is not None:
                 part.done("collective")
 
-    def _open(self, group: Group, call: str) -> None:
-        """Set up calls of these workers: through memory that they reserve where they share one, else by messages.
+    def _open(self, group: Group, waiting: Waiting) -> None:
+        """Set up calls of these workers: through memory that worker 0 reserves where they share one, else by messages.
 
-        Collective.
+        Collective, and no agreement of the workers, since another thread of this one may take part in one meanwhile.
         """
-        members = self._session.members
-        found = None
-        if members.path == "direct":
-            found = self._reserve(call, -(-region_bytes(group.size) // group.size))
-        self._shared = None if found is None else SharedCalls(*found, group.rank, group.size)
-        self._messages = MessageCalls(group, members.config.host_algorithm)
+        session, found = self._session, None
+        self._messages, self._shared = MessageCalls(group, session.members.config.host_algorithm), None
+        if session.members.path == "direct":
+            found = self._reserve(-(-region_bytes(group.size) // group.size))
+        if found is not None:
+            memory, begin = found
+            told = np.array([-1 if begin is None else begin], np.int64)
+            running = Running(self._messages.broadcast([told], 0, wire.TAG_CALLS), waiting.call)
+            session.wait(Pending(session.engine.take(running), waiting))
+            if told[0] >= 0:
+                self._shared = SharedCalls(memory, int(told[0]), group.rank, group.size)
         self._group = group
 
     def _by_messages(self, described: Collective) -> Steps[None]:

@@ -126,18 +126,17 @@ class AllreduceStrategy(WorkersStrategy):
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Reserve a block of the host's memory. Returns the range of it that belongs to this worker."""
-        hosts, found = self.keys.hosts, self._reserve("empty", text, n_bytes)
-        return None if hosts is None or found is None else hosts.array(found[1], n_bytes)
-
-    def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
-        """Reserve a block of the host's memory."""
-        return self._reserve(call, "a collective call", n_bytes)
-
-    def _reserve(self, call: str, text: str, n_bytes: int) -> tuple[HostMemory, int] | None:
+        found = self.reserve(n_bytes)
+        begin = self._session.agree("empty", [text, None if found is None else found[1]], "empty")
         hosts = self.keys.hosts
-        begin = hosts.reserve_arrays(n_bytes) if hosts is not None and self._session.rank == 0 else None
-        begin = self._session.agree("empty", [text, begin], call)
-        return None if hosts is None or begin is None else (hosts.memory, begin)
+        return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
+
+    def reserve(self, n_bytes: int) -> tuple[HostMemory, int | None] | None:
+        """Reserve a block of the host's memory, at worker 0."""
+        hosts = self.keys.hosts
+        if hosts is None:
+            return None
+        return hosts.memory, hosts.reserve_arrays(n_bytes) if self._session.rank == 0 else None
 
     def stats(self) -> dict[str, Any]:
         """Counts of the direct path, bytes of memory held, and bytes encoded.

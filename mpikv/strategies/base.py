@@ -230,10 +230,10 @@ class Strategy(ABC):
         """
         return None
 
-    def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
-        """Zeroed memory that a host's workers share, `n_bytes` for each, and its offset; None as in `allocate`.
+    def reserve(self, n_bytes: int) -> tuple[HostMemory, int | None] | None:
+        """The memory that a host's workers share, and at worker 0 the offset of zeroed `n_bytes` for each. Local.
 
-        Collective, blocks. call: the user's call that needs it; ShapeMismatch on every worker where it differs.
+        None: they share none. No offset: there is no room, or this is another worker, who has to be told.
         """
         return None
 

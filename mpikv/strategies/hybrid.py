@@ -21,7 +21,6 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import wire_of
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError
-from mpikv.hostmemory.segment import HostMemory
 from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import StatesFile
 from mpikv.placement import described
@@ -306,10 +305,6 @@ class HybridStrategy(WorkersStrategy):
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """In the memory of this host, of whichever part has it."""
         return (self.ring if self._session.members.ring_has_memory else self.servers).allocate(text, n_bytes)
-
-    def reserve(self, call: str, n_bytes: int) -> tuple[HostMemory, int] | None:
-        """In the memory of the workers' part, if it has any."""
-        return self.ring.reserve(call, n_bytes) if self._session.members.ring_has_memory else None
 
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
         """See `Strategy`."""

@@ -160,6 +160,23 @@ def test_what_one_worker_refuses_is_an_error_on_every_worker(mode: Mode) -> None
     mode.run(body)
 
 
+@pytest.mark.parametrize("mode", [THREE, Mode("dist_sync", 3, memory="off")], ids=mode_id)
+def test_a_first_call_that_a_thread_makes_is_no_circle_with_what_the_others_are_in(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        calls = CollectiveCalls(store)
+        if store.rank:
+            store.barrier()
+            assert calls.allreduce([np.ones(1)])[0] == 3
+            return
+        begun = store.workers_group.in_turn.begin(lambda: calls.allreduce([np.ones(1)]))
+        while not all(f"in {'barrier' if one.rank else 'allreduce'}" in one.doing for one in store.workers):
+            assert not begun.done()
+        store.barrier()
+        assert begun.result()[0] == 3
+
+    mode.run(body)
+
+
 @pytest.mark.parametrize("mode", MODES[1:], ids=mode_id)
 def test_workers_that_have_joined_bring_zeros(mode: Mode) -> None:
     """Worker i makes i calls. They are exact in all dtypes; other calls than allreduces are refused."""
