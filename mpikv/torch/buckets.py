@@ -55,7 +55,10 @@ def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
     size, stride = tuple(parameter.shape), tuple(parameter.stride())
     if not is_dense(size, stride):
         stride = tuple(torch.empty(size, device="meta").stride())
-    return Form(name, size, stride, dtype_name(parameter), on_store(parameter, store))
+    try:
+        return Form(name, size, stride, dtype_name(parameter), on_store(parameter, store))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"parameter {name!r}: {error}") from None
 
 
 def gradient_of(form: Form, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -19,7 +19,6 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.torch import arrays, gpu_calls
-from mpikv.torch.arrays import array_of
 from mpikv.trainer.torch_parameter import distinct
 
 
@@ -158,23 +157,19 @@ def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, na
         for tensor, values in zip(tensors, gpu_calls.broadcast(calls, tensors, root, name), strict=True):
             tensor.data.copy_(values)
         return
-    found = calls.broadcast([array_of(t) for t in tensors], root, name)
+    found = calls.broadcast(_bytes_of(tensors), root, name)
     if calls.store.rank != root:
-        contents = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in found)
-        _write(list(zip(tensors, contents, strict=True)))
+        _write(list(zip(tensors, found, strict=True)))
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> list[HostArray]:
     """Return the bytes of tensors, as views if possible; those on a device are copied to the host in one copy."""
-    found: list[HostArray | None] = [
-        np.ascontiguousarray(array_of(one)).reshape(-1).view(np.uint8) if arrays.in_host_memory(one) else None
-        for one in tensors
-    ]
+    flat = [one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for one in tensors]
+    found = [values.numpy() if arrays.in_host_memory(values) else None for values in flat]
     devices = {tensors_.device_of(one): None for one, content in zip(tensors, found, strict=True) if content is None}
     for device in devices:
         on_device = [i for i, one in enumerate(tensors) if found[i] is None and tensors_.device_of(one) == device]
-        flat = [tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in on_device]
-        joined, begin = torch.cat(flat).cpu().numpy(), 0
+        joined, begin = torch.cat([flat[i] for i in on_device]).cpu().numpy(), 0
         for i in on_device:
             found[i] = joined[begin : begin + tensors[i].nbytes]
             begin += tensors[i].nbytes

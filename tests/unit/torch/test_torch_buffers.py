@@ -70,6 +70,21 @@ def test_what_expand_has_made_is_sent(store: Any, changes: Any) -> None:
     assert torch.equal(net.mask, expanded(4.0))
 
 
+@on(*nets.TWO)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool])
+def test_buffers_of_dtypes_that_no_store_adds(store: Any, dtype: Any) -> None:
+    def change(net: Any) -> None:
+        net.mask = torch.full((2, 2), 1 + store.rank).to(dtype).t()
+
+    model = mt.DistributedModel(Masked(torch.full((2, 2), store.rank).to(dtype), change), store)
+    assert torch.equal(model.mask.to(torch.complex64), torch.zeros(2, 2, dtype=torch.complex64))
+    for _ in range(3):
+        step(model)
+    assert torch.equal(model.mask.to(torch.complex64), torch.ones(2, 2, dtype=torch.complex64))
+    with pytest.raises(UnsupportedError, match="parameter 'weight': dtype 'complex64'"):
+        mt.DistributedModel(nn.Linear(2, 1, dtype=torch.complex64), store)
+
+
 SPARSE = torch.eye(2).to_sparse()
 
 
