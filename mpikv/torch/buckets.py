@@ -24,6 +24,7 @@ import torch
 
 from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import HostArray, dtype_of
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.calls.request import Request
 from mpikv.codecs.compression import NONE, KeyCompression
 from mpikv.codecs.identity import IDENTITY
@@ -31,6 +32,7 @@ from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.placement import buckets
 from mpikv.torch.arrays import dtype_name, is_dense, on_store
+from mpikv.torch.spares import Spares
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)
 
@@ -149,7 +151,7 @@ class GradientView:
     def __init__(self, bucket: GradientBucket, form: Form, parameter: torch.nn.Parameter, begin: int) -> None:
         self.bucket = bucket
         self._form, self._parameter, self._begin = form, parameter, begin
-        self._in_use: weakref.ref[Any] | None = None
+        self.in_use: weakref.ref[Any] | None = None
         self.scaled = False
         self.make_tensor()
 
@@ -158,7 +160,7 @@ class GradientView:
         form, flat, begin = self._form, self.bucket.flat, self._begin
         self._was_grad = False  # whether the tensor was a `grad`, which the program may have kept
         if not self.bucket.on_gpu:
-            flat, self._in_use = tensors.in_memory_of(flat[begin : begin + form.n_elems])
+            flat, self.in_use = tensors.in_memory_of(flat[begin : begin + form.n_elems])
             begin = 0
         self.tensor = flat.as_strided(form.size, form.stride, begin)
 
@@ -226,7 +228,7 @@ class GradientView:
         if not self._was_grad:
             return
         del self.tensor
-        if self._in_use is None or self._in_use() is None:  # no tensor of this memory is referred to
+        if self.in_use is None or self.in_use() is None:  # no tensor of this memory is referred to
             self.make_tensor()
             return
         bucket = self.bucket
@@ -236,7 +238,7 @@ class GradientView:
 
 
 def make_buckets(
-    store: KVStore,
+    calls: CollectiveCalls,
     name: str,
     members: Sequence[int],
     forms: Sequence[Form],
@@ -245,12 +247,15 @@ def make_buckets(
     limit_bytes: int | None,
     tail_elems: int,
     compression: KeyCompression,
-) -> list[GradientBucket]:
+) -> tuple[int, str, list[GradientBucket]]:
     """Make buckets for parameters in the order in which their gradients are computed. Collective, blocks.
 
     name: prefix of the keys. members: numbers of the parameters, the same on every worker. tail_elems: number of
     float32 values after the last gradient; 0: no tail. compression: of all but the tail; the store's own is not used.
+
+    Returns the buckets, and before them what `Spares.give` needs.
     """
+    store = calls.store
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
     dtypes = ["float32" if i == TAIL else forms[i].dtype for i in numbers]
@@ -264,25 +269,33 @@ def make_buckets(
     if tail_elems and not compression.uncompressed:
         named[-1] = "tail"
     groups = buckets.plan(n_bytes, named, on_gpu=[on_gpu for _, on_gpu in kinds], limit_bytes=limit_bytes)
-    flats: dict[int, Any] = {}
-    for dtype, on_gpu in sorted(set(kinds)):
+    lengths = [sum(sizes[i] for i in group) for group in groups]
+    form = str([(kinds[group[0]], lengths[g], len(numbers) - 1 in group) for g, group in enumerate(groups)])
+    form += f", tail {tail_elems}, {compression.text}"
+    number, spare = Spares.of(store).take(calls, form)
+    flats: dict[int, Any] = {} if spare is None else dict(enumerate(spare.flats))
+    while spare is not None and spare.calls:
+        spare.calls.pop().release()
+    for dtype, on_gpu in sorted(set(kinds)) if spare is None else ():
         chosen = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]
-        shapes = [(sum(sizes[i] for i in groups[g]),) for g in chosen]
+        shapes = [(lengths[g],) for g in chosen]
         made = zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
         flats.update(zip(chosen, made, strict=True))
     found = []
     for g, group in enumerate(groups):
-        bucket = GradientBucket(f"{name} {g}", flats[g], tail_elems if TAIL in [numbers[i] for i in group] else 0)
+        key = f"{name} {g}" if spare is None else spare.keys[g]
+        bucket = GradientBucket(key, flats[g], tail_elems if TAIL in [numbers[i] for i in group] else 0)
         for i, begin in zip(group, buckets.offsets([sizes[i] for i in group]), strict=False):
-            if (number := numbers[i]) != TAIL:
-                bucket.views[number] = GradientView(bucket, forms[number], parameters[number], begin)
+            if (member := numbers[i]) != TAIL:
+                bucket.views[member] = GradientView(bucket, forms[member], parameters[member], begin)
         store.session.own_keys.add(bucket.key)
         store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
         found.append(bucket)
     for bucket in found:
-        store.init(bucket.key, bucket.flat)  # one after another, since each call copies its arrays
+        if spare is None:
+            store.init(bucket.key, bucket.flat)  # one after another, since each call copies its arrays
         bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
-    return found
+    return number, form, found
 
 
 def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:

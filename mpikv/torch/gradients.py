@@ -52,6 +52,7 @@ from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Compression
+from mpikv.torch.spares import Spare, Spares
 from mpikv.torch.steps import Steps
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 
@@ -95,10 +96,11 @@ class Gradients:
         # If all workers add in shared host memory, one call for all buckets is faster.
         self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
         self._buckets: list[GradientBucket] = []
-        weakref.finalize(self, _clear, self._buckets).atexit = False
+        self._sets: list[tuple[int, str, list[GradientBucket]]] = []  # see `make_buckets`
+        self._prepared: list[PreparedCall] = []  # the last call that added buckets in shared memory
+        weakref.finalize(self, _give_back, Spares.of(self._store), self._sets, self._prepared).atexit = False
         self._views: dict[int, GradientView] = {}
         self._tail_bucket: GradientBucket | None = None
-        self._call: PreparedCall | None = None  # the last one that added buckets in shared memory
         self._called: list[Any] = []  # its arrays
         self._tail = GradientTail(self._store.num_workers, len(named), 0)
         self._trained: Flags = self._requires_grad()  # as all workers have agreed
@@ -257,8 +259,8 @@ class Gradients:
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
         key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
-        found = make_buckets(
-            self._store,
+        i, sizes, found = make_buckets(
+            self.calls,
             key,
             members,
             self.forms,
@@ -268,6 +270,7 @@ class Gradients:
             compression=self.compression,
         )
         self._groups += 1
+        self._sets.append((i, sizes, found))
         self._buckets += found
         self._tail_bucket = next((bucket for bucket in found if bucket.has_tail), self._tail_bucket)
         for bucket in found:
@@ -310,12 +313,12 @@ class Gradients:
         if not self._store.strategy.lends:
             self._store.pushpull_async(keys, flats).wait()
             return
-        call = self._call
+        call = self._prepared[0] if self._prepared else None
         if call is None or not call.valid or len(flats) != len(self._called) or any(map(is_not, flats, self._called)):
             if call is not None:
                 call.release()
-            call = self._call = self._store.strategy.prepare(self._entries(keys, flats), SUM, waits=True)
-            self._called = flats
+            call = self._store.strategy.prepare(self._entries(keys, flats), SUM, waits=True)
+            self._prepared[:], self._called = [call], flats
         if pending := call.start():
             call.wait(pending)
 
@@ -359,10 +362,15 @@ class Gradients:
             bucket.end_round(self._trained)
 
 
-def _clear(found: list[GradientBucket]) -> None:
-    """Take the views from buckets, to which they refer, so that both are freed at once."""
-    for bucket in found:
-        bucket.views.clear()
+def _give_back(spares: Spares, sets: list[tuple[int, str, list[GradientBucket]]], prepared: list[PreparedCall]) -> None:
+    """Give back the keys of buckets whose gradients are freed, unless they are compressed or being sent."""
+    for i, sizes, found in sets:
+        in_use = [view.in_use for bucket in found for view in bucket.views.values()]
+        for bucket in found:
+            bucket.views.clear()  # which refer to the bucket, so that both are freed at once
+        if not any(bucket.compressed or bucket.sent for bucket in found):
+            keys, flats = [bucket.key for bucket in found], [bucket.flat for bucket in found]
+            spares.give(i, Spare(sizes, keys, flats, in_use, prepared))
 
 
 class UnusedSums:

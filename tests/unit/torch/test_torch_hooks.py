@@ -73,6 +73,52 @@ def test_what_is_dropped_is_freed_and_its_hooks_are_gone(store: Any, way: str) -
     assert [one() for one in freed] == [None] * len(freed)
 
 
+@on(*nets.TWO, nets.MODES[1])
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+@pytest.mark.parametrize("again", [False, True])
+def test_keys_of_what_was_dropped_are_taken_again(store: Any, way: str, again: bool) -> None:
+    """By others of the same sizes, with nothing left in them. again: over one module, whose gradients stay."""
+    one, kept, counts = nets.seeded(nets.Net), [], []
+    for k in range(8):
+        net = one if again else nets.seeded(nets.Net)
+        twins = [nets.seeded(nets.Net) for _ in range(store.num_workers)]
+        for twin in twins:
+            twin.load_state_dict(net.state_dict())
+        model, optimizer = nets.wrapped(way, net, store, bucket_bytes=600)
+        for step in range(3):
+            for rank, twin in [*enumerate(twins), (store.rank, model)]:
+                twin.zero_grad()
+                nets.loss_of(twin(nets.batch(10 * k + step, rank), odd=k % 2 == rank == 1)).backward()
+            if way == "optimizer":
+                optimizer.step()
+            nets.mean_gradients(twins)
+            nets.assert_same_grads(net, twins[0])
+        if k == 3:  # which must not change when the memory is taken again
+            kept = [(p.grad, p.grad.clone()) for p in net.parameters() if p.grad is not None]
+        counts.append(len(store.session.infos))
+        del net, model, twin, optimizer
+    assert all(torch.equal(grad, value) for grad, value in kept)
+    assert counts[-1] == counts[-3] <= 3 * counts[0]
+
+
+@on(*nets.TWO)
+def test_keys_of_parameters_that_were_frozen_at_first_are_taken_again_too(store: Any) -> None:
+    """They were made later than the others, and one call adds both."""
+    counts = []
+    for _ in range(4):
+        net = linear()
+        net.bias.requires_grad_(False)
+        model = mt.DistributedModel(net, store)
+        for _ in range(3):
+            backward(model, store)
+            assert net.weight.grad.tolist() == [[1.5, 1.5]]
+            net.bias.requires_grad_(True)
+        assert net.bias.grad.tolist() == [1.0]
+        counts.append(len(store.session.infos))
+        del net, model
+    assert len(set(counts)) == 1
+
+
 @on(*nets.TWO)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_an_optimizer_that_is_made_anew(store: Any, passes: int) -> None:
