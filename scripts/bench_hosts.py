@@ -1,7 +1,7 @@
 """`mpikv bench` across shaped links: what a step or a sum costs between hosts, without having any.
 
     python scripts/bench_hosts.py --rates 200 --hosts 2,3 -- train --batch 4 --image-size 64 --ways model --vs gloo
-    python scripts/bench_hosts.py --rates 100,1000 --hosts 2,4 -- wire --model resnet50 --codecs 2bit,topk
+    python scripts/bench_hosts.py --rates 100,1000 --hosts 2,4 -- model --model resnet50
 
 As root: makes the hosts, network namespaces of this machine with links of so many Mbit/s each way, runs one job for
 each number of them and each rate, and removes them. What stands behind `--` goes to `mpikv bench`, whose ranks have one

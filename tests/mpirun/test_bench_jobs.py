@@ -148,20 +148,6 @@ def test_servers(mpi, tmp_path: Path) -> None:
             assert row["control_messages"] == 0
 
 
-def test_codec(mpi, tmp_path: Path) -> None:
-    found, job = measured(1, tmp_path, "codec --codecs 2bit,int8 --bytes 64K --iterations 2", mpi=mpi)
-    rows = found["rows"]
-    assert [(row["what"], row["wire_bytes"]) for row in rows] == [
-        ("2bit", 4096),
-        ("int8", 16640),
-        ("int8 alone", 16640),
-    ]
-    for row in rows:
-        assert (row["wrong"], row["n_bytes"], row["n_elems"]) == (0, 65536, 16384)
-        assert min(row[f"{name}_s"] for name in ("encode", "decode", "add", "copy", "sum")) > 0
-    assert "64K 2bit                     0.250       16.0 " in job.stdout
-
-
 def test_link(mpi, tmp_path: Path) -> None:
     (row,) = measured(3, tmp_path, "link", mpi=mpi)[0]["rows"]
     assert (row["first"], row["second"], row["which"]) == (0, 1, "same host")
@@ -247,21 +233,3 @@ def test_starts_mpirun_itself(tmp_path: Path) -> None:
     done = subprocess.run([*command, "-b", "8"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert "larger than the largest" in done.stderr
-
-
-def test_wire(mpi: Any, tmp_path: Path) -> None:
-    """Two ranks that count as two hosts: a ring sends each value once, in 4 bytes, in 2, or encoded."""
-    line, n_bytes = "wire --model lenet --codecs fp16,2bit --iterations 1", LENET_BYTES
-    found, _ = measured(2, tmp_path, line, mpi=mpi, env={"MPIKV_FAKE_HOSTS": "2"})
-    rows = {row["what"]: row for row in found["rows"]}
-    assert {row["n_bytes"] for row in rows.values()} == {n_bytes}
-    assert sum(row["wrong"] for row in rows.values()) == 0
-    assert rows["no bundles"]["bytes_sent"] == n_bytes
-    assert n_bytes < rows["uncompressed"]["bytes_sent"] < 1.001 * n_bytes
-    assert rows["uncompressed"]["messages"] < rows["no bundles"]["messages"]
-    assert rows["float16 keys"]["bytes_sent"] == pytest.approx(n_bytes / 2, rel=1e-3)
-    assert rows["codec fp16"]["bytes_sent"] == pytest.approx(n_bytes / 2, rel=1e-3)
-    assert rows["codec 2bit"]["bytes_sent"] == pytest.approx(n_bytes / 16, rel=0.01)
-    assert rows["rows, 1 %"]["bytes_sent"] < 0.05 * n_bytes
-    assert rows[PACKED]["bytes_sent"] is None
-    assert rows["uncompressed"]["ratio"] == 1

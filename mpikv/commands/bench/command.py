@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mpikv.codecs import registry
-from mpikv.commands.bench import allreduce, codec, gloo, plot, ps, wire
+from mpikv.commands.bench import allreduce, gloo, plot, ps
 from mpikv.commands.bench.choices import FLOATS, TRAINED
 from mpikv.commands.bench.job import BenchJob, describe, header, open_job
 from mpikv.commands.bench.link import measured, rates_of
@@ -58,8 +57,6 @@ BENCHMARKS: Mapping[str, Callable[[BenchRun], None]] = {
     "model": allreduce.run,
     "train": _train,
     "ps": ps.run,
-    "codec": codec.run,
-    "wire": wire.run,
     "link": _link,
 }
 
@@ -87,9 +84,8 @@ def _check(options: argparse.Namespace) -> None:
     kind, dtype = options.kind, options.dtype
     if hasattr(options, "min_bytes"):
         sweep(options.min_bytes, options.max_bytes, options.factor, 1)
-    if kind in ("pushpull", "ps", "codec") and dtype not in FLOATS:
-        taker = "a codec encodes" if kind == "codec" else "an optimizer needs"
-        raise ConfigError(f"--dtype {dtype}: {taker} one of {', '.join(FLOATS)}")
+    if kind in ("pushpull", "ps") and dtype not in FLOATS:
+        raise ConfigError(f"--dtype {dtype}: an optimizer needs one of {', '.join(FLOATS)}")
     for option in ("json", "plot", "save"):
         if path := getattr(options, option, None):
             try:  # before an hour of measuring, not after it
@@ -107,8 +103,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} is of arrays in host memory: leave it out, or --device")
     if kind == "train" and options.model == "lenet" and options.image_size not in (None, TRAINED["lenet"]):
         raise ConfigError(f"--image-size {options.image_size}: lenet takes images of 28 x 28")
-    if unknown := sorted(set(getattr(options, "codecs", ())) - set(registry.names())):
-        raise ConfigError(f"--codecs {','.join(unknown)}: there are {', '.join(registry.names())}")
     if needs_torch(options):
         gloo.check_torch("--vs gloo" if kind != "train" else "train")
 
@@ -162,8 +156,6 @@ def _steps(options: argparse.Namespace) -> int:
     """Return how often something is measured."""
     if options.kind == "train":
         return len(options.batch or (1,) * (1 if options.device else 2))
-    if options.kind == "codec":
-        return len(options.codecs or registry.names())
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
         return 1
     sizes = sweep(options.min_bytes, options.max_bytes, options.factor, 1)

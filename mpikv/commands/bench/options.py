@@ -22,9 +22,7 @@ EXAMPLES = """examples:
   mpikv bench train -n 2 --model resnet18 --batch 4,32
   mpikv bench ps -n 3 --servers 1 -e 64M
   mpikv bench allreduce -n 2 --device                arrays on the GPU, by each path that works here
-  mpikv bench codec --codecs 2bit,int8               compression on one core
   mpirun --hostfile hosts -n 4 mpikv bench link
-  mpirun --hostfile hosts -n 4 mpikv bench wire --model resnet18 --codecs 2bit,topk
 
 Without mpirun, -n starts one. Times are of the slowest rank; every result is checked, and a wrong one ends the command
 with status 1. docs/performance.md says how to read the tables."""
@@ -33,11 +31,6 @@ with status 1. docs/performance.md says how to read the tables."""
 def _counts(text: str) -> tuple[int, ...]:
     """Read whole numbers, as in 4,32."""
     return tuple(map(at_least(1), text.split(",")))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Read names, as in 2bit,topk."""
-    return tuple(text.split(","))
 
 
 def _option(
@@ -86,7 +79,6 @@ PATHS = {
         "A,B",
     )
 }
-CODECS = {"--codecs": _option("by name (default all)", (), _names, "A,B")}
 TRAINING = {
     "--model": _network(tuple(TRAINED)),
     "--batch": _option("examples of one rank in a step (default 4,32; on GPUs 128)", None, _counts, "A,B"),
@@ -167,23 +159,6 @@ KINDS = {
             **DEVICE,
         },
     ),
-    "codec": Kind(
-        "each codec's encoding, decoding and adding on one core, beside memcpy",
-        "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum.",
-        {**TIMED, "--bytes": _option("of the values (default %(default)s)", "64M", size, "SIZE"), **DTYPE, **CODECS},
-    ),
-    "wire": Kind(
-        "bytes and time of one step: uncompressed, in 16 bits, each codec, sparse, raw MPI, Gloo",
-        "Exchange the gradients of a network, float32, in one pushpull: uncompressed, without bundles of short "
-        "messages, as float16 and bfloat16 keys, with each codec (always encoded, as with force), as some rows of a "
-        "sparse table of the same size; and by raw MPI and, where PyTorch is installed, Gloo. Prints bytes and "
-        "messages that the rank with most of them sends in a step, bytes in percent of those of the uncompressed "
-        "store, the median and 95th percentile of the slowest rank's time in milliseconds, and the median divided by "
-        "the uncompressed store's. Between hosts only is anything sent: MPIKV_FAKE_HOSTS=2 lets ranks of one host "
-        "count as two.",
-        {**TIMED, "--model": _network(models.NAMES), **CODECS},
-        {"seconds": 20.0},
-    ),
     "link": Kind(
         "latency and bandwidth between two ranks of a host, and from each host to the next",
         "Measure the links by MPI between two ranks of one host and from each host to the next: half a round trip of 8 "
@@ -192,6 +167,10 @@ KINDS = {
         "of their own, and lets them divide keys between workers and servers alike in every run.",
         {"--save": _option("write what stores need to know of each host's link, for MPIKV_LINK", None, None, "FILE")},
     ),
+}
+GONE = {
+    "codec": "docs/compression.md has the sizes of encoded values, store.stats()['compressed_keys'] the times of keys",
+    "wire": "use link or allreduce; docs/compression.md has the sizes of encoded values",
 }
 
 
@@ -212,6 +191,7 @@ def add_parser(commands: Any) -> None:
             constant = {"const": what["const"].format(kind=name)} if "const" in what else {}
             parser.add_argument(*flags.split(","), **{**what, **constant})
         parser.set_defaults(**kind.defaults)
+    bench.gone = GONE
     bench.set_defaults(run=_run, dtype="float32", plot=None, device=False)
 
 

@@ -11,7 +11,7 @@ Collectives of the MPI library (`MPIKV_ALGORITHM=native`) hide their messages: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,6 @@ class StoreUse:
     type_: str = "dist_sync"
     device: bool = False  # arrays on a GPU
     single: bool = False  # one key and one array, not lists of one
-    compression: Mapping[str, Any] | None = None  # of `set_gradient_compression`
 
 
 class _StoreContender:
@@ -75,8 +74,6 @@ class _StoreContender:
     def __init__(self, comm: Any, pattern: Pattern, use: StoreUse, arrays: Sequence[Any] | None) -> None:
         self._pattern, self._use = pattern, use
         self.store = kv.create(use.type_, comm=comm, config=use.config)
-        if use.compression:
-            self.store.set_gradient_compression(use.compression)
         if use.optimizer:
             self.store.set_optimizer(optimizers.create(use.optimizer, learning_rate=1.0))
         if use.shared:

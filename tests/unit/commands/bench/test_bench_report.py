@@ -6,12 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mpikv.__main__ import _parser, main
-from mpikv.codecs import Int8, names, registry
-from mpikv.commands.bench import codec, plot
+from mpikv.commands.bench import plot
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.limits import Limit, Rates
 from mpikv.commands.bench.link import pairs
@@ -100,21 +98,6 @@ def test_ticks_of_a_plot_span_the_sizes(smallest: int, largest: int) -> None:
     assert len(ticks) <= plot.TICKS + 1
 
 
-# --- checks of codecs
-
-
-class AddsTwice(Int8):
-    def add(self, data: np.ndarray, out: np.ndarray) -> None:
-        super().add(data, out)
-        super().add(data, out)
-
-
-def test_a_codec_that_is_wrong_is_found() -> None:
-    for name, dtype in (*((name, "float32") for name in names()), ("fp16", "float64")):
-        assert codec.is_right(registry.create(name), np.dtype(dtype)), name
-    assert not codec.is_right(AddsTwice(), np.dtype(np.float32))
-
-
 # --- options
 
 
@@ -162,9 +145,8 @@ def test_lists() -> None:
         (["allreduce", "--plot", "/"], "--plot /: is a folder"),
         (["pushpull", "--dtype", "int32"], "--dtype int32: an optimizer needs one of float32"),
         (["pushpull", "--keys", "5", "--plot", "x.png"], "--plot draws bandwidth over size"),
-        (["codec", "--dtype", "int32"], "--dtype int32: a codec encodes one of float32"),
-        (["codec", "--codecs", "2bit,3bit"], "--codecs 3bit: there are 1bit, 2bit"),
-        (["wire", "--codecs", "2bit,3bit"], "--codecs 3bit: there are 1bit, 2bit"),
+        (["codec", "--codecs", "2bit"], "'codec' is gone: docs/compression.md has the sizes"),
+        (["wire"], "'wire' is gone: use link or allreduce"),
         (["train", "--model", "lenet", "--image-size", "32"], "lenet takes images of 28 x 28"),
         (
             ["allreduce", "--device-paths", "ipc"],
