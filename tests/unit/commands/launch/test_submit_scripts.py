@@ -83,8 +83,9 @@ UNTIL_STOPPED = """
 import os, signal, time
 came = []
 def stop(number, frame):
+    first = not came  # asked before the next line: the signal may come again, and this be called, between any two
     came.append(number)
-    if len(came) > 1:
+    if not first:
         return
     os.write(1, f"asked by {{signal.Signals(number).name}}\\n".encode())  # print may be in the middle of its work
     if os.path.exists(os.environ["MPIKV_STOP_MARK"]):  # not yet where the signal comes just before it is made

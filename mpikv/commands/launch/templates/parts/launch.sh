@@ -20,6 +20,9 @@ if [ -n "$forwards" ]; then
     pid=$!
     for signal in USR1 USR2 TERM; do trap "kill -$signal $pid 2>/dev/null" $signal; done
     while wait $pid; status=$?; kill -0 $pid 2>/dev/null; do :; done # a signal ends a wait
+    wait $pid 2>/dev/null # the program's end may have come with the signal: then that wait had the signal's status
+    again=$?
+    [ $again = 127 ] || status=$again # 127: it had the program's, which is told once
 else
     "$@"
     status=$?
