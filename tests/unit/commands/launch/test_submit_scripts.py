@@ -502,7 +502,7 @@ def test_the_shell_of_a_rank_passes_on_what_slurm_sends_to_it_alone(tmp_path: Pa
     program = """if True:
         import os, signal, sys
         heard = []
-        signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(os.write(1, b"heard\\n")))
+        signal.signal(signal.SIGUSR1, lambda number, frame: (heard.append(1), os.write(1, b"heard\\n")))
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7 + len(heard)))
         os.write(1, b"begun\\n")
         while True:
