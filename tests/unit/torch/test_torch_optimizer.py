@@ -79,7 +79,6 @@ def _some_rows(net: Any, optimizer: Any) -> None:
 CHANGES = {
     "clip norm": lambda net, optimizer: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1),
     "clip value": lambda net, optimizer: torch.nn.utils.clip_grad_value_(net.parameters(), 0.1),
-    "unscale": _unscale,
     "noise": _noise,
     "data": lambda net, optimizer: net.weight.grad.data.clamp_(max=0.1),
     "some rows": _some_rows,
@@ -87,6 +86,8 @@ CHANGES = {
     "requires_grad": lambda net, optimizer: net.weight.requires_grad_(False),
     "zero_grad": lambda net, optimizer: net.zero_grad(),
 }
+if hasattr(torch.amp, "GradScaler"):  # since PyTorch 2.3 on processors, too
+    CHANGES["unscale"] = _unscale
 
 
 @on(*nets.TWO)
