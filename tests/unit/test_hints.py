@@ -21,7 +21,6 @@ PACKAGES = {
     "scikit-learn",
     "tensorboard",
     "torch",
-    "viztracer",
 }
 EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images", "fast"}
 
