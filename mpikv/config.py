@@ -10,10 +10,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_SERVERS_TAKE` | auto | the share of a key that goes to servers, 0.0 to 1.0 or `all`; see settings.md |
 | `MPIKV_LINK` | auto | links between hosts: `10gbit,50us`, or a file of `mpikv bench link --save`; `auto`: measured |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_PARTITION_BYTES` | 0 | bytes of a piece of a big value on its way to a server and back; 0: see settings.md |
-| `MPIKV_BUCKET_BYTES` | 61440 | bytes of a message in which short ones of several keys travel together; 0: none do |
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical`; `nccl`: on GPUs |
-| `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError`; at most 1e9 |
 | `MPIKV_STALL_WARN_S` | 2 | seconds of a wait until a table says who waits for whom; `off`: never; see errors.md |
@@ -26,10 +23,19 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_CUDA_AWARE` | auto | whether MPI takes device memory: `0`: no; `1`: yes; `auto`: a child process tries it |
 | `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
 | `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
-| `MPIKV_STOP_MARK` | | file that is there while worker 0 waits for such a signal: a batch job repeats it till then |
 | `MPIKV_METRICS` | | folder in which each rank writes its metrics for Prometheus, a file every 15 s and at the end |
 
-Two more are of the process rather than of a store, and no fields of `Config`:
+Two more are not for users:
+
+| variable | default | meaning |
+|---|---|---|
+| `MPIKV_TEST_HOSTS` | 0 | of tests and trials: pretend that the ranks run on so many hosts, in blocks; 0: do not |
+| `MPIKV_STOP_ASKED` | | of batch scripts: file that is there when the job was asked to stop, perhaps too early for it |
+
+`partition_bytes` (of a piece of a value on its way to a server and back; 0: by the links) and `bucket_bytes` (of a
+message in which short values of several keys travel) are fields for tests, without a variable.
+
+Two are of the process rather than of a store, and no fields of `Config`:
 
 | variable | default | meaning |
 |---|---|---|
@@ -53,7 +59,7 @@ from mpikv.common.checks import LARGEST, LONGEST_S, meant, options, path, shown,
 from mpikv.errors import ConfigError
 
 PREFIX = "MPIKV_"
-TEST_PREFIX = "MPIKV_TEST_"  # belongs to the test runner, never read by the library
+TEST_PREFIX = "MPIKV_TEST_"  # of the test runner, but for MPIKV_TEST_HOSTS never read by the library
 # Signals that cannot be caught, or that say that the program itself has gone wrong or that its terminal has changed.
 NOT_TO_STOP_BY = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "TRAP"} | {
     *("CHLD", "CLD", "CONT", "PIPE", "TTIN", "TTOU", "URG", "WINCH")
@@ -215,10 +221,7 @@ VARIABLES = (
     Variable("MPIKV_SERVERS_TAKE", "servers_take", _share),
     Variable("MPIKV_LINK", "link", _link),
     Variable("MPIKV_BIGARRAY_BOUND", "bigarray_bound_elems", _integer(1)),
-    Variable("MPIKV_PARTITION_BYTES", "partition_bytes", _integer(0)),
-    Variable("MPIKV_BUCKET_BYTES", "bucket_bytes", _integer(0)),
     Variable("MPIKV_ALGORITHM", "algorithm", _one_of(*ALGORITHMS)),
-    Variable("MPIKV_FAKE_HOSTS", "fake_hosts", _integer(0)),
     Variable("MPIKV_SHARED_MEMORY", "shared_memory", _one_of("auto", "off")),
     Variable("MPIKV_TIMEOUT_S", "timeout_s", _seconds),
     Variable("MPIKV_STALL_WARN_S", "stall_warn_s", _seconds_or_off),
@@ -231,14 +234,24 @@ VARIABLES = (
     Variable("MPIKV_CUDA_AWARE", "cuda_aware", _one_of("0", "1", "auto")),
     Variable("MPIKV_STOP_SIGNALS", "stop_signals", _signals),
     Variable("MPIKV_STOP_FILE", "stop_file", _text),
-    Variable("MPIKV_STOP_MARK", "stop_mark", _text),
     Variable("MPIKV_METRICS", "metrics", _text),
 )
-
+NOT_FOR_USERS = (
+    Variable("MPIKV_TEST_HOSTS", "test_hosts", _integer(0)),
+    Variable("MPIKV_STOP_ASKED", "stop_asked", _text),
+    Variable("", "partition_bytes", _integer(0)),
+    Variable("", "bucket_bytes", _integer(0)),
+)
+GONE = {
+    "MPIKV_PARTITION_BYTES": "nothing is needed: pieces are as long as the links want them, see MPIKV_LINK",
+    "MPIKV_BUCKET_BYTES": "nothing is needed: short values of several keys share messages of 60 KiB",
+    "MPIKV_STOP_MARK": "the batch scripts of `mpikv submit` keep early signals without it; take their present ones",
+    "MPIKV_FAKE_HOSTS": "use MPIKV_TEST_HOSTS, for tests and trials",
+}
 
 TRACEBACK = Variable("MPIKV_TRACEBACK", "", _one_of("short", "full"))
 LOG = Variable("MPIKV_LOG", "", _one_of("debug", "info", "warning"))
-ALL = (*VARIABLES, TRACEBACK, LOG)
+ALL = (*VARIABLES, *NOT_FOR_USERS[:2], TRACEBACK, LOG)
 KNOWN = tuple(variable.name for variable in ALL)
 
 
@@ -258,7 +271,7 @@ class Config:
     partition_bytes: int = 0
     bucket_bytes: int = 60 << 10
     algorithm: str = "auto"
-    fake_hosts: int = 0
+    test_hosts: int = 0
     shared_memory: str = "auto"
     timeout_s: float = 300.0
     stall_warn_s: float = 2.0
@@ -271,11 +284,11 @@ class Config:
     cuda_aware: str = "auto"
     stop_signals: str = ""
     stop_file: str = ""
-    stop_mark: str = ""
+    stop_asked: str = ""
     metrics: str = ""
 
     def __post_init__(self) -> None:
-        for variable in VARIABLES:
+        for variable in (*VARIABLES, *NOT_FOR_USERS):
             value = getattr(self, variable.field)
             try:
                 object.__setattr__(self, variable.field, variable.parse(_text_of(variable, value)))
@@ -295,12 +308,16 @@ class Config:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the variables that are set, by default those of this process.
 
-        Raises ConfigError that names the variable, its text and what is valid.
+        Raises ConfigError that names the variable, its text and what is valid, or what to use in place of one that is
+        gone.
 
         >>> mpikv.Config.from_environ({'MPIKV_TIMEOUT_S': '60'}).timeout_s
         60.0
         """
         environ = dict(os.environ) if environ is None else options("environ", environ)
+        for name, instead in GONE.items():
+            if environ.get(name):
+                raise ConfigError(f"{name}={shown(environ[name])} is no longer read: {instead}; unset it")
         values = {}
         for variable in ALL:
             value = _read(variable, environ)
@@ -354,7 +371,9 @@ def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, st
     """
     environ = os.environ if environ is None else environ
     return {
-        name: environ[name] for name in sorted(environ) if name.startswith(PREFIX) and not name.startswith(TEST_PREFIX)
+        name: environ[name]
+        for name in sorted(environ)
+        if name in KNOWN or (name.startswith(PREFIX) and not name.startswith(TEST_PREFIX))
     }
 
 

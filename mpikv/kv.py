@@ -259,11 +259,10 @@ def _introduction(spec: StoreSpec | None, config: Config, device: DeviceReport) 
         "MPIKV_LINK": links.announced(config.link),
         "MPIKV_BIGARRAY_BOUND": config.bigarray_bound_elems,
         "MPIKV_ALGORITHM": config.algorithm,
-        "MPIKV_FAKE_HOSTS": config.fake_hosts,
+        "MPIKV_TEST_HOSTS": config.test_hosts,
         "MPIKV_SHARED_MEMORY": config.shared_memory,
         "MPIKV_STOP_SIGNALS": config.stop_signals,
         "MPIKV_STOP_FILE": config.stop_file,
-        "MPIKV_BUCKET_BYTES": config.bucket_bytes,
         "MPIKV_DEVICE_PATH": config.device_path,
     }
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
@@ -302,14 +301,14 @@ def _type_name(fields: list[bool]) -> str:
     return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
 
 
-def _stop_signals(config: Config, mark: str = "") -> signals.StopSignals:
-    return signals.StopSignals([name for name in config.stop_signals.split(",") if name], mark)
+def _stop_signals(config: Config, asked: str = "") -> signals.StopSignals:
+    return signals.StopSignals([name for name in config.stop_signals.split(",") if name], asked)
 
 
 def _listening(store: KVStore, config: Config) -> KVStore:
     """Let signals ask all workers to stop, until the store is closed."""
     if config.stop_signals:
-        listener = _stop_signals(config, config.stop_mark if store.rank == 0 else "")
+        listener = _stop_signals(config, config.stop_asked if store.rank == 0 else "")
         listener.install()
         session = store.session
 

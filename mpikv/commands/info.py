@@ -189,7 +189,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Fact]:
     answer = cuda_aware.find_out(config.cuda_aware, device)
     rows = [Fact("CUDA-aware MPI", f"{answer}{where}")]
     try:
-        places = pretended(hosts, config.fake_hosts)
+        places = pretended(hosts, config.test_hosts)
         roles = assign(places, config.num_servers, config.server_placement)
         members = Members(places, roles.workers, roles.servers, config=config)
         outcomes = {"mpi": "" if answer.aware else answer.why, "nccl": by_nccl}
@@ -215,7 +215,7 @@ def _memory_row(comm: Any, hosts: list[str], config: Config) -> Fact:
     if len(hosts) == 1:
         return Fact("shared memory", "one rank: nobody to share with")
     try:
-        places = pretended(hosts, config.fake_hosts)
+        places = pretended(hosts, config.test_hosts)
     except ConfigError:
         places = tuple(hosts)  # the row of the roles says what is wrong
     if len(set(places)) == len(places):
@@ -263,7 +263,7 @@ def _role_rows(
     real_hosts: list[str], gpus: list[placement_map.Gpus], config: Config, model: str, *, every_rank: bool
 ) -> Iterator[Fact]:
     try:
-        hosts = pretended(real_hosts, config.fake_hosts)
+        hosts = pretended(real_hosts, config.test_hosts)
         roles = assign(hosts, config.num_servers, config.server_placement)
     except ConfigError as error:
         # One process that asks for servers is a program looked at without its mpirun: no mistake yet.

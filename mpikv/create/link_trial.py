@@ -5,7 +5,7 @@ that all links are as busy as in an exchange. A receiver asks for as many pieces
 until they take `LEAST_S`: by then the connection is there and has found its speed.
 
 Cost: 0.1 to 0.2 s, more where a piece takes longer than `LEAST_S`, below 16 Mbit/s. Between pretended hosts
-(MPIKV_FAKE_HOSTS) nothing is measured: their links are this machine's memory.
+(MPIKV_TEST_HOSTS) nothing is measured: their links are this machine's memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def settled(members: Members, processes: Processes) -> Members:
     said = given(members.config.link)
     if said is not None:
         return replace(members, link=said)
-    if not members.links or members.config.fake_hosts:
+    if not members.links or members.config.test_hosts:
         return members
     return replace(members, link=measured(processes.transport, processes.gather, members.config.timeout_s))
 

@@ -31,7 +31,7 @@ from mpikv.session.stalls import Stalls
 from mpikv.transports.base import Group, Transport
 
 # Settings that must be equal on all ranks of a job.
-SETTINGS = ("algorithm", "fake_hosts", "shared_memory")
+SETTINGS = ("algorithm", "test_hosts", "shared_memory")
 
 # The world of this process, or none. A process is one rank of COMM_WORLD, and MPI is initialised once in it. PyTorch
 # passes nothing to a backend by which a second init_process_group could find the world that the first one has made.

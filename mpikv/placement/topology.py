@@ -63,5 +63,5 @@ def pretended(hosts: Sequence[str], n_hosts: int) -> tuple[str, ...]:
         return tuple(hosts)
     size = len(hosts)
     if n_hosts > size:
-        raise ConfigError(f"MPIKV_FAKE_HOSTS={n_hosts}, but there are only {size} ranks: use at most {size}")
+        raise ConfigError(f"MPIKV_TEST_HOSTS={n_hosts}, but there are only {size} ranks: use at most {size}")
     return tuple(f"{hosts[rank]}/{rank * n_hosts // size}" for rank in range(size))

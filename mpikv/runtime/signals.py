@@ -9,8 +9,8 @@ may run in the middle of anything; the store's own calls and its progress engine
 - SIGTERM, or another signal that is meant to end a program, does what it would do without this when it comes again
   `AGAIN_S` or more after the first time: whoever sends it twice does not want to wait. Sooner, it is the same request,
   which several launchers have delivered. Others, SIGUSR1 above all, are the same request however often they come.
-- Who sends a signal before there are handlers cannot know when to send it again. So there may be a file, the mark:
-  it is there from `install` until a signal has come.
+- A signal that is sent before there are handlers comes to nobody. Who sends one then makes a file first, `asked`, which
+  `install` looks for when the handlers are there.
 - After all workers have stopped, the handlers stay, and while the interpreter ends the signals are ignored: a rank that
   is signalled a little later than the others must not die of it, and take the job's status 0 with it.
 - Launchers send a signal to a rank and all that it has started. What the rank still needs for its last step, such as
@@ -22,14 +22,12 @@ may run in the middle of anything; the store's own calls and its progress engine
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import FrameType
 
 from mpikv.runtime.abort import Guard
@@ -44,11 +42,11 @@ ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 class StopSignals(TakesSignals):
     """Handlers of some signals, from `install` until `restore`.
 
-    names: without SIG, as in ('TERM', 'USR1'). mark: a file that is there while no signal has come; "": none.
+    names: without SIG, as in ('TERM', 'USR1'). asked: a file that asks, too, if it is there at `install`.
     """
 
-    def __init__(self, names: Sequence[str], mark: str = "") -> None:
-        self._mark = mark
+    def __init__(self, names: Sequence[str], asked: str = "") -> None:
+        self._asked = asked
         self._numbers = [signal.Signals[f"SIG{name}"] for name in names]
         self._before: dict[int, Handler] = {}
         self._first_s: dict[int, float] = {}
@@ -82,9 +80,8 @@ class StopSignals(TakesSignals):
             self._receiver = threading.Thread(target=self._receive, daemon=True, name="mpikv-signals")
             self._receiver.start()
             signal.pthread_sigmask(signal.SIG_BLOCK, self.kept_off)
-        if self._mark:
-            with contextlib.suppress(OSError):  # who set the name has ended: nobody looks at the file
-                Path(self._mark).touch()
+        if self._asked and os.path.exists(self._asked):
+            self._why = self._why or signal.SIGUSR1.name  # which is what batch scripts send
         atexit.register(self._at_exit)
 
     def _receive(self) -> None:
@@ -108,7 +105,6 @@ class StopSignals(TakesSignals):
         self._over.set()
         if self._receiver is not None:
             self._receiver.join()
-        self._unmark()  # and Python has called the handler of what came at the latest when this begins
         self._installed = False
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can: the handlers stay, and pass signals on
@@ -125,16 +121,10 @@ class StopSignals(TakesSignals):
 
     def end(self) -> None:
         """Ignore the signals from now on, since the process ends; but leave handlers of the program's own."""
-        self._unmark()
         for number, before in self._before.items():
             now = signal.getsignal(number)
             if now == self._handle or (now == before and (not callable(now) or _ends(now))):
                 signal.signal(number, signal.SIG_IGN)
-
-    def _unmark(self) -> None:
-        if self._mark and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):  # another store has removed it, or who set the name
-                os.unlink(self._mark)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._pid:
@@ -159,7 +149,6 @@ class StopSignals(TakesSignals):
         put_off = self._installed and not again and os.getpid() == self._pid
         if put_off:
             self._why = self._why or signal.Signals(number).name
-            self._unmark()
         if callable(before) and not (put_off and _ends(before)):
             before(number, frame)
         elif not put_off and not callable(before) and before is not signal.SIG_IGN:

@@ -62,7 +62,7 @@ class Processes:
     def compare(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return what every rank announced; the `settings` must be the same on all. Collective, blocks.
 
-        mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
+        mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_TEST_HOSTS` says so. Raises ConfigError,
         the same on every rank, where a setting differs between ranks, what they make, or the version of this package.
         """
         name = self._call.partition("(")[0]
@@ -83,7 +83,7 @@ class Processes:
             if len(set(values)) > 1:
                 differs = grouped(values, labels(self.transport.hosts))
                 raise ConfigError(f"{name}: {setting} differs between ranks: {differs}")
-        self.transport.hosts = pretended(self.transport.hosts, self._config.fake_hosts)
+        self.transport.hosts = pretended(self.transport.hosts, self._config.test_hosts)
         return announced
 
     def memory(self) -> HostMemory | None:

@@ -159,8 +159,8 @@ def test_two_native_stores(comm):
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("fake_hosts", [0, 3])
-def test_the_workers_part_of_divided_keys_goes_native(comm, fake_hosts):
+@pytest.mark.parametrize("test_hosts", [0, 3])
+def test_the_workers_part_of_divided_keys_goes_native(comm, test_hosts):
     """The servers make no collective call of MPI with them."""
     W, values = comm.Get_size() - 1, np.arange(500, dtype=np.float32)
 
@@ -174,7 +174,7 @@ def test_the_workers_part_of_divided_keys_goes_native(comm, fake_hosts):
         return found
 
     expected = [(values * (W * (W + 1) // 2) + W * round_).tolist() for round_ in range(2)]
-    take = {"servers_take": 0.37, "server_placement": "last", "bigarray_bound_elems": 100, "fake_hosts": fake_hosts}
+    take = {"servers_take": 0.37, "server_placement": "last", "bigarray_bound_elems": 100, "test_hosts": test_hosts}
     assert on_workers(comm, "dist_sync", body, num_servers=1, algorithm="native", **take) == [expected] * W
 
 

@@ -222,4 +222,4 @@ def test_no_direct_calls_between_pretended_hosts(comm):
         return uniform(x), store.stats().get("direct_calls", 0)
 
     W = comm.Get_size()
-    assert on_workers(comm, "dist_sync", body, fake_hosts=2) == [(float(W * W), 0)] * W
+    assert on_workers(comm, "dist_sync", body, test_hosts=2) == [(float(W * W), 0)] * W

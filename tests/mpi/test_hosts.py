@@ -49,7 +49,7 @@ def exchange(store):
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("progress", ["thread", "calls"])
 def test_the_bits_of_messages(comm, progress):
-    settings = {"fake_hosts": 2, "progress": progress}
+    settings = {"test_hosts": 2, "progress": progress}
     messages = on_workers(comm, "dist_sync", exchange, shared_memory="off", **settings)
     memory = on_workers(comm, "dist_sync", exchange, **settings)
     assert [shared for _, shared in messages] == [False] * comm.Get_size()
@@ -69,7 +69,7 @@ def test_one_host_without_shared_memory(comm, monkeypatch):
     if comm.Get_rank() == comm.Get_size() - 1:
         monkeypatch.setattr(os, "memfd_create", refuse)
         monkeypatch.setattr(segment, "_open", refuse)
-    found = on_workers(comm, "dist_sync", exchange, fake_hosts=2)
+    found = on_workers(comm, "dist_sync", exchange, test_hosts=2)
     assert [shared for _, shared in found] == [False] * comm.Get_size()
 
 
@@ -87,7 +87,7 @@ def test_no_message_stays_within_a_host(comm):
             store.pushpull("w", value)
         return store.stats()["bytes_sent"] - before
 
-    sent = on_workers(comm, "dist_sync", body, fake_hosts=2, bucket_bytes=0)  # no message but those of values
+    sent = on_workers(comm, "dist_sync", body, test_hosts=2, bucket_bytes=0)  # no message but those of values
     assert sum(sent) == 3 * 2 * 840 * 200 * 4
 
 
@@ -115,7 +115,7 @@ def test_one_worker_of_each_host_asks_the_servers(comm, take, progress):
 
     sent = on_workers(
         *(comm, "dist_sync", body),
-        **{"num_servers": 1, "server_placement": "last", "servers_take": take, "fake_hosts": n_hosts + 1},
+        **{"num_servers": 1, "server_placement": "last", "servers_take": take, "test_hosts": n_hosts + 1},
         **{"bucket_bytes": 0, "progress": progress},
     )
     added = n_hosts > 1 or take == 1.0  # else the workers of the only host have a part of the key, and add that there

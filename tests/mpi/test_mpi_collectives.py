@@ -190,8 +190,8 @@ def test_pretended_hosts(comm, n_hosts):
     """`auto` goes by the hosts; with fewer ranks than hosts every rank says so."""
     W = comm.Get_size()
     if n_hosts > W:
-        with pytest.raises(ConfigError, match=f"MPIKV_FAKE_HOSTS={n_hosts}, but there are only {W} ranks"):
-            on_workers(comm, "dist_sync", lambda store: None, fake_hosts=n_hosts)
+        with pytest.raises(ConfigError, match=f"MPIKV_TEST_HOSTS={n_hosts}, but there are only {W} ranks"):
+            on_workers(comm, "dist_sync", lambda store: None, test_hosts=n_hosts)
         return
 
     def body(store):
@@ -203,4 +203,4 @@ def test_pretended_hosts(comm, n_hosts):
                 np.testing.assert_array_equal(value, sum(value_of(n, worker, round_) for worker in range(W)))
         return True
 
-    assert on_workers(comm, "dist_sync", body, fake_hosts=n_hosts) == [True] * W
+    assert on_workers(comm, "dist_sync", body, test_hosts=n_hosts) == [True] * W

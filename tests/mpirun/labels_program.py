@@ -17,7 +17,7 @@ from mpikv import kv
 N = 100_003  # several chunks, segments and partitions, cut at no even place
 STEPS = ((4, 4, 4), (4, 2, 1), (4, 4, 4), (2, 2, 2), (2, 2, 8))
 
-with kv.create("dist_sync") as store:
+with kv.create("dist_sync", config=mpikv.Config.from_environ().with_(partition_bytes=1 << 16)) as store:
     rank, workers = store.rank, store.num_workers
     trainers = {}
     for on_store in (True, False):

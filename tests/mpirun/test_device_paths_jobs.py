@@ -8,7 +8,7 @@ import pytest
 from jobs import find_mpi, mpirun
 
 PROGRAM = str(Path(__file__).with_name("device_path_program.py"))
-HOSTS = {"MPIKV_FAKE_HOSTS": "2"}
+HOSTS = {"MPIKV_TEST_HOSTS": "2"}
 
 
 def run(kind: str, ranks: int, settings: dict[str, str], *, closes: bool = True):

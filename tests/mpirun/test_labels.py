@@ -13,8 +13,8 @@ WAYS = {
     "memory": {},
     "messages": {"MPIKV_SHARED_MEMORY": "off"},
     "native": {"MPIKV_ALGORITHM": "native"},
-    "hosts": {"MPIKV_FAKE_HOSTS": "2"},
-    "servers": {"MPIKV_NUM_SERVERS": "1", "MPIKV_PARTITION_BYTES": "65536"},
+    "hosts": {"MPIKV_TEST_HOSTS": "2"},
+    "servers": {"MPIKV_NUM_SERVERS": "1"},
 }
 
 

@@ -30,7 +30,7 @@ LINE = re.compile(r" +(\d+) +(\S+) +(worker|server) (\d+) +(\d+) +(\S+(?: \(visi
     [
         ("openmpi", 3, {"MPIKV_NUM_SERVERS": "1"}),
         ("mpich", 5, {"MPIKV_NUM_SERVERS": "2"}),
-        ("mpich", 5, {"MPIKV_NUM_SERVERS": "2", "MPIKV_FAKE_HOSTS": "3", "MPIKV_SERVER_PLACEMENT": "hosts"}),
+        ("mpich", 5, {"MPIKV_NUM_SERVERS": "2", "MPIKV_TEST_HOSTS": "3", "MPIKV_SERVER_PLACEMENT": "hosts"}),
         ("mpich", 3, {}),
     ],
 )
@@ -47,11 +47,11 @@ def test_the_map_is_what_a_store_does(tmp_path: Path, kind: str, n: int, env: di
     assert [int(rank) for rank, *_ in found] == list(range(n))
     assert {host.split("/")[0] for _, host, *_ in found} == {socket.gethostname()}
     assert sum(role == "server" for _, _, role, *_ in found) == servers
-    if "MPIKV_FAKE_HOSTS" not in env:
+    if "MPIKV_TEST_HOSTS" not in env:
         assert [int(local) for _, _, _, _, local, _, _ in found] == list(range(n))
     held = [int(match[1]) for *_, text in found if (match := re.search(r"(\d+) bytes", text))]
     # Servers on a host of their own share the keys with the workers.
-    assert len(held) == (n if "MPIKV_FAKE_HOSTS" in env else servers or n)
+    assert len(held) == (n if "MPIKV_TEST_HOSTS" in env else servers or n)
     assert sum(held) == 4 * models.values("resnet18")
     said = sorted(line for line in job.stdout.splitlines() if line.startswith("rank "))
     assert said == [f"rank {rank} is worker {number}" for rank, _, role, number, *_ in found if role == "worker"]

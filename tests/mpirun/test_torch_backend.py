@@ -28,7 +28,7 @@ def run(n: int, *argv: str, **env: str) -> Job:
 
 @pytest.mark.parametrize(("n", "hosts"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.thorough)])
 def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
-    job = run(n, PROGRAM, "trains", MPIKV_FAKE_HOSTS=str(hosts))
+    job = run(n, PROGRAM, "trains", MPIKV_TEST_HOSTS=str(hosts))
     assert job.status == 0, job.output
     assert sorted(re.findall(r"trained (\d)", job.stdout)) == [str(rank) for rank in range(n)], job.output
 

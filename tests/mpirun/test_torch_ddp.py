@@ -14,7 +14,7 @@ LIMIT_S = 220  # each rank imports PyTorch, on a busy machine half a minute; all
 
 @pytest.mark.parametrize(
     ("ranks", "environment"),
-    [(2, {}), pytest.param(3, {"MPIKV_FAKE_HOSTS": "2"}, marks=pytest.mark.thorough)],
+    [(2, {}), pytest.param(3, {"MPIKV_TEST_HOSTS": "2"}, marks=pytest.mark.thorough)],
     ids=["one host", "two hosts"],
 )
 def test_equals_distributed_data_parallel(ranks: int, environment: dict[str, str], tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from jobs import mpirun
 
 PROGRAM = str(Path(__file__).with_name("waits_program.py"))
 WAYS = {
-    "hosts": (2, {"MPIKV_FAKE_HOSTS": "2"}),
-    "ring": (3, {"MPIKV_FAKE_HOSTS": "3", "MPIKV_ALGORITHM": "ring"}),
-    "calls": (2, {"MPIKV_FAKE_HOSTS": "2", "MPIKV_PROGRESS": "calls"}),
+    "hosts": (2, {"MPIKV_TEST_HOSTS": "2"}),
+    "ring": (3, {"MPIKV_TEST_HOSTS": "3", "MPIKV_ALGORITHM": "ring"}),
+    "calls": (2, {"MPIKV_TEST_HOSTS": "2", "MPIKV_PROGRESS": "calls"}),
     "divided": (
         3,
         {
-            "MPIKV_FAKE_HOSTS": "3",
+            "MPIKV_TEST_HOSTS": "3",
             "MPIKV_NUM_SERVERS": "1",
             "MPIKV_SERVER_PLACEMENT": "last",
             "MPIKV_SERVERS_TAKE": "0.5",

@@ -20,7 +20,7 @@ def test_defaults():
         "link": "auto",
         "bucket_bytes": 61440,
         "algorithm": "auto",
-        "fake_hosts": 0,
+        "test_hosts": 0,
         "shared_memory": "auto",
         "timeout_s": 300.0,
         "stall_warn_s": 2.0,
@@ -33,7 +33,7 @@ def test_defaults():
         "cuda_aware": "auto",
         "stop_signals": "",
         "stop_file": "",
-        "stop_mark": "",
+        "stop_asked": "",
         "metrics": "",
     }
 
@@ -45,10 +45,8 @@ def test_every_variable():
         "MPIKV_SERVERS_TAKE": "0.25",
         "MPIKV_LINK": "200mbit, 100us",
         "MPIKV_BIGARRAY_BOUND": " 10 ",
-        "MPIKV_PARTITION_BYTES": "4096",
-        "MPIKV_BUCKET_BYTES": "0",
         "MPIKV_ALGORITHM": "Ring",
-        "MPIKV_FAKE_HOSTS": "2",
+        "MPIKV_TEST_HOSTS": "2",
         "MPIKV_SHARED_MEMORY": "OFF",
         "MPIKV_TIMEOUT_S": "2.5",
         "MPIKV_STALL_WARN_S": "off",
@@ -61,20 +59,20 @@ def test_every_variable():
         "MPIKV_CUDA_AWARE": "0",
         "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
         "MPIKV_STOP_FILE": " /scratch/Job 1 ",
-        "MPIKV_STOP_MARK": "/scratch/mark",
+        "MPIKV_STOP_ASKED": "/scratch/asked",
         "MPIKV_METRICS": "/scratch/metrics",
     }
-    assert set(environ) == {variable.name for variable in config.VARIABLES}
+    assert set(environ) == {variable.name for variable in config.ALL if variable.field}
     assert dataclasses.asdict(Config.from_environ(environ)) == {
         "num_servers": 2,
         "server_placement": "last",
         "bigarray_bound_elems": 10,
-        "partition_bytes": 4096,
+        "partition_bytes": 0,
         "servers_take": 0.25,
         "link": "200mbit, 100us",
-        "bucket_bytes": 0,
+        "bucket_bytes": 61440,
         "algorithm": "ring",
-        "fake_hosts": 2,
+        "test_hosts": 2,
         "shared_memory": "off",
         "timeout_s": 2.5,
         "stall_warn_s": 1e9,
@@ -87,13 +85,15 @@ def test_every_variable():
         "cuda_aware": "0",
         "stop_signals": "TERM,USR1",
         "stop_file": "/scratch/Job 1",
-        "stop_mark": "/scratch/mark",
+        "stop_asked": "/scratch/asked",
         "metrics": "/scratch/metrics",
     }
 
 
 def test_every_field_has_a_variable_and_a_row_in_the_table():
-    assert {variable.field for variable in config.VARIABLES} == {field.name for field in dataclasses.fields(Config)}
+    assert {variable.field for variable in (*config.VARIABLES, *config.NOT_FOR_USERS)} == {
+        field.name for field in dataclasses.fields(Config)
+    }
     for variable in config.VARIABLES:
         default = next(field.default for field in dataclasses.fields(Config) if field.name == variable.field)
         (row,) = (line for line in (config.__doc__ or "").splitlines() if f"`{variable.name}`" in line)
@@ -119,8 +119,8 @@ WRONG = [
     ("MPIKV_TIMEOUT_S", "inf", "finite"),
     ("MPIKV_TIMEOUT_S", "nan", "more than 0"),
     ("MPIKV_ALGORITHM", "tree", "auto, naive, native, ring, halving_doubling, hierarchical"),
-    ("MPIKV_FAKE_HOSTS", "two", "whole number"),
-    ("MPIKV_FAKE_HOSTS", "-1", "at least 0"),
+    ("MPIKV_TEST_HOSTS", "two", "whole number"),
+    ("MPIKV_TEST_HOSTS", "-1", "at least 0"),
     ("MPIKV_SHARED_MEMORY", "on", "auto, off"),
     ("MPIKV_SERVER_PLACEMENT", "first", "spread, hosts, last"),
     ("MPIKV_INTERFACE", ",", "neither auto nor interfaces"),
@@ -150,7 +150,7 @@ def test_wrong_values(name, text, says):
     assert isinstance(caught.value, ValueError)
     for part in (name, repr(text), says):
         assert part in str(caught.value)
-    (field,) = (variable.field for variable in config.VARIABLES if variable.name == name)
+    (field,) = (variable.field for variable in config.ALL if variable.name == name)
     with pytest.raises(ConfigError, match=says) as caught:
         Config(**{field: text})
     assert field in str(caught.value)
@@ -175,6 +175,13 @@ def test_settings_of_devices_as_values():
             Config(**wrong)
 
 
+@pytest.mark.parametrize("name", config.GONE)
+def test_gone(name):
+    with pytest.raises(ConfigError, match=f"^{name}='1' is no longer read: .+; unset it$"):
+        Config.from_environ({name: "1"})
+    assert name not in config.KNOWN
+
+
 def test_with():
     assert Config(timeout_s=5).with_(num_servers=3) == Config(num_servers=3, timeout_s=5)
     with pytest.raises(ConfigError, match=r"no such setting: servers, speed; known are .*num_servers"):
@@ -192,9 +199,15 @@ def test_variables_in_force():
         "MPIKV_ALGORITHM": "ring",
         "HOME": "/",
         "MPIKV_TEST_X": "1",
+        "MPIKV_TEST_HOSTS": "2",
         "MPIKV_ZZZZZZZZZ": "1",
     }
-    assert list(config.variables_in_force(environ)) == ["MPIKV_ALGORITHM", "MPIKV_TIMEOUT", "MPIKV_ZZZZZZZZZ"]
+    assert list(config.variables_in_force(environ)) == [
+        "MPIKV_ALGORITHM",
+        "MPIKV_TEST_HOSTS",
+        "MPIKV_TIMEOUT",
+        "MPIKV_ZZZZZZZZZ",
+    ]
     assert config.unknown_variables(environ) == {"MPIKV_TIMEOUT": "MPIKV_TIMEOUT_S", "MPIKV_ZZZZZZZZZ": None}
 
 

@@ -37,5 +37,5 @@ def test_pretended_hosts_are_blocks_as_even_as_possible():
 
 
 def test_more_hosts_than_ranks():
-    with pytest.raises(ConfigError, match=r"MPIKV_FAKE_HOSTS=4, but there are only 3 ranks"):
+    with pytest.raises(ConfigError, match=r"MPIKV_TEST_HOSTS=4, but there are only 3 ranks"):
         pretended(["x"] * 3, 4)

@@ -88,14 +88,13 @@ def stop(number, frame):
     if not first:
         return
     os.write(1, f"asked by {{signal.Signals(number).name}}\\n".encode())  # print may be in the middle of its work
-    if os.path.exists(os.environ["MPIKV_STOP_MARK"]):  # not yet where the signal comes just before it is made
-        os.unlink(os.environ["MPIKV_STOP_MARK"])
     if {saves}:
         open(os.environ["MPIKV_STOP_FILE"], "w").write("weights")
     os._exit({status})
 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     signal.signal(number, stop)
-open(os.environ["MPIKV_STOP_MARK"], "w").close()
+if os.path.exists(os.environ["MPIKV_STOP_ASKED"]):
+    stop(signal.SIGUSR1, None)
 print("ready", flush=True)
 for _ in range(600):  # a signal that comes just before a sleep is handled when that has ended
     time.sleep(0.1)

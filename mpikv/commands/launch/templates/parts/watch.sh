@@ -1,7 +1,8 @@
 
-# A folder that all hosts share: in it the ranks say that they have begun, that they wait for a signal, that they ended.
+# A folder that all hosts share: in it the ranks say that they have begun and that they ended, and this shell
+# that they were asked to stop.
 WORK=$(trap '' USR1 USR2; mktemp -d "$PWD/.mpikv-job.XXXXXX") || fail "$PWD cannot be written to"
-export MPIKV_STOP_MARK=$WORK/waits
+export MPIKV_STOP_ASKED=$WORK/asked
 marks() { # of this kind, from the program's ranks; a new file makes a network file system look anew
     : >"$WORK/look-$SECONDS"
     MARKS=("$WORK/train-$1"-*)
@@ -19,20 +20,20 @@ for _ in 1 2 3; do
     until [ -e "$WORK/ignores" ] || ! kill -0 "$PID" 2>/dev/null; do read -rt 0.05 -u "$NEVER"; done
     [ ! -e "$WORK/ignores" ] || break
 done
-STOPPED='' SENT_S=''
+STOPPED='' SENT=''
 while kill -0 "$PID" 2>/dev/null; do
     # Grid Engine does not warn of a time limit.
     [ -z "$STOP_AFTER" ] || [ "$SECONDS" -lt "$STOP_AFTER" ] || ASKED=${ASKED:-USR1}
     if [ -n "$ASKED" ]; then
         [ "$STOPPED" = "$ASKED" ] || say "signal $ASKED: the ranks are asked to stop after this step"
         STOPPED=$ASKED
-        # Passed on when all ranks have begun, for they would die of it before; and again, once a second, while worker 0
-        # waits for it: then the ranks did not listen yet. As USR1 always: of TERM the launcher would end them at once.
+        # Passed on when all ranks have begun, for they would die of it before. As USR1: of TERM the launcher would end
+        # them at once. Ranks that do not listen yet ignore it: their worker 0 looks for the file when it does.
         marks begun
-        if [ ${#MARKS[@]} -ge "$RANKS" ] &&
-            { [ -z "$SENT_S" ] || { [ -e "$MPIKV_STOP_MARK" ] && [ "$SENT_S" != "$SECONDS" ]; }; }; then
+        if [ -z "$SENT" ] && [ ${#MARKS[@]} -ge "$RANKS" ]; then
+            : >"$MPIKV_STOP_ASKED"
             kill -USR1 "$PID" 2>/dev/null
-            SENT_S=$SECONDS
+            SENT=yes
         fi
     fi
     read -rt 0.2 -u "$NEVER"
