@@ -19,7 +19,7 @@ from mpikv.arrays.row_sparse import RowSparse, is_sparse
 from mpikv.calls.allocation import make_arrays
 from mpikv.calls.forms import CallForms, CallItem, Keys, Targets, Values, finished
 from mpikv.calls.prepared import PreparedCalls, may_come_again
-from mpikv.calls.request import Request, not_given, writable
+from mpikv.calls.request import Request, is_over, not_given, writable
 from mpikv.calls.rows import RowCalls
 from mpikv.calls.timeline import Timeline
 from mpikv.codecs import compression
@@ -531,8 +531,8 @@ class KVStore:
         >>> store.pushpull_async('w', np.ones(2), out=np.empty(2)).wait()
         """
         self._check_open("pushpull")
-        results = writable(value if out is None else out)
-        if any(not results.keys().isdisjoint(other.held) and not other.test() for other in self._outstanding):
+        results, given = writable(value if out is None else out), self.session.given
+        if any(not results.keys().isdisjoint(other.held) and not is_over(other, given) for other in self._outstanding):
             raise ValueError(
                 f"pushpull_async of key {shown(key)}: the result of an earlier call is still to come to its array: "
                 "wait for it first, or give each call an array of its own"
@@ -549,7 +549,7 @@ class KVStore:
         return self._remember(request)
 
     def _remember(self, request: Request) -> Request:
-        self._outstanding = [other for other in self._outstanding if not other.test()]
+        self._outstanding = [other for other in self._outstanding if not is_over(other, self.session.given)]
         self._outstanding.append(request)
         return request
 

@@ -89,3 +89,11 @@ def writable(arrays: Values) -> dict[int, Any]:
     if isinstance(arrays, np.ndarray):
         return {arrays.__array_interface__["data"][0]: arrays} if arrays.size else {}
     return {address: arrays} if tensors.is_tensor(arrays) and (address := tensors.address_of(arrays)) else {}
+
+
+def is_over(request: Request, given: GivenErrors) -> bool:
+    """Whether a call is done, or its caller has been given the error that ended it. Never blocks."""
+    try:
+        return all(pending.request.test() for pending in request.pending) and request.test()
+    except Exception as error:  # noqa: BLE001 - `wait_all` or `close` raises it
+        return given.has(error, (pending.waiting.key_id for pending in request.pending))
