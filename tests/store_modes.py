@@ -159,8 +159,9 @@ def every_way(*modes: Mode) -> tuple[Mode, ...]:
 
 
 LOCAL = (Mode("local", 1), Mode("device", 1))
-ALLREDUCE = tuple(Mode("dist_sync", w, 0, a) for w in (1, 2, 3, 4, 5) for a in ("naive", "ring", "halving_doubling"))
-SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2))))
+ALGORITHMS = ("naive", "ring", "halving_doubling")
+ALLREDUCE = (Mode("dist_sync", 1), *(Mode("dist_sync", w, 0, a) for w in (2, 3, 5) for a in ALGORITHMS))
+SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (3, 2), (4, 3))))
 # Keys are divided between workers, who have memory for it or not, and servers, on hosts of their own or not; in the
 # modes ADDING workers of a host add before one of them asks the servers.
 HYBRID = (
@@ -174,9 +175,7 @@ HYBRID = (
     Mode("dist_sync", 3, 1, hosts="aaab", take="auto"),
 )
 ADDING = HYBRID[5], HYBRID[6], HYBRID[7], HYBRID[3]
-ASYNC = every_way(
-    *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
-)
+ASYNC = every_way(*(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 1), (3, 3))))
 SYNC = LOCAL + ALLREDUCE + SERVERS + HYBRID
 # Of training, whose workers are on one host or several, have servers, or are alone.
 ONE_HOST, MESSAGES, SERVED = Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1)

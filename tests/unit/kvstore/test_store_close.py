@@ -8,15 +8,23 @@ import threading
 
 import pytest
 from on_workers import full, on, uniform
-from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode
+from store_modes import ADDING, FEW_ASYNC, FEW_ON_DEVICE, HYBRID, Mode
 
 from mpikv import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError, optimizers
 from mpikv.arrays.as_numpy import host_view
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey
 
-SYNC_KINDS = on(Mode("dist_sync", 3), *FEW_DIST_SYNC)
-DIST = on(*FEW_DIST_SYNC, *FEW_ASYNC)
+# On one host, by messages, through servers, divided, and on devices.
+SYNC = (
+    *(
+        Mode("dist_sync", 3),
+        Mode("dist_sync", 3, 0, "ring"),
+        Mode("dist_sync", 3, 2),
+        Mode("dist_sync", 3, 2, memory="off"),
+    ),
+    *(HYBRID[0], ADDING[0], FEW_ON_DEVICE[0]),
+)
 LIMIT_S = 0.5
 
 
@@ -25,7 +33,7 @@ def pushed():
     return threading.Event()
 
 
-@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=LIMIT_S)
+@on(*SYNC, timeout_s=LIMIT_S)
 @pytest.mark.parametrize("call", ["pull", "pushpull"])
 def test_stall_says_who_waits_for_what_and_who_is_missing(store, mode, call, pushed, told):
     store.init(["w", "other"], [full(0), full(0)])
@@ -60,8 +68,7 @@ COLLECTIVE = {
 }
 
 
-@pytest.mark.grid
-@on(*FEW_DIST_SYNC[:3], *FEW_ASYNC[:2], timeout_s=LIMIT_S)
+@on(*SYNC[1:3], FEW_ASYNC[1], timeout_s=LIMIT_S)
 @pytest.mark.parametrize("call", COLLECTIVE)
 def test_stall_of_collective_calls(store, mode, call, told):
     if store.rank == 0:
@@ -78,7 +85,7 @@ def test_stall_of_collective_calls(store, mode, call, told):
         assert told.wait(20)  # else worker 0 would hear of who has left, maybe
 
 
-@DIST
+@on(*SYNC, *FEW_ASYNC[:2])
 def test_different_calls_at_one_time(mode):
     """Every worker in another collective call: an error that says where each is, not a stall."""
 
@@ -92,7 +99,7 @@ def test_different_calls_at_one_time(mode):
         assert re.search(rf"worker {worker} on \w+: {re.escape(call)}", text)
 
 
-@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=3600)  # longer than pytest waits
+@on(*SYNC, timeout_s=3600)  # longer than pytest waits
 def test_a_worker_that_closes_early_is_told_at_once(store, W):
     """Whatever the time limit: pulls, collective calls, requests. Key, round and worker are named."""
     store.init(["v", "w"], [full(0), full(0)])
@@ -117,22 +124,18 @@ def test_a_worker_that_closes_early_is_told_at_once(store, W):
     assert "'w'" not in str(caught.value)  # of which that was said
 
 
-@pytest.mark.grid
-@DIST
 @pytest.mark.parametrize("call", ["save_optimizer_states", "load_optimizer_states"])
-def test_saving_after_a_worker_has_closed(mode, call, tmp_path):
-    def body(store):
-        store.init("w", full(0))
-        store.set_optimizer(optimizers.create("test"))
-        store.push("w", full(1))
-        store.barrier()
-        store.save_optimizer_states(tmp_path / "states")
-        if store.rank != 1:
-            with pytest.raises(PeerError, match=rf"{call}.*worker 1 on localhost.* closed"):
-                getattr(store, call)(tmp_path / "states")
-
-    mode.run(body, timeout_s=3)
-    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+@on(SYNC[1], SYNC[2], FEW_ASYNC[1], timeout_s=3)
+def test_saving_after_a_worker_has_closed(store, call, tmp_path):
+    store.init("w", full(0))
+    store.set_optimizer(optimizers.create("test"))
+    store.push("w", full(1))
+    store.barrier()
+    store.save_optimizer_states(tmp_path / "states")
+    if store.rank != 1:
+        with pytest.raises(PeerError, match=rf"{call}.*worker 1 on localhost.* closed"):
+            getattr(store, call)(tmp_path / "states")
+    assert (tmp_path / "states").stat().st_size
 
 
 @on(*FEW_ASYNC)
@@ -149,10 +152,10 @@ def test_asynchronous_workers_may_end_at_different_times(store):
         store.pull("w")
 
 
-@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=2)
-@pytest.mark.parametrize("n", [4, 5000])
-def test_close_with_unequal_pushes(store, n):
+@on(*SYNC, timeout_s=2)
+def test_close_with_unequal_pushes(store, mode):
     """The worker that pushed more is told; the others close in peace, all rounds in common done."""
+    n = 5000 if mode.memory == "off" else 4
     store.init(["v", "w"], [full(0, n), full(0, n)])
     for _ in range(3 if store.rank == 1 else 2):
         store.push("w", full(1, n))
@@ -182,10 +185,9 @@ def close(store):
 GIVEN = pytest.mark.parametrize("given", [True, False], ids=["given", "given to nobody"])
 
 
-@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=5)
+@on(*SYNC, timeout_s=5)
 @GIVEN
-@pytest.mark.parametrize("waits", [True, False], ids=["request", "pull"])
-def test_a_refused_round(store, given, waits):
+def test_a_refused_round(store, mode, given):
     store.init(["v", "w"], [full(0), full(0)])
     optimizer = optimizers.create("sgd")
     store.set_optimizer(optimizer)
@@ -193,11 +195,11 @@ def test_a_refused_round(store, given, waits):
     request = store.pushpull_async(["v", "w"], [full(1), full(1)])
     if given:
         with pytest.raises(ConfigError, match="learning_rate"):  # of one key or the other
-            request.wait() if waits else store.pull(["v", "w"])
+            request.wait() if mode.servers else store.pull(["v", "w"])
     assert close(store) == ("closed" if given else "ConfigError")
 
 
-@on(Mode("dist_sync", 3), *FEW_DIST_SYNC, timeout_s=5)
+@on(*SYNC, timeout_s=5)
 @GIVEN
 def test_a_result_that_cannot_be_written(store, given, monkeypatch):
     """What goes wrong between the store and the caller's arrays: the others know nothing of it."""
@@ -266,7 +268,7 @@ def test_a_key_that_workers_turn_out_not_to_agree_on(store, given):
     assert close(store) == ("closed" if given or store.rank else "ShapeMismatch")
 
 
-@SYNC_KINDS
+@on(*SYNC)
 def test_close_does_every_round_that_is_complete(mode, tmp_path):
     """Nobody pulls: what was pushed reaches the owners all the same."""
 
@@ -285,11 +287,6 @@ def test_close_does_every_round_that_is_complete(mode, tmp_path):
     rounds = [round_ for path in tmp_path.iterdir() for round_ in path.read_text().split()]
     assert set(rounds) == {str(mode.workers * round_) for round_ in range(5)}
     assert len({rounds.count(round_) for round_ in rounds}) == 1  # each in as many parts as the first
-
-
-@on(*FEW)
-def test_close_without_anything(store, W):
-    assert 0 <= store.rank < W == store.num_workers
 
 
 def test_threads_end_with_their_store():

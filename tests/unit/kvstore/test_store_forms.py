@@ -1,84 +1,38 @@
-"""Every form of argument that a call takes, and what it says of every other one."""
+"""Arguments, results and mistakes that not every mode has to be asked about; test_every_mode.py has the others."""
 
 from __future__ import annotations
 
+import frameworks
+import ml_dtypes
 import numpy as np
 import pytest
 from foreign_arrays import ForeignArray, ForeignDevice
-from on_workers import on, uniform
-from store_modes import FEW, FEW_DIST_SYNC, Mode
+from on_workers import on
+from store_modes import DTYPES, FEW_ASYNC, FEW_ON_DEVICE, HYBRID, LOCAL, MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode
 
-from mpikv import KVStore, UnsupportedError, kv, optimizers
+from mpikv import KVStore, MpikvError, ShapeMismatch, UnsupportedError, kv, optimizers
+from mpikv.testing.ranks import RankError
 
-EVERY_KIND = on(*FEW)
-SYNC_KINDS = on(Mode("local", 1), *FEW_DIST_SYNC)
-
-
-def ones(*shape, dtype=np.float32):
-    return np.ones(shape, dtype)
+F32 = np.float32
+SYNC_KINDS = on(LOCAL[0], ONE_HOST, MESSAGES, TWO_HOSTS, SERVED, HYBRID[0], FEW_ON_DEVICE[0])
+EVERY_KIND = on(LOCAL[0], ONE_HOST, MESSAGES, SERVED, *FEW_ASYNC[:2], FEW_ON_DEVICE[0])
 
 
-class Tensor:
-    """An array that has DLPack and nothing else."""
-
-    def __init__(self, memory):
-        self.memory = memory
-
-    def __dlpack__(self, **kwargs):
-        return self.memory.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self.memory.__dlpack_device__()
+def ones(*shape):
+    return np.ones(shape, F32)
 
 
-@SYNC_KINDS
-def test_forms_of_push_and_pull(store, W):
-    store.init("a", np.zeros((2, 3), np.float32))
-    store.init(["b", "c"], [ones(4), ones(2)])
-    store.init(("d",), (ones(1),))
-
-    def first(*keys):
-        return [store.pull(key).flat[0] / W for key in keys]
-
-    store.push("a", ones(2, 3))
-    assert first("a") == [1]
-    store.push("a", [ones(2, 3), 2 * ones(2, 3)])  # of devices
-    assert first("a") == [3]
-    store.push(["a", "b"], [ones(2, 3), [ones(4), ones(4)]])
-    assert first("a", "b") == [1, 2]
-    store.push(["b", "a", "b", "b"], [ones(4), ones(2, 3), [ones(4), 5 * ones(4)], ones(4)])  # one key again and again
-    assert first("b", "a") == [8, 1]
-    for call in (store.push, store.pull, store.pushpull, store.init):
-        call([], [])
-    assert store.pull([]) == []
-    out = [np.zeros(4), np.zeros(4, np.float16)]
-    store.pull("b", out)
-    store.pull(["b", "b"], repeated := [np.zeros(4), [np.zeros(4), np.zeros(4, np.int32)]])
-    assert [array[3] / W for array in (*out, *repeated[1])] == [8] * 4
-    assert [array.shape for array in store.pull(["a", "c", "a"])] == [(2, 3), (2,), (2, 3)]
+# --- keys
 
 
-@EVERY_KIND
-def test_broadcast(store):
-    out, second = np.zeros(3, np.float32), np.zeros(3, np.float16)
-    store.broadcast("a", np.full(3, store.rank + 5, np.float32), [out, second])
-    store.broadcast(["b", "c"], [ones(1) * store.rank, ones(2)], [out[:1], second[1:]])
-    assert (out.tolist(), second.tolist()) == ([0, 5, 5], [5, 1, 1])
-
-
-@SYNC_KINDS
+@on(LOCAL[0], ONE_HOST, SERVED)
 @pytest.mark.parametrize("keys", [(0, -1), (2**63 - 1, -(2**63)), (np.int64(3), np.uint8(4)), ("", "ü\0\ud7ff" * 50)])
 def test_kinds_of_keys(store, W, keys):
     store.init(list(keys), [ones(2), ones(3)])
     store.push(list(keys), [ones(2), ones(3)])
     assert [array.tolist() for array in store.pull(list(keys))] == [[W] * 2, [W] * 3]
-
-
-def test_numpy_ints_are_the_ints_they_equal():
-    store = kv.create("local")
-    store.init(np.int32(7), ones(1))
-    store.push(7, 3 * ones(1))
-    assert store.pull(np.int64(7)).tolist() == [3]
+    if not isinstance(keys[0], str):
+        assert store.pull([int(key) for key in keys])[0].tolist() == [W] * 2
 
 
 @pytest.mark.parametrize(("first", "second"), [("a", 1), (1, "a")])
@@ -94,95 +48,154 @@ def test_a_store_does_not_mix_kinds_of_keys(first, second):
     for call in (store.init, store.push, store.pull):
         with pytest.raises(TypeError, match="does not mix"):
             call(second, ones(1))
+        for key, error, text in ((None, TypeError, "key"), ({"a"}, TypeError, "key"), (2**63, ValueError, "64 bits")):
+            with pytest.raises(error, match=text):
+                call(key, ones(1))
 
 
-OTHER_KEYS = [(key, TypeError, "key") for key in (1.0, None, b"a", True, np.bool_(True), object(), {"a"})]
+# --- results as new arrays
 
 
-@pytest.mark.parametrize(("key", "error", "text"), [*OTHER_KEYS, (2**63, ValueError, "64 bits")])
-def test_other_keys_are_errors(key, error, text):
-    with pytest.raises(error, match=text):
-        kv.create("local").init(key, ones(1))
+@pytest.fixture(scope="module")
+def torch():
+    return frameworks.need("torch")
 
 
-@EVERY_KIND
-def test_lengths_and_kinds_of_values(store):
-    store.set_optimizer(optimizers.create("test"))
-    store.init(["a", "b"], [ones(2), ones(2)])
-    for call in (store.init, store.push, store.pull, store.pushpull):
-        with pytest.raises(ValueError, match="2 keys but 1 values"):
-            call(["a", "b"], [ones(2)])
-        with pytest.raises(TypeError, match="needs a list of values"):
-            call(["a", "b"], ones(2, 2))
-        for wrong in (1.0, "text", {"x": 1}, [1.0, 2.0], [ones(2), None]):
-            with pytest.raises(TypeError, match=r"not an array|array to write"):
-                call("a", wrong)
-    for key in ("c", ["c", "c"]):
-        with pytest.raises(ValueError, match="initialised with one"):
-            store.init(key, [ones(2), ones(2)])
-    for dtype in (bool, complex, np.int16, object, ">f4", "S3", "M8[s]"):
-        with pytest.raises(UnsupportedError, match="dtype"):
-            store.init("c", np.zeros(2, dtype))
-    read_only = ones(2)
-    read_only.flags.writeable = False
-    for call in (store.pull, lambda key, out: store.pushpull(key, ones(2), out)):
-        with pytest.raises(UnsupportedError, match="read-only"):
-            call("a", read_only)
-    store.barrier()
-    assert store.pull("a").tolist() == [1.0, 1.0]
+@pytest.fixture(scope="module")
+def jax():
+    return frameworks.need("jax")
+
+
+def frozen(values):
+    array = np.array(values, F32)
+    array.flags.writeable = False
+    return array
 
 
 @SYNC_KINDS
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.1.0", reason="an older NumPy takes DLPack for read-only")
-def test_arrays_of_other_libraries(store, W):
-    device = ForeignDevice()
-    store.init("a", device.asarray(ones(2, 3)))
-    store.init("s", Tensor(ones()))
-    target = device.asarray(np.zeros((2, 3), np.float64))
-    store.push("a", [device.asarray(ones(2, 3)), Tensor(2 * ones(2, 3)), ones(2, 3)])
-    store.pull("a", [target, tensor := Tensor(np.zeros((2, 3), np.float32))])
-    scalar = device.asarray(np.float32(0))
-    store.push("s", np.float32(4))
-    store.pull("s", scalar)
-    assert (target.memory[1, 2], tensor.memory[1, 2], scalar.memory[()]) == (4 * W, 4 * W, 4 * W)
+def test_arrays_of_jax(store, W, jax):
+    xp = jax.numpy
+    mine = store.rank + 1
+    every = W * (W + 1) / 2
+    store.init(["a", "b", "h"], [xp.zeros(3), xp.zeros((2, 2)), xp.zeros(5, xp.bfloat16)])
+    value = xp.full(3, mine, F32)
+    for _ in range(3):
+        first = store.pushpull("a", value)
+        assert isinstance(first, jax.Array)
+        assert first.tolist() == [every] * 3
+    assert value.tolist() == [mine] * 3
+    half = store.pushpull("h", xp.full(5, mine, xp.bfloat16))
+    assert (half.dtype, half.tolist()) == (xp.bfloat16, [every] * 5)
+    a, b = store.pushpull(["a", "b"], [value, xp.full((2, 2), 2 * mine, F32)])
+    assert (a.tolist(), b.tolist()) == ([every] * 3, [[2 * every] * 2] * 2)
+    (devices,) = store.pushpull(["b"], [[xp.ones((2, 2)), xp.full((2, 2), mine, F32)]])
+    assert [isinstance(one, jax.Array) for one in devices] == [True, True]
+    assert [one.tolist() for one in devices] == [[[every + W] * 2] * 2] * 2
+    request = store.pushpull_async("a", value)
+    assert request.wait().tolist() == [every] * 3
+    assert request.wait() is request.wait()
+    assert store.pushpull("a", value, out := np.zeros(3)) is None
+    assert out.tolist() == [every] * 3
+    assert isinstance(store.pull("a", like=value), jax.Array)
+    store.pushpull("a", xp.full(3, 7.0))
+    assert first.tolist() == [every] * 3  # a result is the caller's alone
 
 
-@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
-@on(Mode("local", 1), Mode("dist_sync", 3), *FEW_DIST_SYNC)
-def test_subclasses_of_ndarray(store, W):
-    store.init("a", np.zeros((3, 4), np.float32))
-    matrix, masked = np.matrix(np.zeros((3, 4), np.float32)), np.ma.masked_array(np.zeros((3, 4), np.float32))
-    store.push("a", np.matrix(np.ones((3, 4), np.float32)))
-    store.pull("a", matrix)
-    store.pull("a", [masked, matrix])
-    for value in (matrix, masked):
-        value[...] = 1
-        store.pushpull("a", value)
-    assert uniform(np.asarray(matrix)) == uniform(masked.data) == W
-    assert type(store.pull("a")) is np.ndarray
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on(ONE_HOST)
+def test_tensors_are_written_to(store, W, torch, dtype):
+    """Every kind of tensor, and NumPy's views, in place and as `out`, twice."""
+    kind = getattr(torch, dtype.name)
+    tensors = [torch.ones(3, dtype=kind), torch.ones(6, dtype=kind)[::2], torch.ones(3, 3, dtype=kind).t()[1]]
+    if dtype.kind not in "iu":
+        tensors.append(torch.nn.Parameter(torch.ones(3, dtype=kind)))
+    store.init(["a", "scalar", "empty"], [np.zeros(3, dtype), np.zeros((), dtype), np.zeros((0, 2), dtype)])
+    for array in (*tensors, np.ones(3, dtype)[::-1], np.ones((2, 3), dtype)[1]):
+        assert store.pushpull("a", array) is None
+        assert array.tolist() == [W] * 3
+        array[:1].fill(2) if isinstance(array, np.ndarray) else array.data[:1].fill_(2)
+        for call in (lambda: store.pushpull("a", array, array), lambda: store.pull("a", array)):  # noqa: B023 - at once
+            assert call() is None
+            assert array.tolist() == [2 * W, W * W, W * W]
+    scalar, empty = torch.ones((), dtype=kind), torch.ones((0, 2), dtype=kind)
+    store.pushpull(["scalar", "empty"], [scalar, empty])
+    assert scalar.item() == W
+
+
+@SYNC_KINDS
+def test_arrays_that_can_be_written_to_are_where_others_cannot(store, W):
+    store.init(["a", "b", "c"], [np.zeros(2, F32)] * 3)
+    read_only, plain, device = frozen([1, 2]), np.ones(2, F32), ForeignDevice().asarray(np.ones(2, F32))
+    for _ in range(3):
+        plain[:] = 1
+        device.set(np.ones(2, F32))
+        found = store.pushpull(["a", "b", "c"], [read_only, plain, device])
+        assert found[1] is plain
+        assert found[2] is device
+        assert read_only.tolist() == [1, 2]
+        assert type(found[0]) is np.ndarray
+        assert [one.tolist() for one in (*found[:2], device.get())] == [[W, 2 * W], [W, W], [W, W]]
+        assert store.pushpull(["b", "c"], [plain, device]) is None
+    # A key with several arrays, in two places of the list.
+    found = store.pushpull(["a", "b", "a"], [[read_only, np.ones(2, F32)], np.ones(2, F32), read_only])
+    a = [3 * W, 5 * W]
+    assert [one.tolist() for one in (*found[0], found[1], found[2])] == [a, a, [W, W], a]
+    assert store.pushpull([], []) is None
+    with pytest.raises(ShapeMismatch):
+        store.pushpull("a", frozen([1, 2, 3]))
 
 
 @EVERY_KIND
-def test_an_array_that_cannot_be_written_harms_only_its_pull(store, mode, W):
-    class Broken(ForeignArray):
-        def fails(self, *arguments):
-            raise RuntimeError("no memory left")
-
-        set = fails
-        if mode.device:  # whose arrays are written where they say that they are
-            __cuda_array_interface__ = property(fails)
-
+def test_results_in_the_library_of_another_array(store, torch, jax):
     store.set_optimizer(optimizers.create("test"))
-    store.init("a", full := np.zeros(20, np.float32))
-    out = Broken(ForeignDevice(), np.zeros(20, np.float32))
-    store.push("a", full + 1)
-    if store.rank == 0:
-        for call in (lambda: store.pull("a", out), lambda: store.pull_async("a", out).wait()):
-            with pytest.raises(RuntimeError, match="no memory left"):
-                call()
-    store.push("a", full + 1)
+    values = [np.arange(4, dtype=F32).reshape(2, 2), np.arange(3).astype(ml_dtypes.bfloat16), np.array(5, np.int32)]
+    store.init(["w", "h", "n", "wide"], [*values, np.zeros(2)])
+    tensor, array, device = torch.zeros(1), jax.numpy.zeros(1), ForeignDevice().asarray(np.zeros(1))
+    for key, value in zip(["w", "h", "n"], values, strict=True):
+        found = store.pull(key, like=tensor)
+        assert (found.dtype, tuple(found.shape)) == (getattr(torch, value.dtype.name), value.shape)
+        assert found.tolist() == value.tolist()
+        found = store.pull_async(key, like=array).wait()
+        assert isinstance(found, jax.Array)
+        assert (found.dtype, found.shape, found.tolist()) == (value.dtype, value.shape, value.tolist())
+    mixed = store.pull(["w", "w", "n"], like=[tensor, [array, device], np.zeros(())])
+    assert [type(one) for one in (mixed[0], mixed[1][1], mixed[2])] == [torch.Tensor, ForeignArray, np.ndarray]
+    assert isinstance(mixed[1][0], jax.Array)
+    assert mixed[1][1].fake is device.fake
+    one_key = store.pull("w", like=[tensor, tensor])
+    one_key[0].zero_()
+    assert one_key[1].tolist() == values[0].tolist()
+    assert type(store.pull("w")) is np.ndarray
+    assert store.pull([], like=tensor) == []
+
+    def traced(x):
+        for call in (store.push, store.pushpull, store.pushpull_async, lambda key, x: store.pull(key, like=x)):
+            with pytest.raises(UnsupportedError, match=r"of key 'w': JAX traces this function"):
+                call("w", x)
+        with pytest.raises(UnsupportedError, match="JAX traces this function"):
+            store.init("b", x)
+        return x
+
+    jax.jit(traced)(array)
+    for kind, text, call in (
+        (ValueError, "`out` is what results .* `like` what new ones", lambda: store.pull("w", np.zeros(2), like=array)),
+        (
+            UnsupportedError,
+            "pull: like of key 'wide': ArrayImpl holds no float64",
+            lambda: store.pull("wide", like=array),
+        ),
+        (ValueError, "2 keys but 1 values", lambda: store.pull(["w", "w"], like=[array])),
+        *((TypeError, "not an array", lambda wrong=wrong: store.pull("w", like=wrong)) for wrong in ("torch", 1.0, np)),
+        (
+            UnsupportedError,
+            "out of key 'w' is read-only .JAX's arrays cannot be changed",
+            lambda: store.pull("w", array),
+        ),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
     store.barrier()
-    assert uniform(store.pull("a")) == 2 * W
+    assert store.pull("w", like=tensor).tolist() == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(("name", "gets"), [("device", 1), ("local", 3)])
@@ -194,6 +207,9 @@ def test_sum_on_the_device_crosses_once(name, gets):
     assert store.pull("a").tolist() == [2050] * 4
     assert device.gets == gets
     assert [v.memory[0] for v in values] == [2048, 1, 1]
+
+
+# --- the store itself
 
 
 def test_what_a_store_says_of_itself():
@@ -208,6 +224,36 @@ def test_what_a_store_says_of_itself():
     with store as same:
         assert same is store
     assert "closed" in repr(store)
+    with pytest.raises(MpikvError, match="closed"):
+        store.pull("a")
+    with pytest.raises(ZeroDivisionError), kv.create("local"):
+        raise ZeroDivisionError
+
+
+def test_an_updater_takes_sums():
+    with kv.create("local") as store:
+        store.init("a", np.zeros(2))
+        store.set_updater(lambda key, pushed, stored: None)
+        with pytest.raises(UnsupportedError, match="an optimizer or an updater"):
+            store.pushpull("a", np.ones(2), op="min")
+
+
+@pytest.mark.parametrize("mode", [LOCAL[0], Mode("dist_sync", 1), Mode("dist_async", 1), Mode("dist_sync", 1, 1)])
+def test_an_exception_in_the_optimizer_reaches_the_only_worker(mode):
+    def fails(weight, grad, state):
+        raise ZeroDivisionError("of the user's")
+
+    def body(store):
+        store.init("a", ones(2))
+        store.set_optimizer(fails)
+        store.push("a", ones(2))
+        store.pull("a")
+
+    with pytest.raises((ZeroDivisionError, RankError), match="of the user's") as caught:
+        mode.run(body, timeout_s=0.5)
+    if mode.servers:
+        (error,) = (error for error in caught.value.errors.values() if isinstance(error, ZeroDivisionError))
+        assert "'a'" in "".join([*map(str, error.args), *getattr(error, "__notes__", [])])
 
 
 # --- arrays of one call that overlap: the result is that of the arrays as they were when the call began
@@ -217,23 +263,22 @@ SIZES = (10, 5000, 100_000)  # alone in a cache line, some partitions, several c
 SHIFT = 7
 
 
-@on(
-    *(Mode("dist_sync", 2, part_bytes=4096), Mode("dist_sync", 2, memory="off", part_bytes=4096)),
-    *(Mode("dist_sync", 2, 1, part_bytes=4096), Mode("dist_sync", 2, 2, part_bytes=4096)),
-)
+@on(*[mode._replace(part_bytes=4096) for mode in (ONE_HOST, MESSAGES, SERVED)])
 @pytest.mark.parametrize("own", [True, False], ids=["own arrays", "arrays of the store"])
-@pytest.mark.parametrize("form", ["one array for two keys", "swapped", "shifted", "moved up", "moved down"])
-def test_overlapping_arrays(store: KVStore, form: str, own: bool) -> None:
-    for n in SIZES:
-        keys = [f"a{n}", f"b{n}"]
+def test_overlapping_arrays(store: KVStore, W: int, own: bool) -> None:
+    for n, form in (
+        (n, form) for n in SIZES for form in ("one for two", "swapped", "shifted", "moved up", "moved down")
+    ):
+        keys = [f"{form} {n}", f"{form} {n} too"]
         store.init(keys, [np.zeros(n, np.int64)] * 2)
         whole = np.zeros(2 * n, np.int64) if own else store.zeros(2 * n, "int64")
-        x, y = whole[:n], whole[n:] if form in {"swapped", "one array for two keys"} else whole[SHIFT : SHIFT + n]
+        x, y = whole[:n], whole[n:] if form in {"swapped", "one for two"} else whole[SHIFT : SHIFT + n]
         if form == "moved down":
             x, y = y, x
+        factor = W * (W + 1) // 2
         for _ in range(3):  # the third time the call is known
             whole[:] = np.arange(2 * n)
-            sums = [x * 3, y * 3]
+            sums = [x * factor, y * factor]
             whole *= store.rank + 1
             if form == "swapped":
                 store.pushpull(keys, [x, y], out=[y, x])
@@ -241,7 +286,7 @@ def test_overlapping_arrays(store: KVStore, form: str, own: bool) -> None:
             elif form == "shifted":
                 store.pushpull(keys, [x, y])
                 results = []  # each has elements of the other
-            elif form == "one array for two keys":
+            elif form == "one for two":
                 store.pushpull(keys, [x, x])
                 sums = sums[:1] * 2
                 results = [x]

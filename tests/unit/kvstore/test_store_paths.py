@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_modes import ADDING, ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, Mode, every_way, mode_id
+from on_workers import full, on
+from store_modes import ADDING, ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, THREE_HOSTS, TWO_HOSTS, Mode, every_way, mode_id
 
-from mpikv import KVStore, optimizers
+from mpikv import KVStore, MpikvError, optimizers
 from mpikv.config import Config
 from mpikv.placement.place import place
 from mpikv.strategies import placed_keys
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.testing.paths import DTYPES, LONG, check_path
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
-# A mode has one part in every run, with a long key, and all of them with --full.
-PARTS = pytest.mark.parametrize("dtypes", [DTYPES[part::4] for part in range(4)], ids=str)
-HOSTS = ("aab", "aabb", "abab", "aaab", "aabbc", "abc")
+F32 = np.float32
+HOSTS = [Mode("dist_sync", len(h), hosts=h, memory=m) for h in ("aab", "abab", "aabbc") for m in ("auto", "off")]
+EVERY = (*SYNC, *ASYNC, *FEW_ON_DEVICE, *HOSTS, THREE_HOSTS, Mode("dist_sync", 3, codec="reversed"))
 
 
 def check(mode: Mode, dtypes: Any, path: str | None = None, **changes: Any) -> None:
@@ -29,41 +29,18 @@ def check(mode: Mode, dtypes: Any, path: str | None = None, **changes: Any) -> N
     )
 
 
-@pytest.mark.grid
-@PARTS
-@pytest.mark.parametrize("mode", [*SYNC, *FEW_ON_DEVICE, Mode("dist_sync", 3, codec="reversed")], ids=mode_id)
-def test_synchronous_stores(mode: Mode, dtypes: Any) -> None:
-    check(mode, dtypes)
-
-
-@pytest.mark.grid
-@PARTS
-@pytest.mark.parametrize("mode", ASYNC, ids=mode_id)
-def test_asynchronous_stores(mode: Mode, dtypes: Any) -> None:
-    check(mode, dtypes)
+@pytest.mark.parametrize(
+    ("i", "mode"), [*enumerate(EVERY)], ids=lambda one: mode_id(one) if isinstance(one, Mode) else ""
+)
+def test_every_mode(i: int, mode: Mode) -> None:
+    """With two dtypes in each mode; neighbours have others."""
+    check(mode, DTYPES[i % 4 :: 4])
 
 
 @pytest.mark.parametrize("bound_elems", [8, 10**9], ids=["cut", "whole"])
-@pytest.mark.parametrize(
-    "mode", every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2)), ids=mode_id
-)
+@pytest.mark.parametrize("mode", every_way(Mode("dist_sync", 3, 2), Mode("dist_async", 2)), ids=mode_id)
 def test_values_in_partitions(mode: Mode, bound_elems: int) -> None:
-    check(mode, ["float32", "int64"], partition_bytes=1000, bigarray_bound_elems=bound_elems)
-
-
-@pytest.mark.grid
-@PARTS
-@pytest.mark.parametrize("memory", ["auto", "off"])
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_several_hosts(hosts: str, memory: str, dtypes: Any) -> None:
-    config = Config(timeout_s=TEST_TIMEOUT_S, shared_memory=memory)
-    path = "hosted" if memory == "auto" and len(set(hosts)) < len(hosts) else None
-    check_path(
-        lambda body: spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config),
-        len(hosts),
-        dtypes=dtypes,
-        path=path,
-    )
+    check(mode, ["float32"], partition_bytes=1000, bigarray_bound_elems=bound_elems)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +49,8 @@ def test_several_hosts(hosts: str, memory: str, dtypes: Any) -> None:
         (Mode("dist_sync", 3), "direct"),
         (Mode("dist_sync", 3, memory="off"), "messages"),
         (Mode("dist_sync", 3, codec="reversed"), "encoded"),
-        (Mode("dist_sync", 3, device="staged"), "staged"),
-        (Mode("dist_sync", 3, device="ipc"), "ipc"),
-        (Mode("dist_sync", 3, 0, "ring", device="mpi"), "mpi"),
+        (TWO_HOSTS, "hosted"),
+        *((mode, "staged" if mode.device == "host" else mode.device) for mode in FEW_ON_DEVICE if not mode.servers),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -82,24 +58,27 @@ def test_the_path_that_is_meant(mode: Mode, path: str) -> None:
     check(mode, ["float32"], path)
 
 
-@pytest.mark.parametrize("progress", ["thread", "calls"])
-@pytest.mark.parametrize("mode", [Mode("dist_sync", 3), Mode("dist_sync", 2, 2), Mode("dist_async", 2)], ids=mode_id)
-def test_with_and_without_a_progress_thread(mode: Mode, progress: str) -> None:
-    check(mode, ["float32", "int8"], progress=progress)
-
-
 @pytest.mark.parametrize(
-    "mode", [Mode("dist_sync_device", 2), Mode("dist_device_sync", 2, 1), Mode("dist", 2), *LOCAL], ids=mode_id
+    ("mode", "changes"),
+    [
+        *(
+            (mode, {"progress": "calls"})
+            for mode in (Mode("dist_sync", 3), Mode("dist_sync", 2, 2), Mode("dist_async", 2))
+        ),
+        *(
+            (mode, {})
+            for mode in (Mode("dist_sync_device", 2), Mode("dist_device_sync", 2, 1), Mode("dist", 2), *LOCAL)
+        ),
+    ],
+    ids=str,
 )
-def test_other_names_of_the_synchronous_store(mode: Mode) -> None:
-    check(mode, ["float32"])
+def test_without_a_progress_thread_and_other_names(mode: Mode, changes: dict[str, Any]) -> None:
+    check(mode, ["float32"], **changes)
 
 
 # --- keys of one store that go different ways
 
-
-F32 = np.float32
-LAYOUTS = pytest.mark.parametrize("hosts", ["aaa", "aab", "abab"])
+LAYOUTS = pytest.mark.parametrize("hosts", ["aaa", "abab"])
 
 
 def paths_of(store: KVStore) -> dict[Any, str]:
@@ -115,7 +94,7 @@ def check_on_hosts(hosts: str, afterwards: Callable[[KVStore], None]) -> None:
 
         return Mode("dist_sync", len(hosts), hosts=hosts).run(checked)
 
-    check_path(run, len(hosts), dtypes=["float32", "int8"])
+    check_path(run, len(hosts), dtypes=["float32"])
 
 
 def without_room_from(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +110,17 @@ def without_room_from(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @LAYOUTS
 def test_keys_that_the_memory_has_no_room_for_go_by_messages(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     without_room_from(4 * LONG[0], monkeypatch)
-    usual = "direct" if len(set(hosts)) == 1 else "hosted"
 
     def afterwards(store: KVStore) -> None:
         paths = paths_of(store)
         assert paths.pop("long") == "messages"
-        assert set(paths.values()) == {usual}
+        assert set(paths.values()) == {"direct" if hosts == "aaa" else "hosted"}
         assert 0 < store.stats()["shared_bytes"] < 4 * LONG[0]
 
     check_on_hosts(hosts, afterwards)
 
 
-@pytest.mark.parametrize("mode", ADDING, ids=mode_id)
+@pytest.mark.parametrize("mode", ADDING[::2], ids=mode_id)
 def test_what_the_memory_has_no_room_for_goes_to_servers_from_each_worker(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,11 +163,10 @@ def test_a_placement_of_each_key_alone(hosts: str, monkeypatch: pytest.MonkeyPat
     check_on_hosts(hosts, afterwards)
 
 
-@pytest.mark.parametrize("hosts", ["aab", "aabb"])
-def test_a_bucket_goes_its_own_way(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys went another way before."""
     without_room_from(400, monkeypatch)
-    sizes, W = (30, 31, 50), len(hosts)
+    sizes, W = (30, 31, 50), 3
 
     def body(store: KVStore) -> None:
         store.init([0, 1, 2], [np.zeros(size, F32) for size in sizes])
@@ -201,4 +178,68 @@ def test_a_bucket_goes_its_own_way(hosts: str, monkeypatch: pytest.MonkeyPatch) 
         for size, value in zip(sizes, store.pull([0, 1, 2]), strict=True):
             assert value.tolist() == [i * sum(range(2, W + 2)) for i in range(size)]
 
-    Mode("dist_sync", W, hosts=hosts).run(body)
+    TWO_HOSTS.run(body)
+
+
+@on(TWO_HOSTS, THREE_HOSTS)
+def test_keys_of_a_bucket_are_reduced_in_one_way(store, W):
+    store.init(keys := ["a", "b", "c"], [full(0), full(0, 5), full(0, 2)])
+    store.strategy.bucket(keys)
+    mine = [full(store.rank + 1), full(store.rank + 2, 5), full(store.rank + 3, 2)]
+    for _ in range(2):
+        for op, wanted in (
+            ("sum", [W * (W + 1) / 2 + W * i for i in range(3)]),
+            ("max", [W, W + 1, W + 2]),
+            ("min", [1, 2, 3]),
+        ):
+            store.pushpull(keys, values := [array.copy() for array in mine], op=op)
+            assert [value[0] for value in values] == wanted
+    store.pushpull_async("a", mine[0], full(0), op="min")
+    with pytest.raises(MpikvError, match="other keys of its bucket were pushed with 'min', and all keys of a bucket"):
+        store.pushpull("b", mine[1], full(0, 5), op="max")
+    for i in (1, 2):
+        store.pushpull_async(keys[i], mine[i], np.zeros_like(mine[i]), op="min")
+    store.wait_all()
+    assert store.pull("b").tolist() == [2.0] * 5
+
+
+# --- calls that come again with the same arrays do what calls with new arrays do, whatever has changed since
+
+
+@on(LOCAL[0], Mode("dist_sync", 3), TWO_HOSTS, *ADDING[:2], SYNC[-8], Mode("dist_sync", 2, 1), *FEW_ON_DEVICE[:2])
+def test_calls_with_the_same_arrays(store, tmp_path) -> None:
+    """Through optimizers with other owners, and states that are loaded."""
+    steps = [
+        lambda: None,
+        lambda: store.set_optimizer(optimizers.create("lamb")),
+        lambda: store.set_optimizer(optimizers.create("sgd", momentum=0.5)),
+        lambda: store.save_optimizer_states(tmp_path / "states"),
+        lambda: store.load_optimizer_states(tmp_path / "states"),
+        lambda: store.set_optimizer(optimizers.create("lars")),
+    ]
+    sizes = (100, 3)
+    again, new = [f"{n} again" for n in sizes], [f"{n} new" for n in sizes]
+    store.init([*again, *new], [full(1, n) for n in sizes * 2])
+    arrays, outs = ([full(0, n) for n in sizes] for _ in range(2))
+
+    def gradients(i: int) -> list[np.ndarray]:
+        return [np.arange(n, dtype=F32) + store.rank + i for n in sizes]
+
+    def fill(i: int) -> None:
+        for array, value in zip(arrays, gradients(i), strict=True):
+            array[:] = value
+
+    for i, change in enumerate(steps):
+        change()
+        for _ in range(3):
+            fill(i)
+            store.pushpull(again, arrays, outs)
+            fill(i + 1)
+            for key, array in zip(again, arrays, strict=True):
+                store.pushpull(key, array)
+            store.pushpull(new, gradients(i), expected := [full(0, n) for n in sizes])
+            for key, value in zip(new, gradients(i + 1), strict=True):
+                store.pushpull(key, value)
+                expected.append(value)
+            for one, other in zip([*outs, *arrays], expected, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=f"after change {i}")
