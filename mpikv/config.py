@@ -1,46 +1,7 @@
-"""The one reader of the `MPIKV_*` variables.
+"""The one reader of the `MPIKV_*` variables, by `Config.from_environ()`, which `kv.create` calls, never at import.
 
-Each variable has one row in `VARIABLES`: its name, the field of `Config` that it sets, how its text is read, and what
-it means. `Config.from_environ()` is called by `kv.create`, never at import.
-
-| variable | default | meaning |
-|---|---|---|
-| `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
-| `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
-| `MPIKV_SERVERS_TAKE` | auto | the share of a key that goes to servers, 0.0 to 1.0 or `all`; see settings.md |
-| `MPIKV_LINK` | auto | links between hosts: `10gbit,50us`, or a file of `mpikv bench link --save`; `auto`: measured |
-| `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical`; `nccl`: on GPUs |
-| `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
-| `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError`; at most 1e9 |
-| `MPIKV_STALL_WARN_S` | 2 | seconds of a wait until a table says who waits for whom; `off`: never; see errors.md |
-| `MPIKV_TIMELINE` | | folder that each rank writes what it does to, for `mpikv trace`; see observing.md |
-| `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
-| `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
-| `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
-| `MPIKV_LOCAL_DEVICE` | auto | the GPU of this worker, a number among those that it sees; `auto`: by its local rank |
-| `MPIKV_DEVICE_PATH` | auto | how arrays on a GPU travel: `auto`, `ipc`, `mpi`, `nccl`, `staged`, `host` |
-| `MPIKV_CUDA_AWARE` | auto | whether MPI takes device memory: `0`: no; `1`: yes; `auto`: a child process tries it |
-| `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
-| `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
-| `MPIKV_METRICS` | | folder in which each rank writes its metrics for Prometheus, a file every 15 s and at the end |
-
-Two more are not for users:
-
-| variable | default | meaning |
-|---|---|---|
-| `MPIKV_TEST_HOSTS` | 0 | of tests and trials: pretend that the ranks run on so many hosts, in blocks; 0: do not |
-| `MPIKV_STOP_ASKED` | | of batch scripts: file that is there when the job was asked to stop, perhaps too early for it |
-
-`partition_bytes` (of a piece of a value on its way to a server and back; 0: by the links) and `bucket_bytes` (of a
-message in which short values of several keys travel) are fields for tests, without a variable.
-
-Two are of the process rather than of a store, and no fields of `Config`:
-
-| variable | default | meaning |
-|---|---|---|
-| `MPIKV_TRACEBACK` | short | `short`: a mistake in a call is one line of one rank; `full`: all frames of every rank |
-| `MPIKV_LOG` | | print what stores decide to stderr: `debug`, also of each key; `info`; `warning` |
+Each field of `Config` says which variable sets it and how its text is read; docs/settings.md says what each means, and
+which two are of the process rather than of a store (`TRACEBACK`, `LOG`).
 """
 
 from __future__ import annotations
@@ -50,7 +11,7 @@ import ipaddress
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -73,12 +34,12 @@ PATHS = ("stop_file", "timeline", "metrics", "link")  # fields that a program ma
 NUMBER_OR_WORD = ("local_device", "cuda_aware", "servers_take")  # fields that a program may give as a number, too
 
 
-def _text_of(variable: Variable, value: Any) -> str:
+def _text_of(setting: Field[Any], value: Any) -> str:
     """The text of a value that was given to `Config` as a value. Raises ValueError with the end of a sentence."""
-    kind = type(getattr(Config, variable.field))
-    if variable.field in PATHS and isinstance(value, os.PathLike):
+    kind = type(setting.default)
+    if setting.name in PATHS and isinstance(value, os.PathLike):
         value = path("the file", value)
-    takes_numbers = kind is not str or variable.field in NUMBER_OR_WORD
+    takes_numbers = kind is not str or setting.name in NUMBER_OR_WORD
     if isinstance(value, str) or (takes_numbers and isinstance(value, Real) and not isinstance(value, bool)):
         return str(value)
     raise ValueError("is not a str" if kind is str else "is not a number")
@@ -215,85 +176,70 @@ class Variable(NamedTuple):
     parse: Callable[[str], Any]
 
 
-VARIABLES = (
-    Variable("MPIKV_NUM_SERVERS", "num_servers", _integer(0)),
-    Variable("MPIKV_SERVER_PLACEMENT", "server_placement", _one_of(*PLACEMENTS)),
-    Variable("MPIKV_SERVERS_TAKE", "servers_take", _share),
-    Variable("MPIKV_LINK", "link", _link),
-    Variable("MPIKV_BIGARRAY_BOUND", "bigarray_bound_elems", _integer(1)),
-    Variable("MPIKV_ALGORITHM", "algorithm", _one_of(*ALGORITHMS)),
-    Variable("MPIKV_SHARED_MEMORY", "shared_memory", _one_of("auto", "off")),
-    Variable("MPIKV_TIMEOUT_S", "timeout_s", _seconds),
-    Variable("MPIKV_STALL_WARN_S", "stall_warn_s", _seconds_or_off),
-    Variable("MPIKV_TIMELINE", "timeline", _text),
-    Variable("MPIKV_PROGRESS", "progress", _one_of("thread", "calls")),
-    Variable("MPIKV_MPI", "mpi", _one_of("auto", "system")),
-    Variable("MPIKV_INTERFACE", "interface", _interface),
-    Variable("MPIKV_LOCAL_DEVICE", "local_device", _local_device),
-    Variable("MPIKV_DEVICE_PATH", "device_path", _one_of(*DEVICE_PATHS)),
-    Variable("MPIKV_CUDA_AWARE", "cuda_aware", _one_of("0", "1", "auto")),
-    Variable("MPIKV_STOP_SIGNALS", "stop_signals", _signals),
-    Variable("MPIKV_STOP_FILE", "stop_file", _text),
-    Variable("MPIKV_METRICS", "metrics", _text),
-)
-NOT_FOR_USERS = (
-    Variable("MPIKV_TEST_HOSTS", "test_hosts", _integer(0)),
-    Variable("MPIKV_STOP_ASKED", "stop_asked", _text),
-    Variable("", "partition_bytes", _integer(0)),
-    Variable("", "bucket_bytes", _integer(0)),
-)
+TRACEBACK = Variable("MPIKV_TRACEBACK", "", _one_of("short", "full"))
+LOG = Variable("MPIKV_LOG", "", _one_of("debug", "info", "warning"))
 GONE = {
     "MPIKV_PARTITION_BYTES": "nothing is needed: pieces are as long as the links want them, see MPIKV_LINK",
     "MPIKV_BUCKET_BYTES": "nothing is needed: short values of several keys share messages of 60 KiB",
     "MPIKV_STOP_MARK": "the batch scripts of `mpikv submit` keep early signals without it; take their present ones",
     "MPIKV_FAKE_HOSTS": "use MPIKV_TEST_HOSTS, for tests and trials",
+    "MPIKV_MPI": "take MPI's wheel out of this Python environment, or name a library in MPI4PY_LIBMPI",
 }
 
-TRACEBACK = Variable("MPIKV_TRACEBACK", "", _one_of("short", "full"))
-LOG = Variable("MPIKV_LOG", "", _one_of("debug", "info", "warning"))
-ALL = (*VARIABLES, *NOT_FOR_USERS[:2], TRACEBACK, LOG)
-KNOWN = tuple(variable.name for variable in ALL)
+
+def _setting(default: Any, parse: Callable[[str], Any], variable: str = "") -> Any:
+    return field(default=default, metadata={"parse": parse, "variable": variable})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of one store. The fields and their meaning stand in the table at the top of this file.
+    """All settings of one store; docs/settings.md has their meanings. ConfigError for a wrong or an unknown one.
 
     >>> mpikv.Config(timeout_s=60).with_(num_servers=2).num_servers
     2
     """
 
-    num_servers: int = 0
-    server_placement: str = "spread"
-    servers_take: float | str = "auto"
-    link: str = "auto"
-    bigarray_bound_elems: int = 1_000_000
-    partition_bytes: int = 0
-    bucket_bytes: int = 60 << 10
-    algorithm: str = "auto"
-    test_hosts: int = 0
-    shared_memory: str = "auto"
-    timeout_s: float = 300.0
-    stall_warn_s: float = 2.0
-    timeline: str = ""
-    progress: str = "thread"
-    mpi: str = "auto"
-    interface: str = AUTO_INTERFACE
-    local_device: int | str = "auto"
-    device_path: str = "auto"
-    cuda_aware: str = "auto"
-    stop_signals: str = ""
-    stop_file: str = ""
-    stop_asked: str = ""
-    metrics: str = ""
+    num_servers: int = _setting(0, _integer(0), "MPIKV_NUM_SERVERS")
+    server_placement: str = _setting("spread", _one_of(*PLACEMENTS), "MPIKV_SERVER_PLACEMENT")
+    servers_take: float | str = _setting("auto", _share, "MPIKV_SERVERS_TAKE")
+    link: str = _setting("auto", _link, "MPIKV_LINK")
+    bigarray_bound_elems: int = _setting(1_000_000, _integer(1), "MPIKV_BIGARRAY_BOUND")
+    algorithm: str = _setting("auto", _one_of(*ALGORITHMS), "MPIKV_ALGORITHM")
+    shared_memory: str = _setting("auto", _one_of("auto", "off"), "MPIKV_SHARED_MEMORY")
+    timeout_s: float = _setting(300.0, _seconds, "MPIKV_TIMEOUT_S")
+    stall_warn_s: float = _setting(2.0, _seconds_or_off, "MPIKV_STALL_WARN_S")
+    timeline: str = _setting("", _text, "MPIKV_TIMELINE")
+    progress: str = _setting("thread", _one_of("thread", "calls"), "MPIKV_PROGRESS")
+    interface: str = _setting(AUTO_INTERFACE, _interface, "MPIKV_INTERFACE")
+    local_device: int | str = _setting("auto", _local_device, "MPIKV_LOCAL_DEVICE")
+    device_path: str = _setting("auto", _one_of(*DEVICE_PATHS), "MPIKV_DEVICE_PATH")
+    cuda_aware: str = _setting("auto", _one_of("0", "1", "auto"), "MPIKV_CUDA_AWARE")
+    stop_signals: str = _setting("", _signals, "MPIKV_STOP_SIGNALS")
+    stop_file: str = _setting("", _text, "MPIKV_STOP_FILE")
+    metrics: str = _setting("", _text, "MPIKV_METRICS")
+    # Not for users. Tests and trials: pretended hosts, in blocks of ranks; bytes of a piece of a value on its way to a
+    # server and back (0: by the links), and of a message in which short values of several keys travel (0: none do).
+    # Batch scripts: a file that is there once the job was asked to stop, perhaps before a rank could hear it.
+    test_hosts: int = _setting(0, _integer(0), "MPIKV_TEST_HOSTS")
+    partition_bytes: int = _setting(0, _integer(0))
+    bucket_bytes: int = _setting(60 << 10, _integer(0))
+    stop_asked: str = _setting("", _text, "MPIKV_STOP_ASKED")
+
+    def __new__(cls, **given: Any) -> Config:
+        """Answer an unknown name with the nearest."""
+        known = [one.name for one in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            near = meant(unknown[0], known)
+            raise ConfigError(f"no such setting: {', '.join(unknown)}; known are {', '.join(sorted(known))}.{near}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for variable in (*VARIABLES, *NOT_FOR_USERS):
-            value = getattr(self, variable.field)
+        for one in fields(self):
+            value = getattr(self, one.name)
             try:
-                object.__setattr__(self, variable.field, variable.parse(_text_of(variable, value)))
+                object.__setattr__(self, one.name, one.metadata["parse"](_text_of(one, value)))
             except ValueError as error:
-                raise ConfigError(f"Config({variable.field}={shown(value)}): {shown(value)} {error}") from None
+                raise ConfigError(f"Config({one.name}={shown(value)}): {shown(value)} {error}") from None
 
     @property
     def host_algorithm(self) -> str:
@@ -318,12 +264,8 @@ class Config:
         for name, instead in GONE.items():
             if environ.get(name):
                 raise ConfigError(f"{name}={shown(environ[name])} is no longer read: {instead}; unset it")
-        values = {}
-        for variable in ALL:
-            value = _read(variable, environ)
-            if value is not None and variable.field:
-                values[variable.field] = value
-        return cls(**values)
+        read = {variable.field: _read(variable, environ) for variable in ALL}
+        return cls(**{name: value for name, value in read.items() if name and value is not None})
 
     def with_(self, **changes: Any) -> Config:
         """Return this configuration with some fields changed. Raises ConfigError for a field that does not exist.
@@ -331,12 +273,16 @@ class Config:
         >>> mpikv.Config().with_(algorithm='ring').algorithm
         'ring'
         """
-        known = {field.name for field in fields(self)}
-        unknown = sorted(set(changes) - known)
-        if unknown:
-            near = meant(unknown[0], known)
-            raise ConfigError(f"no such setting: {', '.join(unknown)}; known are {', '.join(sorted(known))}.{near}")
-        return replace(self, **changes)
+        return type(self)(**{**{one.name: getattr(self, one.name) for one in fields(self)}, **changes})
+
+
+VARIABLES = tuple(
+    Variable(one.metadata["variable"], one.name, one.metadata["parse"])
+    for one in fields(Config)
+    if one.metadata["variable"]
+)
+ALL = (*VARIABLES, TRACEBACK, LOG)
+KNOWN = tuple(variable.name for variable in ALL)
 
 
 def _read(variable: Variable, environ: Mapping[str, str]) -> Any:

@@ -78,7 +78,7 @@ def create(
                 raise ValueError(f"a {name.lower()!r} store is of one process and has no servers; give num_servers=0")
         if spec.distributed:
             _check_process(name)
-            library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
+            library.prepare(config.interface, config.timeout_s, config.stall_warn_s)
     except BaseException:  # Ctrl-C, too: the others wait
         abort.install_early(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
@@ -105,7 +105,7 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
     try:
         config = _config(config)
         _check_comm(comm)
-        library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
+        library.prepare(config.interface, config.timeout_s, config.stall_warn_s)
     except BaseException:  # Ctrl-C, too: the others wait
         abort.install_early(others_wait=True)
         raise

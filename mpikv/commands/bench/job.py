@@ -68,7 +68,7 @@ class BenchJob:
 
 def open_job(config: Config) -> BenchJob:
     """Initialise MPI, and wait for the other ranks. Collective over COMM_WORLD, blocks."""
-    library.prepare(config.mpi, config.interface, config.timeout_s, config.stall_warn_s)
+    library.prepare(config.interface, config.timeout_s, config.stall_warn_s)
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
     world = MPI.COMM_WORLD

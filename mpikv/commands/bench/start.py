@@ -81,12 +81,9 @@ def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) ->
     return found is None and wanted is not None
 
 
-def become_mpirun(n: int, arguments: Sequence[str], mode: str) -> NoReturn:
-    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`.
-
-    mode: MPIKV_MPI. Raises ConfigError where there is no mpirun.
-    """
-    mpirun = identify(find_mpirun(mode))
+def become_mpirun(n: int, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`. ConfigError where there is no mpirun."""
+    mpirun = identify(find_mpirun())
     # More ranks than cores, and several not tied to one.
     line = [mpirun.program, *mpirun.oversubscribed(), *mpirun.unbound(), "-n", str(n)]
     line += [sys.executable, "-m", "mpikv", *arguments]

@@ -90,7 +90,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
         sync.check(options.sync_dst_dir, os.getcwd())
     elsewhere = scheduled or not all(hosts.is_here(host.name) for host in chosen)
     _check_command(options.command, here=not elsewhere)
-    mpirun = identify(find_mpirun(config.mpi, environ, who="mpikv launch"))
+    mpirun = identify(find_mpirun(environ, who="mpikv launch"))
     blocks = place(chosen, options.num_workers, servers, oversubscribe=options.oversubscribe)
     shell: tuple[str, ...] = ()
     if chosen and elsewhere:

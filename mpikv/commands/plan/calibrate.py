@@ -20,7 +20,6 @@ from mpikv.codecs import speed
 from mpikv.codecs.base import Codec
 from mpikv.codecs.speed import Speed
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, drive
-from mpikv.config import Config
 from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
 from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
@@ -40,7 +39,7 @@ TAG = 9
 
 def measured() -> Costs:
     """Measure the costs of this machine's cores. Raises ConfigError where there is no MPI."""
-    library.prepare(Config.from_environ().mpi)
+    library.prepare()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - it initialises MPI
 

