@@ -131,15 +131,12 @@ class NcclComm:
             self._comm.abort()
         return self.failure
 
-    def close(self, *, alone: bool = False) -> None:
-        """End one store's use; the last one destroys the communicator. No call may be under way.
-
-        Collective; alone: local, for when other ranks may be gone.
-        """
+    def close(self) -> None:
+        """End one store's use; the last one destroys the communicator. No call may be under way. Collective."""
         self.users -= 1
         if self.users == 0 and self.failure is None:
             self.failure = MpikvError("this communicator of NCCL was given back")
-            (self._comm.abort if alone else self._comm.destroy)()
+            self._comm.destroy()
 
     def _kind(self, array: SpaceArray) -> int:
         return self._constant(DTYPES[array.dtype.name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -59,15 +58,6 @@ class Members:
     def server_labels(self) -> list[str]:
         """How errors name the owners where these are servers, of their own or inside of workers."""
         return [f"server {i} (rank {rank} on {self.hosts[rank]})" for i, rank in enumerate(self.owners)]
-
-    def only(self, workers: Sequence[int]) -> Members:
-        """Return the members of a store with only these workers, in this order, and without servers.
-
-        workers: ranks of the transport. ValueError where some are no workers of this store, or are given twice.
-        """
-        if self.servers or not workers or len(set(workers)) < len(workers) or not set(workers) <= set(self.workers):
-            raise ValueError(f"workers {list(workers)} of a store whose workers are {list(self.workers)}")
-        return replace(self, workers=tuple(workers))
 
     @cached_property
     def servers_apart(self) -> bool:

@@ -36,14 +36,10 @@ class Agreeing:
         on_verdict: Callable[[Item, Decision], None],
     ) -> None:
         self._messages, self._waits, self._stopping = messages, waits, stopping
-        self._new_agreement, self._on_verdict = agreement, on_verdict
+        self._agreement = agreement(messages.names) if messages.leads else None
+        self._on_verdict = on_verdict
         self._proposals: list[Proposal] = []
         messages.acts |= {"propose": self._proposal_came, "verdicts": self._verdicts_came}
-        self.regroup()
-
-    def regroup(self) -> None:
-        """Go on among the workers that the messages go to now."""
-        self._agreement = self._new_agreement(self._messages.names) if self._messages.leads else None
 
     def propose(self, items: Sequence[tuple[str, Name, Any]]) -> Proposal:
         """Propose to worker 0. Local; wait for the result with `agree`, or for the proposal, which is a request."""

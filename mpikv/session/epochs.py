@@ -49,11 +49,7 @@ class EpochBegins:
     def __init__(self, messages: ControlMessages) -> None:
         self._messages = messages
         messages.acts["epoch"] = self._came
-        self.regroup()
-
-    def regroup(self) -> None:
-        """Go on among the workers that the messages go to now."""
-        self._epochs = Epochs(self._messages.names) if self._messages.leads else None
+        self._epochs = Epochs(messages.names) if messages.leads else None
 
     def begin(self, count: int, epoch: int, batches: int) -> None:
         """Tell worker 0 how many batches the last epoch had here. count: of this worker's epochs. Local."""

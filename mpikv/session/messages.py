@@ -51,14 +51,7 @@ class ControlMessages:
         self.due: list[Callable[[], None]] = []
         self._sending: list[Operation] = []
         self.sent_messages = 0  # counted since the start
-        self._regrouped = -1
-        self.regroup(workers)
-
-    def regroup(self, workers: Group) -> None:
-        """Go on among these workers, some of those before, by what `listen` receives from its next call on."""
         self.workers = workers
-        self._regrouped += 1
-        self._tag = wire.control_tag(self._regrouped)
         self.names = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
         self.me = f"{self.names[workers.rank]} (rank {self._transport.rank} of {self._transport.size})"
 
@@ -72,7 +65,7 @@ class ControlMessages:
         self.sent_messages += 1
         data = wire.control(message)
         self._sending = [request for request in self._sending if not request.test()]
-        self._sending.append(self._transport.isend(data, rank, self._tag))
+        self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
 
     def send_to(self, worker: int, message: Message) -> None:
         """Send to a worker; the message names the sender."""
@@ -86,7 +79,7 @@ class ControlMessages:
     def listen(self) -> Steps[None]:
         """The listener: receives and acts for ever."""
         while True:
-            arrival = Arrival(self._transport, self._tag)
+            arrival = Arrival(self._transport, wire.TAG_CONTROL)
             yield _Listening(arrival, self.due)
             data = np.empty(arrival.incoming.n_bytes, np.uint8)
             yield arrival.incoming.receive(data)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
+from mpikv.errors import ConfigError, ShapeMismatch
 from mpikv.placement.keys import Key
 from mpikv.placement.labels import FACTOR, Label
 from mpikv.session.agreement import ROUND, Disagreement, Name, Rule, first, grouped
@@ -135,14 +135,6 @@ def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
     return unmatched, text
 
 
-def _regroup_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    """All that stay have pushed the same; the places that worker 0 has found for the keys."""
-    if any(pushes != payloads[0][0] for pushes, _ in payloads):
-        brought = grouped([", ".join(f"{n} times key {i}" for i, n in pushes) for pushes, _ in payloads], labels)
-        raise Disagreement(MpikvError, f"regroup of workers that have pushed different rounds: {brought}")
-    return payloads[0][1]
-
-
 RULES: Mapping[str, Rule] = {
     "init": _init_rule,
     "set_optimizer": _optimizer_rule,
@@ -150,7 +142,6 @@ RULES: Mapping[str, Rule] = {
     "empty": _empty_rule,
     "bucket": _bucket_rule,
     "skip": _skip_rule,
-    "regroup": _regroup_rule,
     ROUND: _round_rule,
     "factor": first,
     "set_optimizer in place": first,

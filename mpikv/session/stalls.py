@@ -60,10 +60,6 @@ class Stalls:
         self._longest_s: dict[str, float] = {}  # by kind of call, of waits that were longer than most
         messages.acts |= {"waits": self._waits, "moved": self._moved, "circle": self._circle}
         messages.due.append(self._inquire)
-        self.regroup()
-
-    def regroup(self) -> None:
-        """Go on among the workers that the messages go to now."""
         self._asker = 0  # the worker to which waits are reported, and which asks the others
         self._reported_s: float | None = None  # when this worker reported the wait that it is in
         # Of the worker that asks:

@@ -35,18 +35,12 @@ class Stopping:
 
     def __init__(self, messages: ControlMessages, waits: Waits, *, common_steps: bool) -> None:
         self._messages, self._waits = messages, waits
-        self._common_steps = common_steps
         self._reader = StopReader(common=common_steps)
         self._asked: Callable[[], str | None] = lambda: None
         self._wished = False
         self._ended = False  # all workers have closed the store
         messages.acts |= {"wish": self._wish_came, "stop": self._order_came, "reads": self._answer_came}
-        self.regroup()
-
-    def regroup(self) -> None:
-        """Go on among the workers that the messages go to now."""
-        messages = self._messages
-        self._leader = Leader(messages.workers.size, common=self._common_steps) if messages.leads else None
+        self._leader = Leader(messages.workers.size, common=common_steps) if messages.leads else None
 
     @property
     def settled(self) -> bool:

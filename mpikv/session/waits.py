@@ -84,13 +84,8 @@ class Waits:
             "refused": self._refused,
         }
         messages.due.append(self._tell_who_has_left)
-        self.regroup()
-
-    def regroup(self) -> None:
-        """Go on among the workers that the messages go to now. What is known of the former ones is forgotten."""
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
-        self._stalls.regroup()
-        self._departures = Departures(self._messages.workers.size) if self._messages.leads else None
+        self._departures = Departures(messages.workers.size) if messages.leads else None
 
     # --- waiting
 

@@ -87,7 +87,12 @@ class Workers(OptimizerSession):
         others = [rank for rank in members.workers if transport.hosts[rank] != transport.hosts[transport.rank]]
         if others and (members.path != "servers" or members.divides) and members.config.bucket_bytes:
             self.ordered = OrderedTransport(transport, others, members.config.bucket_bytes, self.priorities)
-        self._go_with(members)
+        self.members = members
+        self.group = Group(transport, members.workers)
+        self.key_group = self.group if self.ordered is None else Group(self.ordered, members.workers)
+        self.rank, self.num_workers = self.group.rank, self.group.size
+        self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
+        self.shares_memory = members.path == "direct"
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self.calls_made = 0  # without a key (groups/workers.py)
@@ -142,31 +147,6 @@ class Workers(OptimizerSession):
         if topic == INIT:
             return int(count in self._proposed)
         return int(self._counts.get(topic, 0) >= count)
-
-    # --- the ranks
-
-    def _go_with(self, members: Members) -> None:
-        """Who the workers are, as all else here has it."""
-        self.members = members
-        self.group = Group(self.transport, members.workers)
-        self.key_group = self.group if self.ordered is None else Group(self.ordered, members.workers)
-        self.rank, self.num_workers = self.group.rank, self.group.size
-        self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
-        self.shares_memory = members.path == "direct"
-
-    def regroup(self, members: Members) -> None:
-        """Go on with the workers of `members` alone, some of those before; worker 0 may be another one. Local.
-
-        Each of them must call it; what one of them sends to another waits until it has. Nothing may be under way.
-        """
-        with self.engine.lock:
-            self._go_with(members)
-            self._next_id = max((info.id + 1 for info in self.infos.values()), default=self._next_id)
-            self.messages.regroup(self.group)
-            for part in (self.waits, self.stopping, self.agreeing, self.epochs):
-                part.regroup()
-            self._listening.cancel()
-            self._listening = self.engine.serve(self.messages.listen(), "control messages")
 
     def stats(self) -> dict[str, Any]:
         """What the transport and the control messages have counted, and the path of keys in device memory."""

@@ -45,7 +45,7 @@ from mpikv.strategies.workers import WorkersStrategy
 
 
 class AllreduceStrategy(WorkersStrategy):
-    """The strategy of `dist_sync` without servers. keys: this store's; `keys.regroup` goes on with fewer workers."""
+    """The strategy of `dist_sync` without servers."""
 
     def __init__(
         self,

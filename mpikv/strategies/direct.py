@@ -69,8 +69,7 @@ class Direct:
         )
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
-        # The queues may have been used before, with another object of this class.
-        self._last_event = max((queue.direct_calls.copied_at for queue in queues.values()), default=0)
+        self._last_event = 0
         self._parity = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
         self.queue_changes = 0  # how often a queue has got a push, which changes a value

@@ -1,13 +1,12 @@
 """The keys of a store without servers: their queues, their placements and paths, and the group of workers.
 
 When the workers have agreed on a key (session/workers), it is placed here: its placement names its path and each
-worker's shard. Both depend on which workers there are, and are made anew when they become fewer.
+worker's shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -68,36 +67,24 @@ class PlacedKeys:
         nccl: NcclComm | None = None,
         speaker: Speaker | None = None,
     ) -> None:
-        self._speaker, self.cuts = speaker, dict[int, int]()
+        self.cuts: dict[int, int] = {}
         self._session, self._members, self._rows = session, members, rows
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
-        self._log_reader: Running[Any] | None = None
         self.hosts: HostKeys | None = None
+        self.direct: Direct | None = None
         self.communicators: Communicators | None = None
         if members.path == "native":
             self.communicators = Communicators(session.transport, members.workers, session.engine)
         self.nccl = nccl
-        self._set_up(memory)
         agreed = None if self.communicators is None else self._agreed
         self.events = KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes, agreed)
         session.on_attributes.append(lambda slot, number, found: self.owner.add_attributes(slot, 0, number, found))
-
-    # --- the ranks
-
-    def _set_up(self, memory: HostMemory | None) -> None:
-        """Make everything that depends on which workers there are."""
-        session, members = self._session, self._members
-        if self._log_reader is not None:
-            self._log_reader.cancel()
-        if self.hosts is not None:
-            self.hosts.close()
-        self.hosts = self._log_reader = self.direct = None
         if memory is not None:
             space = cast(DeviceSpace, session.spaces.device) if members.device_path == "ipc" else None
             self.hosts = HostKeys(memory, members.worker_hosts, space)
-            self._log_reader = session.engine.serve(self.hosts.listen(), "counters of this host")
+            session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[Any, Placement] = {}  # shared by keys of equal properties
@@ -109,7 +96,7 @@ class PlacedKeys:
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
             device_group=session.group,
-            speaker=self._speaker,
+            speaker=speaker,
         )
         self._rounds = RoundSteps(
             session.num_workers,
@@ -119,55 +106,6 @@ class PlacedKeys:
             priorities=session.priorities,
             recorder=session.recorder,
         )
-
-    def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
-        """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
-
-        members: the store's with fewer workers (`Members.only`). memory: new memory that the remaining ranks of each
-        host share; None: they send messages. Calls must be prepared anew, the counts of direct calls start at 0, and
-        arrays of `store.empty` are no longer shared by the store.
-
-        Collective over the remaining workers; blocks until each of them has called it. The others make no further call.
-        All remaining workers must have pushed equally often, and those rounds must be complete: StallError or PeerError
-        where they are not, MpikvError on all where the counts differ; the store cannot be used any more then.
-        UnsupportedError, with nothing changed, where an optimizer is set, since the states that the others own would be
-        lost, and with MPIKV_ALGORITHM=native, whose communicators include all workers. Keys on the path "nccl" are on
-        the path "staged" from now on.
-        """
-        session = self._session
-        if session.optimizers():
-            raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
-        if self.communicators is not None:
-            raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
-        if self._rows.any:
-            raise UnsupportedError("regroup with row-sparse keys: rows that other workers own would be lost")
-        members = replace(members, memory=memory is not None)
-        if members.device_path == "nccl":
-            reasons = (*members.device_reasons, ("nccl", "its communicator was that of more workers"))
-            members = replace(members, device_path="staged", device_reasons=reasons)
-        if members.device_path == "ipc" and memory is None:
-            members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
-        self.drain("regroup")
-        queues = sorted(self.all(), key=lambda queue: queue.info.id)
-        self._wait_for_copies(queues)
-        if self.nccl is not None:
-            self.nccl.close(alone=True)
-            self.nccl = None
-        with session.engine.lock:
-            if self.direct is not None:
-                self.direct.reset()
-            session.regroup(members)
-            self._members = members
-            self._set_up(memory)
-        places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
-        places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
-        with session.engine.lock:
-            for queue, reserved in zip(queues, places, strict=True):
-                value, before = queue.stored, queue.paths.codec
-                self._place(queue, reserved)
-                queue.space.copy(queue.stored, value)
-                if queue.paths.codec is not None and before is not None:
-                    queue.paths.codec.set_states(before.pushed.states, queue.placement)
 
     # --- keys as they are agreed on
 

@@ -35,7 +35,6 @@ VERSION = 10
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
-TAG_REGROUPED = 4  # to below TAG_CALLS
 TAG_CALLS = 13  # and the next one
 TAG_BUNDLES = 15
 TAG_REPLY = 16
@@ -44,14 +43,6 @@ TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
 PAYLOAD_TAGS = 4096  # payloads that one client may hold for servers at a time
 TAG_KEYS = TAG_PAYLOAD + PAYLOAD_TAGS
 TAGS_PER_KEY = 4  # initial value, reduce-scatter, allgather, both of them in one
-
-
-def control_tag(regrouped: int) -> int:
-    """The tag of control messages after workers went on without others so many times.
-
-    A message of the smaller group that comes to a worker of the larger one waits there until this goes on, too.
-    """
-    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_CALLS - TAG_REGROUPED)
 
 
 def key_tag(key_id: int, use: int) -> int:
