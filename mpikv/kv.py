@@ -322,7 +322,6 @@ def _listening(store: KVStore, config: Config) -> KVStore:
 
 
 def _seen(store: KVStore, config: Config) -> KVStore:
-    """Write a timeline if one is wanted."""
     if config.timeline:
         try:
             store.timeline(config.timeline)

@@ -375,7 +375,7 @@ class KVStore:
         entries, rows = self._totals(key, value)
         self.strategy.prepare(entries).start(priority)
         for info, total in rows:
-            self.strategy.push_rows(info, total, priority)
+            self.strategy.rows.push(info, total, priority)
 
     def _totals(self, key: Keys, value: Values) -> tuple[list[Entry], list[tuple[KeyInfo, RowSparse]]]:
         """What a push has for dense keys, and for row-sparse ones."""
@@ -502,7 +502,7 @@ class KVStore:
         entries, rows = self._totals(key, value)
         pending = self.strategy.prepare(entries).start(priority)
         for info, total in rows:
-            self.strategy.push_rows(info, total, priority)
+            self.strategy.rows.push(info, total, priority)
         return self._remember(Request(self.session, pending))
 
     def pull_async(self, key: Keys, out: Values = None, priority: int = 0, *, like: Values = None) -> Request:

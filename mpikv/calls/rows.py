@@ -139,7 +139,7 @@ class RowCalls:
         for info, arrays in targets:
             if info.sparse:
                 sink = Sink(info, arrays, self._session.spaces)
-                values, begun = self._strategy.pull_rows(info, np.arange(info.shape[0]), priority, "pull")
+                values, begun = self._strategy.rows.pull(info, np.arange(info.shape[0]), priority, "pull")
                 pending += [one._replace(request=_Filled(one, values, sink)) for one in begun]
                 if not begun:
                     sink.deliver(values.reshape(-1))
@@ -164,7 +164,7 @@ class RowCalls:
         ids = _spread("row_ids", row_ids, len(listed)) if several else [row_ids]
         found = [self._wanted(*one) for one in zip(listed, outs, ids, strict=True)]
         wanted = [one for of_key in found for one in of_key]
-        begun = [self._strategy.pull_rows(one.info, one.ids, priority, PULL) for one in wanted]
+        begun = [self._strategy.rows.pull(one.info, one.ids, priority, PULL) for one in wanted]
         for _, pending in begun:
             for one in pending:
                 self._session.wait(one)

@@ -36,7 +36,7 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.hybrid import HybridStrategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.strategies.sparse_owners import RowServer
+from mpikv.strategies.sparse import RowServer
 from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback

@@ -62,7 +62,6 @@ class Lock:
         return self._lock.acquire(blocking)
 
     def release(self) -> None:
-        """Give back what `acquire` took."""
         self._lock.release()
 
     def __exit__(self, *error: Any) -> None:

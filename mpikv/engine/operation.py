@@ -34,7 +34,6 @@ class Waking:
     __slots__ = ()
 
     def test(self) -> bool:
-        """Return what `Operation.test` does."""
         raise NotImplementedError
 
     def wakes(self, waiter: Waiter) -> bool:
@@ -62,7 +61,6 @@ class Completion(Waking):
         self._waiter: Waiter | None = None
 
     def test(self) -> bool:
-        """Return whether it is done. Raises the error that it was finished with."""
         if self.error is not None:
             raise self.error
         return self.done
@@ -91,7 +89,6 @@ class Done:
     """A request that is done from the start."""
 
     def test(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -102,5 +99,4 @@ class Predicate:
         self._predicate = predicate
 
     def test(self) -> bool:
-        """Return what the function returns."""
         return self._predicate()

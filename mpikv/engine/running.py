@@ -121,11 +121,9 @@ class Ended(Waking):
         self._running = running
 
     def test(self) -> bool:
-        """Whether it has ended."""
         return self._running.done
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When it has ended."""
         return self._running.wakes(waiter)
 
 

@@ -69,14 +69,12 @@ class Link:
     mtu_bytes: int = 1500
 
     def wire_bytes(self, n_bytes: int) -> float:
-        """Return how many bytes a message of `n_bytes` takes of a link."""
         n_bytes += MESSAGE_BYTES
         packets = math.ceil(n_bytes / (self.mtu_bytes - IP_TCP_BYTES))
         headers = IP_TCP_BYTES + ETHERNET_BYTES + ACKNOWLEDGEMENT_BYTES / PACKETS_PER_ACKNOWLEDGEMENT
         return n_bytes + packets * headers
 
     def time_s(self, n_bytes: int) -> float:
-        """Return how long a message of `n_bytes` keeps a link busy."""
         return self.wire_bytes(n_bytes) / self.bytes_per_s
 
     def first_byte_s(self, n_bytes: float) -> float:

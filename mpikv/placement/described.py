@@ -41,14 +41,12 @@ def key(info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> str:
 
 
 def ranks(members: Members) -> str:
-    """Say how many workers and servers there are, and on how many hosts."""
     n_hosts = len({members.hosts[rank] for rank in (*members.workers, *members.servers)})
     servers = several(len(members.servers), "server") if members.servers else "no servers"
     return f"{several(len(members.workers), 'worker')} and {servers} on {several(n_hosts, 'host')}"
 
 
 def several(n: int, what: str) -> str:
-    """Return a number of things: `1 host`, `3 hosts`."""
     return f"{n} {what}{'s' * (n != 1)}"
 
 
@@ -137,13 +135,11 @@ def line(members: Members, info: KeyInfo, keys: Sequence[KeyInfo], found: Placem
 
 
 def rows(members: Members, info: KeyInfo) -> str:
-    """Say where the rows of a row-sparse key are."""
     owners = "server" if members.path == "servers" else "worker"
     return f"{key(info)}: row-sparse, its rows are cut evenly over {several(len(members.owners), owners)}"
 
 
 def codec(info: KeyInfo, found: Placement) -> str:
-    """Say whether the values of a key travel by its codec."""
     if info.codec == "none":
         return "no codec"
     if found.path != "servers" and "encoded" not in (found.path, found.host):

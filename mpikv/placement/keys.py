@@ -49,12 +49,10 @@ class KeyInfo(NamedTuple):
 
     @property
     def n_elems(self) -> int:
-        """Elements of the value; 1 for a 0-dimensional one."""
         return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the value."""
         return self.n_elems * self.dtype.itemsize
 
 
@@ -71,13 +69,11 @@ def check_key(key: object) -> Key:
 
 
 def even_bounds(n_elems: int, n_shards: int) -> tuple[int, ...]:
-    """Return `n_shards + 1` bounds of shards whose lengths differ by at most one, longer ones first."""
     base, extra = divmod(n_elems, n_shards)
     return tuple(i * base + min(i, extra) for i in range(n_shards + 1))
 
 
 def whole_bounds(n_elems: int, n_shards: int, owner: int) -> tuple[int, ...]:
-    """Return bounds that give all n elements to the shard of `owner` and none to the others."""
     return (0,) * (owner + 1) + (n_elems,) * (n_shards - owner)
 
 

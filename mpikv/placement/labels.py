@@ -63,7 +63,6 @@ NO_OPTIMIZER = PushLabel(0, NO_ATTRIBUTES)  # of a key that no optimizer serves
 
 
 def label_of(attributes: Mapping[str, Any]) -> Label:
-    """Return the label of a push whose owner is to apply these attributes."""
     return Label(json.dumps(attributes, sort_keys=True))
 
 
@@ -137,7 +136,6 @@ class _Slot:
         return found if self.scales or found.ratio == 1.0 else found._replace(ratio=1.0)
 
     def forget(self) -> None:
-        """Let the next push read the attributes anew."""
         for last in self.last.values():
             last.comparable = None
 
@@ -261,7 +259,6 @@ class Comparison:
         self.differ = False  # once it is True, no owner may update
 
     def begin(self, labels: Labels) -> None:
-        """Begin the next round, which this worker has pushed with these labels."""
         if labels != self._labels:
             self._labels, self.own = labels, _of_all(labels)
         self.differ = False
@@ -289,7 +286,6 @@ class Comparison:
         self.compare(digest_)
 
     def compare(self, digest_: int) -> None:
-        """Compare this rank's digest with another rank's."""
         if digest_ != self.own:
             self.differ = True
 

@@ -40,7 +40,6 @@ class LinkRates:
     source: str = "assumed"
 
     def of(self, host: str) -> float:
-        """Return the bytes per second of a host's link."""
         return self._rates.get(host, self.bytes_per_s)
 
     @cached_property
@@ -116,5 +115,4 @@ def from_json(content: Mapping[str, Any], source: str) -> LinkRates:
 
 
 def to_json(rates: LinkRates) -> dict[str, Any]:
-    """Return the content of a file for MPIKV_LINK."""
     return {"bytes_per_s": rates.bytes_per_s, "latency_s": rates.latency_s, "hosts": dict(rates.by_host)}

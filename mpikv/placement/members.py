@@ -46,12 +46,10 @@ class Members:
 
     @cached_property
     def link_bytes_per_s(self) -> tuple[float, ...]:
-        """Of the link of each rank's host."""
         return tuple(map(self.link.of, self.hosts))
 
     @cached_property
     def worker_hosts(self) -> tuple[str, ...]:
-        """The host of each worker."""
         return tuple(self.hosts[rank] for rank in self.workers)
 
     @cached_property
@@ -135,5 +133,4 @@ class Members:
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
     def device_path_of(self, info: KeyInfo) -> DevicePath:
-        """Return the path of a key in device memory; `host` for any other."""
         return self.device_path if info.space == "device" else "host"

@@ -73,12 +73,10 @@ def _evenly(info: KeyInfo, n_servers: int, partition_elems: int, wire: Wire | No
 
 
 def on_server(info: KeyInfo, server: int, partition_elems: int, begin: int = 0) -> Placement:
-    """Place a key, from element `begin` on, on one server alone."""
     return Placement("servers", "", (server,), (begin, info.n_elems), partition_elems)
 
 
 def as_announced(members: Members, info: KeyInfo, announced: Sequence[int], wire: Wire | None = None) -> Placement:
-    """Return the placement that worker 0 has announced (`Placement.announced`). wire: see `place`."""
     server, partition_elems, begin = announced
     if server != EVENLY:
         return on_server(info, server, partition_elems, begin)
@@ -86,11 +84,9 @@ def as_announced(members: Members, info: KeyInfo, announced: Sequence[int], wire
 
 
 def least_loaded(load_bytes: Sequence[int]) -> int:
-    """Return the owner that holds the fewest bytes; the first of several."""
     return min(range(len(load_bytes)), key=lambda owner: (load_bytes[owner], owner))
 
 
 def add_load(load_bytes: list[int], placement: Placement, itemsize_bytes: int) -> None:
-    """Add a key's bytes to its owners' loads, in place."""
     for owner, begin, end in placement.shards:
         load_bytes[owner] += (end - begin) * itemsize_bytes

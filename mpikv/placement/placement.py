@@ -37,7 +37,6 @@ class Placement(NamedTuple):
 
     @property
     def shards(self) -> ShardPlan:
-        """The shards that are not empty."""
         return tuple(shard._replace(owner=self.owners[shard.owner]) for shard in plan_of_bounds(self.bounds))
 
     def announced(self) -> list[int]:

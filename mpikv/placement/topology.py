@@ -32,7 +32,6 @@ class Topology(NamedTuple):
 
 
 def topology(hosts: Sequence[str]) -> Topology:
-    """Make the topology of ranks that run on these hosts, one name for each rank."""
     return _topology(tuple(hosts))
 
 
@@ -50,7 +49,6 @@ def _topology(hosts: tuple[str, ...]) -> Topology:
 
 
 def labels(hosts: Sequence[str]) -> list[str]:
-    """Return what messages call each rank."""
     return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
 
 

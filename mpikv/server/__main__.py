@@ -9,7 +9,6 @@ import argparse
 
 
 def main() -> None:
-    """Parse the command line, then serve until every worker has closed its store."""
     parser = argparse.ArgumentParser(
         prog="python -m mpikv.server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -89,7 +89,6 @@ class ServerCore:
 
     @property
     def n_keys(self) -> int:
-        """Keys of which it has a shard, or rows."""
         return len(self._shards) + self.rows.n_keys
 
     # --- events

@@ -65,7 +65,6 @@ class Batch:
         self._missing = count
 
     def add(self, index: int, values: HostArray) -> None:
-        """Add a copy of the next partition of an answer."""
         self._answers[index].append(values.copy().view(np.uint8))
 
     def expect(self, index: int, block: ReadableMemory, ready: Operation) -> None:

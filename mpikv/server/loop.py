@@ -107,7 +107,6 @@ class _Traffic:
         return found
 
     def _receive_next(self) -> None:
-        """Begin to receive the next message where none is being received, and test whether it has arrived."""
         if self._message is None:
             incoming = self._transport.probe(wire.TAG_REQUEST)
             if incoming is not None:
@@ -137,12 +136,10 @@ class _Traffic:
 
     @property
     def idle(self) -> bool:
-        """Whether every reply has been sent."""
         self._drop_sent_copies(0)
         return not self._sending and not self._copying and not self._copied and self._flushed()
 
     def _flushed(self) -> bool:
-        """Return whether the last records for ranks of this host have been written."""
         return self._local is None or self._local.flushed
 
     def last(self) -> Operation:
@@ -246,7 +243,6 @@ class _Traffic:
         return min((peer.fetched_elems for peer in self._peers if peer.fetches), default=0)
 
     def _may_fetch(self, peer: _WorkerLink) -> bool:
-        """Whether one more partition of a worker may be on its way here."""
         if self._paces and peer.fetched_elems > self._least_fetched() + LEAD_ELEMS:
             return False
         sizes = (WINDOW_BYTES if array is None else array.nbytes for _, _, array in peer.receiving)
@@ -254,7 +250,6 @@ class _Traffic:
 
     @staticmethod
     def _may_send(peer: _WorkerLink) -> bool:
-        """Whether one more reply may be on its way to a worker."""
         return _fits(len(peer.sending), (reply.data.nbytes for _, reply in peer.sending), WINDOW_BYTES)
 
     def _start(self, peer: _WorkerLink) -> None:

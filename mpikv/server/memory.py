@@ -50,7 +50,6 @@ class Pool:
         self._referred: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Return an array (n_elems,) of any content."""
         n_bytes = n_elems * dtype.itemsize
         free = self._free.get(n_bytes)
         if free:
@@ -60,7 +59,6 @@ class Pool:
         return self._space.empty(n_elems, dtype) if array is None else array.view(dtype)
 
     def copy(self, values: HostArray) -> HostArray:
-        """Return a copy, in memory of this pool."""
         array = self.take(values.size, values.dtype)
         self._space.copy(array, values)
         return array
@@ -95,7 +93,6 @@ class Pool:
         return out
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """Return the arrays as one, one after another, in memory of this pool."""
         joined = self.take(sum(array.size for array in arrays), arrays[0].dtype)
         at = 0
         for array in arrays:
@@ -104,7 +101,6 @@ class Pool:
         return joined
 
     def trim(self) -> None:
-        """Free all arrays that are not in use."""
         for n_bytes, free in self._free.items():
             self.held_bytes -= n_bytes * len(free)
             for array in free:

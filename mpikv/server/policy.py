@@ -43,9 +43,7 @@ class Contribution(NamedTuple):
 class Memory(Protocol):
     """The pool of the gradients' memory (memory.Pool)."""
 
-    def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
-        """Return `how(total, other)`; both arrays are given back."""
-        ...
+    def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray: ...
 
 
 class Policy(Protocol):
@@ -131,9 +129,7 @@ class Asynchronous:
         self._num_workers = num_workers
 
     def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
-        """Return the gradient itself, with its own attributes."""
         return RoundUpdate((contribution.gradient,), contribution.attributes)
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
-        """Return new policies: no gradient waits here."""
         return [Asynchronous(self._num_workers) for _ in range(count)]

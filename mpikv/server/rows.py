@@ -46,7 +46,6 @@ class _RowSums:
 
     @staticmethod
     def combine(total: PushedRows, other: PushedRows, how: np.ufunc) -> PushedRows:
-        """Add rows, whatever `how` is."""
         del how
         return PushedRows(*row_ids.add(*total, *other))
 
@@ -184,7 +183,6 @@ class RowCore:
         return events
 
     def states(self) -> list[StateRecord]:
-        """Return the states of all rows that have some."""
         parts = [shard.table.states(self.owner) for shard in self._shards.values()]
         return [part for part in parts if part is not None]
 
@@ -198,10 +196,8 @@ class RowCore:
 
     @property
     def n_keys(self) -> int:
-        """Keys of which it has rows."""
         return len(self._shards)
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the rows and their states."""
         return sum(shard.table.held_bytes for shard in self._shards.values())

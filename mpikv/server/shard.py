@@ -162,14 +162,12 @@ class ServedShard:
         version: int,
         seen: list[int],
     ) -> list[Unit]:
-        """Return units with copies of the values."""
         return [
             Unit(begin, end, self._readable(values[begin:end]), policy, version, list(seen))
             for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
 
     def _readable(self, values: HostArray) -> ReadableMemory:
-        """Return a copy of values, from which replies are sent."""
         return ReadableMemory(self._values.copy(values), self._values.give)
 
     def _unit(self, partition: int) -> Unit:
@@ -202,7 +200,6 @@ class ServedShard:
     # --- states
 
     def states(self) -> list[StateRecord]:
-        """Return the states of its units; those never updated have none."""
         return [
             record_of(self.info, self.begin + unit.begin, self.begin + unit.end, on_host(unit.state))
             for unit in self.units
@@ -224,7 +221,6 @@ class ServedShard:
                 unit.state = in_space(unit.state, self._copies.space)
 
     def forget_states(self) -> None:
-        """Drop the states, since the optimizer starts anew."""
         for unit in self.units:
             unit.state = None
 
@@ -271,11 +267,9 @@ class ServedShard:
 
     @property
     def _apart(self) -> bool:
-        """Whether each partition is added by itself."""
         return len(self.units) > 1 or len(self.partitions) == 1
 
     def partition_bytes(self, push: Push, partition: int) -> int:
-        """Return how many bytes of a partition are sent."""
         begin, end = self.partitions[partition]
         return push.format.codec.wire_bytes(end - begin, self.info.dtype)
 
@@ -392,7 +386,6 @@ class ServedShard:
         return events
 
     def _answer(self) -> list[Event]:
-        """Answer every partition of every pull whose version exists."""
         events: list[Event] = []
         if self._pulls:
             self._pulls = [pull for pull in self._pulls if not self._serve(pull, events)]

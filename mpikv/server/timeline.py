@@ -30,7 +30,6 @@ class ServerTimeline:
         return json.dumps({"time_ns": time_ns, "error": error}).encode()
 
     def end(self) -> None:
-        """End it, if there is one. Blocks for the disk."""
         file, self._file = self._file, None
         if file is not None:
             file.end()

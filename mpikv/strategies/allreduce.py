@@ -18,7 +18,6 @@ import cloudpickle
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
 from mpikv.common.checks import shown
@@ -38,7 +37,7 @@ from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundReached
-from mpikv.strategies.sparse_owners import RowServer, WorkersRows
+from mpikv.strategies.sparse import RowServer, WorkersRows
 from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute
 from mpikv.strategies.workers import WorkersStrategy
@@ -46,6 +45,8 @@ from mpikv.strategies.workers import WorkersStrategy
 
 class AllreduceStrategy(WorkersStrategy):
     """The strategy of `dist_sync` without servers."""
+
+    rows: WorkersRows
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class AllreduceStrategy(WorkersStrategy):
         speaker: where servers own parts of keys.
         """
         super().__init__(session)
-        self._rows = WorkersRows(session, serve_rows)
-        self.keys = PlacedKeys(session, members, memory, self._rows, nccl=nccl, speaker=speaker)
+        self.rows = WorkersRows(session, serve_rows)
+        self.keys = PlacedKeys(session, members, memory, self.rows, nccl=nccl, speaker=speaker)
         self.events = self.keys.events
         self._queues = self.keys.queues
         self._blobs: list[bytes] = []  # at worker 0, the states that each worker gets of a file
@@ -71,14 +72,12 @@ class AllreduceStrategy(WorkersStrategy):
     # --- keys
 
     def propose(self, values: Sequence[NewKey]) -> None:
-        """Worker 0 broadcasts its values, once keys are agreed on."""
         if self._session.rank == 0:
             dense = {new.key: new.value for new in values if not isinstance(new.value, RowSparse)}
             self.keys.first_values.update(dense)
-        self._rows.propose(values)
+        self.rows.propose(values)
 
     def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
-        """Wait for the values of worker 0."""
         for info in agreed:
             queue = self._queues.get(info.id)
             if queue is None or self._session.is_released(info):
@@ -87,7 +86,7 @@ class AllreduceStrategy(WorkersStrategy):
                 self._session.wait(Pending(RoundReached(queue, 0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
-        self._rows.client.drop_first_rows(values)
+        self.rows.drop_first_rows(values)
 
     # --- push and pull
 
@@ -111,19 +110,6 @@ class AllreduceStrategy(WorkersStrategy):
             return queued
         return direct.prepare(entries, op, queued) or queued
 
-    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """Send one message to each worker that owns rows of the key."""
-        with self._session.engine.lock:
-            self._rows.push(info, total, self._session.under(info), priority)
-
-    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """Send one message to each worker that owns some of the rows, and receive its answer."""
-        return self._rows.client.pull(info, ids, priority, call)
-
-    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Send one message to each owner, and receive its answer."""
-        return self._rows.client.changed(info, priority)
-
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Reserve a block of the host's memory. Returns the range of it that belongs to this worker."""
         found = self.reserve(n_bytes)
@@ -132,20 +118,15 @@ class AllreduceStrategy(WorkersStrategy):
         return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
 
     def reserve(self, n_bytes: int) -> tuple[HostMemory, int | None] | None:
-        """Reserve a block of the host's memory, at worker 0."""
         hosts = self.keys.hosts
         if hosts is None:
             return None
         return hosts.memory, hosts.reserve_arrays(n_bytes) if self._session.rank == 0 else None
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the direct path, bytes of memory held, and bytes encoded.
-
-        encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding; missing where no key is compressed.
-        """
         held: dict[str, Any] = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
-        if self._rows.any:
-            held["row_bytes"] = self._rows.held_bytes
+        if self.rows.any:
+            held["row_bytes"] = self.rows.held_bytes
         if self.keys.hosts is not None:
             held["shared_bytes"] = self.keys.shared_bytes
         if self.keys.direct is not None:
@@ -156,21 +137,19 @@ class AllreduceStrategy(WorkersStrategy):
     # --- optimizers
 
     def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
-        """Each worker keeps a copy of the optimizer for the shards it owns."""
-        self._rows.set_optimizer(slot, pickled, key_ids)
+        self.rows.set_optimizer(slot, pickled, key_ids)
         self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
-        if self._rows.any:  # no rows may arrive at an owner that has not set the optimizer yet
+        if self.rows.any:  # no rows may arrive at an owner that has not set the optimizer yet
             self._session.agree("set_optimizer in place", None, "set_optimizer")
 
     def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
-        """Each worker compares them for the shards it owns."""
         self.keys.set_optimizer(slot, attributes, key_ids)
 
     def settle(self, call: str) -> None:
         """Wait until all rounds that this worker has pushed are done; before the end, all workers agree first."""
         if call != "close":
             self.keys.drain(call)
-            self._rows.client.settle(call)
+            self.rows.settle(call)
 
     # --- buckets
 
@@ -198,29 +177,26 @@ class AllreduceStrategy(WorkersStrategy):
     # --- states
 
     def settle_all(self, call: str) -> None:
-        """Wait until all workers have done the rounds that they pushed."""
         self.settle(call)
         if call == SAVE:
             self._session.agree(SAVE, None, SAVE)  # wait until all workers are ready to send their states
 
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
-        """Every worker sends worker 0 the states of its shards."""
         dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
-        gathered = self._session.gather(SAVE, records_to_bytes([*dense, *self._rows.states()]))
+        gathered = self._session.gather(SAVE, records_to_bytes([*dense, *self.rows.states()]))
         return lambda: [records_from_bytes(blob) for blob in gathered]
 
     def send_states(self, file: StatesFile) -> None:
         """Worker 0 cuts the states; they are sent when all know that the file is good."""
-        owned = ([*self.keys.owned(rank), *self._rows.client.owned(rank)] for rank in range(self._session.num_workers))
+        owned = ([*self.keys.owned(rank), *self.rows.owned(rank)] for rank in range(self._session.num_workers))
         self._blobs = [records_to_bytes(distribute(file, shards)) for shards in owned]
 
     def take_states(self, replaced: Sequence[KeyInfo]) -> None:
-        """Worker 0 sends each worker the states of its shards."""
         mine = records_from_bytes(self._session.scatter(LOAD, self._blobs))
         self._blobs = []
         key_ids = [info.id for info in replaced]
         with self._session.engine.lock:
-            self._rows.load(mine, key_ids)
+            self.rows.load(mine, key_ids)
             for key_id in key_ids:
                 self.keys.owner.states.pop(key_id, None)
             for part in mine:
@@ -228,31 +204,27 @@ class AllreduceStrategy(WorkersStrategy):
                     self.keys.owner.set_state(self._session.infos[part.key], part.state)
 
     def codec_states(self, call: str) -> list[StateRecord]:
-        """Wait for the rounds that this worker has pushed, then return the states."""
         self.keys.drain(call)
         self._session.agree(call, None, call)  # wait until all workers are ready to send theirs
         return self.keys.codec_states()
 
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        """Replace the codec states of each key; `load_states` has waited for all rounds."""
         self.keys.take_codec_states(parts)
 
     # --- the end
 
     def leave(self, common: Mapping[int, int]) -> ConfigError | None:
-        """Do the rounds that all workers have pushed."""
         refused: ConfigError | None = None
         try:
             self.keys.drain("close", common)
         except ConfigError as found:
             refused = found
-        self._rows.close()
+        self.rows.close()
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
         return refused
 
     def free(self) -> None:
-        """Free the communicators."""
         if self.keys.communicators is not None:
             self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")
             self.keys.communicators.free()

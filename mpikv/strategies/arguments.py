@@ -37,7 +37,6 @@ def _flat(array: Any) -> SpaceArray:
 
 
 def address_of(array: SpaceArray) -> int:
-    """The memory address of its first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -142,8 +142,29 @@ class BucketedKeys(Protocol):
         ...
 
 
+class Rows(Protocol):
+    """The row-sparse keys of a strategy. Local; blocks only while thousands of transfers are in progress."""
+
+    def push(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        """Push rows, in memory that the strategy may keep and change."""
+
+    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """Start to pull rows, (len(ids), columns), as they are after this worker's last push.
+
+        ids: in ascending order, each once. The array is filled when the returned transfers are done.
+        """
+
+    def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """Start to pull the rows that changed since this worker's last such call; the first call returns none.
+
+        Rows have their values after this worker's last push. Call the returned function when the transfers are done.
+        """
+
+
 class Strategy(ABC):
     """How one mode of a store moves values. Collective calls are collective over the workers."""
+
+    rows: Rows
 
     @abstractmethod
     def init(self, values: Sequence[NewKey]) -> None:
@@ -159,25 +180,6 @@ class Strategy(ABC):
         than SUM only in a call that pushes and pulls keys that no optimizer updates. waits: whether the caller waits
         right after it has started the call. The engine then need not run the call in the background, and workers of
         one host may make it together.
-        """
-
-    @abstractmethod
-    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """Push rows of a row-sparse key. The strategy may keep and change `total`. Local, never blocks."""
-
-    @abstractmethod
-    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """Start to pull rows of a row-sparse key, (len(ids), columns), as they are after this worker's last push.
-
-        ids: in ascending order, each once. The array is filled when the returned transfers are done. Local, blocks
-        only while thousands of transfers are in progress.
-        """
-
-    @abstractmethod
-    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Start to pull the rows that changed since this worker's last such call; the first call returns none.
-
-        Rows have their values after this worker's last push. Call the returned function when the transfers are done.
         """
 
     def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:

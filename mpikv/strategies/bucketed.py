@@ -56,15 +56,12 @@ class Bucket(RoundQueue):
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
-        """The keys, in the order of the buffer."""
         return self._infos
 
     def span(self, info: KeyInfo) -> slice:
-        """The range of a key's elements within the bucket's value."""
         return self._spans[info.id]
 
     def pushes_of(self, info: KeyInfo) -> int:
-        """How often a key has been pushed, or skipped."""
         return self._counts[info.id]
 
     def add(self, info: KeyInfo, round_: Round | None) -> bool:
@@ -101,7 +98,6 @@ class Bucket(RoundQueue):
 
     @property
     def held_bytes(self) -> int:
-        """See `RoundQueue`; also incomplete rounds, and the buffer that is kept."""
         spare: int = 0 if self._spare is None else self._spare.nbytes
         filling: int = sum(bytes_of(round_) for round_ in self._incomplete)
         return super().held_bytes + spare + filling
@@ -124,11 +120,9 @@ class Bucket(RoundQueue):
         return buf
 
     def labels(self, under: Unders) -> Labels:
-        """Return the labels of a round, key by key; None for a key that was skipped."""
         return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
 
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
-        """Update the elements of all keys that lie in [begin, end) of the bucket."""
         joined = []
         for info in self._infos:
             of_key, one = self._spans[info.id], under[info.id]
@@ -138,7 +132,6 @@ class Bucket(RoundQueue):
         owner.apply_joined(joined, self.stored, buf)
 
     def finish(self, buf: SpaceArray) -> None:
-        """See `RoundQueue`; keeps the buffer for a later round."""
         super().finish(buf)
         self._spare = buf
 
@@ -172,7 +165,6 @@ class WorkersBuckets:
         self._skipped: list[Key] = []  # in the last round
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """See `BucketedKeys`."""
         if list(keys) != self._skipped:
             self._session.agree("skip", list(keys), "a step with other parameters frozen than before")
             self._skipped = list(keys)

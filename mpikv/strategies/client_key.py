@@ -65,7 +65,6 @@ class AnswerBuffer:
         self._data: list[tuple[Span, HostArray]] = []
 
     def memory_for(self, begin: int, end: int) -> HostArray:
-        """Memory for the answer to elements [begin, end)."""
         if isinstance(self.array, PieceMessages):
             return self.array.by_piece[begin, end]
         if self._encoded is None:
@@ -75,7 +74,6 @@ class AnswerBuffer:
         return data
 
     def complete(self) -> HostArray | PieceMessages:
-        """Decode all answers, which have been received, into the array, and return it."""
         for piece, data in self._data:
             assert self._encoded is not None
             assert not isinstance(self.array, PieceMessages)
@@ -113,7 +111,6 @@ class ClientKey:
         self.use_placement(placement)
 
     def use_placement(self, placement: Placement) -> None:
-        """Use this placement from now on."""
         self.placement = placement
         self.routes = []
         for shard in placement.shards:
@@ -168,7 +165,6 @@ class ClientKey:
         return [piece for route in self.routes for piece in route.pieces]
 
     def answer_buffer(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
-        """Make the buffer for the answers to a pull. uncompressed: whether they are not encoded."""
         return AnswerBuffer(array, None if uncompressed else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:

@@ -98,11 +98,6 @@ class Direct:
         return self._slots.per_rank_bytes + self._scratch.size
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start.
-
-        direct_calls: calls made together. declined_calls: those that went through the queues, mostly because not all
-        workers made the same call. bytes_copied, bytes_added: by this worker. held_bytes: its scratch memory.
-        """
         return {
             "direct_calls": self.calls,
             "declined_calls": self.declined,
@@ -332,7 +327,6 @@ class DirectCall(DirectCallRecord, PreparedCall):
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of its values."""
         return sum(queue.info.n_bytes for queue in self.queues)
 
     def __str__(self) -> str:
@@ -344,7 +338,6 @@ class DirectCall(DirectCallRecord, PreparedCall):
         return self._epoch == self._direct.epoch
 
     def ready(self) -> bool:
-        """Whether the queues of its keys are idle."""
         if self._checked == self._direct.queue_changes:
             return True
         if not all(queue.idle for queue in self.queues):
@@ -357,10 +350,8 @@ class DirectCall(DirectCallRecord, PreparedCall):
         return [] if self._direct.run(self) else self._fallback.start(priority)
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """See `PreparedCall`."""
         self._fallback.wait(pending)
 
     def release(self) -> None:
-        """See `Direct.release`."""
         self._direct.release(self)
         self._fallback.release()

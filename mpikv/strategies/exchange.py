@@ -64,12 +64,10 @@ class Target(Protocol):
     """Where the answer for a key goes: a `Sink`, or memory from which the answer is copied to it later."""
 
     def buffer(self) -> SpaceArray | PieceMessages:
-        """Return memory for the flat value, into which messages are received."""
-        ...
+        """Memory for the flat value, into which messages are received."""
 
     def deliver(self, value: SpaceArray | PieceMessages) -> None:
         """Write the value, which is complete in the buffer, to where it goes."""
-        ...
 
 
 class InPlace(NamedTuple):
@@ -78,11 +76,9 @@ class InPlace(NamedTuple):
     value: HostArray
 
     def buffer(self) -> HostArray:
-        """Return this memory."""
         return self.value
 
-    def deliver(self, value: object) -> None:
-        """Do nothing."""
+    def deliver(self, value: object) -> None: ...
 
 
 class Item(NamedTuple):
@@ -129,7 +125,6 @@ class Tags:
 
     @property
     def left(self) -> int:
-        """How many are free."""
         return len(self._free)
 
     def allow(self, number: int) -> bool:
@@ -137,11 +132,9 @@ class Tags:
         return number <= self.left or self.left == self.count
 
     def take(self) -> int:
-        """Take the tag that has been free for longest."""
         return self._free.popleft()
 
     def give(self, tags: Sequence[int]) -> None:
-        """Return tags to the pool."""
         self._free.extend(tags)
 
 
@@ -155,16 +148,11 @@ class Exchange:
     """A call in progress, as a request whose `test` runs the call's steps. The engine need not run them."""
 
     def __init__(self, steps: Steps[None]) -> None:
-        self.running = Running(steps, "")
+        self.running = Running(steps, "pushpull", started=True)
 
     def test(self) -> bool:
-        """Run steps, and return whether the call is done. Under the engine's lock."""
         self.running.advance()
         return self.running.test()
-
-    def steps(self) -> Steps[None]:
-        """Let an engine run the call, if nobody waits for it any more."""
-        yield self
 
 
 def wait_for_tags(session: Workers, client: Client, replies: int, payloads: int = 0) -> None:
@@ -186,7 +174,6 @@ class BatchTransfer:
         self._tests = 0
 
     def test(self) -> bool:
-        """Whether it is done."""
         if self.request.test():
             return True
         self._tests += 1
@@ -222,7 +209,6 @@ class Client:
         transport.ledger.clients.append(self.ledger)
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
-        """Send one message."""
         if len(self._sends) > MOST_KEPT_SENDS:
             self.all_sent()
         if len(requests) == 1:
@@ -235,7 +221,6 @@ class Client:
         self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def all_sent(self) -> bool:
-        """Whether every message has been sent."""
         while self._sends and self._sends[0].test():
             self._sends.popleft()
         return not self._sends
@@ -320,7 +305,6 @@ class Client:
         return not self.through_memory[server] and is_asked_for(data.nbytes)
 
     def asked_for(self, rank: int, message: dict[str, Any]) -> None:
-        """Send the pieces that a server asks for."""
         server = self._servers.index(rank)
         self._offered[server].send(message["tag"], message["count"])
         if self.own is None:  # else the server's rank, which is a worker, counts what it sends
@@ -335,7 +319,6 @@ class Client:
         return self.transport.isend(data, rank, tag)
 
     def irecv(self, data: HostArray, server: int, tag: int) -> Operation:
-        """Start to receive from a server."""
         if server == self.own and not isinstance(data, np.ndarray):
             return self._loopback.receive(data, tag)
         return self.transport.irecv(data, self._servers[server], tag)
@@ -349,9 +332,7 @@ class _Transfer:
     """
 
     def __init__(self, client: Client, kind: int, priority: int, *, windowed: bool) -> None:
-        self._client = client
-        self._kind = kind
-        self._priority = priority
+        self._client, self._kind, self._priority, self._windowed = client, kind, priority, windowed
         self._receives: list[Operation] = []
         self._sends: list[Operation] = []
         self._reply_tags: list[int] = []
@@ -359,21 +340,11 @@ class _Transfer:
         self._joint_answers: list[tuple[HostArray, list[HostArray]]] = []  # of several shards: buffer, arrays
         # Receives to post later: the send to wait for, array, server, tag.
         self._delayed: list[tuple[Operation, HostArray, int, int]] = []
-        self._windowed = windowed
         self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
-        return wire.Header(
-            self._kind,
-            item.key.info.id,
-            reply_tag,
-            item.attributes,
-            item.round,
-            payload_tag,
-            self._priority,
-            item.op.code,
-            item.flags,
-        )
+        of_item = item.key.info.id, reply_tag, item.attributes, item.round
+        return wire.Header(self._kind, *of_item, payload_tag, self._priority, item.op.code, item.flags)
 
     def send_small(self, items: Sequence[Item], buffers: Sequence[AnswerBuffer | None]) -> None:
         """Send the shards that are sent behind their headers, by as few messages to each server as possible."""
@@ -384,14 +355,12 @@ class _Transfer:
                     by_server.setdefault(route.owner, []).append(_Small(item, buffer, route))
         for server, shards in by_server.items():
             for together in _messages(shards):
-                tag = self._post_receive(
-                    server,
-                    [
-                        (item, buffer.memory_for(route.begin, route.end))
-                        for item, buffer, route in together
-                        if buffer is not None
-                    ],
-                )
+                answers = [
+                    (item, buffer.memory_for(route.begin, route.end))
+                    for item, buffer, route in together
+                    if buffer is not None
+                ]
+                tag = self._post_receive(server, answers)
                 self._client.send(
                     server,
                     [(self._header(item, tag), item.pushed(route.begin, route.end)) for item, _, route in together],
@@ -454,7 +423,6 @@ class _Transfer:
                 self._receives.append(client.irecv(answers[i], server, reply_tag))
 
     def end(self) -> Steps[None]:
-        """Wait for all messages, and free the tags."""
         yield from drive(*self._stages)
         for request, array, server, tag in self._delayed:
             yield request

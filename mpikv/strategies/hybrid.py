@@ -16,8 +16,6 @@ from typing import Any
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.arrays.row_ids import Ids
-from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import wire_of
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError
@@ -78,7 +76,6 @@ class HybridCall(PreparedCall):
 
     @property
     def valid(self) -> bool:  # type: ignore[override]
-        """Whether its keys are cut as they were when it was made."""
         return self._moves == self._strategy.moves
 
     def start(self, priority: int = 0) -> list[Pending]:
@@ -95,11 +92,9 @@ class HybridCall(PreparedCall):
         return pending
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """See `wait_for_all`."""
         wait_for_all(self._session, pending)
 
     def release(self) -> None:
-        """Forget the arrays."""
         self._deliver = ()
         self._ring.release()
         self._servers.release()
@@ -110,7 +105,7 @@ class HybridStrategy(WorkersStrategy):
 
     def __init__(self, session: Workers, ring: AllreduceStrategy, servers: PsStrategy) -> None:
         super().__init__(session)
-        self.ring, self.servers = ring, servers
+        self.ring, self.servers, self.rows = ring, servers, servers.rows
         self._cuts: dict[int, int] = {}
         self._in_ring: dict[int, int] = {}  # so many elements of a key are a key of the ring
         self.moves = 0  # how often keys have been cut anew
@@ -170,7 +165,6 @@ class HybridStrategy(WorkersStrategy):
         self.servers.propose(values)
 
     def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
-        """Wait for both."""
         self.ring.proposed(values, agreed)
         self.servers.proposed(values, agreed)
 
@@ -217,26 +211,12 @@ class HybridStrategy(WorkersStrategy):
             pulled = Entry(part, first, None, (buffer[:cut],))
         return pulled, Entry(info, total, Sink(info, [buffer], spaces)), deliver
 
-    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """Rows are on servers."""
-        self.servers.push_rows(info, total, priority)
-
-    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """Rows are on servers."""
-        return self.servers.pull_rows(info, ids, priority, call)
-
-    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Rows are on servers."""
-        return self.servers.changed_rows(info, priority)
-
     def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:
-        """Of what workers have of the keys."""
         return self.ring.bucket(keys)
 
     # --- optimizers and states
 
     def settle(self, call: str) -> None:
-        """Both."""
         self.ring.settle(call)
         self.servers.settle(call)
 
@@ -263,51 +243,41 @@ class HybridStrategy(WorkersStrategy):
         self.ring.use_optimizer(slot, pickled, key_ids, elementwise=elementwise)
 
     def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
-        """Both."""
         self.ring.use_attributes(slot, attributes, key_ids)
         self.servers.use_attributes(slot, attributes, key_ids)
 
     def settle_all(self, call: str) -> None:
-        """Both."""
         self.ring.settle_all(call)
         self.servers.settle_all(call)
 
     def cuts(self) -> dict[Key, int]:
-        """Of the keys in the order of their names."""
         return {info.key: self._cuts[info.id] for info in self._session.in_order() if not info.sparse}
 
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
-        """Of the workers, and of the servers."""
         of_ring, of_servers = self.ring.gather_states(), self.servers.gather_states()
         return lambda: [*of_ring(), *of_servers()]
 
     def send_states(self, file: StatesFile) -> None:
-        """Each gets those of its part."""
         self.ring.send_states(file)
         self.servers.send_states(file)
 
     def take_states(self, replaced: Sequence[KeyInfo]) -> None:
-        """Both."""
         self.ring.take_states(replaced)
         self.servers.take_states(replaced)
 
     def codec_states(self, call: str) -> list[StateRecord]:
-        """Of both parts."""
         return [*self.ring.codec_states(call), *self.servers.codec_states(call)]
 
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        """Each takes what lies in its part."""
         self.ring.take_codec_states(parts)
         self.servers.take_codec_states(parts)
 
     # --- the rest
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """In the memory of this host, of whichever part has it."""
         return (self.ring if self._session.members.ring_has_memory else self.servers).allocate(text, n_bytes)
 
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
-        """See `Strategy`."""
         return self.servers.ask_servers(request, number)
 
     def stats(self) -> dict[str, Any]:
@@ -321,12 +291,10 @@ class HybridStrategy(WorkersStrategy):
         return found
 
     def leave(self, common: Mapping[int, int]) -> ConfigError | None:
-        """First the rounds of the workers, then the servers end."""
         refused = self.ring.leave(common)
         return self.servers.leave(common) or refused
 
     def free(self) -> None:
-        """Both."""
         self.ring.free()
         self.servers.free()
 

@@ -33,7 +33,6 @@ class KeyDirectCalls:
 
     @property
     def rounds(self) -> int:
-        """How many rounds of the key took the direct path."""
         return self.released_rounds + sum(call.rounds for call in self.kept)
 
     @property
@@ -43,6 +42,5 @@ class KeyDirectCalls:
         return last if last is not None and last.values and last.last > self.copied_at else None
 
     def array(self) -> HostArray | None:
-        """The newest value, if it is in the arrays of a call; else None."""
         newest = self.newest
         return None if newest is None else newest.values[self._key_id]

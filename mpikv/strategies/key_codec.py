@@ -45,7 +45,6 @@ class KeyCodec:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the codecs' states and of exact values."""
         exact = 0 if self.exact is None else int(self.exact.nbytes)
         return self.pushed.held_bytes + self.returned.held_bytes + exact
 

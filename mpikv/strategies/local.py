@@ -28,7 +28,6 @@ class LocalCall(PreparedCall):
         self._strategy, self._entries = strategy, entries
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Push and pull one key after another."""
         for entry in self._entries:
             if entry.total is not None:
                 self._strategy.push(entry.info, entry.total)
@@ -40,23 +39,42 @@ class LocalCall(PreparedCall):
         """Return at once: `start` has done everything."""
 
     def release(self) -> None:
-        """Forget the arrays."""
         self.valid, self._entries = False, ()
 
 
-class LocalStrategy(Strategy):
-    """The strategy of `local` and `device`."""
+class LocalRows:
+    """See `Rows`. tables: of the row-sparse keys, by their numbers."""
 
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.tables: dict[int, RowTable] = {}
+
+    def push(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        table = self.tables[info.id]
+        rows = total.values.reshape(total.indices.size, table.columns).astype(sum_dtype(info.dtype), copy=False)
+        table.update(self._owner, total.indices, rows, AS_SET)
+
+    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        return self.tables[info.id].rows(ids), []
+
+    def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        table = self.tables[info.id]
+        ids = table.changed(0)
+        changed = RowSparse(ids, table.rows(ids).reshape(ids.size, *info.shape[1:]), info.shape)
+        return [], lambda: changed
+
+
+class LocalStrategy(Strategy):
     lends = False  # an updater may keep what it is given, and change it
 
     def __init__(self, session: Session) -> None:
         self._session, self._infos = session, session.infos
         self._stored: dict[int, SpaceArray] = {}
-        self._tables: dict[int, RowTable] = {}
         self._owner = Owner(session.spaces, own=False)
+        self.rows = LocalRows(self._owner)
+        self._tables = self.rows.tables
 
     def init(self, values: Sequence[NewKey]) -> None:
-        """Store the values."""
         for key, shape, value, space, sparse in values:
             info = KeyInfo(key, len(self._infos), shape, value.dtype, space=space, sparse=sparse)
             self._infos[key] = info
@@ -72,11 +90,9 @@ class LocalStrategy(Strategy):
         return LocalCall(self, entries)
 
     def pull(self, info: KeyInfo, sink: Sink) -> None:
-        """Copy the stored value out now."""
         sink.deliver(self._stored[info.id])
 
     def push(self, info: KeyInfo, total: SpaceArray) -> None:
-        """Update the stored value now."""
         stored, space = self._stored[info.id], self._session.spaces.of(info)
         if self._session.updater is not None:
             space.wait_for_callers(total, stored)
@@ -88,25 +104,7 @@ class LocalStrategy(Strategy):
             with space.in_stream():
                 self._owner.apply(info, stored, total, AS_SET)
 
-    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """Update the pushed rows now."""
-        table = self._tables[info.id]
-        rows = total.values.reshape(total.indices.size, table.columns).astype(sum_dtype(info.dtype), copy=False)
-        table.update(self._owner, total.indices, rows, AS_SET)
-
-    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """Copy the rows out."""
-        return self._tables[info.id].rows(ids), []
-
-    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Return the rows that changed up to now."""
-        table = self._tables[info.id]
-        ids = table.changed(0)
-        changed = RowSparse(ids, table.rows(ids).reshape(ids.size, *info.shape[1:]), info.shape)
-        return [], lambda: changed
-
     def stats(self) -> dict[str, int]:
-        """Bytes of memory held for row-sparse keys, if there are any."""
         return {"row_bytes": sum(table.held_bytes for table in self._tables.values())} if self._tables else {}
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
@@ -118,7 +116,6 @@ class LocalStrategy(Strategy):
         return [(info, 0, info.n_elems) for info in self._infos.values()]
 
     def save_states(self, write: Write) -> None:
-        """Write the states of this process, the only owner."""
         rows = [table.states(self._owner) for table in self._tables.values()]
         write([[*collect(self._owner, self._all()), *(part for part in rows if part is not None)]])
 
@@ -139,5 +136,4 @@ class LocalStrategy(Strategy):
         return loaded
 
     def close(self) -> None:
-        """Free the device memory; there is nothing else to end."""
         self._session.spaces.close()

@@ -30,7 +30,6 @@ class OfferedPiece:
         self.request: Operation | None = None
 
     def test(self) -> bool:
-        """See `Operation`."""
         return self.request is not None and self.request.test()
 
 
@@ -53,7 +52,6 @@ class OfferedPieces:
         return piece
 
     def send(self, tag: int, count: int) -> None:
-        """Send the next pieces of a tag, which the server has asked for."""
         unasked = self._unasked[tag]
         for _ in range(count):
             piece = unasked.popleft()
@@ -63,6 +61,5 @@ class OfferedPieces:
             del self._unasked[tag]
 
     def send_all(self) -> None:
-        """Send all, as if the server had asked."""
         for tag, unasked in tuple(self._unasked.items()):
             self.send(tag, len(unasked))

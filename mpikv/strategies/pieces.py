@@ -62,7 +62,6 @@ class Pieces:
         return list(cut(span, 1, self._longest))
 
     def wire_bytes(self, piece: Span) -> int:
-        """The number of bytes of an encoded piece."""
         return self._codec.wire_bytes(piece[1] - piece[0], self._dtype)
 
     def encode(self, values: HostArray, piece: Span) -> HostArray:
@@ -84,13 +83,11 @@ class Pieces:
         return self._codec.init(n_elems)
 
     def _count(self, piece: Span, data: HostArray) -> None:
-        """Count the bytes of a piece that was encoded."""
         if self._codec != IDENTITY:
             self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
             self.encoded_bytes += data.nbytes
 
     def _as_encoded(self, data: HostArray) -> HostArray:
-        """View bytes in the dtype that the codec decodes."""
         return data if self._wire_dtype is None or data.dtype != _BYTES else data.view(self._wire_dtype)
 
     def decode(self, data: HostArray, out: HostArray) -> None:
@@ -121,11 +118,9 @@ class Pieces:
     # --- a round
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """New, uninitialised memory for values."""
         return np.empty(n_elems, dtype)
 
     def encoding(self, values: HostArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> Encoding:
-        """Make the encoding of one round's values. See `Encoding`."""
         return Encoding(self, values, outgoing, uses)
 
     def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
@@ -142,7 +137,6 @@ class Pieces:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the states."""
         return sum(array.nbytes for state in self.states.values() for array in state.values())
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
@@ -150,7 +144,6 @@ class Pieces:
         self.states = cut_anew(self._codec, states, pieces)
 
     def states_on_host(self) -> Mapping[Span, State]:
-        """The states, in host memory."""
         return self.states
 
     def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:

@@ -43,7 +43,7 @@ from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue, RoundReached
 from mpikv.strategies.round_steps import RoundSteps
-from mpikv.strategies.sparse_owners import WorkersRows
+from mpikv.strategies.sparse import WorkersRows
 from mpikv.strategies.speaker import Speaker
 
 
@@ -152,7 +152,7 @@ class PlacedKeys:
     def _forget_key(self, info: KeyInfo) -> None:
         """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
         if info.sparse:
-            self._rows.client.forget(info)
+            self._rows.forget(info)
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
@@ -224,18 +224,15 @@ class PlacedKeys:
         return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
 
     def all(self) -> list[RoundQueue]:
-        """Each queue once."""
         return list(dict.fromkeys(self.queues.values()))
 
     def pushed(self, info: KeyInfo) -> int:
-        """How often this worker has pushed a key."""
         queue = self.queues[info.id]
         return queue.pushes_of(info) + queue.direct_calls.rounds
 
     def _pushes(self) -> dict[int, int]:
-        """How often this worker has pushed each key, by the key's number."""
         dense = {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
-        return {**dense, **self._rows.client.pushes()}
+        return {**dense, **self._rows.pushes()}
 
     def drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
         """Wait until all rounds that this worker has pushed are done; of keys in `common` only that number of rounds.
@@ -261,17 +258,14 @@ class PlacedKeys:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of values in shared memory of this host."""
         return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and queue.paths.shared)
 
     # --- codecs
 
     def _encoded(self) -> list[tuple[RoundQueue, KeyCodec]]:
-        """The queues that have a codec, with their codecs."""
         return [(queue, codec) for queue in self.all() if (codec := queue.paths.codec) is not None]
 
     def encoded_bytes(self) -> dict[str, int]:
-        """Bytes of all pushes before and after encoding; empty where no key is compressed."""
         return encoded_bytes(codec.pushed for _, codec in self._encoded())
 
     def codec_states(self) -> list[StateRecord]:

@@ -1,11 +1,8 @@
 """The strategy of stores with parameter servers, which are ranks of their own or a service inside every worker.
 
 A push is not acknowledged, since MPI loses no message. A pull names the version that it needs (synchronous) or none
-(asynchronous), and the server answers when that version exists. A pushpull is both in one request. The small keys of a
-call share one message per server, large keys are sent in pieces (exchange.py). Worker 0 sends a key's first value; a
-server keeps requests that arrive earlier until it has that value.
-
-The servers run the same code in all modes, with different policies.
+(asynchronous), and the server answers when that version exists. A pushpull is both in one request. Worker 0 sends a
+key's first value; a server keeps requests that arrive earlier until it has that value.
 """
 
 from __future__ import annotations
@@ -19,14 +16,14 @@ import cloudpickle
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, MpikvError, StallError, UnsupportedError
+from mpikv.errors import ConfigError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
@@ -53,7 +50,7 @@ from mpikv.strategies.exchange import (
     wait_for_tags,
 )
 from mpikv.strategies.pieces import encoded_bytes
-from mpikv.strategies.sparse import RowClient
+from mpikv.strategies.sparse import RowClient, push_label
 from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 from mpikv.strategies.workers import WorkersStrategy
@@ -77,7 +74,6 @@ class PsCall(PreparedCall):
         ]
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Send the messages and post the receives: one pair per server for small shards, one per large piece."""
         if not self._waits:
             return self._strategy.start(self._entries, priority, self._op)
         try:
@@ -101,16 +97,16 @@ class PsCall(PreparedCall):
             raise
 
     def release(self) -> None:
-        """Forget the arrays."""
         self.valid, self._entries = False, []
 
 
 class PsStrategy(WorkersStrategy):
-    """The strategy of one worker.
+    """service: the loop of a server to run inside this worker, or None. loopback: passes device arrays to that server.
 
-    service: the loop of a server to run inside this worker, or None. loopback: passes device arrays to that server.
     speaker: asks for keys that the workers of a host add first.
     """
+
+    rows: RowClient
 
     def __init__(self, session: Workers, service: Steps[None] | None = None, loopback: Loopback | None = None) -> None:
         super().__init__(session)
@@ -128,7 +124,7 @@ class PsStrategy(WorkersStrategy):
         own = None if service is None else self._servers.index(session.transport.rank)
         self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
         session.messages.acts["fetch"] = self._client.asked_for
-        self._rows = RowClient(session, self._client, self._labels)
+        self.rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
@@ -138,10 +134,9 @@ class PsStrategy(WorkersStrategy):
         self.speaker = Speaker(session, self._client, self._keys, self._labels, steps)
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
-        session.before_barrier.append(lambda: self._flush("barrier"))
+        session.before_barrier.append(lambda: self.settle("barrier"))
 
     def _device_calls(self) -> DeviceCalls | None:
-        """Make what exchanges keys in device memory; None if the store can have no such keys."""
         space, path = self._session.spaces.device, self._members.device_path
         if not isinstance(space, DeviceSpace) or path == "host":
             return None
@@ -163,11 +158,11 @@ class PsStrategy(WorkersStrategy):
         return placement.announced()
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Add a key with its placement; worker 0 sends the first value to the owners."""
         if info.sparse:
-            self._rows.begin(info)
+            self.rows.begin(info)
             return
-        placement = as_announced(self._members, info, reserved, compression.wire_of(info))
+        wire_ = compression.wire_of(info)
+        placement = as_announced(self._members, info, reserved, wire_)
         key = self._keys[info.id] = ClientKey(
             info,
             placement,
@@ -176,20 +171,18 @@ class PsStrategy(WorkersStrategy):
             pushers=self._members.speakers if info.id in self.speaker.added else (),
         )
         if self._session.log.detailed():
-            wire_ = compression.wire_of(info)
             self._session.log.detail(lambda: described.line(self._members, info, (), placement, wire_))
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
     def _forget_key(self, info: KeyInfo) -> None:
-        """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
         self._keys.pop(info.id, None)
-        self._rows.forget(info)
+        self.rows.forget(info)
 
     def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key, but for those that are added on hosts."""
         own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.speaker.added}
-        return {**own, **self._rows.pushes()}
+        return {**own, **self.rows.pushes()}
 
     # --- messages
 
@@ -214,9 +207,8 @@ class PsStrategy(WorkersStrategy):
         return [running.result or b"" for _, running in answers]
 
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
-        """See `Strategy`; none where the servers are in the workers, whose timelines have what they do."""
         if not self._members.servers:
-            return []
+            return []  # they are in the workers, whose timelines have what they do
         payloads = [request] * (len(self._servers) if number is None else 1)
         return self._ask(wire.TIMELINE, payloads, "timeline", number or 0)
 
@@ -229,20 +221,18 @@ class PsStrategy(WorkersStrategy):
     # --- keys
 
     def propose(self, values: Sequence[NewKey]) -> None:
-        """Worker 0 sends its values to the owners, once keys are agreed on."""
         if self._rank == 0:
             spaces = self._session.spaces
             for new in values:
                 if not isinstance(new.value, RowSparse):
                     value = new.value if new.space == HOST else spaces.by_name(new.space).to_host(new.value)
                     self._first_values[new.key] = value
-        self._rows.propose(values)
+        self.rows.propose(values)
 
     def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
-        """Return at once: servers keep requests that come before the first value."""
-        for new in values:
+        for new in values:  # servers keep requests that come before the first value
             self._first_values.pop(new.key, None)
-        self._rows.drop_first_rows(values)
+        self.rows.drop_first_rows(values)
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
         for server, header, payload in key.first_values(value):
@@ -252,35 +242,15 @@ class PsStrategy(WorkersStrategy):
 
     def _count_push(self, info: KeyInfo) -> PushLabel:
         """Count a push, and send changed attributes before it. Returns what it is made under."""
-        under = self._under(info)
+        under = push_label(self._session, info)
         self._keys[info.id].pushed += 1
         self._session.activity.note(f"push of key {shown(info.key)}")
         return under
-
-    def _under(self, info: KeyInfo) -> PushLabel:
-        """What a push is made under, such as the attributes' number. Changed ones are sent before it."""
-        if not self.synchronous and self._session.optimizer_of(info) is None:
-            raise MpikvError(
-                f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
-            )
-        return self._session.under(info)
 
     def _send_attributes(self, slot: int, number: int, attributes: dict[str, Any]) -> None:
         text = json.dumps([slot, attributes]).encode()
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
-
-    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        """Send one message to each server that has rows of the key."""
-        self._rows.push(info, total, self._under(info), priority)
-
-    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """Send one message to each server that has some of the rows, and receive its answer."""
-        return self._rows.pull(info, ids, priority, call)
-
-    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
-        """Send one message to each owner, and receive its answer."""
-        return self._rows.changed(info, priority)
 
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
         """Make the items of a call's keys and count pushes. Blocks until there are tags for all messages."""
@@ -300,7 +270,6 @@ class PsStrategy(WorkersStrategy):
         return wire.UNCOMPRESSED_ANSWER if key.answers_uncompressed else 0
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """Prepare a call that sends from the caller's arrays if they are lent."""
         if op.whole and entries:
             raise UnsupportedError(
                 f"pushpull of key {shown(entries[0].info.key)} with op={op.name!r}: servers have the key, or a part of "
@@ -313,7 +282,6 @@ class PsStrategy(WorkersStrategy):
         return PsCall(self, self._session, entries, op, waits=waits and lent)
 
     def start(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
-        """Start a call whose steps the engine runs."""
         items = self._items(entries, op)
         if not items:
             return []
@@ -390,7 +358,7 @@ class PsStrategy(WorkersStrategy):
         for one in pending:
             request = one.request.request if isinstance(one.request, BatchTransfer) else one.request
             if isinstance(request, Exchange):
-                self._engine.start(request.steps(), "pushpull")
+                self._engine.take(request.running)
 
     def _pending(self, request: Operation, waitings: Sequence[Waiting]) -> list[Pending]:
         """Make one transfer for each key of a call; all of them are done when `request` is."""
@@ -405,31 +373,25 @@ class PsStrategy(WorkersStrategy):
 
     # --- optimizers
 
-    def _flush(self, call: str) -> None:
+    def settle(self, call: str) -> None:
         """Wait until every server has processed this worker's messages. Rounds may still wait for other workers."""
         self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
-    def settle(self, call: str) -> None:
-        """Wait until every server has processed this worker's messages."""
-        self._flush(call)
-
     def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
-        """Worker 0 sends it to the servers. If it needs whole keys, each of its keys is first moved to one server."""
         if slot == DEFAULT_SLOT:
             self.takes_whole = not elementwise
         if not elementwise:
             self._move_cut_keys(slot)
-        self._send_optimizer(slot, pickled, key_ids)
+        self._send_optimizer(slot, cloudpickle.loads(pickled), key_ids)
 
     def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
-        """Worker 0 sends the attributes to compare to the servers."""
-        self._send_optimizer(slot, cloudpickle.dumps(attributes), key_ids)
+        self._send_optimizer(slot, attributes, key_ids)
 
-    def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
+    def _send_optimizer(self, slot: int, optimizer: Optimizer | dict[str, Any], key_ids: list[int]) -> None:
         """Send an optimizer, or its attributes, from worker 0 to the servers, and wait for it. Collective."""
 
         def send() -> None:
-            payload = cloudpickle.dumps((slot, cloudpickle.loads(pickled), key_ids))
+            payload = cloudpickle.dumps((slot, optimizer, key_ids))
             for answer in self._ask(wire.OPTIMIZER, [payload] * len(self._servers), "set_optimizer"):
                 if answer[1:]:
                     raise ConfigError(answer[1:].decode())
@@ -439,9 +401,7 @@ class PsStrategy(WorkersStrategy):
     def _move_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
         for info in self._session.in_order():
-            if info.sparse:
-                continue
-            key = self._keys.get(info.id)
+            key = self._keys.get(info.id)  # None: row-sparse, or it is all of the workers
             if key is None or self._session.slot_of(info) != slot or len(key.routes) + (info.id in self.before_cut) < 2:
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.partition_elems)
@@ -475,27 +435,24 @@ class PsStrategy(WorkersStrategy):
                     cut = optimizer is None or optimizer.elementwise
                     pieces = route.pieces if cut else ((route.begin, route.end),)
                     owned += [(key.info, begin, end) for begin, end in pieces]
-        return [*owned, *self._rows.owned(server)]
+        return [*owned, *self.rows.owned(server)]
 
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
-        """Worker 0 asks every server for its states."""
         return lambda: [
             records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)
         ]
 
     def send_states(self, file: StatesFile) -> None:
-        """Worker 0 sends each server the states of its shards."""
         forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
         owned = [self._owned(server) for server in range(len(self._servers))]
         blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
         self._ask(wire.LOAD, blobs, LOAD)
 
     def take_states(self, replaced: Sequence[KeyInfo]) -> None:
-        """Return at once: the servers have them."""
+        """The servers have them."""
 
     def codec_states(self, call: str) -> list[StateRecord]:
-        """Wait until all pushes have been sent, and so encoded, then return the states."""
-        self._wait_for_device_calls()
+        self._wait_for_device_calls()  # until all pushes have been sent, and so encoded
         return [
             record_of(key.info, begin, end, state)
             for key in self._keys.values()
@@ -503,7 +460,6 @@ class PsStrategy(WorkersStrategy):
         ]
 
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        """Replace the codec states of each key."""
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:
             pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
@@ -513,19 +469,17 @@ class PsStrategy(WorkersStrategy):
                 key.take_codec_states(pieces.get(key.info.key, {}))
 
     def settle_all(self, call: str) -> None:
-        """Pull what has been pushed."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
                 self._pull_uncompressed(key, [])
-            self._rows.settle(call)
+            self.rows.settle(call)
         else:
-            self._flush(call)
+            self.settle(call)
             self._session.agree(call, None, call)
 
     # --- the end
 
     def leave(self, common: Mapping[int, int]) -> ConfigError | None:
-        """Let the servers end."""
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.BYE))
         self._session.wait_for(Predicate(self._all_sent), "close")
@@ -541,16 +495,12 @@ class PsStrategy(WorkersStrategy):
         return None if self._local is None else self._local.segment.take(n_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """Bytes encoded, and counts of messages through shared memory.
+        """memory_messages, memory_bytes: sent to servers of this host through shared memory.
 
-        encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding; missing where no key is compressed.
-        memory_messages, memory_bytes: sent to servers of this host through shared memory. bytes_copied: into and out of
-        that memory, by this worker. held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`,
-        the values that it serves, and the memory through which arrays on a GPU are copied.
+        bytes_copied: into and out of that memory, by this worker. held_bytes: its scratch memory there. shared_bytes:
+        its arrays of `store.empty`, the values that it serves, and what arrays on a GPU are copied through.
         """
-        keys = tuple(self._keys.values())
-        encoded: dict[str, Any] = dict(encoded_bytes(key.encoded for key in keys))
-        local = self._local
+        encoded, local = encoded_bytes(key.encoded for key in tuple(self._keys.values())), self._local
         if local is None:
             return encoded
         return {

@@ -71,11 +71,9 @@ class QueuedCall(PreparedCall):
         return pending
 
     def wait(self, pending: Sequence[Pending]) -> None:
-        """See `wait_for_all`."""
         wait_for_all(self._session, pending, _is_delivery_s)
 
     def release(self) -> None:
-        """Forget the arrays."""
         self.valid, self._entries = False, ()
 
     def _lent_round(

@@ -84,17 +84,14 @@ class RoundQueue:
 
     @property
     def placement(self) -> Placement:
-        """The key's placement, which names its paths."""
         return self.paths.placement
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The names of servers that own a part of the key."""
         return self.paths.usual.servers
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """The bounds of the workers' shards: worker i owns elements [bounds[i], bounds[i+1])."""
         return self.paths.placement.bounds
 
     @property
@@ -109,7 +106,6 @@ class RoundQueue:
 
     @property
     def name(self) -> str:
-        """The name of the queue in error texts."""
         return f"key {shown(self.info.key)}"
 
     def __str__(self) -> str:
@@ -139,15 +135,12 @@ class RoundQueue:
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
-        """The keys of this queue."""
         return (self.info,)
 
     def span(self, info: KeyInfo) -> slice:
-        """The range of a key's elements within the queue's value."""
         return slice(0, self.info.n_elems)
 
     def pushes_of(self, info: KeyInfo) -> int:
-        """How often a key has been pushed."""
         return self.pushed
 
     def add(self, info: KeyInfo, round_: Round) -> bool:
@@ -166,11 +159,9 @@ class RoundQueue:
         return self.space.cast(round_.values, self.paths.dtype)
 
     def labels(self, under: Unders) -> Labels:
-        """Return the labels of a round, key by key."""
         return (under.label,)
 
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
-        """Update elements [begin, end) of the value with a round's sum."""
         begin, end = span
         owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number))
 
@@ -243,5 +234,4 @@ class RoundReached:
         self._round = round_
 
     def test(self) -> bool:
-        """See `RoundQueue.reached`."""
         return self._queue.reached(self._round)

@@ -1,4 +1,4 @@
-"""A worker's view of row-sparse keys: which owner has which rows, and the messages to and from the owners.
+"""Row-sparse keys: which owner has which rows, and a worker's messages to and from the owners.
 
 Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner of the key, with
 the ids of its rows and the rows; it may have none, but is sent, since owners count the pushes of a round. It has no
@@ -7,7 +7,7 @@ rows. Each message contains the encoding of its ids (row_ids.py): a push of all 
 as a dense one. So workers and owners need not agree on when a key is sent densely.
 
 Owners are servers, or a service inside each worker: in an asynchronous store the service of all keys, in a synchronous
-store without servers a service for row-sparse keys only (sparse_owners.py).
+store without servers a service for row-sparse keys alone (`WorkersRows`). It is the one that servers run.
 
 Cost: of a push, one message per owner; of a pull, two for each owner that is asked. One copy of what is pushed.
 """
@@ -15,9 +15,10 @@ Cost: of a push, one message per owner; of a pull, two for each owner that is as
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import cloudpickle
 import numpy as np
 
 from mpikv.arrays import row_ids
@@ -25,16 +26,28 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Operation, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
+from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
+from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import PushLabel, scaled
 from mpikv.placement.place import place_rows
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.strategies.exchange import Client, wait_for_tags
+from mpikv.strategies.exchange import Client, check_owners, wait_for_tags
 from mpikv.transports import wire
+
+
+def push_label(session: Workers, info: KeyInfo) -> PushLabel:
+    """What a push is made under, such as the attributes' number. Changed ones are sent before it."""
+    if not session.synchronous and session.optimizer_of(info) is None:
+        raise MpikvError(
+            f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
+        )
+    return session.under(info)
 
 
 class _Key:
@@ -70,7 +83,6 @@ class RowClient:
             self._first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
 
     def drop_first_rows(self, values: Sequence[NewKey]) -> None:
-        """Forget the first rows, as the agreement has ended or failed."""
         for new in values:
             self._first_rows.pop(new.key, None)
 
@@ -89,11 +101,9 @@ class RowClient:
             self._client.send(rows.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
 
     def forget(self, info: KeyInfo) -> None:
-        """Remove a key on which the workers did not agree."""
         self._keys.pop(info.id, None)
 
     def pushes(self) -> dict[int, int]:
-        """How often this worker has pushed each key."""
         return {key_id: key.pushed for key_id, key in self._keys.items()}
 
     def owned(self, owner: int) -> list[tuple[KeyInfo, int, int]]:
@@ -114,20 +124,22 @@ class RowClient:
 
     # --- messages
 
-    def push(self, info: KeyInfo, total: RowSparse, under: PushLabel, priority: int) -> None:
-        """Send each owner its rows, or a message without rows."""
-        key, shape = self._keys[info.id], total.values.shape
-        values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)
+    def push(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        """Send each owner its rows, or a message without rows. `total` is kept, and may be changed."""
         with self._session.engine.lock:
-            key.pushed += 1
-            header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
-            for rows in self._by_owner(key, total.indices, key.owners):
-                payload = np.concatenate([rows.encoded_ids, _bytes_of(values[rows.span])])
-                self._client.send(rows.owner, [(header, payload)])
+            self._send(info, total, push_label(self._session, info), priority)
         self._session.activity.note(f"push of key {shown(info.key)}")
 
+    def _send(self, info: KeyInfo, total: RowSparse, under: PushLabel, priority: int) -> None:
+        key, shape = self._keys[info.id], total.values.shape
+        values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)
+        key.pushed += 1
+        header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
+        for rows in self._by_owner(key, total.indices, key.owners):
+            payload = np.concatenate([rows.encoded_ids, _bytes_of(values[rows.span])])
+            self._client.send(rows.owner, [(header, payload)])
+
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
-        """See `Strategy.pull_rows`."""
         key = self._keys[info.id]
         cuts = np.searchsorted(ids, key.bounds).tolist()
         return self._ask(key, ids, [owner for owner in key.owners if cuts[owner] < cuts[owner + 1]], priority, call)
@@ -191,6 +203,104 @@ class RowClient:
         for key in tuple(self._keys.values()):
             for pending in self._ask(key, none, key.owners, 0, call)[1]:
                 self._session.wait(pending)
+
+
+class OwnedRows(Protocol):
+    """The rows that this worker owns (server.rows.RowCore)."""
+
+    owner: Owner
+
+    def states(self) -> list[StateRecord]: ...
+
+    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None: ...
+
+    @property
+    def held_bytes(self) -> int: ...
+
+
+class RowServer(NamedTuple):
+    """The rows that this worker owns, and the loop that serves them."""
+
+    rows: OwnedRows
+    steps: Steps[None]
+
+
+class WorkersRows(RowClient):
+    """Those of a synchronous store without servers: this worker is a client, and an owner. serve: makes the service.
+
+    The service begins with the first row-sparse key, on which all workers agree, and ends when all close. Optimizers
+    that were set before are then set in it, in the same order. A worker also sends messages to itself.
+    """
+
+    def __init__(self, session: Workers, serve: Callable[[], RowServer]) -> None:
+        super().__init__(session, Client(session.transport, session.members.workers), session.messages.names)
+        self._serve = serve
+        self._server: OwnedRows | None = None
+        self._service: Any = None
+        self._optimizers: list[tuple[int, bytes, list[int]]] = []
+        self._sent_numbers: dict[int, int] = {}  # by slot, the number of the attributes last sent to owners
+
+    @property
+    def any(self) -> bool:
+        """Whether the store has had a row-sparse key."""
+        return self._server is not None
+
+    def propose(self, values: Sequence[NewKey]) -> None:
+        if any(new.sparse for new in values):
+            check_owners(self._session.num_workers, "workers, each with rows")
+        super().propose(values)
+
+    def begin(self, info: KeyInfo) -> None:
+        if self._server is None:
+            self._server, steps = self._serve()
+            for slot, pickled, key_ids in self._optimizers:
+                self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+            self._service = self._session.engine.serve(steps, "rows")
+        super().begin(info)
+
+    def _send(self, info: KeyInfo, total: RowSparse, under: PushLabel, priority: int) -> None:
+        slot, number = self._session.slot_of(info), under.number
+        if number != self._sent_numbers.get(slot, 0):  # the owners get changed attributes first
+            self._sent_numbers[slot] = number
+            text = json.dumps([slot, json.loads(under.label.text)]).encode()
+            self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
+        super()._send(info, total, under, priority)
+
+    def _send_all(self, header: wire.Header, payload: bytes | None = None) -> None:
+        with self._session.engine.lock:
+            for owner in range(self._session.num_workers):
+                self._client.send(owner, [(header, payload)])
+
+    def set_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
+        """Set an optimizer that all workers agreed on. Not to be called while rounds are in progress."""
+        self._optimizers.append((slot, pickled, key_ids))
+        self._sent_numbers.pop(slot, None)
+        if self._server is not None:
+            with self._session.engine.lock:
+                self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+
+    def states(self) -> list[StateRecord]:
+        """The states of the rows that this worker owns."""
+        if self._server is None:
+            return []
+        with self._session.engine.lock:
+            return self._server.states()
+
+    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None:
+        """Replace the states of these keys by `parts`, where some may have none. Under the engine's lock."""
+        if self._server is not None:
+            self._server.load(parts, replaced)
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._server is None else self._server.held_bytes
+
+    def close(self) -> None:
+        """Send all owners the message that this worker closes, and serve until all others have sent theirs."""
+        if self._service is not None:
+            self._send_all(wire.Header(wire.BYE))
+            self._session.wait_for(Predicate(self._client.all_sent), "close")
+            self._session.wait_for(self._service, "close")
 
 
 def _bytes_of(rows: HostArray) -> HostArray:

@@ -78,12 +78,10 @@ class Speaker:
     # --- rounds that are refused
 
     def refuse(self, info: KeyInfo) -> None:
-        """Let a server refuse this round, of which this worker should push the sum of its host."""
         key = self._keys[info.id]
         self._client.send(key.routes[0].owner, [(wire.Header(wire.REFUSE, info.id, round=key.pushed), None)])
 
     def is_refused(self, info: KeyInfo) -> bool:
-        """Whether a server has refused this round of a key."""
         return self._refusals.get(info.id) == self._keys[info.id].pushed
 
     def or_refused(self, info: KeyInfo, request: Operation) -> Operation:
@@ -91,7 +89,6 @@ class Speaker:
         return _OrRefused(self, info, request)
 
     def wake_where_refused(self, info: KeyInfo, waiter: Waiter) -> None:
-        """Wake `waiter` when a server refuses a round of a key."""
         self._waiters[info.id] = waiter
 
     def _refused(self, source: int, message: Message) -> None:

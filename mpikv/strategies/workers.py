@@ -81,7 +81,6 @@ class WorkersStrategy(Strategy):
     # --- what is the same for all
 
     def init(self, values: Sequence[NewKey]) -> None:
-        """Agree on the keys; worker 0's values become theirs."""
         self.propose(values)
         agreed, error = self._session.agree_on_keys(values)
         self.proposed(values, agreed)
@@ -89,19 +88,16 @@ class WorkersStrategy(Strategy):
             raise error
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        """Agree on the optimizer, and give it to the owners."""
         self.settle("set_optimizer")
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         self.use_optimizer(slot, pickled, key_ids, elementwise=optimizer.elementwise)
 
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-        """Agree on the optimizer. Owners have none to apply, only its attributes to compare."""
         self.settle("set_optimizer")
         slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
         self.use_attributes(slot, optimizer.attributes(), key_ids)
 
     def save_states(self, write: Write) -> None:
-        """Gather the states at worker 0, which writes them."""
         self.settle_all(SAVE)
         gathered = self.gather_states()
         self._session.decide(SAVE, lambda: write(gathered()))

@@ -56,7 +56,7 @@ class ChangedRows:
 
     def __init__(self, store: KVStore, key: str, parameter: Any, priority: int) -> None:
         self._session, self._parameter = store.session, parameter
-        self._pending, self._finish = store.strategy.changed_rows(store.session.infos[key], priority)
+        self._pending, self._finish = store.strategy.rows.changed(store.session.infos[key], priority)
 
     def wait(self) -> None:
         """Block until the rows have arrived, and write them into all replicas."""

@@ -154,7 +154,7 @@ def test_bytes_and_messages_follow_the_rows(store, mode):
         assert pushed == (2, 2 * (HEADER + ids_bytes) + 500 * ROW_BYTES)
         assert sent(lambda: store.push("rows", RowSparse.zeros(shape))) == (2, 2 * (HEADER + IDS))
         rows = store.session.infos["rows"]
-        asked = sent(lambda: pulled.extend(store.strategy.pull_rows(rows, mine, 0, "pull")))
+        asked = sent(lambda: pulled.extend(store.strategy.rows.pull(rows, mine, 0, "pull")))
         assert asked == (2, 2 * (HEADER + ids_bytes))
     for pending in pulled[1]:
         store.session.wait(pending)
