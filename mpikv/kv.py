@@ -126,7 +126,6 @@ def _config(config: Any) -> Config:
 
 
 def _check_comm(comm: Any) -> None:
-    """TypeError for what is no communicator. Whoever has one has imported MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is not None and not (mpi and isinstance(comm, (mpi.Intracomm, type(mpi.COMM_NULL)))):
         raise wrong("comm", "an mpi4py.MPI.Intracomm or None", comm)

@@ -49,7 +49,6 @@ class Backoff:
         self._turn = 0 if short else POLLS + YIELDS
 
     def pause(self) -> None:
-        """Let some time pass, more at each call in a row."""
         self._turn += 1
         if self._turn <= POLLS:
             return

@@ -49,7 +49,7 @@ LINK_SEGMENT_BYTES = 60 << 10
 
 
 def choose(n_bytes: int, size: int, forced: str = "auto", hosts: Sequence[str] = ()) -> str:
-    """Return the name of the algorithm for `n_bytes` over `size` ranks. hosts: of each rank; empty: not known."""
+    """The algorithm for `n_bytes` over `size` ranks. hosts: of each rank; empty: not known."""
     if forced != "auto":
         return forced
     n_hosts = len(set(hosts))
@@ -62,15 +62,12 @@ def choose(n_bytes: int, size: int, forced: str = "auto", hosts: Sequence[str] =
 
 
 def most_owners(algorithm: str, size: int) -> int:
-    """Return how many ranks, from 0 on, may own a shard.
-
-    With halving and doubling ranks from the largest power of two on own nothing.
-    """
+    """How many ranks, from 0 on, may own a shard: halving and doubling needs a power of two."""
     return 1 << (size.bit_length() - 1) if algorithm == "halving_doubling" else size
 
 
 def bounds_of(algorithm: str, n_elems: int, hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return the bounds of the ranks' shards: rank i owns `[bounds[i], bounds[i+1])`. hosts: of each rank.
+    """The bounds of the ranks' shards: rank i owns `[bounds[i], bounds[i+1])`. hosts: of each rank.
 
     The hierarchical algorithm cuts a key evenly over the hosts, and then over the ranks of each host, so that all links
     carry equally many bytes; the others cut it evenly over the ranks.

@@ -1,8 +1,7 @@
 """Buckets: which small arrays are sent in one buffer.
 
-Pure values. Keys that are pushed one after another are put into one bucket until it is full. The first bucket is small,
-so that the first message is sent while most of a backward pass is still to come. An array as large as a bucket has a
-bucket of its own. Arrays of different kinds, for instance of different dtypes, never share a bucket.
+Keys that are pushed one after another are put into one bucket until it is full. The first bucket is small, so that the
+first message is sent while most of a backward pass is still to come. An array as large as a bucket has one of its own.
 
 A larger bucket means fewer messages, but each is sent later: on a link of 1 Gbit/s 4 MiB take 34 ms. What is least in
 sum, of the time c that a bucket costs by itself and of the last bucket's time on a link of B bytes/s, has the square
@@ -29,10 +28,10 @@ def plan(
     first_bytes: int = FIRST_BYTES,
     limit_bytes: int | None = None,
 ) -> list[list[int]]:
-    """Return buckets as lists of positions, in the order in which they fill up. Every position is in exactly one.
+    """Buckets as lists of positions, in the order in which they fill up. Every position is in exactly one.
 
-    on_gpu: whether each array is in a GPU's memory, as all of its kind then are. limit_bytes: of all buckets but the
-    first; None: `GPU_LIMIT_BYTES` on GPUs, else `LIMIT_BYTES`.
+    kinds: arrays of different kinds never share one. on_gpu: whether each array is in a GPU's memory, as all of a kind
+    are. limit_bytes: of all buckets but the first.
     """
     done: list[list[int]] = []
     open_: dict[str, tuple[list[int], int]] = {}
@@ -51,5 +50,5 @@ def plan(
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return where each array of a bucket begins, and where the last one ends; in elements."""
+    """Where each array of a bucket begins, and where the last one ends; in elements."""
     return (0, *accumulate(sizes))

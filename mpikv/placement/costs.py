@@ -7,9 +7,6 @@
     core      each rank has one. It pays for each message that it sends or receives, for each of their bytes (MPI and
               the kernel copy them), and for each byte added or copied
 
-Pure, and without any other module of mpikv: whoever has to choose between paths of a value may ask. A formula
-takes what a bucket or a step costs each resource, and gives the seconds until the last worker has the last value.
-
 `allreduce_s`: with the cost model of Hockney a message of m bytes takes a + m b, and m bytes are added in m c; p
 workers on h hosts, n bytes:
 
@@ -31,16 +28,14 @@ Headers on Ethernet: of each packet of `mtu` bytes 52 are IP's and TCP's with ti
 an acknowledgement of 66 bytes goes back for every few packets. One for four gives the bytes that interfaces counted in
 docs/performance.md.
 
-While every host sends to several others a link's own turns and those of the other ends do not fit together, and it
-waits. What is left of it then (`Link.to_all`) is the middle of what plain sockets reached with 3 and 4 hosts and 1 to
-16 MiB: 83.7 to 92.4 % of the bound (`python scripts/bench_links.py --mib 1,4,16 --mtu 9000 --turns 9`, the rows "to
-all"). Where a switch drops packets it is less.
+While every host sends to several others a link waits for the turns of the other ends. What is left of it then
+(`Link.to_all`) is the middle of what plain sockets reached with 3 and 4 hosts and 1 to 16 MiB (`python
+scripts/bench_links.py --mib 1,4,16 --mtu 9000 --turns 9`, the rows "to all"). Where a switch drops packets it is less.
 
 Sources: ring: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3; the other terms: Thakur,
-Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4 (MPICH's choice rests on it, and
-Gloo's halving and doubling has the same); level by level: Cho, Finkler, Kung and Hunter, BlueConnect, SysML (2019);
-the longest of what is under way together: as in Bailey's and Williams' roofline, CACM 52 (2009). RFC 9293 (TCP), RFC
-7323 (time stamps), IEEE 802.3.
+Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4; level by level: Cho, Finkler,
+Kung and Hunter, BlueConnect, SysML (2019); the longest of what is under way together: as in Bailey's and Williams'
+roofline, CACM 52 (2009). RFC 9293 (TCP), RFC 7323 (time stamps), IEEE 802.3.
 """
 
 from __future__ import annotations
@@ -78,21 +73,20 @@ class Link:
         return self.wire_bytes(n_bytes) / self.bytes_per_s
 
     def first_byte_s(self, n_bytes: float) -> float:
-        """Return when the first byte of a message of `n_bytes` is there: three latencies later if it is announced."""
+        """When the first byte of a message of `n_bytes` is there: three latencies later if it is announced."""
         return self.latency_s * (3 if n_bytes > EAGER_BYTES else 1)
 
     def to_all(self) -> Link:
-        """Return what this link is where every host sends to several others at the same time."""
+        """What this link is where every host sends to several others at the same time."""
         return replace(self, bytes_per_s=TO_ALL_SHARE * self.bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What work costs a rank's core, in seconds.
+    """What work costs a rank's core, in seconds. The defaults were measured with `mpikv plan --calibrate`.
 
     message_s: to send a message, and as much to receive it, from Python to the kernel. byte_s: of each byte sent or
-    received. add_byte_s, copy_byte_s: of each byte added or copied. The defaults were measured with `mpikv plan
-    --calibrate`.
+    received. add_byte_s, copy_byte_s: of each byte added or copied.
     """
 
     message_s: float = 10e-6
@@ -104,7 +98,7 @@ class Costs:
 def allreduce_s(
     algorithm: str, n_bytes: int, workers: int, link: Link, costs: Costs, *, hosts: int, segment_bytes: int
 ) -> float:
-    """Return the time of one bucket when nothing else is under way and no link is full: the table at the top."""
+    """The time of one bucket when nothing else is under way and no link is full: the table at the top."""
 
     def step_s(message_bytes: float, messages: int = 1) -> float:
         one_s = (
@@ -125,7 +119,7 @@ def allreduce_s(
 
 
 def exchange_s(n_bytes: int, workers: int, servers: int, link: Link, costs: Costs) -> float:
-    """Return the time of one key's push and pull when nothing else is under way and no link is full.
+    """The time of one key's push and pull when nothing else is under way and no link is full.
 
     It lies on `servers` servers in equal parts; each of them has a message of every worker, and answers it.
     """
@@ -144,7 +138,7 @@ def servers_s(
     window_share: float,
     wait_s: float,
 ) -> float:
-    """Return the time of a push and a pull of all workers, of the host with most to do.
+    """The time of a push and a pull of all workers, of the host with most to do.
 
     push_s, answer_s: for how long all pushes, and all answers, keep its link busy in the direction with more of them.
     link_s: both together, in the direction with more. core_s: of the busiest core. window_share: of what a worker has

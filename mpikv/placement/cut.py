@@ -46,9 +46,9 @@ LEAST_BYTES = 256 << 10
 
 
 def cut_of(members: Members, info: KeyInfo, wire: Wire, *, whole: bool) -> int:
-    """Return how many elements, from the first on, go by the workers: 0 to info.n_elems. The rest goes to servers.
+    """How many elements, from the first on, go by the workers; the rest goes to servers.
 
-    whole: one owner has all of it, since its optimizer's formula needs the whole value. wire: how it travels encoded.
+    whole: one owner has all of it, since its optimizer's formula needs the whole value.
     """
     if not members.divides or info.sparse or info.space == "device":
         return 0
@@ -60,7 +60,7 @@ def cut_of(members: Members, info: KeyInfo, wire: Wire, *, whole: bool) -> int:
 
 
 def servers_share(members: Members, n_bytes: int, *, added: bool = False) -> float:
-    """Return the servers' share of a key of so many bytes: MPIKV_SERVERS_TAKE, or by cost.
+    """The servers' share of a key of so many bytes: MPIKV_SERVERS_TAKE, or by cost.
 
     added: whether the workers of a host add before one of them asks the servers.
     """
@@ -81,7 +81,7 @@ def _by_cost(members: Members, n_bytes: int, *, added: bool = False) -> float:
 
 
 def seconds(members: Members, n_bytes: int, share: float, *, added: bool = False) -> float:
-    """Return how long a round of a key takes where the servers take this share of it. added: see `servers_share`."""
+    """How long a round of a key takes where the servers take this share of it. added: see `servers_share`."""
     hosts, workers = members.worker_hosts, len(members.workers)
     link = Link(min(members.link_bytes_per_s), members.link.latency_s)
     found = n_bytes * link_s(members, share, added=added)
@@ -102,10 +102,7 @@ def seconds(members: Members, n_bytes: int, share: float, *, added: bool = False
 
 
 def link_s(members: Members, share: float, *, added: bool = False) -> float:
-    """Return for how long a byte of a key keeps the busiest link busy, in its busier direction.
-
-    added: see `servers_share`.
-    """
+    """For how long a byte of a key keeps the busiest link busy, in its busier direction."""
     workers, servers = Counter(members.worker_hosts), Counter(members.hosts[rank] for rank in members.servers)
     if added:
         workers = Counter(dict.fromkeys(workers, 1))

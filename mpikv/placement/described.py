@@ -32,7 +32,6 @@ def size(n_bytes: float) -> str:
 
 
 def key(info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> str:
-    """Name a key, or a bucket of several keys, with its bytes, dtype and memory."""
     what = f"key {shown(info.key)}"
     if len(keys) > 1:
         names = ", ".join(shown(one.key) for one in keys[:SHOWN]) + ", ..." * (len(keys) > SHOWN)
@@ -129,7 +128,6 @@ def _why_encoded(members: Members, info: KeyInfo, found: Placement, wire: Wire) 
 
 
 def line(members: Members, info: KeyInfo, keys: Sequence[KeyInfo], found: Placement, wire: Wire | None) -> str:
-    """Say all of it of one key, or of a bucket of several keys."""
     way = f"{key(info, keys)}: {placement(members, info, found, wire)}"
     return f"{way}; {codec(info, found)}"
 

@@ -14,9 +14,8 @@ class Wire(NamedTuple):
     """How a key's values are sent where they are sent encoded.
 
     push_bytes, pull_bytes: of all elements, as a worker sends them, and as owners send them back. codec: whether the
-    first are encoded by a codec. back: whether the second are. force: the user asks for it, whatever it costs.
-    on_device: whether a GPU can encode and decode both. step: shards and partitions begin at multiples of so many
-    elements, where the key has that many.
+    first are encoded by a codec. back: whether the second are. force: whatever it costs. on_device: a GPU can do
+    both. step: shards and partitions begin at multiples of so many elements, where the key has that many.
     """
 
     push_bytes: int
@@ -28,17 +27,16 @@ class Wire(NamedTuple):
     step: int = 1
 
     def gathers(self, n_bytes: int, size: int) -> bool:
-        """Return whether `size` workers should each send all of their values to all others, instead of to owners.
+        """Whether each of `size` workers should send all of its values to all others, instead of to owners.
 
         That is where they then send fewer bytes, or as many in half the messages. n_bytes: of the value as owners would
-        send it back. The bytes that leave a host are in both cases the same fraction of those that leave its workers,
-        so the answer holds for each link, too.
+        send it back. The bytes that leave a host are in both cases the same fraction of those that leave its workers.
         """
         return not self.back and size * self.push_bytes <= self.push_bytes + n_bytes
 
 
 def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool) -> float:
-    """Return the most bytes that a host sends to other hosts in a round of encoded values, cut evenly over workers."""
+    """The most bytes that a host sends to others in a round of encoded values, cut evenly over workers."""
     size, n_bytes = len(members.workers), info.n_bytes
     gathers = not updated and wire.gathers(n_bytes, size)
     each = wire.push_bytes if gathers else (wire.push_bytes + wire.pull_bytes) / size
@@ -46,13 +44,13 @@ def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool)
 
 
 def uncompressed_bytes(members: Members, info: KeyInfo) -> float:
-    """Return the bytes that each host sends to other hosts in a round without a codec: values out, the result back."""
+    """The bytes that each host sends to others in a round without a codec: values out, the result back."""
     n_hosts = len(set(members.worker_hosts))
     return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)
 
 
 def bounds_in_steps(info: KeyInfo, n_shards: int, wire: Wire | None, begin: int = 0) -> tuple[int, ...]:
-    """Return `even_bounds` of the elements from `begin` on, at multiples of `Wire.step` elements after it."""
+    """`even_bounds` of the elements from `begin` on, at multiples of `Wire.step` elements after it."""
     step, n_elems = 1 if wire is None else wire.step, info.n_elems
     cuts = even_bounds(-(-(n_elems - begin) // step), n_shards)
     return tuple(min(begin + step * bound, n_elems) for bound in cuts)

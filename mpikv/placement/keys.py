@@ -1,8 +1,7 @@
 """Keys, their shards and the shards' owners: pure values, the same on every rank.
 
-A key's value counts as flat, with n elements. It is cut into shards `[begin, end)`, each with one owner: the rank that
-sums the gradients for it and applies the optimizer to it. A plan is the tuple of a key's shards, in order and without
-gaps.
+A key's value counts as flat. It is cut into shards `[begin, end)`, each with one owner: the rank that sums the
+gradients for it and applies the optimizer to it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ ShardPlan = tuple[Shard, ...]
 class KeyInfo(NamedTuple):
     """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
 
-    codec: the name of the codec that encodes its pushes. space: "host" or "device": the memory that its arrays are in
-    on every worker. sparse: whether it is row-sparse: its pushes are some of its rows.
+    codec: the name of the codec of its pushes. space: the memory of its arrays on every worker. sparse: row-sparse.
     """
 
     key: Key
@@ -57,7 +55,7 @@ class KeyInfo(NamedTuple):
 
 
 def check_key(key: object) -> Key:
-    """Return `key` as a Python int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
+    """The key as a Python int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
     if isinstance(key, str):
         return str.__str__(key)  # not the `__str__` of an enumeration
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
@@ -69,16 +67,18 @@ def check_key(key: object) -> Key:
 
 
 def even_bounds(n_elems: int, n_shards: int) -> tuple[int, ...]:
+    """`n_shards + 1` bounds of shards whose lengths differ by at most one, longer ones first."""
     base, extra = divmod(n_elems, n_shards)
     return tuple(i * base + min(i, extra) for i in range(n_shards + 1))
 
 
 def whole_bounds(n_elems: int, n_shards: int, owner: int) -> tuple[int, ...]:
+    """Bounds that give all n elements to the shard of `owner` and none to the others."""
     return (0,) * (owner + 1) + (n_elems,) * (n_shards - owner)
 
 
 def plan_of_bounds(bounds: Sequence[int]) -> ShardPlan:
-    """Return the plan in which owner i has the shard `[bounds[i], bounds[i+1])`; empty shards are left out."""
+    """The plan in which owner i has the shard `[bounds[i], bounds[i+1])`; empty shards are left out."""
     return tuple(Shard(i, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1])
 
 

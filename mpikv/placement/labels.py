@@ -5,19 +5,15 @@ are combined (`op`). In a synchronous round the labels of all workers must be eq
 anything, and all workers raise an error with each worker's settings (session/rules.py).
 
 One attribute may differ, the *factor*: `rescale_grad`, which `Trainer.step(batch_size)` sets, and which differs in the
-last, short batch of an epoch. Owners always apply the factor that all workers have agreed on: the one that the
-optimizer was set with, for a trainer that of its first step. A worker with another factor multiplies its own values by
-the ratio of the two when it copies them, without a message. A worker with the agreed factor multiplies nothing. Values
-that cannot be scaled like this (integers; the pushes of asynchronous stores, or of one worker, which are not added; any
-values where the agreed factor is 0) have the worker's own factor in their label instead, like any other attribute.
+last, short batch of an epoch. Owners always apply the factor that all have agreed on: the one that the optimizer was
+set with, for a trainer that of its first step. A worker with another one multiplies its own values by the ratio of the
+two when it copies them. Values that cannot be scaled so (integers; pushes of asynchronous stores, or of one worker,
+which are not added; any where the agreed factor is 0) have the worker's own factor in their label instead.
 
 Workers compare digests of 64 bits, for which no message is sent: they are behind messages of a reduce-scatter
 (collectives/labelled.py), beside the counters in a host's memory (collectives/host_key.py), and in the mark by which
 workers find out that they make the same call (strategies/direct.py). Servers know all attributes, by their numbers, and
 compare the labels themselves (server/policy.py).
-
-Cost: each push compares the optimizer's attributes with those of the last push. In a round whose worker has another
-factor: one pass over its values. No message.
 """
 
 from __future__ import annotations
@@ -49,10 +45,7 @@ NO_ATTRIBUTES = Label("{}")
 
 
 class PushLabel(NamedTuple):
-    """The label of a push, with two numbers.
-
-    number: by which the owner knows these attributes. ratio: what this worker's values are multiplied by.
-    """
+    """number: by which the owner knows these attributes. ratio: what this worker's values are multiplied by."""
 
     number: int
     label: Label
@@ -68,15 +61,13 @@ def label_of(attributes: Mapping[str, Any]) -> Label:
 
 @lru_cache(maxsize=64)  # a store of many keys has few labels
 def digest_of(label: Label) -> int:
-    """Return 64 bits that differ for different labels."""
     return max(digest(label), DIFFERENT + 1)
 
 
 def scaled(space: Any, values: Any, ratio: float, dtype: np.dtype[Any] | None = None) -> Any:
-    """Return a worker's values times `ratio`, in a copy; the values themselves where that is 1.
+    """A worker's values times `ratio`, in a copy; the values themselves where that is 1.
 
-    space: the `Space` that they are in. dtype: of the copy, by default that of the values; it is calculated in the
-    dtype of their sum, and rounded once.
+    dtype: of the copy, by default that of the values; it is calculated in the dtype of their sum, and rounded once.
     """
     if ratio == 1.0:
         return values
@@ -93,13 +84,9 @@ class Attributed(Protocol):
     """An optimizer, as far as labels need it."""
 
     @property
-    def fields(self) -> Mapping[str, Any]:
-        """Its attributes, by name."""
-        ...
+    def fields(self) -> Mapping[str, Any]: ...
 
-    def attributes(self) -> dict[str, Any]:
-        """Return their values, which JSON can write."""
-        ...
+    def attributes(self) -> dict[str, Any]: ...
 
 
 class _LastPush:
@@ -115,7 +102,6 @@ class _Slot:
 
     agreed: the factor that owners apply. as_set: the label with the attributes that the optimizer was set with. update:
     the attributes of the last update that this worker made itself. sent: whether a push since then has sent them.
-    last: the last push of keys whose values can (False) and cannot (True) be scaled.
     """
 
     def __init__(self, optimizer: Attributed, *, exact: bool, scales: bool) -> None:
@@ -128,11 +114,10 @@ class _Slot:
         self.last = {exact: _LastPush(self.as_set) for exact in (False, True)}
 
     def is_exact(self, exact: bool) -> bool:
-        """Return whether values cannot be scaled. exact: because of the key itself."""
+        """Whether values cannot be scaled. exact: because of the key itself."""
         return exact or self.exact or not self.agreed
 
     def of(self, found: PushLabel) -> PushLabel:
-        """Return a push's label, with the ratio 1 where pushes of this slot are not scaled."""
         return found if self.scales or found.ratio == 1.0 else found._replace(ratio=1.0)
 
     def forget(self) -> None:
@@ -141,10 +126,9 @@ class _Slot:
 
 
 class AttributeLog:
-    """One worker's side: returns the label of each push, and notices when an optimizer's attributes have changed.
+    """The labels of one worker's pushes. Optimizers are in slots; each change of attributes gets a new number.
 
-    Optimizers are in slots. Each change of attributes gets a new number; number 0 stands for the attributes that the
-    optimizer was set with. Keys are `exact` if their values cannot be scaled.
+    Number 0 stands for the attributes that the optimizer was set with. Keys are `exact` if they cannot be scaled.
     """
 
     def __init__(self) -> None:
@@ -152,14 +136,14 @@ class AttributeLog:
         self._count = 0
 
     def watch(self, slot: int, optimizer: Attributed, *, exact: bool = False, scales: bool = True) -> None:
-        """From now on compare an optimizer's attributes with those that it has now.
+        """Compare an optimizer's attributes with those that it has now. exact: all keys of the slot are.
 
-        exact: all keys of the slot are exact. scales: whether all pushes are scaled, or only those within `scaling`.
+        scales: whether all pushes are scaled, or only those within `scaling`.
         """
         self.slots[slot] = _Slot(optimizer, exact=exact, scales=scales)
 
     def push_label(self, slot: int, *, exact: bool) -> tuple[PushLabel, dict[str, Any] | None]:
-        """Return the label of a push that is made now, and the attributes where their number is new."""
+        """The label of a push that is made now, and the attributes where their number is new."""
         one = self.slots.get(slot)
         if one is None:
             return NO_OPTIMIZER, None
@@ -184,14 +168,13 @@ class AttributeLog:
         return one.of(last.push_label), attributes
 
     def as_set(self, slot: int) -> Label:
-        """Return the label of a slot whose attributes have not been changed; it is the same on all workers."""
+        """The label of a slot whose attributes have not been changed; it is the same on all workers."""
         one = self.slots.get(slot)
         return NO_ATTRIBUTES if one is None else one.as_set
 
     # --- the factor of a trainer's slot
 
     def own_factor(self, slot: int) -> float:
-        """Return this worker's factor."""
         return float(self.slots[slot].optimizer.attributes()[FACTOR])
 
     def agree(self, slot: int, factor: float) -> None:
@@ -200,7 +183,7 @@ class AttributeLog:
         self.slots[slot].forget()
 
     def factor(self, slot: int) -> float:
-        """Return what a round's sum is multiplied by: the agreed factor, or this worker's where all must be equal."""
+        """What a round's sum is multiplied by: the agreed factor, or this worker's where all must be equal."""
         return self.own_factor(slot) if self.slots[slot].is_exact(False) else self.slots[slot].agreed
 
     @contextmanager
@@ -228,10 +211,7 @@ _PLAIN_TYPES = (type(None), bool, int, float, str)
 
 
 def _comparable(optimizer: Attributed) -> list[Any] | None:
-    """Return an optimizer's attributes for a quick comparison; None where equality may not mean the same behaviour.
-
-    That is where some are functions or other objects.
-    """
+    """An optimizer's attributes for a quick comparison; None where some are functions or other objects."""
     values = [getattr(optimizer, name) for name in optimizer.fields]
     for i, value in enumerate(values):
         if type(value) is dict:
@@ -245,9 +225,9 @@ def _comparable(optimizer: Attributed) -> list[Any] | None:
 
 
 class Comparison:
-    """One rank's comparison of digests in the rounds of a queue. differ: whether it has found different ones.
+    """One rank's comparison of digests in the rounds of a queue. labels: equal on all before the first round.
 
-    labels: of each key of the queue, equal on all workers before the first round. own: this rank's digest.
+    own: this rank's digest. differ: whether it has found different ones.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -270,7 +250,7 @@ class Comparison:
         return DIFFERENT if self.differ else self.own
 
     def changed(self, rank: int) -> int | None:
-        """Return what a message to this rank must carry; None: nothing, since it is what the last one carried."""
+        """What a message to this rank must carry; None: nothing, since it is what the last one carried."""
         now = self.now
         if self._sent.get(rank, self._first) == now:
             return None
@@ -278,7 +258,7 @@ class Comparison:
         return now
 
     def take(self, rank: int, digest_: int | None) -> None:
-        """Compare what a message from this rank carries. None: nothing, so it is what the last one carried."""
+        """Compare what a message from this rank carries; None: what the last one carried."""
         if digest_ is None:
             digest_ = self._received.get(rank, self._first)
         else:

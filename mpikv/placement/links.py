@@ -1,7 +1,6 @@
 """How much the link of each host carries, and how late a message is there: the one place of these numbers.
 
-They are measured while a store on several hosts is made (create/link_trial.py), or given: MPIKV_LINK has a rate and
-a latency for all hosts, or the name of a file that `mpikv bench link --save` has written.
+They are measured while a store on several hosts is made (create/link_trial.py), or given by MPIKV_LINK.
 
 A measured rate differs a little from one time to the next, and where a key is cut depends on the rates. So what was
 measured is one host's rate, that in the middle, and for every other host that rate times a power of `STEP`: hosts whose
@@ -31,7 +30,7 @@ DEFAULT_LATENCY = "50us"
 class LinkRates:
     """The link of each host: so many bytes per second out, and at the same time as many in.
 
-    bytes_per_s: of hosts that are not in by_host. latency_s: of a message between hosts. source: where this is from.
+    bytes_per_s: of hosts that are not in by_host. source: where this is from.
     """
 
     bytes_per_s: float
@@ -59,10 +58,9 @@ def _mbit(bytes_per_s: float) -> str:
 
 
 def in_ring(hosts: Sequence[str], bytes_per_s: Sequence[float], latencies_s: Sequence[float]) -> LinkRates:
-    """Return what follows from a stream of each host to the next one, and of the last one to the first.
+    """What follows from a stream of each host to the next one, and of the last one to the first.
 
-    bytes_per_s, latencies_s: of the stream that leaves each host. A stream is as fast as the slower of its two links,
-    so a link carries what the faster of its two streams does.
+    A stream is as fast as the slower of its two links, so a link carries what the faster of its two streams does.
     """
     rates = [max(rate, bytes_per_s[i - 1]) for i, rate in enumerate(bytes_per_s)]
     middle = float(f"{statistics.median_high(rates):.3g}")
@@ -72,7 +70,7 @@ def in_ring(hosts: Sequence[str], bytes_per_s: Sequence[float], latencies_s: Seq
 
 
 def given(text: str) -> LinkRates | None:
-    """Return what MPIKV_LINK gives; None: nothing. Raises ConfigError that names the file and what is wrong with it."""
+    """What MPIKV_LINK gives; None: nothing. Raises ConfigError that names the file and what is wrong with it."""
     if text == "auto":
         return None
     rate, _, latency = text.partition(",")
@@ -83,12 +81,12 @@ def given(text: str) -> LinkRates | None:
 
 
 def expected(text: str) -> LinkRates:
-    """Return what MPIKV_LINK gives, or what is assumed where nothing has been measured."""
+    """What MPIKV_LINK gives, or what is assumed where nothing has been measured."""
     return given(text) or ASSUMED
 
 
 def announced(text: str) -> str:
-    """Return what must be the same on all ranks: the text, or of a file, which each host may have, what it says."""
+    """What must be the same on all ranks: the text, or of a file, which each host may have, what it says."""
     found = given(text)
     return json.dumps(to_json(found), sort_keys=True) if found is not None and found.by_host else text
 
@@ -105,7 +103,7 @@ def _read(name: str) -> LinkRates:
 
 
 def from_json(content: Mapping[str, Any], source: str) -> LinkRates:
-    """Return what `to_json` has returned. Raises one of the errors that `_read` names."""
+    """What `to_json` has returned. Raises one of the errors that `_read` names."""
     rate, latency_s = float(content["bytes_per_s"]), float(content["latency_s"])
     by_host = tuple((plain(host), float(value)) for host, value in content["hosts"].items())
     numbers = [rate, *(value for _, value in by_host)]

@@ -59,7 +59,6 @@ class Members:
 
     @cached_property
     def servers_apart(self) -> bool:
-        """Whether no server is on a host of workers."""
         return {self.hosts[rank] for rank in self.servers}.isdisjoint(self.worker_hosts)
 
     @cached_property
@@ -102,7 +101,6 @@ class Members:
 
     @cached_property
     def links(self) -> bool:
-        """Whether the ranks are on several hosts, so that values are sent over links."""
         return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
 
     @property
@@ -120,7 +118,6 @@ class Members:
 
     @cached_property
     def ring_has_memory(self) -> bool:
-        """Whether the memory of a host is that of the workers' part of divided keys."""
         return self.divides and self.ring.shares_memory
 
     @cached_property

@@ -26,9 +26,9 @@ SHORT_PARTITION_BYTES = LINK_SEGMENT_BYTES  # from so many bytes on a partition 
 def on_servers(
     members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int], wire: Wire | None, begin: int = 0
 ) -> Placement:
-    """Place a key below the bound on the server with the fewest bytes, and cut a larger one evenly over all servers.
+    """Place a key below the bound on the server with the fewest bytes, and cut a larger one evenly over all.
 
-    begin: the first element that servers own; the workers own those before it.
+    begin: the first element that servers own.
     """
     n_servers, n_elems = len(members.owners), info.n_elems - begin
     partition_elems = _partition_elems(members, info, n_elems, wire)
@@ -38,7 +38,7 @@ def on_servers(
 
 
 def partition_bytes(members: Members, sent: float = 1.0) -> int:
-    """Return how many bytes of a value a partition has. sent: the part of a pushed byte that is sent, if it is encoded.
+    """How many bytes of a value a partition has. sent: the part of a pushed byte that is sent.
 
     Over links a partition is a short message for MPI: a longer one has to be agreed on, and the agreement waits behind
     what goes the same way, so that pushes and answers hardly overlap (docs/adr/0047-the-cut.md). On faster links than
@@ -56,10 +56,7 @@ def is_asked_for(n_bytes: int) -> bool:
 
 
 def _partition_elems(members: Members, info: KeyInfo, n_elems: int, wire: Wire | None) -> int:
-    """Return as many as `partition_bytes` holds, or more where there would be more than MAX_PARTITIONS short ones.
-
-    A multiple of `Wire.step`.
-    """
+    """What `partition_bytes` holds, or more where there would be more than MAX_PARTITIONS short ones."""
     item_bytes, step = info.dtype.itemsize, 1 if wire is None else wire.step
     sent = wire.push_bytes / info.n_bytes if wire is not None and wire.push_bytes and info.n_elems else 1.0
     least = min(-(-n_elems // MAX_PARTITIONS), SHORT_PARTITION_BYTES // item_bytes)

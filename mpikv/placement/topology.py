@@ -1,9 +1,7 @@
-"""Which ranks share a host.
+"""Which ranks share a host: from the name of each rank's host alone, so every rank gets the same result.
 
-It is computed from the name of each rank's host alone, which a transport knows (`Transport.hosts`), so every rank gets
-the same result. Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; the
-ranks of a host need not be consecutive. `pretended` returns names as if the ranks ran on several hosts, so that what is
-done across hosts can be tested on one machine. Pure functions; cost: one pass over the ranks.
+Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; they need not be
+consecutive. `pretended` lets one machine stand for several hosts, in tests.
 """
 
 from __future__ import annotations
@@ -16,10 +14,7 @@ from mpikv.errors import ConfigError
 
 
 class Topology(NamedTuple):
-    """Which ranks are on which host.
-
-    hosts: the ranks of each host. host_of: the number of each rank's host. local_rank: its index among that host's.
-    """
+    """hosts: the ranks of each. host_of: the number of each rank's host. local_rank: its index among that host's."""
 
     hosts: tuple[tuple[int, ...], ...]
     host_of: tuple[int, ...]
@@ -27,7 +22,7 @@ class Topology(NamedTuple):
 
     @property
     def n_leaders(self) -> int:
-        """Return how many ranks of every host can have a partner on every other one: the size of the smallest host."""
+        """How many ranks of every host can have a partner on every other one: the size of the smallest host."""
         return min(len(ranks) for ranks in self.hosts)
 
 
@@ -53,7 +48,7 @@ def labels(hosts: Sequence[str]) -> list[str]:
 
 
 def pretended(hosts: Sequence[str], n_hosts: int) -> tuple[str, ...]:
-    """Return names as if the ranks ran on `n_hosts` hosts, in blocks of neighbours; 0: the names as they are.
+    """Names as if the ranks ran on `n_hosts` hosts, in blocks of neighbours; 0: the names as they are.
 
     The real name stays in front, so that messages still say where a rank runs. ConfigError for more hosts than ranks.
     """

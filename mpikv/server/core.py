@@ -84,7 +84,6 @@ class ServerCore:
 
     @property
     def finished(self) -> bool:
-        """Whether every worker has closed the store and no partition is on its way here."""
         return self._drained and not any(self._expected)
 
     @property
@@ -129,7 +128,6 @@ class ServerCore:
 
     @staticmethod
     def target(fetch: Fetch) -> HostArray:
-        """Return memory to receive a partition into, as it is sent."""
         if fetch.shard is None:
             return np.empty(fetch.n_bytes, np.uint8)
         return fetch.shard.target(fetch.push, fetch.partition)

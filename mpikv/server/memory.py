@@ -127,7 +127,6 @@ class ReadableMemory:
             self._give(self.array)
 
     def release(self) -> None:
-        """Count one reader less."""
         self.readers -= 1
         if self._retired and not self.readers:
             self._give(self.array)

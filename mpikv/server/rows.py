@@ -74,7 +74,6 @@ class RowShard:
         self.table.replace(*pushed)
 
     def _rows_in(self, written: HostArray, dtype: np.dtype[Any]) -> PushedRows:
-        """Return the ids and rows of a message, in new memory and in this dtype."""
         ids, data = row_ids.decode(written, self._n_rows)
         columns, item_bytes = self.table.columns, self.info.dtype.itemsize
         if data.size != ids.size * columns * item_bytes:
@@ -95,7 +94,6 @@ class RowShard:
         return self._advance(worker)
 
     def _advance(self, worker: int) -> list[Event]:
-        """Take those pushes of this worker that belong to the round under way."""
         queue, events = self._waiting[worker], []
         while queue:
             taken = self._pushed[worker] - len(queue)  # how many of its pushes have been taken

@@ -377,7 +377,6 @@ class ServedShard:
     # --- pulls
 
     def pull(self, pull: PendingPull) -> list[Event]:
-        """Answer a pull now, or when the version that it needs exists."""
         if not self._counts:
             pull.version = self._pushed[pull.worker]
         events: list[Event] = []

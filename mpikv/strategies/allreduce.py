@@ -36,7 +36,6 @@ from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
 from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
-from mpikv.strategies.queues import RoundReached
 from mpikv.strategies.sparse import RowServer, WorkersRows
 from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute
@@ -83,7 +82,7 @@ class AllreduceStrategy(WorkersStrategy):
             if queue is None or self._session.is_released(info):
                 continue  # rows are fetched when they are needed; a released key may be gone already
             if not queue.has_value:
-                self._session.wait(Pending(RoundReached(queue, 0), Waiting("init", info.key, info.id)))
+                self._session.wait(Pending(queue.at(0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
         self.rows.drop_first_rows(values)

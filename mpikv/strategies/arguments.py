@@ -42,7 +42,6 @@ def address_of(array: SpaceArray) -> int:
 
 
 def usable_in_place(array: Any, info: KeyInfo) -> bool:
-    """Whether the store can read and write the array in place as a value of the key."""
     return (
         is_space_array(array)
         and array.dtype == info.dtype

@@ -142,7 +142,7 @@ class BucketedKeys(Protocol):
         ...
 
 
-class Rows(Protocol):
+class SparseKeys(Protocol):
     """The row-sparse keys of a strategy. Local; blocks only while thousands of transfers are in progress."""
 
     def push(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
@@ -164,7 +164,7 @@ class Rows(Protocol):
 class Strategy(ABC):
     """How one mode of a store moves values. Collective calls are collective over the workers."""
 
-    rows: Rows
+    rows: SparseKeys
 
     @abstractmethod
     def init(self, values: Sequence[NewKey]) -> None:

@@ -28,7 +28,7 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.paths import KeyPaths
-from mpikv.strategies.queues import Round, RoundQueue, RoundReached, Unders, bytes_of
+from mpikv.strategies.queues import Round, RoundQueue, Unders, bytes_of
 
 
 class Bucket(RoundQueue):
@@ -145,7 +145,7 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
     groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos], on_gpu=on_gpu)
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
-        session.wait(Pending(RoundReached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
+        session.wait(Pending(queues[info.id].at(0), Waiting("bucket", info.key, info.id)))
     found = [kept for group in groups if len(kept := [infos[i] for i in group if infos[i].n_elems]) > 1]
     session.buckets.update({group[0].id: group for group in found})
     return [Bucket(group, session.spaces.of(group[0])) for group in found]

@@ -152,7 +152,6 @@ class ClientKey:
     # --- states
 
     def codec_states(self) -> list[tuple[int, int, State]]:
-        """The states of the codec of this worker's pushes, by pieces [begin, end)."""
         states = self.encoded.states_on_host()
         return [(*piece, states[piece]) for piece in self._pieces if states.get(piece)]
 

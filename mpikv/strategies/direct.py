@@ -22,14 +22,14 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.shared import WORDS, Executor, Plan
-from mpikv.collectives.shared_plans import Update, same_plan, staged_plan, update_plan
+from mpikv.collectives.shared_plans import Interval, Region, Update, in_place_plan, same_plan, staged_plan, update_plan
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest, history_hash
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.common_calls import WAIT_S, CommonCalls
 from mpikv.hostmemory.counters import Counters, Reached
 from mpikv.hostmemory.polling import Polling
-from mpikv.hostmemory.segment import aligned
+from mpikv.hostmemory.segment import ALIGN_BYTES, aligned
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
@@ -39,10 +39,8 @@ from mpikv.session.stalls import EARLY
 from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Entry, PreparedCall
-from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.key_calls import DirectCallRecord
-from mpikv.strategies.queues import RoundQueue
+from mpikv.strategies.queues import DirectCallRecord, RoundQueue
 
 
 class Direct:
@@ -144,9 +142,9 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = same_plan(in_place(self._host_keys, replicas, op))
+            plan = same_plan(_in_place(self._host_keys, replicas, op))
         elif kind == "staged":
-            plan = staged_plan(self._slots, regions(self._host_keys, queues, flat), op)
+            plan = staged_plan(self._slots, _regions(self._host_keys, queues, flat), op)
         else:
             plan = self._update(queues, flat, replicas)
         offset_of = self._host_keys.memory.offset_of
@@ -334,7 +332,6 @@ class DirectCall(DirectCallRecord, PreparedCall):
 
     @property
     def valid(self) -> bool:  # type: ignore[override]
-        """Whether the optimizers are still those it was made for."""
         return self._epoch == self._direct.epoch
 
     def ready(self) -> bool:
@@ -355,3 +352,40 @@ class DirectCall(DirectCallRecord, PreparedCall):
     def release(self) -> None:
         self._direct.release(self)
         self._fallback.release()
+
+
+def _in_place(host_keys: HostKeys, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
+    """Make the plan to add arrays in place in shared memory. replicas: of each array, in rank order; None: skip it."""
+    found = [one for one in replicas if one is not None and one[0].size]
+    joined: list[list[HostArray]] = []
+    for one in sorted(found, key=lambda one: host_keys.memory.offset_of(one[0]) or 0):
+        both = host_keys.join(joined[-1], one) if joined else None  # adjacent arrays are added as one
+        if both is None:
+            joined.append(one)
+        else:
+            joined[-1] = both
+    return in_place_plan(host_keys.rank, joined, op)
+
+
+def _regions(host_keys: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Flat]) -> list[Region]:
+    """Join keys, in the order of their places, into regions. Gaps shorter than a cache line are part of a region."""
+    begins = [host_keys.memory.offset_of(queue.stored) or 0 for queue in queues]
+    order = sorted(range(len(queues)), key=begins.__getitem__)
+    found: list[tuple[int, np.dtype[Any], list[Interval]]] = []
+    end = -1
+    for i in order:
+        begin, (value, outs) = begins[i], flat[i]
+        if value.size == 0:
+            continue
+        gap = begin - end
+        if found and found[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
+            if gap:
+                found[-1][2].append(Interval(gap // value.itemsize, None, ()))
+        else:
+            found.append((begin, value.dtype, []))
+        found[-1][2].append(Interval(value.size, value, outs))
+        end = begin + value.nbytes
+    return [
+        Region(host_keys.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
+        for begin, dtype, pieces in found
+    ]

@@ -101,12 +101,10 @@ class Item(NamedTuple):
 
     @property
     def pushes_uncompressed(self) -> bool:
-        """Whether this push is sent uncompressed, whatever the key's codec."""
         return bool(self.flags & wire.UNCOMPRESSED_PUSH)
 
     @property
     def answered_uncompressed(self) -> bool:
-        """Whether the answer is sent uncompressed."""
         return bool(self.flags & wire.UNCOMPRESSED_ANSWER)
 
     def pushed(self, begin: int, end: int) -> HostArray | None:
@@ -226,7 +224,6 @@ class Client:
         return not self._sends
 
     def ask(self, server: int, header: wire.Header, payload: wire.Payload) -> Steps[bytes]:
-        """Send a request to one server, and receive its answer of any length."""
         tag = self.reply_tags.take()
         self.send(server, [(header._replace(reply_tag=tag), payload)])
         arrival = Arrival(self.transport, tag)
@@ -265,7 +262,6 @@ class Client:
 
     @staticmethod
     def tags_needed(items: Sequence[Item]) -> tuple[int, int]:
-        """The most reply tags and payload tags that a call takes."""
         routes = [(item, route) for item in items for route in item.routes]
         replies = sum(item.sink is not None for item, _ in routes)
         return replies, sum(item.total is not None and not route.inline for item, route in routes)
@@ -293,7 +289,6 @@ class Client:
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Operation:
-        """Send a piece to a server, or offer it."""
         if server == self.own and not isinstance(data, np.ndarray):
             return self._loopback.send(data, tag)
         if self.offers(data, server):
@@ -453,7 +448,6 @@ class _Small(NamedTuple):
 
 
 def _messages(shards: Sequence[_Small]) -> list[list[_Small]]:
-    """Divide the shards for one server into messages of about MESSAGE_BYTES."""
     messages: list[list[_Small]] = [[]]
     n_bytes = 0
     for one in shards:

@@ -115,12 +115,10 @@ class HybridStrategy(WorkersStrategy):
     # --- keys
 
     def _part(self, info: KeyInfo) -> KeyInfo:
-        """The key that the ring has of a key."""
         n_elems = self._in_ring[info.id]
         return info if n_elems == info.n_elems else info._replace(shape=(n_elems,))
 
     def _reserve(self, info: KeyInfo) -> Any:
-        """Cut a key, at worker 0, and reserve what each part needs."""
         cut = cut_of(self._session.members, info, wire_of(info), whole=self.servers.takes_whole)
         of_servers = None if cut and cut == info.n_elems else self.servers.place(info, cut)
         of_ring = None

@@ -49,7 +49,6 @@ class KeyCodec:
         return self.pushed.held_bytes + self.returned.held_bytes + exact
 
     def reshard(self, before: Placement, placement: Placement) -> None:
-        """Change the bounds of the owners' shards. Not to be called during a round."""
         if before.bounds != placement.bounds:
             self.exact = None
             self.returned.states = {}  # other workers own those elements now

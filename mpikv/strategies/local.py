@@ -43,7 +43,7 @@ class LocalCall(PreparedCall):
 
 
 class LocalRows:
-    """See `Rows`. tables: of the row-sparse keys, by their numbers."""
+    """See `SparseKeys`. tables: of the row-sparse keys, by their numbers."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner

@@ -44,7 +44,6 @@ class OfferedPieces:
         self._unasked: dict[int, deque[OfferedPiece]] = {}  # by their tag
 
     def add(self, data: HostArray, tag: int) -> OfferedPiece:
-        """Offer a piece, behind those of the same tag."""
         piece, unasked = OfferedPiece(data), self._unasked.setdefault(tag, deque())
         unasked.append(piece)
         if len(self._unasked) == 1 and len(unasked) <= AHEAD:

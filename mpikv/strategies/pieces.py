@@ -58,7 +58,6 @@ class Pieces:
         self.encoded_from_bytes = self.encoded_bytes = 0
 
     def of(self, span: Span) -> list[Span]:
-        """The pieces of elements [begin, end)."""
         return list(cut(span, 1, self._longest))
 
     def wire_bytes(self, piece: Span) -> int:
@@ -186,7 +185,6 @@ class Encoding:
         yield from ()
 
     def data(self, piece: Span) -> HostArray:
-        """The encoded piece."""
         if (kept := self._kept.pop(piece, None)) is None:
             kept = self.pieces.encode(self._values, piece), self._uses
         data, left = kept

@@ -41,7 +41,7 @@ from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
-from mpikv.strategies.queues import RoundQueue, RoundReached
+from mpikv.strategies.queues import RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.sparse import WorkersRows
 from mpikv.strategies.speaker import Speaker
@@ -247,9 +247,7 @@ class PlacedKeys:
                     rounds.append(common[info.id] - queue.direct_calls.rounds)
             round_ = min(rounds)
             try:
-                self._session.wait(
-                    Pending(RoundReached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
-                )
+                self._session.wait(Pending(queue.at(round_), Waiting(call, queue.info.key, queue.info.id, round_)))
             except ConfigError as error:
                 if call != "close" or not self._session.given.has(error, [info.id for info in queue.keys]):
                     refused = refused or error
@@ -269,7 +267,6 @@ class PlacedKeys:
         return encoded_bytes(codec.pushed for _, codec in self._encoded())
 
     def codec_states(self) -> list[StateRecord]:
-        """The states of the codecs of this worker's pushes. Not to be called while rounds are in progress."""
         return [
             record_of(self._session.infos[info.key], begin, end, state)
             for queue, codec in self._encoded()
@@ -278,7 +275,6 @@ class PlacedKeys:
         ]
 
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        """Replace the states of these codecs. Not to be called while rounds are in progress."""
         with self._session.engine.lock:
             for queue, codec in self._encoded():
                 begins = {info.key: queue.span(info).start for info in queue.keys}
@@ -336,5 +332,4 @@ def _is_encoded(placement: Placement) -> bool:
 
 
 def _goes_hosted(placement: Placement) -> bool:
-    """Whether uncompressed rounds of a key with a codec take the path "hosted"."""
     return placement.uncompressed_path is not None and "hosted" in (placement.uncompressed_path[0], placement.host)

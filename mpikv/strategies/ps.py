@@ -180,7 +180,6 @@ class PsStrategy(WorkersStrategy):
         self.rows.forget(info)
 
     def _pushes(self) -> dict[int, int]:
-        """How often this worker has pushed each key, but for those that are added on hosts."""
         own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.speaker.added}
         return {**own, **self.rows.pushes()}
 

@@ -16,7 +16,8 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Steps
+from mpikv.common.digests import digest
+from mpikv.engine.operation import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
@@ -25,7 +26,6 @@ from mpikv.placement.labels import Comparison, Labels
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
-from mpikv.strategies.key_calls import KeyDirectCalls
 from mpikv.strategies.paths import KeyPaths
 
 Unders = Any  # a round's `PushLabel` (labels.py); of a bucket a dict, by the keys' numbers (None: key not pushed)
@@ -56,6 +56,44 @@ def bytes_of(round_: Round) -> int:
     return sum(int(one.nbytes) for one in values)
 
 
+class DirectCallRecord:
+    """What a key must know about a direct call (direct.py).
+
+    values: the arrays of each key, by its number, if the call adds in place. rounds: how often it was made. last: the
+    number of its last event, see `Direct`.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, HostArray] = {}
+        self.rounds = self.last = 0
+
+
+class KeyDirectCalls:
+    """The direct calls of one key. copied_at: the number of the event that last put the value at the key's place."""
+
+    __slots__ = ("_key_id", "copied_at", "digest", "kept", "released_rounds")
+
+    def __init__(self, key_id: int) -> None:
+        self._key_id, self.digest = key_id, digest("key", key_id)
+        self.kept: list[DirectCallRecord] = []
+        self.released_rounds = self.copied_at = 0
+
+    @property
+    def rounds(self) -> int:
+        return self.released_rounds + sum(call.rounds for call in self.kept)
+
+    @property
+    def newest(self) -> DirectCallRecord | None:
+        """The call made last, if its arrays still hold the key's newest value and nothing has copied it out since."""
+        last = max(self.kept, key=lambda call: call.last, default=None)
+        return last if last is not None and last.values and last.last > self.copied_at else None
+
+    def array(self) -> HostArray | None:
+        """The newest value, if it is in the arrays of a call."""
+        newest = self.newest
+        return None if newest is None else newest.values[self._key_id]
+
+
 class RoundQueue:
     """The queue of one key.
 
@@ -79,7 +117,6 @@ class RoundQueue:
         self.deliveries: list[Delivery] = []
 
     def use_paths(self, paths: KeyPaths) -> None:
-        """Do rounds on these paths from now on. Not to be called during a round."""
         self.paths, self.stored, self.comparison = paths, paths.value, None
 
     @property
@@ -101,7 +138,6 @@ class RoundQueue:
 
     @property
     def may_start(self) -> bool:
-        """Whether no generator does the rounds of this queue now."""
         return self.running is None or self.running.done
 
     @property
@@ -113,7 +149,6 @@ class RoundQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether it has a value, no round is queued, and none has failed."""
         return (
             self.has_value
             and not self.waiting
@@ -127,7 +162,6 @@ class RoundQueue:
 
     @property
     def held_bytes(self) -> int:
-        """Memory held by the queue's paths and by the values of queued rounds, without those of callers."""
         queued: int = sum(bytes_of(round_) for round_ in self.waiting if not round_.borrowed)
         return self.paths.held_bytes + queued
 
@@ -166,8 +200,11 @@ class RoundQueue:
         owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number))
 
     def finish(self, buf: SpaceArray) -> None:
-        """Count a round that is done, whose buffer is free now."""
         self.done += 1
+
+    def at(self, round_: int) -> Predicate:
+        """A request that is done when that round is."""
+        return Predicate(lambda: self.reached(round_))
 
     def reached(self, round_: int) -> bool:
         """Whether that round is done. Raises the error of a round that has failed."""
@@ -224,14 +261,3 @@ class Delivery:
         if not self._done:
             self._queue.reached(self.round)
         return self._done
-
-
-class RoundReached:
-    """A request that is done when a queue has done a round."""
-
-    def __init__(self, queue: RoundQueue, round_: int) -> None:
-        self._queue = queue
-        self._round = round_
-
-    def test(self) -> bool:
-        return self._queue.reached(self._round)

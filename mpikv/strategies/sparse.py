@@ -242,7 +242,6 @@ class WorkersRows(RowClient):
 
     @property
     def any(self) -> bool:
-        """Whether the store has had a row-sparse key."""
         return self._server is not None
 
     def propose(self, values: Sequence[NewKey]) -> None:
@@ -272,7 +271,6 @@ class WorkersRows(RowClient):
                 self._client.send(owner, [(header, payload)])
 
     def set_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
-        """Set an optimizer that all workers agreed on. Not to be called while rounds are in progress."""
         self._optimizers.append((slot, pickled, key_ids))
         self._sent_numbers.pop(slot, None)
         if self._server is not None:
@@ -280,7 +278,6 @@ class WorkersRows(RowClient):
                 self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
 
     def states(self) -> list[StateRecord]:
-        """The states of the rows that this worker owns."""
         if self._server is None:
             return []
         with self._session.engine.lock:

@@ -54,7 +54,6 @@ class Speaker:
         session.messages.acts["refused"] = self._refused
 
     def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
-        """The names of the servers that have a part of a key, for errors."""
         return tuple(self._labels[route.owner] for route in self._keys[info.id].routes)
 
     def apart(self, steps: Steps[None], name: str) -> Operation:
@@ -62,7 +61,6 @@ class Speaker:
         return self._session.engine.take(Running(steps, name))
 
     def begin(self, info: KeyInfo) -> None:
-        """Begin a round of a key, whoever of the host pushes it."""
         self._keys[info.id].pushed += 1
 
     def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Pushed) -> Steps[None]:

@@ -103,7 +103,6 @@ class WorkersStrategy(Strategy):
         self._session.decide(SAVE, lambda: write(gathered()))
 
     def load_states(self, read: Read) -> Loaded:
-        """Worker 0 reads the file and gives each owner the states of its shards."""
         self.settle_all(LOAD)
 
         def give() -> Loaded:
