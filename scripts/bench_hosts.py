@@ -1,6 +1,6 @@
 """`mpikv bench` across shaped links: what a step or a sum costs between hosts, without having any.
 
-    python scripts/bench_hosts.py --rates 200 --hosts 2,3 -- train --batch 4 --image-size 64 --ways model --vs gloo
+    python scripts/bench_hosts.py --rates 200 --hosts 2,3 -- train --batch 4 --image-size 64 --vs model,gloo
     python scripts/bench_hosts.py --rates 100,1000 --hosts 2,4 -- model --model resnet50
 
 As root: makes the hosts, network namespaces of this machine with links of so many Mbit/s each way, runs one job for
@@ -12,6 +12,7 @@ than hosts a step alone is slower, too, and the ratio to it is what counts.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import _hosts  # lies beside this file
@@ -29,8 +30,8 @@ def main() -> int:
     if options.rank:
         from mpikv.__main__ import main as mpikv  # noqa: PLC0415 - ranks alone need it
 
-        threads = ["--threads", "1"] if options.words[0] == "train" else []
-        return mpikv(["bench", *options.words, *threads])
+        os.environ["OMP_NUM_THREADS"] = "1"  # the hosts have the same cores
+        return mpikv(["bench", *options.words])
     status = 0
     for n_hosts in map(int, options.hosts.split(",")):
         for rate in map(float, options.rates.split(",")):

@@ -51,6 +51,20 @@ def size(text: str) -> int:
     return int(n_bytes)
 
 
+def keys(text: str) -> tuple[int, int]:
+    """Read `1000` or `1000x4K` as a number of keys and the bytes of each, 1 KiB by default."""
+    number, _, n_bytes = text.partition("x")
+    return at_least(1)(number), size(n_bytes or "1K")
+
+
+def short(n_bytes: int) -> str:
+    """`4`, `64K`, `1M`: with a unit where it divides the number, else the number itself."""
+    for unit in ("G", "M", "K"):
+        if n_bytes >= BYTES[unit] and n_bytes % BYTES[unit] == 0:
+            return f"{n_bytes // BYTES[unit]}{unit}"
+    return str(n_bytes)
+
+
 def words(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     """Some of these words, with commas, each once; `all` for all of them."""
 

@@ -2,9 +2,9 @@
 
     python tests/gpu/report_program.py [--of ipc,torch] [--sizes 4K,1M,64M] [--ranks N] [--limit SECONDS]
 
-Of each way between workers and of each size: a `pushpull` of one array that the user has on the GPU, checked, beside a
-plain copy of as many bytes on the device, by `mpikv bench allreduce --device`. Of a small convolutional network: a step
-by `mpikv.torch.DistributedModel`, and by PyTorch's DDP over NCCL where each rank has a GPU, by `mpikv bench train`.
+Of each way between workers and of each size: a `pushpull` of one array that the user has on the GPU, checked, by
+`mpikv bench allreduce`. Of a small convolutional network: a step by `mpikv.torch.DistributedModel`, and by PyTorch's
+DDP over NCCL where each rank has a GPU, by `mpikv bench train`.
 Two ranks, or one for each GPU where there are more. NCCL does not take two ranks on one GPU, and a store of one rank
 asks nothing of it: on one GPU only its calls are tested (test_gpu_arrays.py).
 
@@ -39,13 +39,9 @@ SPEEDS = Table(
     Column("size", 6),
     Column("us", 10),
     Column("GB/s", 8),
-    Column("copy GB/s", 9),
 )
 STEPS = Table(Column("PyTorch step", 30, left=True), Column("ranks", 5), Column("ms", 8), Column("times alone", 11))
-# Gradients on GPUs leave bucket by bucket while the backward pass goes on. In one bucket all but the first 256 KiB
-# leave when the last gradient is there.
-OVERLAP = {"overlap": [], "no overlap": ["--bucket-bytes", "4G"]}
-NET = ["--model", "resnet18", "--image-size", "64", "--batch", "64", "--ways", "model", "--vs", "nccl"]
+NET = ["--model", "resnet18", "--image-size", "64", "--batch", "64", "--vs", "model,nccl"]
 
 
 class Report:
@@ -55,16 +51,16 @@ class Report:
         self._kind, self._until, self.wrong = kind, time.monotonic() + limit_s, 0
         self._missing: list[str] = []
 
-    def measure(self, what: str, n: int, words: list[str]) -> dict[str, Any]:
-        """What a benchmark finds; nothing where it cannot be made, which is noted."""
+    def measure(self, what: str, n: int, words: list[str], **env: str) -> dict[str, Any]:
+        """What a benchmark finds; nothing where it cannot be made, which is noted. env: variables of the job."""
         left_s = min(JOB_S, self._until - time.monotonic() - 2 * jobs.TERMINATE_S)
         if left_s < 1:
             return self.misses(what, "no time was left")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "run.json")
-            line = ["python", PROGRAM, f"{self._kind}:1", *words, "--device", "--seconds", "0.3", "--json", str(path)]
+            line = ["python", PROGRAM, self._kind, *words, "--seconds", "0.3", "--json", str(path)]
             try:
-                job = jobs.mpirun(n, line, timeout_s=left_s)
+                job = jobs.mpirun(n, line, env=env, timeout_s=left_s)
             except (AssertionError, OSError) as error:
                 return self.misses(what, str(error))
             if not path.exists():
@@ -100,25 +96,23 @@ def main() -> int:
     print(f"{', '.join(driver.names) or driver.problem} {driver.version}", SPEEDS.head(), sep="\n", flush=True)
     wanted = options.of.split(",")
     for path in (one for one in PATHS if one in wanted):
-        words = ["allreduce", "--device-paths", path, "-b", sizes[0], "-e", sizes[-1], "-f", "4"]
-        found = report.measure(path, ranks, words)
-        copies = {one["n_bytes"]: one["copy_bytes_per_s"] for one in found.get("device_rates", ())}
-        speeds = {row["n_bytes"]: row for row in found.get("rows", ()) if row["what"] == path}
+        words = ["allreduce", "-b", sizes[0], "-e", sizes[-1]]
+        found = report.measure(path, ranks, words, MPIKV_DEVICE_PATH=path)
+        speeds = {row["n_bytes"]: row for row in found.get("rows", ()) if row["what"] == "gpu"}
         for size in sizes:
             if (row := speeds.get(bytes_of(size))) is not None:
-                figures = row["median_s"] * 1e6, row["n_bytes"] / row["median_s"] / 1e9, copies[row["n_bytes"]] / 1e9
+                figures = row["median_s"] * 1e6, row["n_bytes"] / row["median_s"] / 1e9
                 end = "  WRONG" if row["wrong"] else ""
                 print(SPEEDS.line(path, ranks, size, *(f"{one:.4g}" for one in figures), end=end), flush=True)
     print(STEPS.head(), flush=True)
-    for overlap, words in OVERLAP.items() if "torch" in wanted else ():
-        found = report.measure(f"a step of PyTorch, {overlap}", ranks, ["train", *NET, *words])
+    if "torch" in wanted:
+        found = report.measure("a step of PyTorch", ranks, ["train", *NET])
         for note in (one for one in found.get("notes", ()) if one.startswith("left out: ")):
             report.misses("a step of PyTorch", note.removeprefix("left out: "))
         for row in found.get("rows", ()):
-            name = f"{row['what']}, {overlap}" if row["what"] == "DistributedModel" else row["what"]
             end = "  WRONG" if row["wrong"] else ""
             figures = f"{row['median_s'] * 1e3:.2f}", f"{row['ratio_to_alone']:.3f}"
-            print(STEPS.line(name, ranks, *figures, end=end), flush=True)
+            print(STEPS.line(row["what"], ranks, *figures, end=end), flush=True)
     return report.end()
 
 

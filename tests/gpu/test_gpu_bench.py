@@ -1,4 +1,4 @@
-"""`mpikv bench --device` and the report: what they compare, and that every result is right. Never how long it takes."""
+"""`mpikv bench` with GPUs, and the report: what they compare, and that every result is right.."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gpus
 import pytest
 from jobs import ROOT, mpirun
 from report import GPU, WHOLE_JOB
@@ -33,46 +32,23 @@ def names(found: dict[str, Any]) -> list[str]:
     return [row["what"] for row in found["rows"]]
 
 
-def test_allreduce(kind: str, tmp_path: Path) -> None:
-    words = ["-b", "4", "-e", "64K", "-f", "16384", "--device-paths", "ipc,staged,host"]
-    found = bench(kind, 2, tmp_path, "allreduce", "--device", *words)
-    ways = ["staged", "staged, zeros", "host", RAW]
-    if kind == "cuda" and not any(note.startswith("left out: ipc") for note in found["notes"]):
-        ways = ["ipc", "ipc, zeros", *ways]
-    assert names(found) == ways * 2
-    for row in found["rows"]:
-        through_host = row["what"].startswith(("staged", "host", RAW))
-        assert row["limit_by"] in ("latency", "pinned" if through_host else "device")
-        assert row["limit_percent"] == 100 * row["limit_s"] / row["median_s"] > 0
-    assert [rates["n_bytes"] for rates in found["device_rates"]] == [4, 65536]
-
-
-def test_pushpull_lists_and_servers(kind: str, tmp_path: Path) -> None:
-    staged = ["--device", "--device-paths", "staged"]
-    found = bench(kind, 2, tmp_path, "pushpull", "-b", "12K", "-e", "12K", *staged)
-    each = ["in place", "zeros, in place", "out=", "sgd", "zeros, sgd"]
-    assert names(found) == [*(f"staged, {one}" for one in each), RAW]
-    found = bench(kind, 2, tmp_path, "model", "--model", "lenet", *staged)
-    assert names(found) == ["staged", "staged, zeros", RAW]
-    found = bench(kind, 3, tmp_path, "ps", "-b", "4K", "-e", "4K", "--device")
-    assert names(found) == ["sync", RAW, "sync-sgd", "async-sgd"]
-
-
-def test_without_a_gpu() -> None:
-    """Said once, by rank 0; before anything is measured."""
-    if not gpus.missing():
-        pytest.skip("there is a GPU")
-    job = mpirun(2, ["python", "-m", "mpikv", "bench", "allreduce", "--device"])
-    assert job.status == 2, job.output
-    assert job.output.count("--device needs a GPU for each worker, and rank 0, 1 has none: ") == 1
-    assert "Traceback" not in job.output
+def test_sums_lists_and_servers(kind: str, tmp_path: Path) -> None:
+    """Arrays on the GPU are contenders of the same tables."""
+    found = bench(kind, 2, tmp_path, "allreduce", "-b", "16K", "-e", "64K")
+    assert names(found) == ["ordinary", "shared", "gpu", RAW] * 2
+    assert any(note.startswith("gpu: arrays on ") for note in found["notes"])
+    found = bench(kind, 2, tmp_path, "pushpull", "-b", "12K", "-e", "12K")
+    assert names(found)[-4:] == ["gpu, in place", "gpu, out=", "gpu, sgd", RAW]
+    found = bench(kind, 2, tmp_path, "model", "--model", "lenet")
+    assert names(found) == ["ordinary", "shared", "gpu", RAW, f"{RAW}, packed"]
+    found = bench(kind, 3, tmp_path, "ps", "-b", "4K", "-e", "4K")
+    assert names(found) == ["sync", RAW, "sync-sgd", "async-sgd", "gpu, sync", "gpu, sync-sgd", "gpu, async-sgd"]
 
 
 def test_training(kind: str, tmp_path: Path) -> None:
     """All ways that work end with the weights of the reference."""
     pytest.importorskip("torch", reason="torch is not installed")
-    words = ["--model", "mlp", "--image-size", "8", "--batch", "4", "--steps", "2"]
-    found = bench(kind, 2, tmp_path, "train", "--device", *words)
+    found = bench(kind, 2, tmp_path, "train", "--model", "mlp", "--image-size", "8", "--batch", "4")
     assert {"alone", "DistributedModel", "DistributedOptimizer", "Trainer", "DDP, Gloo"} <= set(names(found))
 
 
@@ -94,4 +70,4 @@ def test_the_report(kind: str, of: str) -> None:
     assert [row[1:3] for row in rows] == [["2", "4K"], ["2", "64K"]], done.stdout
     assert all(float(number) > 0 for row in rows for number in row[3:])
     for what in {"ipc", "torch"} & set(of.split(",")) if kind == "fake" else ():
-        assert f"not measured: {'a step of PyTorch, ' * (what == 'torch') or 'ipc: '}" in done.stdout
+        assert f"not measured: {'ipc' if what == 'ipc' else 'a step of PyTorch'}: " in done.stdout

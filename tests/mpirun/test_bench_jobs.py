@@ -49,23 +49,20 @@ def check_rows(rows: list[dict[str, Any]], iterations: int, own_baseline: tuple[
         assert row["iterations"] == iterations
         assert 0 < row["min_s"] <= row["median_s"] <= row["p95_s"] <= row["max_s"]
         assert row["algbw"] == row["n_bytes"] / row["median_s"] / 1e9
-        assert row["limit_s"] > 0
-        assert row["limit_percent"] == 100 * row["limit_s"] / row["median_s"]
-        assert row["limit_by"] in ("latency", "add", "memory")
         raw = next(other for other in by(rows, RAW) if other["n_bytes"] == row["n_bytes"])
         assert row["ratio_to_raw"] > 0
         if row["what"] not in own_baseline:
             assert row["ratio_to_raw"] == row["median_s"] / raw["median_s"]
 
 
-@pytest.mark.parametrize(("n", "kind", "factor"), [(2, "openmpi", 4), (3, "mpich", 16)])
-def test_allreduce(n: int, kind: str, factor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("n", "kind"), [(2, "openmpi"), (3, "mpich")])
+def test_allreduce(n: int, kind: str, tmp_path: Path) -> None:
     """The whole table, with bytes and messages of the algorithms as their formulas say."""
     found_mpi = find_mpi(kind)
     if found_mpi is None:
         pytest.skip(f"no {kind} wheel here: scripts/test installs both")
-    sizes = list(SIZES) if factor == 4 else ["4", "64", "1K", "16K"]
-    line = f"allreduce -b 4 -e 64K -f {factor} --iterations 3 --algorithms naive,ring"
+    sizes = list(SIZES)
+    line = "allreduce -b 4 -e 64K --iterations 3 --algorithms naive,ring"
     found, job = measured(n, tmp_path, line, mpi=found_mpi)
     rows = found["rows"]
     names = list(dict.fromkeys(row["what"] for row in rows))
@@ -101,7 +98,7 @@ LENET_BYTES = 4 * 431_080
     ("line", "whats", "size"),
     [
         ("pushpull -b 12 -e 12", ["in place", "out=", "sgd", RAW], (1, 12)),
-        ("pushpull --keys 50 --key-bytes 1K", ["ordinary", RAW, PACKED], (50, 51200)),
+        ("pushpull --keys 50x1K", ["ordinary", RAW, PACKED], (50, 51200)),
         ("model --model lenet", ["ordinary", RAW, PACKED], (len(shapes("lenet")), LENET_BYTES)),
     ],
 )
@@ -117,7 +114,7 @@ def test_sums_of_a_store(mpi, tmp_path: Path, line: str, whats: list[str], size:
 def test_training(tmp_path: Path) -> None:
     """Every way that is there, on a perceptron; all of them end with the weights of the reference."""
     frameworks.need("torch")
-    line = "train --model mlp --image-size 8 --batch 2,3 --steps 2 --iterations 1"
+    line = "train --model mlp --image-size 8 --batch 2,3 --iterations 1"
     found, _ = measured(2, tmp_path, line, timeout_s=200)
     ways = list(dict.fromkeys(row["what"] for row in found["rows"]))
     left_out = {re.match(r"left out: (.*) \(", note)[1] for note in found["notes"] if "left out" in note}
@@ -209,8 +206,8 @@ def test_a_way_of_training_that_is_wrong_fails_the_run(tmp_path: Path) -> None:
         "            trained.net[1].bias.grad.zero_()\n"
         "    trained.exchange = forgets\n"
         "train_ways.WAYS['raw'] = train_ways.WAYS['raw']._replace(prepare=wrong)\n"
-        "words = ['--model', 'mlp', '--image-size', '8', '--batch', '2', '--iterations', '1', '--steps', '1']\n"
-        "sys.exit(main(['bench', 'train', *words, '--ways', 'model', '--vs', 'raw,gloo']))\n"
+        "words = ['--model', 'mlp', '--image-size', '8', '--batch', '2', '--iterations', '1']\n"
+        "sys.exit(main(['bench', 'train', *words, '--vs', 'model,raw,gloo']))\n"
     )
     job = mpirun(2, ["python", str(program)], timeout_s=200)
     assert job.status == 1, job.output

@@ -2,7 +2,7 @@
 
 allreduce: one array of each size, in place, by each algorithm that is asked for. pushpull: in place, out of place and
 with an optimizer, whose arithmetic raw MPI has not; or with --keys many keys in one call. model: the gradients of a
-network in one call, in the order in which a backward pass makes them. With --device arrays are on GPUs (`device`).
+network in one call, in the order in which a backward pass makes them. On GPUs, too, where every worker has one (`gpu`).
 """
 
 from __future__ import annotations
@@ -12,35 +12,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.commands.bench import device, gloo
+from mpikv.commands.bench import gloo, gpu
 from mpikv.commands.bench.measure import Contender
 from mpikv.commands.bench.pattern import Pattern
 from mpikv.commands.bench.raw import mpi_can_add, packed_contender, raw_contender
 from mpikv.commands.bench.report import SUMS
 from mpikv.commands.bench.session import BenchRun
-from mpikv.commands.bench.stores import StoreUse, store_contender
+from mpikv.commands.bench.stores import GPU, StoreUse, store_contender
 from mpikv.commands.models import Shape, shapes
 
 
 def run(session: BenchRun) -> None:
     """Measure what the options ask for. Collective, blocks."""
-    options = session.options
+    options, itemsize = session.options, session.dtype.itemsize
     if options.kind == "model":
         cases: list[tuple[Shape, ...]] = [tuple(reversed(shapes(options.model)))]
-    elif getattr(options, "keys", None):
-        cases = [((max(1, options.key_bytes // session.dtype.itemsize),),) * options.keys]
+    elif options.keys:
+        number, n_bytes = options.keys
+        cases = [((max(1, n_bytes // itemsize),),) * number]
     else:
-        cases = [((n_bytes // session.dtype.itemsize,),) for n_bytes in session.sizes]
-    lists = len(cases) == 1 and len(cases[0]) > 1
-    if lists:
-        n_bytes = sum(math.prod(shape) for shape in cases[0]) * session.dtype.itemsize
+        cases = [((n_bytes // itemsize,),) for n_bytes in session.sizes]
+    if lists := len(cases[0]) > 1:
+        n_bytes = sum(map(math.prod, cases[0])) * itemsize
         session.progress.say(f"# {len(cases[0])} arrays, {n_bytes} bytes")
-    if options.device:
-        device.compare_cases(session, [uses_of(session, case, lists=lists) for case in cases])
-        return
+    on_gpu = gpu.is_everywhere(session.job)
     titles(session)
     for case in cases:
-        _compare(session, case, lists=lists)
+        _compare(session, case, lists=lists, on_gpu=on_gpu)
 
 
 def titles(session: BenchRun) -> None:
@@ -50,34 +48,26 @@ def titles(session: BenchRun) -> None:
         session.note(f"no raw MPI: MPI libraries cannot add {session.dtype.name}")
 
 
-def uses_of(session: BenchRun, case: tuple[Shape, ...], *, lists: bool) -> list[StoreUse]:
-    """Return the uses of the store with the user's own arrays that are compared."""
-    use = StoreUse("", case, session.dtype, session.job.config.with_(num_servers=0), single=not lists)
-    if session.options.kind != "pushpull" or lists:
-        return [use]
-    return [
-        replace(use, what="in place"),
-        replace(use, what="out=", out=True),
-        replace(use, what="sgd", optimizer="sgd"),
-    ]
-
-
-def _compare(session: BenchRun, case: tuple[Shape, ...], *, lists: bool) -> None:
-    """Measure one call with all arrays of a case, in host memory. Collective."""
-    job, dtype = session.job, session.dtype
-    pattern = Pattern(dtype, job.rank, job.size)
+def _compare(session: BenchRun, case: tuple[Shape, ...], *, lists: bool, on_gpu: bool) -> None:
+    """Measure one call with all arrays of a case. Collective."""
+    job = session.job
+    pattern = Pattern(session.dtype, job.rank, job.size)
     arrays = [pattern.zeros(shape) for shape in case]
-    uses = [replace(use, what=use.what or "ordinary") for use in uses_of(session, case, lists=lists)]
-    shared = [
-        replace(use, what="shared" if use.what == "ordinary" else f"shared, {use.what}", shared=True)
-        for use in uses
-        if not use.out
-    ]
+    use = StoreUse("ordinary", case, session.dtype, job.config.with_(num_servers=0), single=not lists)
+    uses = [use]
+    if session.options.kind == "pushpull" and not lists:
+        uses = [
+            replace(use, what="in place"),
+            replace(use, what="out=", out=True),
+            replace(use, what="sgd", optimizer="sgd"),
+        ]
+    shared = [one.where("shared", shared=True) for one in uses if not one.out]
     forced = [
-        replace(uses[0], what=algorithm, config=uses[0].config.with_(algorithm=algorithm))
-        for algorithm in getattr(session.options, "algorithms", ())
+        replace(use, what=algorithm, config=use.config.with_(algorithm=algorithm))
+        for algorithm in session.options.algorithms
     ]
-    made = [store_contender(job, pattern, use, None if use.shared else arrays) for use in (*uses, *shared, *forced)]
+    on_gpus = [one.where(GPU, on_gpu=True, type_="dist_sync_device") for one in uses if on_gpu]
+    made = [store_contender(session, one, pattern, arrays) for one in (*uses, *shared, *forced, *on_gpus)]
     made += beside(session, pattern, arrays, packed=lists)
     session.compare(sum(array.nbytes for array in arrays), len(case), made)
 
@@ -91,6 +81,6 @@ def beside(
         made.append(raw_contender(session.job, pattern, arrays))
         if packed:
             made.append(packed_contender(session.job, pattern, arrays))
-    if "gloo" in getattr(session.options, "vs", ()):
+    if "gloo" in session.options.vs:
         made.append(gloo.contender(session.job, pattern, arrays))
     return made

@@ -8,31 +8,19 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mpikv.commands.bench import allreduce, gloo, plot, ps
-from mpikv.commands.bench.choices import FLOATS, TRAINED
+from mpikv.commands.bench import allreduce, gloo, link, plot, ps
 from mpikv.commands.bench.job import BenchJob, describe, header, open_job
-from mpikv.commands.bench.link import measured, rates_of
-from mpikv.commands.bench.report import BenchTable, ledger, ledger_lines, write_json
-from mpikv.commands.bench.session import BenchRun
-from mpikv.commands.bench.sizes import sweep
+from mpikv.commands.bench.options import FLOATS, TRAINED
+from mpikv.commands.bench.report import ledger, ledger_lines, write_json
+from mpikv.commands.bench.session import BenchRun, sweep
 from mpikv.commands.bench.start import BAD_INPUT, become_mpirun, check_ranks, environment_rank
 from mpikv.common.files import place_of
 from mpikv.common.progress import Progress
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.placement.links import to_json
 from mpikv.runtime import launcher
 
 WRONG = 1  # the status where a result was not exact
-
-LINKS = BenchTable(
-    ("link", 12, lambda row: row["which"]),
-    ("ranks", 9, lambda row: f"{row['first']} -> {row['second']}"),
-    ("latency us", 12, lambda row: f"{row['latency_s'] * 1e6:.2f}"),
-    ("GB/s", 9, lambda row: f"{row['bytes_per_s'] / 1e9:.3f}"),
-    ("Mbit/s", 10, lambda row: f"{row['bytes_per_s'] * 8 / 1e6:.0f}"),
-    left=("link",),
-)
 
 
 def _train(session: BenchRun) -> None:
@@ -41,23 +29,13 @@ def _train(session: BenchRun) -> None:
     train.run(session)
 
 
-def _link(session: BenchRun) -> None:
-    session.titles(LINKS)
-    session.add(LINKS, [one._asdict() for one in session.links])
-    file = session.options.save
-    if file and session.job.rank == 0:
-        rates = rates_of(session.job, session.links)
-        write_json(file, to_json(rates))
-        session.note(f"links {rates}; written for MPIKV_LINK={Path(file).resolve()}")
-
-
 BENCHMARKS: Mapping[str, Callable[[BenchRun], None]] = {
     "allreduce": allreduce.run,
     "pushpull": allreduce.run,
     "model": allreduce.run,
     "train": _train,
     "ps": ps.run,
-    "link": _link,
+    "link": link.run,
 }
 
 
@@ -67,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         config = Config.from_environ()
         _check(options)
         if check_ranks(options.n):
-            become_mpirun(options.n, options.words)
+            become_mpirun(options.n, options.words, one_thread=options.kind != "train")
         job = open_job(config)
         _check_job(options, job)
         return _measure(options, job)
@@ -82,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Find mistakes that can be seen before MPI starts. Raises ConfigError or ValueError."""
     kind, dtype = options.kind, options.dtype
-    if hasattr(options, "min_bytes"):
-        sweep(options.min_bytes, options.max_bytes, options.factor, 1)
+    _steps(options)
     if kind in ("pushpull", "ps") and dtype not in FLOATS:
         raise ConfigError(f"--dtype {dtype}: an optimizer needs one of {', '.join(FLOATS)}")
+    if options.plot == "":
+        options.plot = f"mpikv-bench-{kind}.png"
     for option in ("json", "plot", "save"):
         if path := getattr(options, option, None):
             try:  # before an hour of measuring, not after it
@@ -93,14 +72,9 @@ def _check(options: argparse.Namespace) -> None:
             except OSError as error:
                 raise ConfigError(f"--{option} {path}: {error.strerror}") from None
     if options.plot:
-        if getattr(options, "keys", None):
+        if options.keys:
             raise ConfigError("--plot draws bandwidth over size, and --keys has one size")
         plot.check_matplotlib()
-    if getattr(options, "device_paths", ()) and not options.device:
-        raise ConfigError("--device-paths compares paths of arrays on a GPU: give --device, too")
-    for option in ("algorithms", "vs"):
-        if options.device and kind != "train" and getattr(options, option, ()):
-            raise ConfigError(f"--{option} is of arrays in host memory: leave it out, or --device")
     if kind == "train" and options.model == "lenet" and options.image_size not in (None, TRAINED["lenet"]):
         raise ConfigError(f"--image-size {options.image_size}: lenet takes images of 28 x 28")
     if needs_torch(options):
@@ -109,7 +83,17 @@ def _check(options: argparse.Namespace) -> None:
 
 def needs_torch(options: argparse.Namespace) -> bool:
     """Return whether torch.distributed takes part."""
-    return "gloo" in getattr(options, "vs", ()) or options.kind == "train"
+    return "gloo" in options.vs or options.kind == "train"
+
+
+def _steps(options: argparse.Namespace) -> int:
+    """Return how often something is measured. Raises ValueError where nothing is."""
+    if options.kind == "train":
+        return len(options.batch or (4, 32))
+    if not hasattr(options, "min_bytes"):
+        return 1
+    sizes = sweep(options.min_bytes, options.max_bytes)
+    return 1 if options.keys else len(sizes) * (len(ps.TYPES) if options.kind == "ps" else 1)
 
 
 def _check_job(options: argparse.Namespace, job: BenchJob) -> None:
@@ -129,9 +113,7 @@ def _measure(options: argparse.Namespace, job: BenchJob) -> int:
     progress = Progress("mpikv bench", _steps(options), "sizes", shown=job.rank == 0)
     command = shlex.join(["mpikv", *options.words])
     progress.say(f"# {command}", *header(found))
-    session = BenchRun(options, job, progress, measured(job, within_hosts=options.kind == "link"))
-    if options.kind != "link" and session.link_bytes_per_s:
-        session.note(f"the slowest link between hosts carries {session.link_bytes_per_s * 8 / 1e6:.0f} Mbit/s")
+    session = BenchRun(options, job, progress)
     with gloo.process_group(job, wanted=needs_torch(options)):
         BENCHMARKS[options.kind](session)
     held = ledger(session.rows)
@@ -141,7 +123,7 @@ def _measure(options: argparse.Namespace, job: BenchJob) -> int:
     if job.rank == 0:
         if options.json:
             content = {"command": command, **found, "rows": session.rows, "notes": session.notes, "ledger": held}
-            write_json(options.json, content | session.more)
+            write_json(options.json, content)
             print(f"# rows written to {Path(options.json).resolve()}", flush=True)
         if options.plot:
             plot.bandwidths(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
@@ -150,13 +132,3 @@ def _measure(options: argparse.Namespace, job: BenchJob) -> int:
             print(f"mpikv bench: {wrong} results were wrong", file=sys.stderr, flush=True)
     job.comm.Barrier()
     return WRONG if wrong else 0
-
-
-def _steps(options: argparse.Namespace) -> int:
-    """Return how often something is measured."""
-    if options.kind == "train":
-        return len(options.batch or (1,) * (1 if options.device else 2))
-    if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
-        return 1
-    sizes = sweep(options.min_bytes, options.max_bytes, options.factor, 1)
-    return len(sizes) * (len(ps.TYPES) if options.kind == "ps" else 1)

@@ -55,10 +55,6 @@ class BenchJob:
         """How many cores this process may use."""
         return len(os.sched_getaffinity(0))
 
-    def leaders(self) -> list[int]:
-        """The first rank of each host."""
-        return [self.hosts.index(host) for host in self.host_names]
-
     def quiet_barrier(self) -> None:
         """Wait for all ranks, asleep, since they may share a core with one that measures. Collective."""
         request = self.comm.Ibarrier()

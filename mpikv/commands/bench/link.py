@@ -1,4 +1,4 @@
-"""What the links between ranks do, over MPI; also `mpikv bench link`.
+"""`mpikv bench link`: what the links between ranks do, over MPI.
 
 A pair of ranks measures by itself, while the others sleep: the latency, half a round trip of 8 bytes; and the rate of a
 stream in one direction, of messages of 1 MiB of which several are under way. Streams double until one takes long enough
@@ -8,13 +8,15 @@ to be measured: by then the connection is there and has found its speed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpikv.commands.bench.job import BenchJob
-from mpikv.placement.links import LinkRates, in_ring
+from mpikv.commands.bench.report import BenchTable, write_json
+from mpikv.commands.bench.session import BenchRun
+from mpikv.placement.links import in_ring, to_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,69 +25,66 @@ PING_BYTES, PING_TURNS, WARM_TURNS = 8, 100, 20
 STREAM_BYTES, WINDOW, LEAST_S, MOST_MESSAGES = 1 << 20, 8, 0.5, 1 << 14
 TAG = 7
 
+LINKS = BenchTable(
+    ("link", 12, lambda row: row["which"]),
+    ("ranks", 9, lambda row: f"{row['first']} -> {row['second']}"),
+    ("latency us", 12, lambda row: f"{row['latency_s'] * 1e6:.2f}"),
+    ("GB/s", 9, lambda row: f"{row['bytes_per_s'] / 1e9:.3f}"),
+    ("Mbit/s", 10, lambda row: f"{row['bytes_per_s'] * 8 / 1e6:.0f}"),
+    left=("link",),
+)
 
-class MeasuredLink(NamedTuple):
-    """From one rank to another. which: "same host" or "other host"."""
 
-    which: str
-    first: int
-    second: int
-    latency_s: float
-    bytes_per_s: float
+def run(session: BenchRun) -> None:
+    """Measure all of `pairs`, and write the links between hosts where that is asked for. Collective, blocks."""
+    job, file = session.job, session.options.save
+    session.titles(LINKS)
+    for first, second in pairs(job):
+        job.quiet_barrier()
+        here = (0.0, 0.0)
+        if job.rank in (first, second):
+            here = _latency_s(job, first, second), _stream(job, first, second)
+        job.quiet_barrier()
+        latency_s, bytes_per_s = job.comm.bcast(here, first)
+        which = "same host" if job.hosts[first] == job.hosts[second] else "other host"
+        row = {"which": which, "first": first, "second": second, "latency_s": latency_s, "bytes_per_s": bytes_per_s}
+        session.add(LINKS, [row])
+    if file and job.rank == 0:
+        between = [row for row in session.rows if row["which"] == "other host"]
+        rates = in_ring(
+            [job.hosts[row["first"]] for row in between],
+            [row["bytes_per_s"] for row in between],
+            [row["latency_s"] for row in between],
+        )
+        write_json(file, to_json(rates))
+        session.note(f"links {rates}; written for MPIKV_LINK={Path(file).resolve()}")
 
 
 def pairs(job: BenchJob) -> list[tuple[int, int]]:
     """Return two ranks of the host with most, if it has two, and the first rank of each host with that of the next."""
     most = max(job.host_names, key=job.hosts.count)
     same = [rank for rank, host in enumerate(job.hosts) if host == most][:2]
-    leaders = job.leaders()
+    leaders = [job.hosts.index(host) for host in job.host_names]
     between = list(zip(leaders, leaders[1:] + leaders[:1], strict=True)) if len(leaders) > 1 else []
     return [(same[0], same[1]), *between] if len(same) > 1 else between
 
 
-def measured(job: BenchJob, *, within_hosts: bool) -> list[MeasuredLink]:
-    """Measure all of `pairs`, but streams within a host only where that is asked for. Collective, blocks."""
-    found = []
-    for first, second in pairs(job):
-        which = "same host" if job.hosts[first] == job.hosts[second] else "other host"
-        job.quiet_barrier()
-        here = (0.0, 0.0)
-        if job.rank in (first, second):
-            latency_s = lowest_tenth(round_trips(job, first, second, PING_TURNS + WARM_TURNS)[WARM_TURNS:])
-            here = latency_s, _stream(job, first, second) if within_hosts or which == "other host" else 0.0
-        job.quiet_barrier()
-        found.append(MeasuredLink(which, first, second, *job.comm.bcast(here, first)))
-    return found
+def _latency_s(job: BenchJob, first: int, second: int) -> float:
+    """Return half a round trip, on these two ranks.
 
-
-def rates_of(job: BenchJob, links: Sequence[MeasuredLink]) -> LinkRates:
-    """Return what stores need to know of the links between hosts, of which there are at least two."""
-    between = [one for one in links if one.which == "other host"]
-    return in_ring(
-        [job.hosts[one.first] for one in between],
-        [one.bytes_per_s for one in between],
-        [one.latency_s for one in between],
-    )
-
-
-def round_trips(job: BenchJob, first: int, second: int, turns: int) -> list[float]:
-    """Return halves of round trips, in seconds, on these two ranks; others do nothing."""
+    The 10th percentile: a peer that lost its core for a moment costs as much as a thousand round trips.
+    """
     data, times = np.zeros(PING_BYTES, np.uint8), []
-    for _ in range(turns):
+    for _ in range(WARM_TURNS + PING_TURNS):
         start_s = time.perf_counter()
         if job.rank == first:
             job.comm.Send(data, second, TAG)
             job.comm.Recv(data, second, TAG)
-        elif job.rank == second:
+        else:
             job.comm.Recv(data, first, TAG)
             job.comm.Send(data, first, TAG)
         times.append((time.perf_counter() - start_s) / 2)
-    return times
-
-
-def lowest_tenth(times_s: list[float]) -> float:
-    """Return the 10th percentile: a peer that lost its core for a moment costs as much as a thousand round trips."""
-    return float(np.percentile(times_s, 10)) if times_s else 0.0
+    return float(np.percentile(times[WARM_TURNS:], 10))
 
 
 def _stream(job: BenchJob, first: int, second: int) -> float:

@@ -8,6 +8,8 @@ array's size nor leaves more than the array itself in the caches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
@@ -33,7 +35,6 @@ class Pattern:
         index = np.arange(BLOCK_ELEMS // period * period) % period
         self.mine: HostArray = (index + rank % 3 + 1).astype(dtype)
         self.total: HostArray = (index * size + offset).astype(dtype)
-        self._negative: HostArray | None = None
 
     def zeros(self, shape: tuple[int, ...]) -> HostArray:
         """Return a new array of zeros."""
@@ -45,23 +46,16 @@ class Pattern:
 
     def fill(self, array: HostArray, sign: int = 1) -> None:
         """Write this rank's values, times `sign`, which may be 0, into `array`, contiguous and of any shape."""
-        if sign == 0:
-            array.fill(0)
-            return
-        if sign < 0 and self._negative is None:
-            self._negative = -self.mine
-        block = self.mine if sign > 0 or self._negative is None else self._negative
-        flat = array.reshape(-1)
-        for first in range(0, flat.size, block.size):
-            some = flat[first : first + block.size]
+        block = self.mine if sign == 1 else self.mine * self.mine.dtype.type(sign)
+        for some in _blocks(array, block.size):
             some[...] = block[: some.size]
 
     def is_total(self, array: HostArray, factor: int = 1) -> bool:
         """Whether `array` holds the sum over all ranks, times `factor`, exactly."""
         block = self.total if factor == 1 else self.total * self.total.dtype.type(factor)
-        flat = array.reshape(-1)
-        return all(
-            np.array_equal(some, block[: some.size])
-            for first in range(0, flat.size, block.size)
-            for some in (flat[first : first + block.size],)
-        )
+        return all(np.array_equal(some, block[: some.size]) for some in _blocks(array, block.size))
+
+
+def _blocks(array: HostArray, elems: int) -> Iterator[HostArray]:
+    flat = array.reshape(-1)
+    return (flat[first : first + elems] for first in range(0, flat.size, elems))

@@ -18,21 +18,19 @@ from mpikv.commands.bench.pattern import Pattern
 from mpikv.commands.bench.report import RAW
 
 PACKED = f"{RAW}, packed"
-SUMS_OF_MPI = ("float32", "float64", "int32", "int64")  # of the dtypes of `choices`, what every MPI can add
 
 
 def mpi_can_add(dtype: np.dtype[np.generic]) -> bool:
-    """Return whether every MPI library has a sum for this dtype."""
-    return dtype.name in SUMS_OF_MPI
+    """Return whether every MPI library has a sum for this dtype, one of `options.DTYPES`."""
+    return dtype.name in ("float32", "float64", "int32", "int64")
 
 
-def sums_in_place(what: str, pattern: Pattern, arrays: Sequence[Any], run: Callable[[], object]) -> Contender:
+def sums_in_place(what: str, pattern: Pattern, arrays: Sequence[HostArray], run: Callable[[], object]) -> Contender:
     """Make a contender that sums these arrays in place: they are filled before, and compared with the sum after it."""
 
     def prepare() -> None:
         for array in arrays:
             pattern.fill(array)
-        pattern.finish()
 
     return Contender(what, run, prepare, lambda: all(pattern.is_total(array) for array in arrays))
 

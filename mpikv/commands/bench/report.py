@@ -5,8 +5,7 @@ table is a list of columns, each with the text that it makes of a row; a row wit
 
 Columns of the table of sums: size of the value; who; median and 95th percentile of the slowest rank's time; the two
 bandwidths of nccl-tests; median divided by raw MPI's of the same interleaved run; messages in one call of the rank that
-sends most, how many of them negotiate instead of carrying values, bytes sent, bytes copied; what bounds the call, and
-how much of that bound is reached (100: nothing is faster). "-": not known.
+sends most, how many of them negotiate instead of carrying values, bytes sent, bytes copied. "-": not known.
 
     algbw = S / t                     bytes of the value per second, in GB/s of 10^9
     busbw = algbw * 2 (n - 1) / n     what one rank's links carry in an allreduce by any bandwidth-optimal algorithm
@@ -20,9 +19,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpikv.commands.bench.limits import Limit, Rates
 from mpikv.commands.bench.measure import Measured
-from mpikv.commands.bench.sizes import short
+from mpikv.commands.numbers import short
 from mpikv.commands.tables import Column, Table
 from mpikv.common.files import replacing
 
@@ -87,29 +85,25 @@ SUMS = BenchTable(
     ("ctrl", 5, known("control_messages", _count)),
     ("sent", 10, known("bytes_sent", _count)),
     ("copied", 10, known("bytes_copied", _count)),
-    ("limit", 8, lambda row: row["limit_by"]),
-    ("% of it", 7, lambda row: f"{row['limit_percent']:.0f}"),
 )
 
 
 def sums(
     results: Sequence[Measured],
     counts: Mapping[str, Mapping[str, int | None]],
-    rates: Rates,
-    limits: Callable[[str], Limit],
     *,
     n_bytes: int,
     arrays: int,
     ranks: int,
 ) -> list[dict[str, Any]]:
-    """Return the rows of one size. ranks: that hold a copy of the value. counts: by contender. limits: of a contender.
+    """Return the rows of one size. ranks: that hold a copy of the value. counts: by contender.
 
     `ratio_to_raw` divides by the median of the contender `RAW`; it is None where there is none.
     """
     raw_s = next((result.median_s for result in results if result.what == RAW), None)
     rows = []
     for result in results:
-        time_s, limit, algbw = result.median_s, limits(result.what), n_bytes / result.median_s / GIGA
+        algbw = n_bytes / result.median_s / GIGA
         rows.append(
             {
                 "n_bytes": n_bytes,
@@ -117,12 +111,8 @@ def sums(
                 **result._asdict(),
                 "algbw": algbw,
                 "busbw": algbw * 2 * (ranks - 1) / ranks,
-                "ratio_to_raw": None if raw_s is None else time_s / raw_s,
+                "ratio_to_raw": None if raw_s is None else result.median_s / raw_s,
                 **{name: counts.get(result.what, {}).get(name) for name in COUNTS},
-                "limit_s": limit.time_s,
-                "limit_by": limit.by,
-                "limit_percent": 100 * limit.time_s / time_s,
-                **rates._asdict(),
             }
         )
     return rows

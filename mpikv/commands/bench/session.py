@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,36 +11,37 @@ import numpy as np
 
 import mpikv.arrays.as_numpy  # noqa: F401 - gives NumPy the dtype bfloat16
 from mpikv.commands.bench.job import BenchJob
-from mpikv.commands.bench.limits import Limit, Rates, allreduce_limit
-from mpikv.commands.bench.link import MeasuredLink
-from mpikv.commands.bench.measure import Contender, Measured, measure
-from mpikv.commands.bench.probes import Probes
+from mpikv.commands.bench.measure import Contender, measure
 from mpikv.commands.bench.report import RAW, SUMS, BenchTable, Row, sums
-from mpikv.commands.bench.sizes import short, sweep
+from mpikv.commands.numbers import short
 from mpikv.common.progress import Progress
 
-Limits = Callable[[str, Rates], Limit | None]
-"""Of a contender, from the rates; None where it is bound as an allreduce over the job is."""
+FACTOR = 4  # from size to size
 
 
-def _as_allreduce(_what: str, _rates: Rates) -> None:
-    return None
+def sweep(min_bytes: int, max_bytes: int, itemsize_bytes: int = 1) -> list[int]:
+    """The sizes from `min_bytes` to `max_bytes`, each `FACTOR` times the last, rounded up to whole items.
+
+    Raises ValueError where nothing is left to measure.
+    """
+    if min_bytes > max_bytes:
+        raise ValueError(f"the smallest size, {short(min_bytes)}, is larger than the largest, {short(max_bytes)}")
+    sizes = []
+    while min_bytes <= max_bytes:
+        sizes.append(-(-min_bytes // itemsize_bytes) * itemsize_bytes)
+        min_bytes *= FACTOR
+    return list(dict.fromkeys(sizes))
 
 
 @dataclass
 class BenchRun:
-    """What the benchmarks share. rows and notes are complete on every rank; rank 0 alone prints.
-
-    links: as `link.measured` finds them, over all ranks. more: what a benchmark adds to the JSON file.
-    """
+    """What the benchmarks share. rows and notes are complete on every rank; rank 0 alone prints."""
 
     options: argparse.Namespace
     job: BenchJob
     progress: Progress
-    links: Sequence[MeasuredLink]
     rows: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -51,18 +52,7 @@ class BenchRun:
     @property
     def sizes(self) -> list[int]:
         """The sizes of the sweep, in bytes."""
-        options = self.options
-        return sweep(options.min_bytes, options.max_bytes, options.factor, self.dtype.itemsize)
-
-    @property
-    def latency_s(self) -> float:
-        """Of the link that takes longest, when the job began."""
-        return max((one.latency_s for one in self.links), default=0.0)
-
-    @property
-    def link_bytes_per_s(self) -> float | None:
-        """Of the slowest link between hosts; None on one host."""
-        return min((one.bytes_per_s for one in self.links if one.which == "other host"), default=None)
+        return sweep(self.options.min_bytes, self.options.max_bytes, self.dtype.itemsize)
 
     def note(self, text: str) -> None:
         """Say something once."""
@@ -82,40 +72,16 @@ class BenchRun:
             self.progress.say(*map(table.line, rows))
         self.progress.update(1)
 
-    def measure(self, contenders: Sequence[Contender]) -> list[Measured]:
-        """Measure contenders side by side for as long as the options say. Collective over the job."""
-        return measure(self.job.comm, contenders, seconds=self.options.seconds, iterations=self.options.iterations)
-
-    def compare(
-        self,
-        n_bytes: int,
-        arrays: int,
-        contenders: Sequence[Contender],
-        limits: Limits = _as_allreduce,
-        *,
-        show_raw: bool = True,
-    ) -> None:
+    def compare(self, n_bytes: int, arrays: int, contenders: Sequence[Contender], *, show_raw: bool = True) -> None:
         """Measure, count, close and print the contenders of one size. Collective over the job.
 
         show_raw: without it the row of raw MPI serves as the baseline only.
         """
-        job = self.job
         self.progress.update(what=short(n_bytes))
-        probes = Probes(job, n_bytes, self.dtype)
-        everyone = self.measure([*contenders, *probes.contenders()])
-        medians_s = {result.what: result.median_s for result in everyone}
-        rates = probes.rates(medians_s, self.link_bytes_per_s)
+        options = self.options
+        results = measure(self.job.comm, contenders, seconds=options.seconds, iterations=options.iterations)
         counts = {contender.what: contender.counts() for contender in contenders}
         for contender in contenders:
             contender.close()
-        physical = allreduce_limit(n_bytes, job.size, job.ranks_per_host, len(job.host_names), rates)
-        rows = sums(
-            everyone[: len(contenders)],
-            counts,
-            rates,
-            lambda what: limits(what, rates) or physical,
-            n_bytes=n_bytes,
-            arrays=arrays,
-            ranks=job.size,
-        )
+        rows = sums(results, counts, n_bytes=n_bytes, arrays=arrays, ranks=self.job.size)
         self.add(SUMS, [row for row in rows if show_raw or row["what"] != RAW])

@@ -39,12 +39,14 @@ class RankedParser(argparse.ArgumentParser):
     """A parser whose help and errors come from rank 0 alone, and whose errors name what a misspelt name may mean."""
 
     hint = ""  # after an option that does not exist
-    gone: Mapping[str, str] = {}  # commands that there were once, and what to do instead
+    gone: Mapping[str, str] = {}  # commands and options that there were once, and what to do instead
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """See argparse; but what is unknown is an error of this command already, which knows its own options."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            if instead := self.gone.get(unknown[0].partition("=")[0]):
+                self.error(f"{unknown[0]} is gone: {instead}")
             names = [option.lstrip("-") for option in self._option_string_actions]
             near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, n=2)
             meaning = f". Did you mean {' or '.join(f'--{name}' for name in near)}?" if near else ""
@@ -81,13 +83,16 @@ def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) ->
     return found is None and wanted is not None
 
 
-def become_mpirun(n: int, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`. ConfigError where there is no mpirun."""
+def become_mpirun(n: int, arguments: Sequence[str], *, one_thread: bool) -> NoReturn:
+    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`. ConfigError where there is no mpirun.
+
+    one_thread: of NumPy's in each rank.
+    """
     mpirun = identify(find_mpirun())
     # More ranks than cores, and several not tied to one.
     line = [mpirun.program, *mpirun.oversubscribed(), *mpirun.unbound(), "-n", str(n)]
     line += [sys.executable, "-m", "mpikv", *arguments]
-    env = {**mpirun.environment(), **ONE_THREAD, **os.environ}
+    env = {**mpirun.environment(), **(ONE_THREAD if one_thread else {}), **os.environ}
     # `mpikv` may be run from a checkout, which the ranks must find as this process did.
     here = str(Path(mpikv.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))

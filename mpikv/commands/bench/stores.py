@@ -1,9 +1,9 @@
 """The store as a contender: one `pushpull` of one key or of a list of keys.
 
-The arrays are the user's own ("ordinary"), or come from `store.zeros` and lie in memory that the ranks of a host share
-("shared"). Their pattern says where they are: in host memory, or on a GPU. With an optimizer the gradients change their
-sign from round to round, so that the weights, which begin at zero, are minus the sum or zero again: exact in every
-dtype, however many rounds there are.
+The arrays are the user's own, in host memory ("ordinary") or on a GPU ("gpu"), or come from `store.zeros` and lie in
+memory that the ranks of a host share ("shared"). With an optimizer the gradients change their sign from round to round,
+so that the weights, which begin at zero, are minus the sum or zero again: exact in every dtype, however many rounds
+there are.
 
 What a call sends and copies is counted from `store.stats()` in one call more, on the rank with most of each.
 Collectives of the MPI library (`MPIKV_ALGORITHM=native`) hide their messages: these and their bytes are unknown.
@@ -12,21 +12,22 @@ Collectives of the MPI library (`MPIKV_ALGORITHM=native`) hide their messages: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from mpikv import kv, optimizers
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.commands.bench.gpu import GpuPattern
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import Contender
 from mpikv.commands.bench.pattern import Pattern
+from mpikv.commands.bench.session import BenchRun
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
+GPU = "gpu"
 GROWING = {  # by their names in `store.stats()`
     "messages": "messages_sent",
     "bytes_sent": "bytes_sent",
@@ -34,22 +35,6 @@ GROWING = {  # by their names in `store.stats()`
     "bytes_copied": "bytes_copied",
 }
 HELD = ("held_bytes", "shared_bytes")  # in memory beyond the user's arrays; of it, in memory that ranks share
-
-
-def counted(job: BenchJob, store: KVStore, call: Callable[[], object]) -> dict[str, int | None]:
-    """Return what a call does, on the rank with most of each; None: not known. Collective over the job."""
-    job.comm.Barrier()  # no control message is on its way any more when all have come out of the last call
-    before = store.stats()
-    call()
-    job.comm.Barrier()
-    after = store.stats()
-    mine = {name: after[what] - before[what] if what in after else None for name, what in GROWING.items()}
-    mine |= {name: after.get(name) for name in HELD}
-    everybody = job.comm.allgather(mine)
-    return {
-        name: None if any(one[name] is None for one in everybody) else max(one[name] for one in everybody)
-        for name in mine
-    }
 
 
 @dataclass(frozen=True)
@@ -64,26 +49,47 @@ class StoreUse:
     out: bool = False
     optimizer: str = ""
     type_: str = "dist_sync"
-    device: bool = False  # arrays on a GPU
+    on_gpu: bool = False
     single: bool = False  # one key and one array, not lists of one
+
+    def where(self, name: str, **changes: Any) -> StoreUse:
+        """Return the same with arrays elsewhere, which its name begins with."""
+        return replace(self, what=name if self.what == "ordinary" else f"{name}, {self.what}", **changes)
+
+
+def store_contender(
+    session: BenchRun, use: StoreUse, pattern: Pattern, arrays: Sequence[HostArray], comm: Any = None
+) -> Contender:
+    """Make the contender that uses the store so. Collective over `comm`, by default the ranks of the job.
+
+    arrays: the user's in host memory, shared between contenders. With servers the job is that of the workers.
+    """
+    made = _StoreContender(session, use, pattern, arrays, comm or session.job.comm)
+    return Contender(use.what, made.run, made.prepare, made.check, made.store.close, made.counts)
 
 
 class _StoreContender:
     """One store with its arrays."""
 
-    def __init__(self, comm: Any, pattern: Pattern, use: StoreUse, arrays: Sequence[Any] | None) -> None:
-        self._pattern, self._use = pattern, use
+    def __init__(
+        self, session: BenchRun, use: StoreUse, pattern: Pattern, arrays: Sequence[HostArray], comm: Any
+    ) -> None:
+        self._job, self._use, self._sign = session.job, use, -1
         self.store = kv.create(use.type_, comm=comm, config=use.config)
+        self._arrays: Sequence[Any] = arrays
+        if use.on_gpu:
+            device = self.store.session.spaces.device
+            assert device is not None  # `gpu.is_everywhere` has said so
+            pattern = GpuPattern(device.gpu, use.dtype, session.job.rank, session.job.size)
+            path = self.store.stats().get("device_path", "host")
+            session.note(f"{GPU}: arrays on {device.gpu.name}, by the path {path}")
+            self._arrays = [pattern.zeros(shape) for shape in use.shapes]
         if use.optimizer:
             self.store.set_optimizer(optimizers.create(use.optimizer, learning_rate=1.0))
         if use.shared:
-            where = {"device": self.store.device} if use.device else {}
-            arrays = self.store.zeros(list(use.shapes), dtype=use.dtype, **where)
-        elif arrays is None:
-            arrays = [pattern.zeros(shape) for shape in use.shapes]
-        self._arrays: Sequence[Any] = arrays
+            self._arrays = self.store.zeros(list(use.shapes), dtype=use.dtype)
+        self._pattern = pattern
         self._outs = [pattern.zeros(shape) for shape in use.shapes] if use.out else None
-        self._sign = -1
         keys: Any = list(range(len(use.shapes)))
         # Not the arrays themselves: with an optimizer the first weights are zero.
         self.store.init(keys, [np.zeros(shape, use.dtype) for shape in use.shapes])
@@ -117,23 +123,23 @@ class _StoreContender:
                 self.store.barrier()
         return all(self._pattern.is_total(array, factor) for array in results)
 
+    def counts(self) -> dict[str, int | None]:
+        self.prepare()
+        found = counted(self._job, self.store, self.run)
+        return found | dict.fromkeys(("messages", "bytes_sent")) if self._use.config.algorithm == "native" else found
 
-def store_contender(
-    job: BenchJob,
-    pattern: Pattern,
-    use: StoreUse,
-    arrays: Sequence[Any] | None = None,
-    comm: MPI.Intracomm | None = None,
-) -> Contender:
-    """Make the contender that uses the store so. Collective over `comm`, by default the ranks of the job.
 
-    arrays: the user's, shared between contenders; None: own ones. With servers the job is that of the workers.
-    """
-    made = _StoreContender(job.comm if comm is None else comm, pattern, use, arrays)
-
-    def counts() -> dict[str, int | None]:
-        made.prepare()
-        found = counted(job, made.store, made.run)
-        return found | dict.fromkeys(("messages", "bytes_sent")) if use.config.algorithm == "native" else found
-
-    return Contender(use.what, made.run, made.prepare, made.check, made.store.close, counts)
+def counted(job: BenchJob, store: KVStore, call: Callable[[], object]) -> dict[str, int | None]:
+    """Return what a call does, on the rank with most of each; None: not known. Collective over the job."""
+    job.comm.Barrier()  # no control message is on its way any more when all have come out of the last call
+    before = store.stats()
+    call()
+    job.comm.Barrier()
+    after = store.stats()
+    mine = {name: after[what] - before[what] if what in after else None for name, what in GROWING.items()}
+    mine |= {name: after.get(name) for name in HELD}
+    everybody = job.comm.allgather(mine)
+    return {
+        name: None if any(one[name] is None for one in everybody) else max(one[name] for one in everybody)
+        for name in mine
+    }

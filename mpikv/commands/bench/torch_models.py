@@ -7,7 +7,7 @@ have the shapes that models.py lists. lenet: convolutions of 20 and 50 channels,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,16 +53,11 @@ def _mlp(image_size: int) -> Any:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-class _Network(NamedTuple):
-    make: Callable[[int], Any]
-    channels: int
-    classes: int
-
-
-_NETWORKS: Mapping[str, _Network] = {
-    "resnet18": _Network(_resnet18, 3, 1000),
-    "lenet": _Network(_lenet, 1, 10),
-    "mlp": _Network(_mlp, 1, 10),
+# What makes it of a side of its images in pixels, their channels, and its classes.
+_NETWORKS: Mapping[str, tuple[Callable[[int], Any], int, int]] = {
+    "resnet18": (_resnet18, 3, 1000),
+    "lenet": (_lenet, 1, 10),
+    "mlp": (_mlp, 1, 10),
 }
 
 
@@ -70,12 +65,12 @@ def make(name: str, pixels: int, seed: int) -> Any:
     """Make the network with weights drawn from `seed`, ready to train."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return _NETWORKS[name].make(pixels)
+        return _NETWORKS[name][0](pixels)
 
 
 def batch(name: str, pixels: int, examples: int, seed: int) -> tuple[Any, Any]:
     """Make images (examples, channels, pixels, pixels), float32, and labels, drawn from `seed`."""
-    network = _NETWORKS[name]
+    _, channels, classes = _NETWORKS[name]
     drawn = torch.Generator().manual_seed(seed)
-    images = torch.randn((examples, network.channels, pixels, pixels), generator=drawn)
-    return images, torch.randint(network.classes, (examples,), generator=drawn)
+    images = torch.randn((examples, channels, pixels, pixels), generator=drawn)
+    return images, torch.randint(classes, (examples,), generator=drawn)

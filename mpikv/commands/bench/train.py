@@ -1,8 +1,9 @@
 """`mpikv bench train`: training steps of a network, with each way of exchanging the gradients beside the step alone.
 
-In every round each way makes some steps in turn, in an order that rotates. All ways begin with the same weights and see
-the same batches, which differ between ranks. The time of a turn is that of the slowest rank. What is compared is the
-ratio to the step alone in the same round, of which the median is shown: so a noisy neighbour hits both.
+On GPUs where every rank has one, else on the CPU. In every round each way makes `STEPS` steps in turn, in an order that
+rotates. All ways begin with the same weights and see the same batches, which differ between ranks. The time of a turn
+is that of the slowest rank. What is compared is the ratio to the step alone in the same round, of which the median is
+shown: so a noisy neighbour hits both.
 
 Checked after every round: how far the weights have moved from the first ones must agree, on all ranks, with a reference
 that is trained beside the others and not timed: MPI_Allreduce of each gradient. Training enlarges differences, so that
@@ -17,6 +18,7 @@ were from the reference's at most, relative to how far they have moved.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,18 +27,17 @@ import numpy as np
 import torch
 
 from mpikv import kv
-from mpikv.commands.bench import torch_models
-from mpikv.commands.bench.choices import TRAIN_VERSUS, TRAINED
-from mpikv.commands.bench.device import device_store, open_space
+from mpikv.commands.bench import gpu, torch_models
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import iterations_for, summary
+from mpikv.commands.bench.options import TRAIN_WAYS, TRAINED
 from mpikv.commands.bench.report import BenchTable, known, milliseconds
 from mpikv.commands.bench.session import BenchRun
 from mpikv.commands.bench.train_ways import ALONE, WAYS, TrainedCopy, TrainWay, Work, raw_each
-from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
 
 BATCHES = {"cpu": (4, 32), "cuda": (128,)}
+STEPS = 2  # of a way in a turn
 TOLERANCE = 1e-4  # of what the weights have moved
 ROUNDINGS = 8  # how many times as far as one rounding of the first weights leads: a step has a few roundings more
 
@@ -56,19 +57,19 @@ def run(session: BenchRun) -> None:
     """Measure what the options ask for. Collective."""
     options, job = session.options, session.job
     pixels = options.image_size or TRAINED[options.model]
-    threads = options.threads or max(1, session.job.cores // job.ranks_per_host)
-    torch.set_num_threads(threads)
-    store, device = _store_and_device(job, on_gpu=options.device)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, job.cores // job.ranks_per_host))
+    threads = torch.get_num_threads()
+    store, device = store_and_device(job)
     net = torch_models.make(options.model, pixels, seed=0).to(device)
     values = sum(parameter.numel() for parameter in net.parameters())
     session.note(
         f"{options.model}: {len(list(net.parameters()))} arrays, {values} values; images of {pixels} x {pixels}; SGD "
         f"with momentum; torch {torch.__version__}, on {device}, {threads} thread{'s' * (threads > 1)} per rank; "
-        f"{options.steps} steps a turn"
+        f"{STEPS} steps a turn"
     )
     chosen = [ALONE]
-    versus = options.vs or [name for name in TRAIN_VERSUS if name != "nccl" or options.device]
-    for name in (*options.ways, *versus):
+    for name in options.vs or [name for name in TRAIN_WAYS if name != "nccl" or device.type == "cuda"]:
         if reason := WAYS[name].missing():
             session.note(f"left out: {WAYS[name].title} ({reason})")
         else:
@@ -78,23 +79,21 @@ def run(session: BenchRun) -> None:
         for examples in options.batch or BATCHES[device.type]:
             session.progress.update(what=f"batch {examples}")
             batches = []
-            for step in range(options.steps):
+            for step in range(STEPS):
                 seed = 1 + step * job.size + job.rank
                 made = torch_models.batch(options.model, pixels, examples, seed=seed)
                 batches.append(tuple(one.to(device) for one in made))
-            rows = _compare(session, Work(job, store, net, options.bucket_bytes), chosen, batches)
+            rows = _compare(session, Work(job, store, net), chosen, batches)
             session.add(TABLE, [{"model": options.model, "n_bytes": values * 4, **row} for row in rows])
 
 
-def _store_and_device(job: BenchJob, *, on_gpu: bool) -> tuple[KVStore, torch.device]:
-    """Make the store, and say where the network is. Raises ConfigError on all ranks where it cannot. Collective."""
-    if not on_gpu:
-        config = job.config.with_(num_servers=0)
+def store_and_device(job: BenchJob) -> tuple[KVStore, torch.device]:
+    """Make the store, and say where the network is. Collective."""
+    config = job.config.with_(num_servers=0)
+    if not (gpu.is_everywhere(job) and all(job.comm.allgather(torch.cuda.is_available()))):
         return kv.create("dist_sync", comm=job.comm, config=config), torch.device("cpu")
-    if not job.comm.allreduce(int(torch.cuda.is_available())) == job.size:
-        raise ConfigError(f"--device: torch {torch.__version__} sees no GPU on some rank; another build of it may")
-    store = device_store(job)
-    device = torch.device("cuda", open_space(job, store).device)
+    store = kv.create("dist_sync_device", comm=job.comm, config=config)
+    device = torch.device("cuda", store.device)
     torch.cuda.set_device(device)
     return store, device
 

@@ -22,12 +22,11 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 
 class Work(NamedTuple):
-    """What all ways share. store: for those that use one; several may share it. bucket_bytes: of DistributedModel."""
+    """What all ways share. store: for those that use one; several may share it."""
 
     job: BenchJob
     store: KVStore
     net: Any  # the first weights, the same on all ranks
-    bucket_bytes: int | None
 
 
 class TrainedCopy:
@@ -66,7 +65,7 @@ class TrainedCopy:
 
 def with_model(trained: TrainedCopy) -> None:
     """Let gradients leave during the backward pass, in buckets."""
-    trained.model = DistributedModel(trained.net, trained.work.store, bucket_bytes=trained.work.bucket_bytes)
+    trained.model = DistributedModel(trained.net, trained.work.store)
 
 
 def with_optimizer(trained: TrainedCopy) -> None:

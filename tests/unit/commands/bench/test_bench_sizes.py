@@ -10,8 +10,8 @@ import pytest
 
 import mpikv.arrays.as_numpy  # noqa: F401 - bfloat16
 from mpikv.commands.bench.pattern import EXACT, Pattern
-from mpikv.commands.bench.sizes import short, sweep
-from mpikv.commands.numbers import size
+from mpikv.commands.bench.session import sweep
+from mpikv.commands.numbers import short, size
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,10 @@ def test_other_texts_are_errors(text: str) -> None:
 
 
 def test_sweep() -> None:
-    assert sweep(4, 1024, 4, 4) == [4, 16, 64, 256, 1024]
-    assert sweep(4, 1023, 4, 4) == [4, 16, 64, 256]
-    assert sweep(1, 16, 2, 8) == [8, 16]  # whole elements, each size once
-    assert sweep(5, 5, 2, 2) == [6]
+    assert sweep(4, 1024, 4) == [4, 16, 64, 256, 1024]
+    assert sweep(4, 1023, 4) == [4, 16, 64, 256]
+    assert sweep(1, 16, 8) == [8, 16]  # whole elements, each size once
+    assert sweep(5, 5, 2) == [6]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])

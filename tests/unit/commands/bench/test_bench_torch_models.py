@@ -5,7 +5,7 @@ from __future__ import annotations
 import frameworks
 import pytest
 
-from mpikv.commands.bench.choices import TRAINED
+from mpikv.commands.bench.options import TRAINED
 from mpikv.commands.models import shapes
 
 torch = frameworks.need("torch")
