@@ -44,13 +44,13 @@ provide_iproute2() {
         say "apt-get could not install iproute2: tests that need it are skipped."
 }
 
-# The schedulers, sshd and rsync that the tests on clusters start in network namespaces. Where they cannot be installed
+# The schedulers, and sshd that the tests on clusters start in network namespaces. Where they cannot be installed
 # those tests are skipped, so this never fails. The packages must not start daemons of their own on this machine: Debian
 # asks /usr/sbin/policy-rc.d, and 101 means no.
 provide_clusters() {
     local packages=() one program policy=/usr/sbin/policy-rc.d
     for one in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge sge_qmaster:gridengine-master \
-        sge_execd:gridengine-exec qsub:gridengine-client sshd:openssh-server ssh:openssh-client rsync:rsync ip:iproute2; do
+        sge_execd:gridengine-exec qsub:gridengine-client sshd:openssh-server ssh:openssh-client ip:iproute2; do
         program=${one%%:*}
         PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || packages+=("${one#*:}")
     done

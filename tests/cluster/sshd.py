@@ -6,7 +6,7 @@
 Plain `ssh` works from every host to every other: each has the client's configuration at /etc/ssh/ssh_config, mounted
 there for this host alone. Nothing is read from or written to anybody's ~/.ssh; the machine's own sshd is not touched.
 
-Needs the packages openssh-server, openssh-client and, for copies, rsync.
+Needs the packages openssh-server and openssh-client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from namespaces import READY_S, Network
 
-PROGRAMS = ("sshd", "ssh", "ssh-keygen", "rsync")
+PROGRAMS = ("sshd", "ssh", "ssh-keygen")
 SEARCH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"  # daemons lie in sbin
 
 # ClientAlive: the process that serves a connection ends with a client that has gone without a word, as where it is cut
@@ -56,7 +56,7 @@ Host *
 def missing() -> str:
     """Why there can be no sshd here; "" where there can."""
     absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]
-    return f"ssh needs {', '.join(absent)} (apt-get install openssh-server openssh-client rsync)" if absent else ""
+    return f"ssh needs {', '.join(absent)} (apt-get install openssh-server openssh-client)" if absent else ""
 
 
 @contextlib.contextmanager

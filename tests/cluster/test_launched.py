@@ -68,25 +68,6 @@ def test_training_on_three_hosts(  # noqa: PLR0917
     assert re.search(r"^\[worker 0 @ h\d\] accuracy", job.stdout, re.M), job.output
 
 
-@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=full)])
-def test_training_with_a_copied_folder(
-    ssh_hosts: Network, kind: str, images: Path, learned: Callable[..., training.Weights], tmp_path: Path
-) -> None:
-    """The program and the data are on the first host's own disk alone."""
-    source, target, weights = ssh_hosts.local / "job", ssh_hosts.local / "copy", tmp_path / "weights.npz"
-    ssh_hosts.run(ssh_hosts[0], "cp", "-r", str(training.EXAMPLES), str(source))
-    ssh_hosts.run(ssh_hosts[0], "cp", "-r", str(images), str(source / "data"))
-    command = training.command(Path("data"), weights, program=Path("."))
-    options = ["-n", 2, "-s", 2, "-H", host_file(ssh_hosts), "--launcher", "ssh", "--sync-dst-dir", target]
-    with ssh_hosts.nothing_left():
-        job = launch(ssh_hosts, find(kind), options, command, cwd=source)
-    assert (job.status, job.ranks_left) == (0, []), job.output
-    training.assert_same_bits(training.read(weights), learned(2))
-    for host in ssh_hosts.hosts:
-        assert "train_mnist.py" in ssh_hosts.run(host, "ls", str(target))
-        assert len(re.findall(rf"^mpikv launch: .*\b{host.name}\b.*", job.stderr, re.M)) == 1, job.output
-
-
 # ---- what runs where
 
 

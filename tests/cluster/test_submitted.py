@@ -23,8 +23,6 @@ WORDS = {
     "submit slurm": (["submit", "slurm", "-n", 4, "-s", 2, "--nodes", 2, "--tasks-per-node", 3, "--wait", "--"], 4),
     "submit slurm --srun": (["submit", "slurm", "-n", 4, "--nodes", 2, "--srun", "--wait", "--"], 4),
     "submit sge": (["submit", "sge", "-n", 3, "-s", 3, "--pe", "mpi_rr", "--wait", "--"], 3),
-    "launch slurm": (["launch", "--launcher", "slurm", "-n", 3, "-s", 0], 3),
-    "launch sge": (["launch", "--launcher", "sge", "-n", 2, "-s", 2], 2),
 }
 SELECTED = {("mpich", "submit slurm"), ("mpich", "submit sge")}
 

@@ -62,7 +62,7 @@ def tagged(job: Job, tag: str) -> list[str]:
 
 def test_roles_output_and_environment(mpi: Mpi, tmp_path: Path) -> None:
     job = launch(
-        mpi, "-n", "2", "-s", "1", "--env", "COLOUR=blue", "--env-worker", "COLOUR=a b'c", "--output-dir",
+        mpi, "-n", "2", "-s", "1", "--env", "COLOUR=a b'c", "--output-dir",
         str(tmp_path / "logs"), "python", PROGRAM, "none",
     )  # fmt: skip
     check_end(job)
@@ -286,7 +286,7 @@ def test_a_reader_that_stops(mpi: Mpi, tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_a_line_that_works(mpi: Mpi) -> None:
-    job = launch(mpi, "-n", "2", "-s", "1", "--dry-run", "--env-worker", "COLOUR=x y", "python", PROGRAM, "none")
+    job = launch(mpi, "-n", "2", "-s", "1", "--dry-run", "--env", "COLOUR=x y", "python", PROGRAM, "none")
     assert (job.status, "x y" in job.output) == (0, False), job.output
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
     running = Running(["sh", "-c", job.stdout.replace("***", "x y")], environment(mpi, {}, folder), folder, LIMIT_S)

@@ -39,16 +39,17 @@ class RankedParser(argparse.ArgumentParser):
     """A parser whose help and errors come from rank 0 alone, and whose errors name what a misspelt name may mean."""
 
     hint = ""  # after an option that does not exist
-    gone: Mapping[str, str] = {}  # commands and options that there were once, and what to do instead
+    gone: Mapping[str, str] = {}  # commands, options and choices that there were once, and what to do instead
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """See argparse; but what is unknown is an error of this command already, which knows its own options."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            if instead := self.gone.get(unknown[0].partition("=")[0]):
-                self.error(f"{unknown[0]} is gone: {instead}")
+            name = unknown[0].partition("=")[0]
+            if instead := self.gone.get(name):
+                self.error(f"{name} is gone: {instead}")
             names = [option.lstrip("-") for option in self._option_string_actions]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, n=2)
+            near = difflib.get_close_matches(name.lstrip("-"), names, n=2)
             meaning = f". Did you mean {' or '.join(f'--{name}' for name in near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}{meaning}")
         return found, unknown

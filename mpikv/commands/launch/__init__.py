@@ -6,7 +6,7 @@ passes signals on, sends what the rank prints line by line, reports how it ended
     options  of both commands                 job  a launch from its options to its status
     hosts  which machines, with which slots   placement  how many of which role where
     environment  what ranks get to see        line  the `mpirun` line
-    remote, sync  ssh and rsync               processes  what is left on a host
+    remote  ssh                               processes  what is left on a host
     watch  the job while it runs              connections  to the processes above the ranks, by the rules of channel
     ranks  what is known of them              output  merged, tagged, coloured
     rank, command  above each rank, started by quick

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpikv.commands.launch.scheduler import BatchJob
+from mpikv.commands.launch.scheduler import NOTICE_S, BatchJob
 from mpikv.commands.launch.sge import SGE
 from mpikv.commands.launch.slurm import SLURM
 
@@ -54,19 +54,19 @@ def _settings(job: BatchJob) -> list[str]:
         (f"PROGRAM=({job.program or quoted(*job.command)})", "what every rank runs"),
         ("RANKS=", "how many; empty: one in each slot of the job"),
         (f"SERVERS={job.servers}", "how many of them are parameter servers; 0: none, the workers own the weights"),
-        (f"PLACEMENT={job.placement}", "of the servers: spread over the hosts, hosts of their own, or last"),
-        (f"DISTRIBUTION={job.distribution}", "block: ranks fill host after host; cyclic: each host in turn gets one"),
+        ("PLACEMENT=spread", "of the servers: spread over the hosts, hosts of their own, or last"),
+        ("DISTRIBUTION=block", "block: ranks fill host after host; cyclic: each host in turn gets one"),
         (f"REQUEUE={'yes' if job.requeue else 'no'}", "yes: stopped and saved before its limit, it goes on later"),
     ]  # fmt: skip
     if job.scheduler == "sge":  # Slurm signals a job that nears its limit; in Grid Engine job.sh keeps the time
-        after = job.time_s - job.notice_s if job.time_s else ""
+        after = job.time_s - NOTICE_S if job.time_s else ""
         settings.append((f"STOP_AFTER={after}", "seconds until the ranks are asked to stop: below h_rt; empty: never"))
     settings.append((f"STOP_FILE={_stop_file(job)}", "where a Trainer saves everything then"))
     names = ", ".join(job.environ) or "more variables for all ranks"
     settings.append((f"ENV_FILE={quoted(job.environment)}" if job.environ else "ENV_FILE=",
                      f"a file with lines export NAME=VALUE: {names}"))  # fmt: skip
     launcher = "srun" if job.with_srun else "mpirun"
-    settings.append((f"LAUNCH_OPTIONS=({quoted(*job.launch_options)})", f"more words for {launcher}"))
+    settings.append(("LAUNCH_OPTIONS=()", f"more words for {launcher}"))
     return [f"{setting}  # {comment}" for setting, comment in settings]
 
 
@@ -87,8 +87,6 @@ def environment_file(variables: Mapping[str, str]) -> str:
 
 def _stop_file(job: BatchJob) -> str:
     """As shell text. A requeued job keeps its number, and so finds its file."""
-    if job.stop_file:
-        return quoted(job.stop_file)
     number = "SLURM_JOB_ID" if job.scheduler == "slurm" else "JOB_ID"
     before, after = str(job.output("\n")).removesuffix(".out").split("\n")
     return f"${{MPIKV_STOP_FILE:-{quoted(before)}${number}{after}.state}}"

@@ -85,7 +85,7 @@ class Command:
         """Why it could not be started, with a status; or "" and 0."""
         host = socket.gethostname()
         if folder is not None and not os.path.isdir(folder):
-            return f"the folder {folder} does not exist on {host}: share it, or copy it with --sync-dst-dir", NOT_FOUND
+            return f"the folder {folder} does not exist on {host}: all hosts must share it, or have a copy", NOT_FOUND
         ask = die_with_parent(os.getpid(), signal.SIGKILL)
 
         def before() -> None:

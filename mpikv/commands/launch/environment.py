@@ -1,4 +1,4 @@
-"""What ranks get to see: `--env`, `--env-worker`, `--env-server`, and what always goes with them.
+"""What ranks get to see: `--env`, and what always goes with it.
 
 Values travel in one variable of `mpirun`'s own environment, so none of them shows in a list of processes, and the MPI's
 daemons do not see them. On other hosts ranks start with what a remote shell gives them: what a training program needs
@@ -7,7 +7,6 @@ of this environment goes along without being asked for. MXNet's `NAME:VALUE` is 
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 
@@ -40,12 +39,3 @@ def read_pairs(option: str, texts: Sequence[str], environ: Mapping[str, str]) ->
 def always(environ: Mapping[str, str]) -> dict[str, str]:
     """What of this environment goes to every rank on another host."""
     return {name: value for name, value in environ.items() if ALWAYS.fullmatch(name)}
-
-
-def by_role(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The variables of `--env` and its like, for all, worker and server. Raises ConfigError."""
-    return {
-        "all": read_pairs("--env", options.env, environ),
-        "worker": read_pairs("--env-worker", options.env_worker, environ),
-        "server": read_pairs("--env-server", options.env_server, environ),
-    }

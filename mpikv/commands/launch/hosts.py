@@ -11,6 +11,7 @@ tool of the scheduler has to be called. Other schedulers' hosts are left to `mpi
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
@@ -44,7 +45,9 @@ class Host(NamedTuple):
 
 
 def read(path: str | Path) -> list[Host]:
-    """The hosts of a file, each once, in the order of the file. Raises ConfigError that names the file and the line."""
+    """The hosts of a file, or of `h1:2,h2`, each once and in order. Raises ConfigError."""
+    if not os.path.exists(path) and re.search("[,:]", str(path)) and "/" not in str(path):
+        return parse(str(path))
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +75,7 @@ def parse(text: str) -> list[Host]:
     try:
         return _merged(_entry(one.strip(), []) for one in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--hosts {plain(text)}: {plain(error)}; it is like h1:2,h2") from None
+        raise ConfigError(f"-H {plain(text)}: {plain(error)}; it is a file, or like h1:2,h2") from None
 
 
 def _entry(word: str, options: list[str]) -> Host:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import shutil
 import socket
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpikv.commands.launch import channel, environment, hosts, line, remote, sync
+from mpikv.commands.launch import channel, environment, hosts, line, remote
 from mpikv.commands.launch.command import GRACE_S, NOT_FOUND
 from mpikv.commands.launch.hosts import Host
 from mpikv.commands.launch.output import Output
@@ -44,7 +43,7 @@ class LaunchedJob(NamedTuple):
     words: list[str]
     variables: dict[str, str]  # of mpirun beyond this environment
     shell: tuple[str, ...]
-    given: dict[str, dict[str, str]]  # environment by role
+    given: dict[str, str]  # variables for all ranks
     addresses: list[str]  # of this machine
     limits: Limits
 
@@ -81,13 +80,13 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
     except FileNotFoundError:
         raise ConfigError("the current folder, in which the ranks would run, was removed: change to another") from None
     servers = options.num_workers if options.num_servers is None else options.num_servers
-    named = _named(options)
+    named = hosts.read(options.hostfile) if options.hostfile else []
+    if options.launcher == "local" and named:
+        raise ConfigError("--launcher local is this machine alone: leave the hosts out, or take --launcher ssh or mpi")
+    if options.launcher == "ssh" and not named:
+        raise ConfigError("--launcher ssh needs hosts: -H FILE with one a line, or -H h1,h2")
     scheduled = not named and options.launcher == "mpi" and hosts.in_allocation(environ)
     chosen = named or _of_allocation(options, environ)
-    if options.sync_dst_dir:
-        if scheduled or not chosen:
-            raise ConfigError("--sync-dst-dir copies to hosts, and none were given: -H FILE or --hosts h1,h2")
-        sync.check(options.sync_dst_dir, os.getcwd())
     elsewhere = scheduled or not all(hosts.is_here(host.name) for host in chosen)
     _check_command(options.command, here=not elsewhere)
     mpirun = identify(find_mpirun(environ, who="mpikv launch"))
@@ -98,17 +97,14 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
         shell = shell or remote.shell(options.ssh or "ssh", chosen)
     # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
     mpiruns_shell = () if scheduled and not options.ssh and "PE_HOSTFILE" not in environ else shell
-    given = environment.by_role(options, environ)
-    limits = _limits(options, Config.from_environ({**environ, **given["all"], **given["worker"]}))
-    if options.dry_run:
-        given = {role: dict.fromkeys(pairs, NOT_SHOWN) for role, pairs in given.items()}
-    given["all"] = {
+    given = environment.read_pairs("--env", options.env, environ)
+    limits = _limits(options, Config.from_environ({**environ, **given}))
+    given = {
         **(environment.always(environ) if elsewhere else {}),
         **line.package_path(environ),
-        **given["all"],
+        **(dict.fromkeys(given, NOT_SHOWN) if options.dry_run else given),
         "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers
     }
-    to_type = line.ToType(options.sync_dst_dir or "", given, sorted(given["all"]) if elsewhere else [])
     words = line.build(
         mpirun,
         blocks,
@@ -116,7 +112,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
         remote_shell=mpiruns_shell,
         oversubscribe=options.oversubscribe or not (chosen or scheduled),
         more=options.mpirun_options,
-        to_type=to_type if options.dry_run else None,
+        to_type=(sorted(given) if elsewhere else []) if options.dry_run else None,
     )
     variables, addresses = mpirun.environment(mpiruns_shell), ["127.0.0.1"]
     if elsewhere:
@@ -130,23 +126,7 @@ def _limits(options: argparse.Namespace, workers: Config) -> Limits:
     grace_s = GRACE_S if options.grace is None else options.grace
     save_s = workers.timeout_s if options.grace is None else options.grace  # as long as workers wait for each other
     saves = "TERM" in workers.stop_signals.split(",")
-    return Limits(options.timeout, options.start_timeout, grace_s, save_s, saves)
-
-
-def _named(options: argparse.Namespace) -> list[Host]:
-    """The hosts that the options name."""
-    if options.hostfile is not None and options.hosts is not None:
-        raise ConfigError("-H and --hosts both name hosts: give one of them")
-    named = []
-    if options.hostfile is not None:
-        named = hosts.read(options.hostfile)
-    elif options.hosts is not None:
-        named = hosts.parse(options.hosts)
-    if options.launcher == "local" and named:
-        raise ConfigError("--launcher local is this machine alone: leave the hosts out, or take --launcher ssh or mpi")
-    if options.launcher == "ssh" and not named:
-        raise ConfigError("--launcher ssh needs hosts: -H FILE with one a line, or --hosts h1,h2")
-    return named
+    return Limits(options.timeout, grace_s, save_s, saves)
 
 
 def _of_allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
@@ -171,21 +151,13 @@ def _check_command(command: Sequence[str], *, here: bool) -> None:
         raise ConfigError(f"{script}: no such file in {os.getcwd()}.{near}")
 
 
-def _own(options: argparse.Namespace) -> list[str]:
-    """What the launcher itself writes into the current folder, and nobody needs elsewhere."""
-    return [f"/{os.path.relpath(options.output_dir)}"] if options.output_dir else []
-
-
 def _show(job: LaunchedJob, options: argparse.Namespace) -> None:
     """Print the lines that start the same by hand."""
-    if options.sync_dst_dir:
-        for host in job.hosts:
-            print(shlex.join(sync.command(host, os.getcwd(), options.sync_dst_dir, job.shell, _own(options))))
-    needed = {**job.variables, **job.given["all"]}
+    needed = {**job.variables, **job.given}
     as_root = AS_ROOT if os.geteuid() else ()
     needed = {name: text for name, text in needed.items() if os.environ.get(name) != text and name not in as_root}
     print(line.shown(job.words, needed))
-    if NOT_SHOWN in (value for pairs in job.given.values() for value in pairs.values()):
+    if NOT_SHOWN in job.given.values():
         print(f"mpikv launch: values of --env are not printed: put them in the places of {NOT_SHOWN}", file=sys.stderr)
 
 
@@ -194,8 +166,6 @@ def _start(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int
         remote.check_program(job.shell)
     if options.launcher == "ssh":
         remote.check(job.hosts, job.shell)
-    if options.sync_dst_dir:
-        sync.copy(job.hosts, os.getcwd(), options.sync_dst_dir, job.shell, say=output.say, left_out=_own(options))
     number, secret = secrets.token_hex(8), secrets.token_hex(16)
     watch = JobWatch(job.blocks, secret, output, job.limits, job.addresses)
     plan = {
@@ -203,7 +173,7 @@ def _start(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int
         "secret": secret,
         "addresses": watch.addresses,
         "network": channel.network(),
-        "folder": options.sync_dst_dir or os.getcwd(),
+        "folder": os.getcwd(),
         "env": job.given,
         "grace_s": job.limits.grace,
     }

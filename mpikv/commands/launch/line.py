@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from mpikv.commands.launch import quick
 from mpikv.commands.launch.placement import RankBlock, per_host
@@ -22,18 +21,6 @@ TWICE = ("--bind-to", "--map-by")
 SERVER = (sys.executable, "-m", "mpikv.server")
 
 
-class ToType(NamedTuple):
-    """What the line itself must have where nothing of ours runs above the ranks.
-
-    folder: of the ranks, "" for the current one. given: variables by role. exported: names of variables that ranks on
-    other hosts get from mpirun's environment.
-    """
-
-    folder: str
-    given: Mapping[str, Mapping[str, str]]
-    exported: Sequence[str]
-
-
 def build(
     mpirun: Mpirun,
     blocks: Sequence[RankBlock],
@@ -42,12 +29,13 @@ def build(
     remote_shell: Sequence[str] = (),
     oversubscribe: bool = False,
     more: Sequence[str] = (),
-    to_type: ToType | None = None,
+    to_type: Sequence[str] | None = None,
 ) -> list[str]:
-    """The words of the line. to_type: for one that can be typed.
+    """The words of the line.
 
     remote_shell: () for mpirun's own choice. oversubscribe: whether mpirun may start more ranks than it has slots.
-    more: further options of mpirun, as the user gave them.
+    more: further options of mpirun, as the user gave them. to_type: for a line that can be typed, the names of the
+    variables that ranks on other hosts are to have from mpirun's environment.
     """
     ours = mpirun.unbound() + mpirun.on_hosts(per_host(blocks))
     for option in TWICE:  # Open MPI refuses an option that is given twice: the user's counts
@@ -61,9 +49,7 @@ def build(
         program = SERVER if block.role == "server" else command
         words += [":"] * (i > 0)
         if to_type is not None:
-            words += mpirun.exported(to_type.exported) + (mpirun.in_folder(to_type.folder) if to_type.folder else [])
-            own = [f"{name}={value}" for name, value in to_type.given[block.role].items()]
-            words += ["-n", str(block.ranks), *(["env", *own] if own else []), *program]
+            words += [*mpirun.exported(to_type), "-n", str(block.ranks), *program]
             continue
         words += mpirun.exported([LAUNCH, JOB])
         # Ranks change to their folder themselves. Hydra fails on hosts that lack the one it was started in.

@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mpikv.commands.bench.start import RankedParser
-from mpikv.commands.launch.scheduler import DISTRIBUTIONS, NOTICE_S
 from mpikv.commands.numbers import at_least, seconds
 
-LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "yarn", "kubernetes")
+LAUNCHERS = ("local", "ssh", "mpi")
 BAD_INPUT = 2
 MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 LAUNCH_EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
-  mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir $HOME/job python train.py
+  mpikv launch -n 8 -H hosts --launcher ssh python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
   mpikv launch -n 4 --dry-run python train.py          a line of mpirun that starts the same
   mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
@@ -35,12 +32,23 @@ SUBMIT_EXAMPLES = """examples:
 
 exit status: 0 when the job was submitted; with --wait the job's; 2 for a wrong option or a refused job; 130 after
 Ctrl-C, which cancels a job that is waited for."""
-ELSEWHERE = {  # launchers of MXNet's that are none of ours, and what to do instead
+ELSEWHERE = {  # options and launchers of MXNet's, and of before, and what to do instead
+    "--sync-dst-dir": "share the folder, or copy it first: rsync -a ./ HOST:DIR/ for each host",
+    "--env-worker": "use --env, which all ranks get",
+    "--env-server": "use --env, which all ranks get",
+    "--hosts": "-H takes h1:4,h2 as well",
+    "--start-timeout": "ranks have 120 s to start",
+    "slurm": "mpikv submit slurm --wait -n ... -- COMMAND",
+    "sge": "mpikv submit sge --wait -n ... -- COMMAND",
     "yarn": "neither Open MPI nor MPICH can start its daemons in containers of Hadoop's YARN; they know ssh, Slurm, "
     "PBS, LSF and SGE. Use --launcher ssh with a host file of the cluster's nodes, slurm or sge",
     "kubernetes": "Kubeflow's MPI operator starts sshd in pods and writes a host file: let its launcher's pod run "
     "mpikv launch -H /etc/mpi/hostfile ...",
 }
+IN_THE_SCRIPT = dict.fromkeys(
+    ("--notice", "--stop-file", "--placement", "--distribution", "--python-env", "--launch-option"),
+    "it is a line at the top of the script, which --dry-run prints; change it there and submit that",
+)
 SCHEDULERS = {  # the name for a reader, and an example of --option
     "slurm": ("Slurm", '--option "--mem=4G"'),
     "sge": ("Grid Engine", '--option "-l h_vmem=4G"'),
@@ -62,26 +70,22 @@ def add_launch(commands: Any) -> None:
     add("-n", "--num-workers", metavar="N", type=at_least(1, MOST_RANKS), required=True, help="workers")
     add("-s", "--num-servers", metavar="N", type=at_least(0, MOST_RANKS),
         help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
-    for option, who in (("--env", "all"), ("--env-worker", "the workers"), ("--env-server", "the servers")):
-        add(option, metavar="NAME[=VALUE]", action="append", default=[],
-            help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
+    add("--env", metavar="NAME[=VALUE]", action="append", default=[],
+        help="a variable for all ranks; NAME alone has its value from here")  # fmt: skip
     add("--launcher", choices=LAUNCHERS, default="mpi", help="default mpi: mpirun, here, in an allocation or on the "
-        "hosts given; local: here; ssh: hosts are checked first; slurm, sge: submitted, and waited for")  # fmt: skip
-    add("-H", "--hostfile", metavar="FILE", help="a host a line: host, host:4 or host slots=4")
-    add("--hosts", metavar="H1:4,H2", help="the same without a file")
-    add("--sync-dst-dir", metavar="DIR", help="copy the current folder to DIR on every host (rsync), and run the "
-        "command there")  # fmt: skip
+        "hosts given; local: here; ssh: hosts are checked first")  # fmt: skip
+    add("-H", "--hostfile", metavar="FILE", help="a host a line: host, host:4 or host slots=4; or H1:4,H2 itself")
     add("--ssh", metavar="COMMAND", help="the remote shell, like 'ssh -p 2222' (default ssh)")
     add("--oversubscribe", action="store_true", help="more processes than the hosts have slots")
     add("--dry-run", action="store_true", help="print a line of mpirun that starts the same ranks, and run nothing")
     add("--timeout", metavar="SECONDS", type=seconds, help="end the job after so long, with status 124")
-    add("--start-timeout", metavar="SECONDS", type=seconds, default=120.0, help="for all ranks to start (default 120)")
     add("--grace", metavar="SECONDS", type=seconds, help="from SIGTERM to SIGKILL when the job is ended (default 4; "
         "MPIKV_TIMEOUT_S where workers save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
     add("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
     add("--mpirun-options", metavar="TEXT", type=shlex.split, default=[],
         help="more options for mpirun, like '--map-by numa'")  # fmt: skip
     add("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")
+    parser.gone = ELSEWHERE
     parser.set_defaults(run=_launch, parser=parser)
 
 
@@ -91,7 +95,7 @@ class SubmitParser(RankedParser):
     argparse would take such a word for an option of its own, and say that the value is missing.
     """
 
-    DASHED = ("options", "launch_options")
+    DASHED = ("options",)
 
     def _get_nargs_pattern(self, action: argparse.Action) -> str:
         # A for a word, O for one that looks like an option. In argparse since its beginning.
@@ -118,6 +122,7 @@ def add_submit(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_submit_options(parser)
+        parser.gone = IN_THE_SCRIPT
         parser.hint = f"; what {name} itself understands goes through --option, as in {example}"
         parser.set_defaults(run=_submit, parser=parser)
 
@@ -128,24 +133,14 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--num-workers", dest="workers", type=int, required=True, metavar="N", help="workers")
     add("-s", "--num-servers", dest="servers", type=int, default=0, metavar="N", help="servers beside them (0)")
     add("-t", "--time", metavar="LIMIT", help="H:MM:SS, M:SS, minutes or D-H; default: the queue's limit")
-    add("--notice", dest="notice_s", type=int, default=NOTICE_S, metavar="SECONDS",
-        help=f"how long before its limit the job is asked to stop ({NOTICE_S})")  # fmt: skip
     add("--requeue", action="store_true", help="stopped so, and ended with status 0, the job goes back into the queue")
-    add("--stop-file", default="", metavar="FILE", help="where a Trainer saves when it is stopped (NAME-JOB.state)")
     add("--queue", "--partition", metavar="NAME", help="the queue or partition; default: the scheduler's choice")
-    add("--placement", default="spread", metavar="WORD", help="of the servers, as MPIKV_SERVER_PLACEMENT (spread)")
-    add("--distribution", choices=DISTRIBUTIONS, default="block",
-        help="ranks fill one host after the other, or each host in turn gets one (block)")  # fmt: skip
     add("--name", default="train", help="the job's name (train)")
     add("--output-dir", default="", metavar="DIR", help="where NAME-JOB.out is written; default: here")
-    add("--python-env", default=this_environment(), metavar="DIR",
-        help="the Python environment of the job; default: the one of this command")  # fmt: skip
     add("--env", action="append", default=[], metavar="NAME[=VALUE]",
         help="a variable for all ranks; NAME alone has its value from here")  # fmt: skip
     add("--option", dest="options", action="append", default=[], metavar="TEXT",
         help='a line more for the scheduler, as in --option "--account=x" or --option "-P x"')  # fmt: skip
-    add("--launch-option", dest="launch_options", action="append", default=[], metavar="TEXT",
-        help="a word more for mpirun or srun")  # fmt: skip
     add("--dry-run", action="store_true", help="print the script")
     add("--wait", action="store_true", help="show the job's output and state until it ends; exit with its status")
     add("--nodes", type=int, metavar="N", help="Slurm: on so many nodes")
@@ -156,11 +151,6 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
         help="Grid Engine: the parallel environment (mpi); see qconf -spl")  # fmt: skip
     # Last: it takes all words from the first that is no option.
     add("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="what every rank runs")
-
-
-def this_environment() -> str:
-    """The directory of the Python environment that runs this, "" where the job shall look for one itself."""
-    return sys.prefix if (Path(sys.prefix) / "bin" / "python").exists() else ""
 
 
 def _command_words(parser: argparse.ArgumentParser, words: Sequence[str], example: str) -> list[str]:
@@ -181,14 +171,8 @@ def _command_words(parser: argparse.ArgumentParser, words: Sequence[str], exampl
 
 def _launch(options: argparse.Namespace) -> int:
     options.command = _command_words(options.parser, options.command, "mpikv launch -n 2 python train.py")
-    if options.launcher in ELSEWHERE:
-        print(f"mpikv launch: error: --launcher {options.launcher}: {ELSEWHERE[options.launcher]}", file=sys.stderr)
-        return BAD_INPUT
-    if options.launcher in SCHEDULERS:
-        options.python_env = this_environment()
-        from mpikv.commands.launch.submit import launch as run  # noqa: PLC0415 - the other commands need none of these
-    else:
-        from mpikv.commands.launch.job import run  # noqa: PLC0415
+    from mpikv.commands.launch.job import run  # noqa: PLC0415 - the other commands need none of these
+
     return run(options)
 
 

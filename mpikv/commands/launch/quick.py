@@ -14,7 +14,7 @@ PACKAGE = next(folder for folder in Path(__file__).resolve().parents if folder.n
 
 
 def command(what: str, *arguments: str) -> list[str]:
-    """The command that runs `rank`, `sweep` or `folder` with these arguments, here or on another host.
+    """The command that runs `rank` or `sweep` with these arguments, here or on another host.
 
     Isolated and without site: it needs the standard library alone, and no variable of the user's may hinder it.
     """
@@ -22,17 +22,15 @@ def command(what: str, *arguments: str) -> list[str]:
 
 
 def main() -> int:
-    """Run `rank`, `sweep` or `folder` with the arguments that follow the word."""
+    """Run `rank` or `sweep` with the arguments that follow the word."""
     package = types.ModuleType("mpikv")
     package.__path__ = [str(PACKAGE)]
     sys.modules["mpikv"] = package
     what, *arguments = sys.argv[1:]
     if what == "rank":
         from mpikv.commands.launch.rank import main as run  # noqa: PLC0415 - for each the shortest start
-    elif what == "sweep":
-        from mpikv.commands.launch.processes import sweep as run  # noqa: PLC0415
     else:
-        from mpikv.commands.launch.sync import make_folder as run  # noqa: PLC0415
+        from mpikv.commands.launch.processes import sweep as run  # noqa: PLC0415
     return run(arguments)
 
 

@@ -135,7 +135,6 @@ def end_daemon(pid: int) -> None:
 
 def environment(environ: Mapping[str, str], plan: Mapping[str, Any], role: str, number: int) -> dict[str, str]:
     """What the command gets to see."""
-    given = plan.get("env", {})
     job = {JOB: f"{plan['job']}/{role}-{number}"}
     # A pipe is no terminal, so Python would keep what it prints until it has 8 KiB of it.
-    return {"PYTHONUNBUFFERED": "1", **environ, **given.get("all", {}), **given.get(role, {}), **job}
+    return {"PYTHONUNBUFFERED": "1", **environ, **plan.get("env", {}), **job}

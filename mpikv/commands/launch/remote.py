@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from mpikv.commands.launch import quick
 from mpikv.commands.launch.hosts import Host, is_here
 from mpikv.commands.launch.processes import end_job, run
-from mpikv.commands.launch.sync import AT_ONCE
 from mpikv.config import AUTO_INTERFACE
 from mpikv.errors import ConfigError
 from mpikv.runtime.interface import choose, host_interfaces
 from mpikv.runtime.launcher import OPEN_MPI
 
+AT_ONCE = 32
 CONNECT_S = 5
 ANSWER_S = 15.0  # after it has connected: a host under load
 SWEEP_S = 8.0

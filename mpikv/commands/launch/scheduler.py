@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mpikv.config import VARIABLES
 from mpikv.errors import ConfigError
 
-DISTRIBUTIONS = ("block", "cyclic")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  # Grid Engine's rule for job names, the narrower of the two
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
-NOTICE_S = 60  # Slurm looks for jobs near their limit once in 30 s and may signal up to 60 s early
+# Before its time limit a job is asked to stop. Slurm looks for such jobs once in 30 s and may signal up to 60 s early.
+NOTICE_S = 60
 COMMAND_S = 60.0  # a busy controller answers within seconds, or its commands give up after some tens of them
 
 
@@ -55,9 +54,8 @@ class BatchJob:
     workers, servers: ranks; time_s: limit (None: the queue's); nodes, tasks_per_node, queue, python_env: None for the
     scheduler's or the script's choice; environ: names of variables that stand in the file `environment`; passed: names
     of this environment's variables that Grid Engine gives to the job, () for its usual ones; options: words for the
-    scheduler; launch_options: words for mpirun or srun; with_srun: Slurm starts the ranks itself; array: indices of a
-    job array of Slurm's; notice_s: how long before its time limit the job is asked to stop; stop_file: "" for one named
-    like the output; program: shell text of the PROGRAM line instead of `command`.
+    scheduler; with_srun: Slurm starts the ranks itself; array: indices of a job array of Slurm's; program: shell text
+    of the PROGRAM line instead of `command`.
     """
 
     scheduler: str
@@ -66,23 +64,18 @@ class BatchJob:
     command: tuple[str, ...] = ()
     name: str = "train"
     time_s: int | None = 1800
-    notice_s: int = NOTICE_S
     nodes: int | None = None
     tasks_per_node: int | None = None
     cpus_per_task: int = 1
     queue: str | None = None
     parallel_environment: str = ""
     output_dir: str = ""
-    placement: str = "spread"
-    distribution: str = "block"
     requeue: bool = False
-    stop_file: str = ""
     python_env: str = ""
     environ: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     environment: str = ""
     options: tuple[str, ...] = ()
-    launch_options: tuple[str, ...] = ()
     with_srun: bool = False
     array: str = ""
     program: str = ""
@@ -111,7 +104,6 @@ class BatchJob:
             ("nodes", self.nodes, 1),
             ("tasks per node", self.tasks_per_node, 1),
             ("CPUs per task", self.cpus_per_task, 1),
-            ("seconds of notice", self.notice_s, 1),
         ):
             if number is not None and number < least:
                 yield f"{number} {what}: at least {least}"
@@ -120,13 +112,9 @@ class BatchJob:
         for name in self.environ:
             if not VARIABLE.fullmatch(name):
                 yield f"{name!r} is no name of an environment variable"
-        if self.time_s is not None and self.time_s <= self.notice_s:
-            yield (
-                f"a time limit of {time_text(self.time_s)} leaves no time before the notice of {self.notice_s} s that "
-                "the job gets; give more time or a shorter notice"
-            )
-        if self.distribution not in DISTRIBUTIONS:
-            yield f"distribution {self.distribution!r} is none of {', '.join(DISTRIBUTIONS)}"
+        if self.time_s is not None and self.time_s <= NOTICE_S:
+            text = time_text(self.time_s)
+            yield f"a time limit of {text} is too short: the job is asked to stop {NOTICE_S} s before its end"
         if not self.command and not self.program:
             yield "no command to run"
         for option in (*self.options, self.queue or "", self.parallel_environment):
@@ -134,10 +122,6 @@ class BatchJob:
                 yield f"the option {option!r} is not one line"
         if set(self.output_dir) & set('%$"\\\n'):
             yield f"--output-dir {self.output_dir!r}: schedulers give %, $, quotes and \\ a meaning there"
-        try:
-            next(one.parse for one in VARIABLES if one.name == "MPIKV_SERVER_PLACEMENT")(self.placement)
-        except ValueError as error:
-            yield f"server placement {self.placement!r} {error}"
 
     def _mistakes_for_sge(self) -> Iterator[str]:
         for what, given in (

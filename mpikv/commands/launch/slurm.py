@@ -9,7 +9,16 @@ from __future__ import annotations
 import re
 import shlex
 
-from mpikv.commands.launch.scheduler import BatchJob, BatchState, BatchSystem, SchedulerError, run, time_text, words_of
+from mpikv.commands.launch.scheduler import (
+    NOTICE_S,
+    BatchJob,
+    BatchState,
+    BatchSystem,
+    SchedulerError,
+    run,
+    time_text,
+    words_of,
+)
 from mpikv.errors import ConfigError
 
 # States of ended jobs
@@ -27,7 +36,7 @@ def lines(job: BatchJob) -> tuple[str, list[str]]:
     words.append(f"--cpus-per-task={job.cpus_per_task}")
     words += [f"--time={time_text(job.time_s)}"] if job.time_s else []
     # B: to the batch shell alone, which passes it on; the ranks would else get it beside their launcher.
-    words.append(f"--signal=B:USR1@{job.notice_s}")
+    words.append(f"--signal=B:USR1@{NOTICE_S}")
     words += [f"--array={job.array}"] if job.array else []
     words += [f"--partition={job.queue}"] if job.queue else []
     # A job that comes again from the queue goes on in the same file.

@@ -41,6 +41,7 @@ LAST_WORDS_S = 1.0
 KILL_MPIRUN_S = 1.5  # from SIGKILL of the ranks to SIGTERM of mpirun, and from that to its SIGKILL
 IDLE_SERVERS_S = 3.0  # servers end with the last worker's store, so within this time of its process
 LINGERING_S = 5.0  # for an mpirun whose ranks have all reported their end
+START_S = 120.0  # for the ranks of all hosts to report
 TICK_S = 0.25
 READ_BYTES = 1 << 16
 # How MPICH and Intel MPI report it in the rank's own output, and how ours does under any MPI (runtime/abort.py)
@@ -58,17 +59,17 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Limits(NamedTuple):
-    """Time limits, in seconds. job: None for none. start: for all ranks to report. grace: from SIGTERM to SIGKILL.
+    """Time limits, in seconds. job: None for none. grace: from SIGTERM to SIGKILL.
 
     save: instead of `grace` where the end is asked for and workers save their state then. saves: whether they are known
-    to do so. greeting: for who has connected to prove that it belongs to the job.
+    to do so. start: for all ranks to report. greeting: for who has connected to prove that it belongs to the job.
     """
 
     job: float | None
-    start: float
     grace: float
     save: float
     saves: bool = False
+    start: float = START_S
     greeting: float = GREETING_S
 
 
@@ -174,7 +175,7 @@ class JobWatch:
             self._end(None, after_s=LAST_WORDS_S)
         elif missing:
             if now - self._started > self._limits.start:
-                text = f"{missing} did not start within {self._limits.start:g} s (--start-timeout)"
+                text = f"{missing} did not start within {self._limits.start:g} s"
                 self._end(JobEnd(FAILED, text))
         elif all(rank.status == 0 for rank in ranks if rank.role == "worker"):
             self._workers_ended = self._workers_ended or now

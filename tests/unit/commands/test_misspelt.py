@@ -13,7 +13,7 @@ from mpikv.__main__ import main
     ("line", "says"),
     [
         ("lauch -n 2 x", r"mpikv: error: .*\. Did you mean 'launch'\?\n"),
-        ("launch -n 2 --server 2 x", r"mpikv launch: error: .* --server\. Did .* --env-server or --num-servers\?\n"),
+        ("launch -n 2 --server 2 x", r"mpikv launch: error: .* --server\. Did .* --num-servers\?\n"),
         ("launch -n 2 --servers=2 x --mine", r"mpikv launch: error: .*: --servers=2\. Did you mean --num-servers.*\n"),
         ("bench modle", r"mpikv bench: error: .*\. Did you mean 'model'\?\n"),
         ("plan --servrs 2", r"mpikv plan: error: .* Did you mean --servers or --servers-take\?\n"),

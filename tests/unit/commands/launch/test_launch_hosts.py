@@ -39,7 +39,7 @@ def test_all_forms(tmp_path: Path) -> None:
 def test_named_twice(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("h1:2\nh2\nh1:3\nh2\n")
     assert read(tmp_path / "hosts") == [Host("h1", 5), Host("h2", 2)]
-    assert parse("h1,h2:2,h1") == [Host("h1", 2), Host("h2", 2)]
+    assert read("h1,h2:2,h1") == parse("h1,h2:2,h1") == [Host("h1", 2), Host("h2", 2)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is no text"):
         read(tmp_path / "binary")
-    with pytest.raises(ConfigError, match="--hosts h1,,h2: '' is no host"):
+    with pytest.raises(ConfigError, match="-H h1,,h2: '' is no host"):
         parse("h1,,h2")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpikv.__main__ import main
-from mpikv.commands.launch import environment, job, line, quick, rank, sync
+from mpikv.commands.launch import environment, job, line, quick, rank
 from mpikv.commands.launch.hosts import Host
 from mpikv.commands.launch.placement import place
 from mpikv.commands.launch.remote import shell
@@ -78,8 +75,8 @@ def test_pairs() -> None:
         "A": "1", "B": "x=y", "C": "", "D": "a:b", "E": "3", "F": "x\ny",
     }  # fmt: skip
     for text, message in (("Z", "no such variable is set here"), ("1A=2", "it is NAME=VALUE"), ("", "it is NAME")):
-        with pytest.raises(ConfigError, match=f"--env-worker.*{message}"):
-            environment.read_pairs("--env-worker", [text], environ)
+        with pytest.raises(ConfigError, match=f"--env .*{message}"):
+            environment.read_pairs("--env", [text], environ)
     with pytest.raises(ConfigError) as refused:  # without the value
         environment.read_pairs("--env", ["A-B=s3cret"], environ)
     assert str(refused.value).startswith("--env A-B: ")
@@ -125,13 +122,12 @@ def test_programs_that_are_missing(
     programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "true")
     monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
     for words, number, said in (
-        (["--hosts", "192.0.2.1"], 1, "by ssh, which is not on this machine: apt-get install openssh-client\n"),
+        (["-H", "192.0.2.1:1"], 1, "by ssh, which is not on this machine: apt-get install openssh-client\n"),
         (
-            ["--hosts", "192.0.2.1", "--ssh", "/no/rsh -p 1"],
+            ["-H", "192.0.2.1:1", "--ssh", "/no/rsh -p 1"],
             1,
             "are reached by /no/rsh, which is not on this machine\n",
         ),
-        (["--hosts", "localhost", "--sync-dst-dir", "/x"], 2, "needs rsync, here and on every host (apt-get install "),
     ):
         status, _, err = launch(capfd, "-n", "1", "-s", "0", *words, "true")
         assert status == number
@@ -145,116 +141,11 @@ def test_programs_that_are_missing(
     )
 
 
-def test_no_rsync_on_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    programs_alone(tmp_path, monkeypatch, "rsync echo 'sh: 1: rsync: not found' >&2; exit 127")
-    with pytest.raises(ConfigError, match=r"192.0.2.1: sh: 1: rsync: not found \(rsync is needed there, too\)$"):
-        sync.copy([Host("192.0.2.1")], str(tmp_path), "/x", ["ssh"], say=print)
-
-
 @pytest.mark.parametrize("word", [":", "\\:", "\\\\:", "::", "a:b", "\\", "", "\\:x"])
 def test_no_word_of_the_command_separates_programs(word: str) -> None:
     words = line.build(HYDRA, place([], 1, 0), ["echo", word])
     assert ":" not in words
     assert rank.unguarded(words[-1]) == word
-
-
-def test_sync_line() -> None:
-    words = sync.command(Host("192.0.2.1"), "/home/me/my job", "/tmp/a b", ["ssh", "-p", "22"], ["/logs"])
-    assert words[:3] == ["rsync", "-a", "-z"]
-    assert words[-2:] == ["/home/me/my job/", "192.0.2.1:/tmp/a b/"]
-    assert words[words.index("--rsh") + 1] == "ssh -p 22"
-    assert words[words.index("--rsync-path") + 1].endswith("quick.py folder '/tmp/a b' && rsync")
-    assert {"--exclude=.git", "--exclude=/logs"} <= set(words)
-    assert sync.command(Host("localhost"), "/a", "/b", ["ssh"])[-2:] == ["/a/", "/b/"]
-
-
-def test_sync_statistics() -> None:
-    text = "Number of files: 3 (reg: 2, dir: 1)\nNumber of regular files transferred: 1,234\nTotal bytes sent: 5.678\n"
-    assert sync.statistics(text) == (1234, 5678)
-    assert sync.statistics("") == (0, 0)
-
-
-def test_sync_targets(tmp_path: Path) -> None:
-    for target, message in (("x/y", "absolute path"), (str(tmp_path), "is the current folder")):
-        with pytest.raises(ConfigError, match=message):
-            sync.check(target, str(tmp_path))
-
-
-@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
-def test_the_copy_is_its_users_alone(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "new" / "target"
-    source.mkdir()
-    (source / "run").write_text("x")
-    for file, mode in ((source / "run", 0o775), (source, 0o777)):
-        file.chmod(mode)
-    said: list[str] = []
-    for _ in range(2):  # it is there, the second time
-        sync.copy([Host("localhost")], str(source), str(target), (), say=said.append)
-    assert [file.stat().st_mode & 0o777 for file in (target, target / "run")] == [0o700, 0o700]
-    assert said[1].startswith(f"localhost:{target} is up to date: 0 files")
-
-
-def test_a_folder_that_somebody_else_can_write_to(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-
-    def refused(message: str) -> None:
-        done = subprocess.run(quick.command("folder", str(target)), capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert re.search(f"^{target} {message}", done.stderr)
-        with pytest.raises(ConfigError, match=f"localhost: {target} {message}"):
-            sync.copy([Host("localhost")], str(source), str(target), (), say=print)
-
-    for mode in (0o720, 0o702, 0o777, 0o1777):
-        target.chmod(mode)
-        refused("may be written to by others")
-    target.chmod(0o700)
-    if os.geteuid() == 0:
-        os.chown(target, 12345, 12345)
-        refused("belongs to another user")
-        target.rmdir()
-        (tmp_path / "other").mkdir()
-        target.symlink_to(tmp_path / "other")
-        os.lchown(target, 12345, 12345)
-        refused("can be replaced through")
-        target.unlink()
-    else:
-        target.rmdir()
-    target.touch()
-    refused("is no folder")
-    assert list(source.iterdir()) == []
-
-
-def test_a_folder_that_somebody_else_can_replace(tmp_path: Path) -> None:
-    """Who may write to a folder above it can rename it, and put there what the job is to run."""
-    above, target = tmp_path / "above", tmp_path / "above" / "between" / "target"
-    umask = os.umask(0)
-    try:
-        sync.own(str(target))
-    finally:
-        os.umask(umask)
-    assert [one.stat().st_mode & 0o777 for one in (above, target.parent, target)] == [0o755, 0o755, 0o700]
-    for mode, said in ((0o775, "others"), (0o1777, None), (0o757, "others"), (0o755, None)):
-        above.chmod(mode)
-        if said is None:
-            sync.own(str(target))
-            continue
-        with pytest.raises(PermissionError, match=f"can be replaced by others, who may write to {above}: `chmod go-w`"):
-            sync.own(str(target))
-    (tmp_path / "link").symlink_to("above/between")
-    sync.own(str(tmp_path / "link" / "target"))
-    target.parent.chmod(0o777)  # which the link leads to
-    with pytest.raises(PermissionError, match=f"who may write to {target.parent}: "):
-        sync.own(str(tmp_path / "link" / "target"))
-    target.parent.chmod(0o755)
-    if os.geteuid() == 0:
-        os.lchown(tmp_path / "link", 12345, 12345)
-        with pytest.raises(PermissionError, match=f"through {tmp_path}/link, which belongs to another user"):
-            sync.own(str(tmp_path / "link" / "target"))
-        os.chown(above, 12345, 12345)
-        with pytest.raises(PermissionError, match=f"through {above}, which belongs to another user"):
-            sync.own(str(target))
 
 
 def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -268,16 +159,14 @@ def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
 
 def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHO", "me")
-    status, out, err = launch(
-        capsys, "-n", "2", "--dry-run", "--env", "WHO", "--env-server", "A=b c", "hostname", "--dry-run", "-n", "7"
-    )
+    status, out, err = launch(capsys, "-n", "2", "--dry-run", "--env", "WHO", "hostname", "--dry-run", "-n", "7")
     assert (status, err) == (0, "mpikv launch: values of --env are not printed: put them in the places of ***\n")
     first, server = programs(shlex.split(out))
     variables = dict(word.split("=", 1) for word in first[: first.index(mpirun())])
     assert variables["WHO"] == "***"
     assert variables["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
     assert first[-6:] == ["-n", "2", "hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
-    assert server == ["-n", "2", "env", "A=***", sys.executable, "-m", "mpikv.server"]
+    assert server == ["-n", "2", sys.executable, "-m", "mpikv.server"]
 
 
 def mpirun() -> str:
@@ -288,20 +177,15 @@ def test_dry_run_on_other_hosts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Variables of this environment are named alone."""
-    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "rsync")
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'")
     monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
-    status, out, _ = launch(
-        capsys, "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/x", "--dry-run", "--env", "A=b", "true"
-    )
+    status, text, _ = launch(capsys, "-n", "2", "-s", "1", "-H", "h1,h2", "--dry-run", "--env", "A=b", "true")
     assert status == 0
-    *copies, text = out.splitlines()
-    assert [shlex.split(copy)[0] for copy in copies] == ["rsync", "rsync"]
     assert f"PATH={tmp_path}" not in text
     for words in programs(shlex.split(text)):
         assert {"A", "MPI4PY_LIBMPI", "MPIKV_NUM_SERVERS", "PATH"} <= {
             b for a, b in itertools.pairwise(words) if a == "-x"
         }
-        assert words[words.index("--wdir") + 1] == "/x"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +194,7 @@ def test_dry_run_on_other_hosts(
         ([], {}, (4, 300, False)),
         ([], {"MPIKV_STOP_SIGNALS": "USR1"}, (4, 300, False)),
         ([], {"MPIKV_STOP_SIGNALS": "USR1,TERM"}, (4, 300, True)),
-        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env-worker", "MPIKV_TIMEOUT_S=60"], {}, (4, 60, True)),
+        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env", "MPIKV_TIMEOUT_S=60"], {}, (4, 60, True)),
         (["--grace", "7"], {"MPIKV_STOP_SIGNALS": "SIGTERM"}, (7, 7, True)),
     ],
 )
@@ -323,7 +207,7 @@ def test_how_long_ranks_have_from_sigterm_on(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(job, "_start", lambda prepared, *_: found.append(prepared.limits) or 0)
     assert main(["launch", "-n", "2", *words, "true"]) == 0
-    assert found == [Limits(None, 120.0, *limits)]
+    assert found == [Limits(None, *limits)]
 
 
 def test_a_command_in_quotes(
@@ -369,13 +253,15 @@ def among_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-n", "1", "no-such-command"], 127, "no such command on this machine"),
         (["-n", "1", "/etc/passwd"], 127, "/etc/passwd: is not executable"),
         (["-n", "1", "-H", "/no/such", "hostname"], 2, "host file /no/such: No such file"),
-        (["-n", "1", "-H", "a", "--hosts", "b", "hostname"], 2, "both name hosts"),
+        (["-n", "1", "-H", "h1,,h2", "hostname"], 2, "-H h1,,h2: '' is no host; it is a file, or like h1:2,h2"),
         (["-n", "1", "--launcher", "ssh", "hostname"], 2, "needs hosts"),
-        (["-n", "1", "--launcher", "local", "--hosts", "a", "hostname"], 2, "this machine alone"),
+        (["-n", "1", "--launcher", "local", "-H", "a,b", "hostname"], 2, "this machine alone"),
         (["-n", "1", "--launcher", "yarn", "hostname"], 2, "YARN"),
         (["-n", "1", "--launcher", "kubernetes", "hostname"], 2, "mpikv launch -H /etc/mpi/hostfile"),
-        (["-n", "1", "--sync-dst-dir", "/x", "hostname"], 2, "none were given"),
-        (["-n", "9", "--hosts", "localhost:2", "hostname"], 2, "18 processes"),
+        (["-n", "1", "--sync-dst-dir", "/x", "hostname"], 2, "--sync-dst-dir is gone: share the folder, or copy it"),
+        (["-n", "1", "--env-worker=A=1", "hostname"], 2, "--env-worker is gone: use --env"),
+        (["-n", "1", "--launcher", "slurm", "hostname"], 2, "'slurm' is gone: mpikv submit slurm --wait"),
+        (["-n", "9", "-H", "localhost:2", "hostname"], 2, "18 processes"),
     ],
 )
 @pytest.mark.usefixtures("among_scripts")

@@ -135,13 +135,12 @@ def test_a_bar_is_seen_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_environment_and_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    env = {"all": {"A": "1", "B": "1"}, "worker": {"B": "2"}, "server": {"B": "3"}}
     commands = [f"echo $A $B $C $PYTHONUNBUFFERED ${JOB} ${LAUNCH}; pwd"] * 2
     job = Job(commands, blocks=place([], 1, 1), C="inherited")
-    assert job.run({"env": env, "folder": str(tmp_path)}).status == 0
+    assert job.run({"env": {"A": "1", "B": "2"}, "folder": str(tmp_path)}).status == 0
     lines = sorted(line.split("] ")[1] for line in capfd.readouterr().out.splitlines())
     assert lines[:2] == [str(tmp_path)] * 2
-    assert lines[2:] == [f"1 2 inherited 1 {job.id}/worker-0", f"1 3 inherited 1 {job.id}/server-0"]
+    assert lines[2:] == [f"1 2 inherited 1 {job.id}/{role}-0" for role in ("server", "worker")]
 
 
 ONE_EACH = place([], 1, 1)

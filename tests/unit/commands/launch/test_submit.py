@@ -71,7 +71,7 @@ def directives(script: str, mark: str) -> list[str]:
 
 
 def test_slurm_options() -> None:
-    job = BatchJob("slurm", workers=4, servers=2, command=("x",), name="fit", time_s=7200, notice_s=90, nodes=2,
+    job = BatchJob("slurm", workers=4, servers=2, command=("x",), name="fit", time_s=7200, nodes=2,
         tasks_per_node=3, cpus_per_task=4, queue="gpu", output_dir="logs", requeue=True,
         options=("--account=x", "--mail-user=a b"))  # fmt: skip
     assert directives(batch.script(job), "#SBATCH") == [
@@ -81,7 +81,7 @@ def test_slurm_options() -> None:
         "--ntasks-per-node=3",
         "--cpus-per-task=4",
         "--time=2:00:00",
-        "--signal=B:USR1@90",
+        "--signal=B:USR1@60",
         "--partition=gpu",
         "--output=logs/fit-%j.out",
         "--open-mode=append",
@@ -92,7 +92,7 @@ def test_slurm_options() -> None:
 
 
 def test_sge_options() -> None:
-    job = BatchJob("sge", workers=4, servers=2, command=("x",), name="fit", time_s=7200, notice_s=90, queue="all.q",
+    job = BatchJob("sge", workers=4, servers=2, command=("x",), name="fit", time_s=7200, queue="all.q",
         parallel_environment="orte", output_dir="logs", options=("-P x",))  # fmt: skip
     script = batch.script(job)
     assert directives(script, "#$") == [
@@ -107,7 +107,7 @@ def test_sge_options() -> None:
         "-P x",
     ]
     assert "-v PATH,OMP_NUM_THREADS" in directives(batch.script(replace(job, passed=("PATH", "OMP_NUM_THREADS"))), "#$")
-    assert "STOP_AFTER=7110" in settings(script)
+    assert "STOP_AFTER=7140" in settings(script)
     for other in JOBS.values():
         assert not re.search("--time|h_rt=", batch.script(replace(other, time_s=None)))  # the queue's
 
@@ -117,16 +117,14 @@ WORDS = ("a b", "it's", '"', "$HOME `id` \\", "new\nline", "'\\n'\n#$ -N x\n#SBA
 
 @pytest.mark.parametrize("scheduler", JOBS)
 def test_every_word_arrives(scheduler: str) -> None:
-    """In the array PROGRAM, in LAUNCH_OPTIONS and in the environment, whatever the words hold."""
-    job = replace(
-        JOBS[scheduler], command=WORDS, launch_options=WORDS, environ=("A",), environment="/a 'b", python_env="/a b/env"
-    )
+    """In the array PROGRAM and in the environment, whatever the words hold."""
+    job = replace(JOBS[scheduler], command=WORDS, environ=("A",), environment="/a 'b", python_env="/a b/env")
     top = batch.script(job).split("# ---- The rest")[0] + batch.environment_file({"A": "x'y\n$z"})
-    show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
+    show = 'printf "%s\\0" "${PROGRAM[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
     text = f"{top}\n{show}\n"
     done = subprocess.run(["bash"], input=text, capture_output=True, encoding="utf-8", check=True)
     assert not [line for line in top.splitlines() if line.startswith(("#$ -N x", "#SBATCH --hold"))]
-    assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
+    assert done.stdout.split("\0") == [*WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
 
 
 BOTH, SLURM, SGE = ("slurm", "sge"), ("slurm",), ("sge",)
@@ -140,10 +138,7 @@ BOTH, SLURM, SGE = ("slurm", "sge"), ("slurm",), ("sge",)
         (BOTH, {"name": "a b"}, "'a b' is no job name"),
         (BOTH, {"name": "1st"}, "no job name"),
         (BOTH, {"environ": ("A-B",)}, "'A-B' is no name"),
-        (BOTH, {"time_s": 60}, "notice of 60 s"),
-        (BOTH, {"placement": "nowhere"}, "'nowhere'"),
-        (BOTH, {"distribution": "diagonal"}, "'diagonal'"),
-        (BOTH, {"notice_s": 0}, "0 seconds of notice"),
+        (BOTH, {"time_s": 60}, "0:01:00 is too short"),
         (BOTH, {"command": ()}, "no command"),
         (BOTH, {"options": ("--a\n#SBATCH --b",)}, "one line"),
         (BOTH, {"queue": "a\n#SBATCH --b"}, "one line"),
@@ -240,6 +235,6 @@ def test_grid_engine_says_why_a_job_waits() -> None:
 
 @pytest.mark.parametrize("scheduler", JOBS)
 def test_roles_are_in_the_script(scheduler: str) -> None:
-    job = replace(JOBS[scheduler], servers=3, requeue=True, placement="hosts", distribution="cyclic")
-    assert {"SERVERS=3", "REQUEUE=yes", "PLACEMENT=hosts", "DISTRIBUTION=cyclic"} <= set(settings(batch.script(job)))
+    job = replace(JOBS[scheduler], servers=3, requeue=True)
+    assert {"SERVERS=3", "REQUEUE=yes", "PLACEMENT=spread", "DISTRIBUTION=block"} <= set(settings(batch.script(job)))
     assert {"SERVERS=0", "REQUEUE=no"} <= set(settings(batch.script(JOBS[scheduler])))
