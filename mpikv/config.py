@@ -29,9 +29,9 @@ PLACEMENTS = ("spread", "hosts", "last")  # of the servers among the hosts
 AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical", "nccl")
-DEVICE_PATHS = ("auto", "ipc", "mpi", "nccl", "staged", "host")  # of arrays on a GPU between workers
+DEVICE_PATHS = ("auto", "nccl", "mpi", "host")  # of arrays on a GPU between workers
 PATHS = ("stop_file", "timeline", "metrics", "link")  # fields that a program may give as a path, too
-NUMBER_OR_WORD = ("local_device", "cuda_aware", "servers_take")  # fields that a program may give as a number, too
+NUMBER_OR_WORD = ("local_device", "servers_take")  # fields that a program may give as a number, too
 
 
 def _text_of(setting: Field[Any], value: Any) -> str:
@@ -79,6 +79,12 @@ def _one_of(*words: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def _device_path(text: str) -> str:
+    if text.lower() in ("ipc", "staged"):
+        raise ValueError("is gone: nccl adds between GPUs, host copies values through host memory, auto chooses")
+    return _one_of(*DEVICE_PATHS)(text)
 
 
 def _local_device(text: str) -> int | str:
@@ -183,6 +189,7 @@ GONE = {
     "MPIKV_BUCKET_BYTES": "nothing is needed: short values of several keys share messages of 60 KiB",
     "MPIKV_STOP_MARK": "the batch scripts of `mpikv submit` keep early signals without it; take their present ones",
     "MPIKV_FAKE_HOSTS": "use MPIKV_TEST_HOSTS, for tests and trials",
+    "MPIKV_CUDA_AWARE": "a trial decides whether MPI takes device memory; MPIKV_DEVICE_PATH=host never gives it any",
     "MPIKV_MPI": "take MPI's wheel out of this Python environment, or name a library in MPI4PY_LIBMPI",
 }
 
@@ -212,8 +219,7 @@ class Config:
     progress: str = _setting("thread", _one_of("thread", "calls"), "MPIKV_PROGRESS")
     interface: str = _setting(AUTO_INTERFACE, _interface, "MPIKV_INTERFACE")
     local_device: int | str = _setting("auto", _local_device, "MPIKV_LOCAL_DEVICE")
-    device_path: str = _setting("auto", _one_of(*DEVICE_PATHS), "MPIKV_DEVICE_PATH")
-    cuda_aware: str = _setting("auto", _one_of("0", "1", "auto"), "MPIKV_CUDA_AWARE")
+    device_path: str = _setting("auto", _device_path, "MPIKV_DEVICE_PATH")
     stop_signals: str = _setting("", _signals, "MPIKV_STOP_SIGNALS")
     stop_file: str = _setting("", _text, "MPIKV_STOP_FILE")
     metrics: str = _setting("", _text, "MPIKV_METRICS")

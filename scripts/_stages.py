@@ -34,8 +34,7 @@ import report  # noqa: E402
 MODES = ("quick", "thorough", "full", "cluster", "oldest", "newest", "contract", "gpu")
 CORES = len(os.sched_getaffinity(0))
 LIMIT_S = 3600.0  # of a stage, against a hang; each job and test has a limit of its own
-PART_S, TABLE_S = 470.0, 170.0  # of --gpu: all, within eight minutes, and what the table takes of it at most
-TABLE = "gpu-report"  # the group of the one stage that is no pytest session
+PART_S = 470.0  # of --gpu: all, within eight minutes
 NO_TESTS = 5  # pytest's status where it executed none
 # What an environment was made with: a test that does not find it fails there, and is skipped elsewhere.
 ALL = ",".join(frameworks.ALL)
@@ -95,8 +94,7 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
         return [Stage(group, f"{environment}, {n} ranks", environment, ["tests/mpi"], n, workers=0) for n in sizes]
 
     if mode == "gpu":
-        table = Stage(TABLE, "GPU, measuring", "gpu", ["tests/gpu/report_program.py"], workers=0)
-        return [gpu, replace(gpu, group="gpu-jobs", title="GPU, jobs", marks="gpu and whole_job"), table]
+        return [gpu, replace(gpu, group="gpu-jobs", title="GPU, jobs", marks="gpu and whole_job")]
     if mode == "quick":
         return [unit, *ranks("mpi", "openmpi", 3)]
     if mode == "cluster":
@@ -139,9 +137,7 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
     mpi, limit_s = options.environments[stage.environment], LIMIT_S
     line = ["python", "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "-m", stage.marks, "-k", options.k]
     line += [*options.pytest, *stage.paths]
-    if stage.group == TABLE:  # which has a time limit of its own
-        line = ["python", *stage.paths, "--limit", str(TABLE_S)]
-    elif options.until:
+    if options.until:
         limit_s = max(1.0, options.until - time.monotonic())
     if stage.ranks:
         line = jobs.command(mpi, [(stage.ranks, [*line, "--with-mpi"])])
@@ -168,8 +164,6 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Result:
             running.end()
             raise
         result = count(Path(folder, "report"))
-    if stage.group == TABLE and job.status == 0:
-        result.passed.append("the table")
     judge(stage, job, result, selected=bool(options.k))
     counts = f"{len(result.passed)} passed, {len(result.failed)} failed, {len(result.skipped)} skipped"
     print(f"{stage.title}: {counts} in {job.seconds:.0f} s", flush=True)
@@ -260,11 +254,10 @@ def main() -> int:
         parser.error(f"--only knows {', '.join(known)}")
     if not part or int(part[1]) > int(part[2]) or (options.part and options.mode != "gpu"):
         parser.error("--part K/N goes with --gpu, and K is one of 1 to N")
-    chosen = [one for one in chosen if one.group in groups and (one.group != TABLE or part[1] == part[2])]
+    chosen = [one for one in chosen if one.group in groups]
     if not chosen or any(options.environments.get(stage.environment) is None for stage in chosen):
         parser.error("an environment is missing, or an mpirun for it: --with NAME=DIR")
-    measures = TABLE in [stage.group for stage in chosen]
-    options.until = began + PART_S - TABLE_S * measures if options.mode == "gpu" else None
+    options.until = began + PART_S if options.mode == "gpu" else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
     return run(chosen if options.before or options.mode == "full" else joined(chosen), options)
 

@@ -194,7 +194,6 @@ class Machine:
         self.held: dict[int, int] = {}  # by stream: how much of its work is done, of those that do not go on
         self.numbers = itertools.count(LEGACY + 10)
         self.copies: list[_Copy] = []
-        self.peer_zeros = False  # what another process opens is zeros, as behind some IOMMUs
         self.failed = 0  # an error that sticks
         self.strangers = False  # whether memory that no GPU knows is taken, and not looked after
         self.nccl: dict[bytes, Any] = {}  # communicators; see fake_nccl.py
@@ -429,7 +428,7 @@ class MemoryPointer:
         stream = process.cuda.get_current_stream() if stream is None else stream
         with machine.lock:
             if not any(begin <= mem and mem + size <= end for begin, end in process._pinned.items()):
-                raise AssertionError("a copy of host memory that is not page-locked, or that two lockings share")
+                raise AssertionError("a copy of host memory that is not page-locked")
             there, host = at(self.ptr, size), at(mem, size)
             label = f"copy of {size} bytes {'to' if down else 'from'} the host"
             number = machine.work(stream, label, [(there, not down), (host, down)], host=True)
@@ -915,8 +914,6 @@ class _Runtime:
         self.getDeviceCount = lambda: len(process.visible)
         self.getDeviceProperties = lambda device: {"name": b"Fake GPU", "uuid": bytes([process.visible[device]] * 16)}
         self.deviceGetPCIBusId = lambda device: f"0000:{process.visible[device]:02x}:00.0"
-        self.hostUnregister = process._unpin
-        self.ipcCloseMemHandle = lambda devPtr: self._machine.counts.update(closed=1)
 
     def getDevice(self) -> int:
         self._machine.check()
@@ -931,21 +928,3 @@ class _Runtime:
     def memGetInfo(self) -> tuple[int, int]:
         used = self._machine.used[self._process.visible[self._process.local.device]]
         return self._machine.memory_bytes - used, self._machine.memory_bytes
-
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-        if any(begin < ptr + size and ptr < end for begin, end in self._process._pinned.items()):
-            raise CUDARuntimeError(712)
-        self._process._pinned[ptr] = ptr + size
-
-    def ipcGetMemHandle(self, devPtr: int) -> bytes:
-        if devPtr not in self._machine.memory:
-            raise CUDARuntimeError(1)
-        return devPtr.to_bytes(64, "little")
-
-    def ipcOpenMemHandle(self, handle: bytes) -> int:
-        found = self._machine.memory[int.from_bytes(handle, "little")]
-        self._machine.counts["opened"] += 1
-        if self._machine.peer_zeros:
-            found = self._machine.device_memory(self._process.visible[self._process.local.device], found.data.size)
-            found.data[...] = 0
-        return found.begin

@@ -184,14 +184,12 @@ SENDING = (MESSAGES, TWO_HOSTS, SERVED)
 TRAINING = (ONE_HOST, Mode("dist_sync", 3), *SENDING, Mode("dist_sync", 1), HYBRID[2])
 # One of each kind, for tests of what all modes share.
 FEW_ON_DEVICE = (
-    Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
-    Mode("dist_sync", 3, 0, "ring", device="staged"),
-    Mode("dist_sync", 3, device="ipc"),
+    Mode("dist_sync", 3, device="host"),  # over memory that the workers share
+    Mode("dist_sync", 3, 0, "ring", device="host"),
     Mode("dist_sync", 3, 0, "ring", device="mpi"),
-    Mode("dist_sync", 3, 2, device="staged"),
-    Mode("dist_sync", 3, 2, memory="off", device="staged"),
-    Mode("dist_sync", 3, 2, memory="off", device="mpi"),
     Mode("dist_sync", 3, 2, device="host"),
+    Mode("dist_sync", 3, 2, memory="off", device="host"),
+    Mode("dist_sync", 3, 2, memory="off", device="mpi"),
 )
 FEW_DIST_SYNC = (
     *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
@@ -202,7 +200,7 @@ FEW_DIST_SYNC = (
 )
 FEW_ASYNC = (
     *every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2)),
-    Mode("dist_async", 2, 0, device="staged"),
+    Mode("dist_async", 2, 0, device="host"),
     Mode("dist_async", 3, 2, memory="off", device="mpi"),
 )
 FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))

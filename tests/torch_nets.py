@@ -17,9 +17,9 @@ HERE, LINKS, SERVERS = Mode("dist_sync", 2), Mode("dist_sync", 2, memory="off"),
 ON_GPUS = OnGpus("dist_sync_device", 2, device="nccl")
 DEVICE_MODES = (
     OnGpus("dist_sync_device", 3, device="nccl"),
-    OnGpus("dist_sync_device", 3, 1, device="staged"),
+    OnGpus("dist_sync_device", 3, 1, device="host"),
     BesideGpus("dist_sync_device", 3, device="nccl"),
-    BesideGpus("dist_sync_device", 3, 1, device="staged"),
+    BesideGpus("dist_sync_device", 3, 1, device="host"),
 )
 MODES = (HERE, Mode("dist_sync", 3), Mode("dist_sync", 3, memory="off"), SERVERS, *DEVICE_MODES)
 TWO = (HERE, LINKS, SERVERS, ON_GPUS)  # of two workers

@@ -20,12 +20,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import Machine
-from fake_gpus import gpus_of
+from fake_gpus import DeviceFabric, gpus_of
 from store_modes import Mode
 
 from mpikv.arrays import tensors
 from mpikv.spaces.gpu import Gpu
 from mpikv.testing.stores import spawn_stores
+from mpikv.transports.threads import Fabric
 
 torch = frameworks.need("torch")
 
@@ -133,9 +134,17 @@ class OnGpus(Mode):
                 self._place(found, gpus[store.session.transport.rank])
                 return body(store)
 
-            config, hosts = self.config(**changes), self.hosts or None
+            config, hosts = self.config(**changes), self.hosts or "a" * size
+            fabric = DeviceFabric(Fabric(size, tuple(hosts))) if self.device == "mpi" else None
             return spawn_stores(
-                self.name, self.workers, rank, num_servers=self.servers, config=config, gpus=gpus, hosts=hosts
+                self.name,
+                self.workers,
+                rank,
+                num_servers=self.servers,
+                config=config,
+                gpus=gpus,
+                hosts=hosts,
+                fabric=fabric,
             )
 
     def _place(self, torch_on_gpu: TorchOnGpu, gpu: Gpu) -> None:

@@ -73,11 +73,9 @@ class HostRings:
         """Return the segments of a ring as they pass its leader on this host, one list per step."""
         return segments_by_step(self.chunks[ring], self.host, self.buf.itemsize, LINK_SEGMENT_BYTES, reducing=reducing)
 
-    def by_ring(self, *, reducing: bool, own: bool = False) -> list[tuple[int, Span]]:
-        """Return (ring, segment) of all other rings, a segment of each in turn. own: this rank's ring, too, as last."""
+    def by_ring(self, *, reducing: bool) -> list[tuple[int, Span]]:
+        """Return (ring, segment) of all other rings, a segment of each in turn."""
         others = [ring for ring in range(self.n_rings) if ring != self.local_rank]
-        if own and self.is_leader:
-            others.append(self.local_rank)
         segments = [[s for step in self.steps(ring, reducing=reducing) for s in step] for ring in others]
         rows = itertools.zip_longest(*segments)
         return [(ring, span) for row in rows for ring, span in zip(others, row, strict=True) if span is not None]

@@ -4,8 +4,7 @@ A key has a place in the host's shared memory (hostmemory/segment): some counter
 all. Values that the others cannot read where they are get copied into memory that the rank allocates from its own range
 when it first needs it. A rank writes its own counters and values, and those elements of the result that it owns or
 receives. A counter holds the number of the round and how much of it is done. So counters only grow, and a count of an
-earlier or a later round is recognised as such. For a key in device memory only the counters are in the host's memory;
-each rank has a copy of the result, and publishes where this copy and its values are (spaces/peers).
+earlier or a later round is recognised as such.
 
 Ranks need not acknowledge between rounds that they have read the shared memory. They read each other's values before
 the result is complete, no rank ends a round before it is complete, and none of its elements changes until all ranks
@@ -20,7 +19,7 @@ that has begun it has ended the one before, in which it read the word.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,34 +50,10 @@ class Place(NamedTuple):
     counters_bytes: int
 
 
-class Arrays(Protocol):
-    """Turns an array into a word that the rank publishes, and the word of another rank into an array."""
-
-    def word_of(self, array: Any) -> int | None:
-        """Return the word for an array of this rank; None where the others cannot read the array."""
-        ...
-
-    def array_of(self, local_rank: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """Return the array for a word that another rank of the host has published."""
-        ...
-
-
-class InHostMemory:
-    """Arrays in the memory that the ranks share. The word for an array is its offset."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        self.word_of, self._array = memory.offset_of, memory.array
-
-    def array_of(self, local_rank: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Return the array at this offset, whichever rank has published it."""
-        return self._array(word, n_elems, dtype)
-
-
 class HostKey:
     """One rank's side.
 
     dtypes: of the result, and of the sums. allocate(n_bytes): returns memory of this rank that the others can read.
-    value, arrays: for a key in device memory: this rank's copy of the result, and how ranks read each other's arrays.
     on_count: called whenever this rank has counted something, with the offset of the key's counters, which identifies
     the key. on_wait: called with this offset and a waiter; wakes the waiter when another rank has counted something;
     None: nothing wakes it.
@@ -93,18 +68,15 @@ class HostKey:
         n_rings: int,
         *,
         allocate: Callable[[int], HostArray],
-        value: Any = None,
-        arrays: Arrays | None = None,
         on_count: Callable[[int], None] = lambda _name: None,
         on_wait: Callable[[int, Waiter], None] | None = None,
     ) -> None:
         dtype, wire_dtype = dtypes
         assert place.value_bytes % ALIGN_BYTES == place.counters_bytes % ALIGN_BYTES == 0
-        self._arrays: Arrays = InHostMemory(memory) if arrays is None else arrays
-        self._n_elems, self._wire_dtype = n_elems, wire_dtype
+        self._memory, self._n_elems, self._wire_dtype = memory, n_elems, wire_dtype
         self._counters = Counters(memory, place.counters_bytes, FILLED + n_rings)
         self.place = place
-        self.value: Any = memory.array(place.value_bytes, n_elems, dtype) if value is None else value
+        self.value = memory.array(place.value_bytes, n_elems, dtype)
         self._allocate = allocate
         self._own: HostArray | None = None
         self._round = 0
@@ -127,18 +99,14 @@ class HostKey:
 
     # --- rounds
 
-    def begin(self, values: Any, totals: Any, comparison: Comparison | None = None) -> None:
+    def begin(self, values: HostArray, totals: HostArray, comparison: Comparison | None = None) -> None:
         """Begin the next round, and publish where this rank's values are and where it writes sums."""
         self._round += 1
         self._comparison = comparison
         if comparison is not None:
             self._write_digest(comparison.now)
-        self.publish(VALUES, values)
-        self.publish(TOTALS, totals)
-
-    def publish(self, word: int, array: Any) -> None:
-        """Write where an array of this rank is to a word; 0 where the others cannot read the array."""
-        self._counters.write(word, self._arrays.word_of(array) or 0)
+        for word, array in ((VALUES, values), (TOTALS, totals)):
+            self._counters.write(word, self._memory.offset_of(array) or 0)
 
     def _write_digest(self, digest: int) -> None:
         self._digest = digest
@@ -146,12 +114,11 @@ class HostKey:
 
     def is_shared(self, array: HostArray) -> bool:
         """Return whether the other ranks of the host can read this array."""
-        return self._arrays.word_of(array) is not None
+        return self._memory.offset_of(array) is not None
 
-    def array_of(self, local_rank: int, word: int, dtype: np.dtype[Any] | None = None) -> Any:
-        """Return the array that a rank has published, once it has counted in this round. dtype: default: the sums'."""
-        dtype = self._wire_dtype if dtype is None else dtype
-        return self._arrays.array_of(local_rank, self._counters.read(local_rank, word), self._n_elems, dtype)
+    def array_of(self, local_rank: int, word: int) -> HostArray:
+        """Return the array that a rank has published, in the dtype of the sums, once it has counted in this round."""
+        return self._memory.array(self._counters.read(local_rank, word), self._n_elems, self._wire_dtype)
 
     def count(self, word: int, done: int) -> None:
         """Set a counter to how much this rank has done in this round, and publish its digest where that has changed."""

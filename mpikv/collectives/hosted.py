@@ -5,8 +5,7 @@ memory, a segment for every ring in turn. The leader of a ring adds the values o
 on around the ring, while later segments are still being copied. Finished segments are received into the result, which
 the host holds once, and each rank copies them from there to the arrays of the call. Ranks count what they have done in
 counters that the others read (host_key.py), so a rank waits for another only in a round of this key, in whatever order
-keys are pushed. Where a pipeline loads the values into the memory (pipeline.py), it does so in the same order, and the
-rank counts what is loaded.
+keys are pushed.
 
 Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. (Ranks that are
 all on one host: one_host.py.)
@@ -17,7 +16,6 @@ added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictio
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -26,12 +24,10 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
-from mpikv.collectives.pipeline import NO_PIPELINE, CompletionReporter, Loader, Pipeline
 from mpikv.collectives.ring import RingStages
-from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, cut, drive
+from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.engine.operation import Steps, Waiter
 from mpikv.hostmemory.sums import in_order, newest_first
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.labels import Comparison
 from mpikv.placement.topology import topology
 from mpikv.transports.base import Group
@@ -74,33 +70,8 @@ class _CopyIn(_NeverWaits):
         return True
 
 
-class _CountLoaded(_NeverWaits):
-    """A stage that counts, for each ring, which of its segments a pipeline has loaded. segments: in loading order."""
-
-    def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]], loader: Loader) -> None:
-        self._key, self._segments, self._loader = key, segments, loader
-        self._counted = 0
-        self.counts: Counter[int] = Counter()
-        self.done = not segments
-
-    def move(self) -> bool:
-        counted, count = self._counted, self._loader.count
-        if count <= counted:
-            return False
-        self._counted = count
-        new = Counter(ring for ring, _ in self._segments[counted:count])
-        self.counts += new
-        for ring in new:
-            self._key.count(FILLED + ring, self.counts[ring])
-        self.done = count == len(self._segments)
-        return True
-
-
 class _AddRanks(_WaitsForCounters):
-    """A stage that adds the segments of a leader's ring over the ranks of its host, in their order from the leader on.
-
-    count_loaded: counts this rank's own values; None: they are all there.
-    """
+    """A stage that adds the segments of a leader's ring over its host's ranks, in their order from the leader on."""
 
     def __init__(
         self,
@@ -111,13 +82,11 @@ class _AddRanks(_WaitsForCounters):
         segments: Sequence[Span],
         *,
         combine: np.ufunc,
-        count_loaded: _CountLoaded | None,
     ) -> None:
         # The next rank's values first, the sum so far second, as with messages.
         self._combine = newest_first(combine)
         self._key, self._segments = key, segments
-        self._values, self._totals, self._count_loaded = values, totals, count_loaded
-        self._local_rank = rings.local_rank
+        self._values, self._totals = values, totals
         self._others = [(rings.local_rank + i) % rings.n_here for i in range(1, rings.n_here)]
         self._word = FILLED + rings.local_rank
         self._ready = 0  # segments that all ranks had counted when this rank last looked
@@ -127,8 +96,6 @@ class _AddRanks(_WaitsForCounters):
     def move(self) -> bool:
         if self.count >= self._ready:
             counts = [self._key.counted(local_rank, self._word) for local_rank in self._others]
-            if self._count_loaded is not None:
-                counts.append(self._count_loaded.counts[self._local_rank])
             self._ready = min(counts, default=len(self._segments))
             if self.count >= self._ready:
                 return False
@@ -242,14 +209,12 @@ def reduce_scatter(
     changeable: bool,
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
-    pipeline: Pipeline = NO_PIPELINE,
 ) -> Steps[HostArray]:
     """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own chunk.
 
     values: (n,), contiguous, in the dtype of the sums; the caller must not change it until the `allgather` of the same
     round has ended. changeable: sums may be written to it. comparison: that of `group`, where labels are compared.
-    pipeline: loads the values, which are in shared memory then, and takes the result. Collective. Yields each request
-    it must wait for.
+    Collective. Yields each request it must wait for.
     """
     rings = HostRings(group, values, chunks, tag)
     shared = key.is_shared(values)
@@ -258,15 +223,7 @@ def reduce_scatter(
     rings.buf = totals
     outgoing = rings.by_ring(reducing=True)
     stages: list[Stage] = []
-    on_complete, count_loaded = pipeline.on_complete, None
-    begin, end = chunks[group.rank : group.rank + 2]
-    if on_complete is not None:
-        assert shared
-        order = rings.by_ring(reducing=True, own=True)
-        loader = pipeline.load(span for _, span in order)
-        count_loaded = _CountLoaded(key, order, loader)
-        stages += [loader, count_loaded]
-    elif shared:
+    if shared:
         for ring in range(rings.n_rings):
             key.count(FILLED + ring, sum(one == ring for one, _ in outgoing))
     else:
@@ -277,17 +234,12 @@ def reduce_scatter(
         through = [
             span for local_rank, span in rings.extra_segments_of(leader) if owned and local_rank <= rings.local_rank
         ]
-
-        def take(span: Span) -> None:
-            if on_complete is not None and begin <= span[0] < end:
-                on_complete(key.array_of(leader, TOTALS), span)
-
-        stages.append(_AwaitCounts(key, REDUCED, {leader: through}, None if on_complete is None else take))
+        stages.append(_AwaitCounts(key, REDUCED, {leader: through}))
         yield from drive(*stages)
         return key.array_of(leader, TOTALS) if owned else values
     steps = rings.steps(rings.local_rank, reducing=True)
     segments = [span for step in steps for span in step]
-    add_ranks = _AddRanks(key, rings, values, totals, segments, combine=combine, count_loaded=count_loaded)
+    add_ranks = _AddRanks(key, rings, values, totals, segments, combine=combine)
     stages.append(add_ranks)
     extra = [span for _, span in rings.extra_segments()]
     if rings.short:
@@ -296,62 +248,45 @@ def reduce_scatter(
         yield from rings.direct().reduce_scatter(rings.across, packed, ends, tag, combine)
         rings.unpack(packed, [rings.host])
         key.count(REDUCED, len(extra))
-        if on_complete is not None and begin < end:
-            on_complete(totals, (begin, end))
         return totals
     ring_stages = RingStages(
         rings.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: add_ranks.count, combine=combine
     )
     n_leaders_own = len(segments) - len(extra)
-    before = len(segments) - len(steps[-1])
-    owned_here = steps[-1][: len(steps[-1]) - len(extra)]
     stages += [
         ring_stages.receiver,
         ring_stages.sender,
         _PublishCount(key, REDUCED, extra, lambda: ring_stages.count() - n_leaders_own),
-        CompletionReporter(pipeline, totals, owned_here, lambda: ring_stages.count() - before),
     ]
     yield from drive(*stages)
     return totals
 
 
 def allgather(
-    group: Group,
-    chunks: Sequence[int],
-    tag: int,
-    key: HostKey,
-    outs: Sequence[HostArray] = (),
-    *,
-    pipeline: Pipeline = NO_PIPELINE,
+    group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = ()
 ) -> Steps[None]:
     """Complete the host's result: chunk i of it is rank i's at the start, on all hosts at the end; copy it to `outs`.
 
-    outs: (n,), contiguous, any dtype. pipeline: loads this rank's chunk, and takes the others. Collective. Yields each
-    request it must wait for.
+    outs: (n,), contiguous, any dtype. Collective. Yields each request it must wait for.
     """
     rings = HostRings(group, key.value, chunks, tag)
-    on_complete, begin, end = pipeline.on_complete, chunks[group.rank], chunks[group.rank + 1]
 
     def drain(span: Span) -> None:
         for out in outs:
             out[span[0] : span[1]] = rings.view(span)
-        if on_complete is not None and not begin <= span[0] < end:
-            on_complete(key.value, span)
 
     segments = {
         ring: [span for step in rings.steps(ring, reducing=False) for span in step] for ring in range(rings.n_rings)
     }
     own = segments.pop(rings.local_rank, [])
     others = _AwaitCounts(key, GATHERED, segments, drain)
-    loader = pipeline.load(cut((begin, end), key.value.itemsize, LINK_SEGMENT_BYTES))
     if not rings.is_leader:
-        yield from drive(loader)
         key.count(UPDATED, 1)
         yield from drive(others)
         return
     extra_updates = _AwaitExtraUpdates(key, rings.extra_segments())
     if rings.short:
-        yield from drive(loader, extra_updates)
+        yield from drive(extra_updates)
         packed, ends = rings.packed()
         yield from rings.direct().allgather(rings.across, packed, ends, tag)
         rings.unpack(packed, range(rings.n_hosts))
@@ -361,13 +296,10 @@ def allgather(
     n_own = len(steps[0]) - len(rings.extra_segments())
 
     def ready() -> int:
-        if not loader.done:
-            return loader.count
         return len(own) if extra_updates.done else n_own + extra_updates.count
 
     ring_stages = RingStages(rings.across, key.value, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
     yield from drive(
-        loader,
         extra_updates,
         ring_stages.receiver,
         ring_stages.sender,

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives.pipeline import NO_PIPELINE, CompletionReporter, Pipeline
 from mpikv.collectives.stages import (
     DEVICE_SEGMENT_BYTES,
     DEVICE_WINDOW,
@@ -109,38 +108,23 @@ def _steps(group: Group, buf: HostArray, chunks: Sequence[int], *, reducing: boo
 
 
 def reduce_scatter(
-    group: Group,
-    buf: HostArray,
-    chunks: Sequence[int],
-    tag: int,
-    combine: np.ufunc = np.add,
-    *,
-    pipeline: Pipeline = NO_PIPELINE,
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
     """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
-    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. pipeline:
-    loads the values into `buf`, and takes the result. Collective. Yields each request it must wait for.
+    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
+    Yields each request it must wait for.
     """
     steps, window = _steps(group, buf, chunks, reducing=True)
-    loader = pipeline.load(span for step in steps for span in step)
-    ring_stages = RingStages(group, buf, steps, tag, window, reducing=True, ready=lambda: loader.count, combine=combine)
-    before = sum(map(len, steps[:-1]))
-    reporter = CompletionReporter(pipeline, buf, steps[-1], lambda: ring_stages.count() - before)
-    yield from drive(loader, ring_stages.receiver, ring_stages.sender, reporter)
+    stages = RingStages(group, buf, steps, tag, window, reducing=True, combine=combine)
+    yield from drive(stages.receiver, stages.sender)
 
 
-def allgather(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, pipeline: Pipeline = NO_PIPELINE
-) -> Steps[None]:
+def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
     """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
 
-    buf: (n,), contiguous, same n and dtype on every rank. pipeline: loads this rank's chunk, and takes the others.
-    Collective. Yields each request it must wait for.
+    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
     """
     steps, window = _steps(group, buf, chunks, reducing=False)
-    loader = pipeline.load(steps[0])
-    ring_stages = RingStages(group, buf, steps, tag, window, reducing=False, ready=lambda: loader.count)
-    others = [span for step in steps[1:] for span in step] if pipeline.on_complete is not None else []
-    reporter = CompletionReporter(pipeline, buf, others, lambda: ring_stages.receiver.count)
-    yield from drive(loader, ring_stages.receiver, ring_stages.sender, reporter)
+    stages = RingStages(group, buf, steps, tag, window, reducing=False)
+    yield from drive(stages.receiver, stages.sender)

@@ -13,6 +13,3 @@ ALGORITHMS: dict[str, ModuleType] = {
     "halving_doubling": halving_doubling,
     "hierarchical": hierarchical,
 }
-
-# Those that take a `pipeline`: the others are for short values, or for hosts whose ranks share no memory.
-PIPELINED = frozenset({"ring"})

@@ -186,7 +186,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Fact]:
         return []
     device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
     where = f"; asked on {hosts[0]}" if len(set(hosts)) > 1 else ""
-    answer = cuda_aware.find_out(config.cuda_aware, device)
+    answer = cuda_aware.find_out(device)
     rows = [Fact("CUDA-aware MPI", f"{answer}{where}")]
     try:
         places = pretended(hosts, config.test_hosts)

@@ -85,7 +85,7 @@ def assemble(
     Raises MpikvError where an optimizer ended a server.
     """
     links = None
-    spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
+    spaces = _spaces(spaces, spec, on_host=members.device_path == "none")
     if members.path == "servers" and members.shares_memory and not members.ring_has_memory:
         if memory is not None:
             links = local_transport(transport, memory, members.workers, members.owners, partition_bytes(members))

@@ -43,6 +43,6 @@ def of_members(log: StoreLog, name: str, members: Members, *, memory: bool, why_
     if members.links:
         log.job(lambda: f"links between hosts {members.link}")
     log.job(lambda: f"shared memory {described.memory(told, why_no_memory)}")
-    if members.device_path != "host" or members.device_reasons:
+    if members.device_path != "none" or members.device_reasons:
         path = SettledPath(members.device_path, members.device_reasons)
         log.job(lambda: f"arrays on GPUs: {device_paths.describe(path)}")

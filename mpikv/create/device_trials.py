@@ -18,9 +18,7 @@ from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement import device_paths
 from mpikv.placement.device_paths import DeviceReport
 from mpikv.placement.members import Members
-from mpikv.placement.topology import topology
 from mpikv.runtime import cuda_aware
-from mpikv.spaces import peers
 from mpikv.spaces.gpu import Gpu
 
 if TYPE_CHECKING:
@@ -43,7 +41,6 @@ def settled(
         return members, None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
-    local_rank = topology(processes.transport.hosts).local_rank[processes.transport.rank]
     made: list[NcclComm | None] = [None]
 
     def by_nccl() -> str:
@@ -67,7 +64,6 @@ def settled(
         return found.problem
 
     trials = {
-        "ipc": lambda: peers.why_not_shared(gpu, local_rank, processes.gather_here),
         "mpi": lambda: _takes_device_memory(members, processes, gpu),
         "nccl": by_nccl,
     }
@@ -76,12 +72,12 @@ def settled(
 
 def _takes_device_memory(members: Members, processes: Processes, gpu: Gpu | None) -> str:
     """Why MPI takes no device memory, "" where it does on every host. Collective; one rank of each host asks."""
-    transport, config = processes.transport, members.config
+    transport = processes.transport
     workers = [rank for rank in members.workers if transport.hosts[rank] == transport.hosts[transport.rank]]
     answer = ""
     if workers and workers[0] == transport.rank:
         try:
-            found = cuda_aware.find_out(config.cuda_aware, 0 if gpu is None else gpu.number)
+            found = cuda_aware.find_out(0 if gpu is None else gpu.number)
             answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
             answer = f"on {transport.hosts[transport.rank]} the trial failed: {type(error).__name__}: {error}"

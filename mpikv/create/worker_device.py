@@ -45,13 +45,11 @@ class WorkerGpu(NamedTuple):
 def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | None = None) -> str:
     """What asks for a GPU, "" where nothing does. modules: those that are imported, by default `sys.modules`."""
     modules = sys.modules if modules is None else modules
-    if config.device_path == "host":
-        return ""
     if spec is not None and spec.on_device:
         return "the type of the store"
     if config.local_device != device_choice.AUTO:
         return "MPIKV_LOCAL_DEVICE"
-    if config.device_path != "auto":
+    if config.device_path in ("nccl", "mpi"):
         return "MPIKV_DEVICE_PATH"
     if config.algorithm == "nccl":
         return "MPIKV_ALGORITHM"
@@ -83,11 +81,7 @@ def find(
     """
     asker = asks(spec, config, modules)
     if not asker:
-        return WorkerGpu(
-            told=DeviceReport(
-                why_none="MPIKV_DEVICE_PATH=host" if config.device_path == "host" else DeviceReport().why_none
-            )
-        )
+        return WorkerGpu()
     gpus = ask()
     try:
         number = device_choice.choose(config.local_device, local_rank, len(gpus.names))

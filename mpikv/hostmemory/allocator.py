@@ -27,15 +27,15 @@ class Allocator:
         self._free: dict[int, list[HostArray]] = {}
         self.taken_bytes = 0
 
-    def take(self, n_bytes: int, *, pages: bool = False) -> HostArray | None:
-        """Return (n_bytes,) of uint8, zeros; None when less than that is left. pages: see `MemoryRange.reserve`."""
+    def take(self, n_bytes: int) -> HostArray | None:
+        """Return (n_bytes,) of uint8, zeros; None when less than that is left."""
         free = self._free.get(n_bytes)
-        if free and not pages:  # whole pages are never given back
+        if free:
             self.taken_bytes += n_bytes
             array = free.pop()
             array.fill(0)  # `discard` keeps the pages at both ends, which other arrays may share
             return array
-        begin = self._region.reserve(n_bytes, pages=pages)
+        begin = self._region.reserve(n_bytes)
         if begin is None:
             return None
         array = self._memory.array(begin, n_bytes, np.dtype(np.uint8))

@@ -50,13 +50,12 @@ class MemoryRange:
     def __init__(self, begin_bytes: int, end_bytes: int) -> None:
         self._next, self._end = begin_bytes, end_bytes
 
-    def reserve(self, n_bytes: int, *, pages: bool = False) -> int | None:
-        """Return where the next `n_bytes` begin; None where fewer are left. pages: reserve whole pages for them."""
-        step = mmap.PAGESIZE if pages else ALIGN_BYTES
-        begin = aligned(self._next, step)
+    def reserve(self, n_bytes: int) -> int | None:
+        """Return where the next `n_bytes` begin, at a cache line; None where fewer are left."""
+        begin = aligned(self._next)
         if begin + n_bytes > self._end:
             return None
-        self._next = begin + aligned(n_bytes, step)
+        self._next = begin + aligned(n_bytes)
         return begin
 
 
@@ -97,9 +96,9 @@ class HostMemory:
                 mapping.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
-def aligned(n_bytes: int, step_bytes: int = ALIGN_BYTES) -> int:
-    """Return `n_bytes` rounded up to whole cache lines, or to another step."""
-    return -(-n_bytes // step_bytes) * step_bytes
+def aligned(n_bytes: int) -> int:
+    """Return `n_bytes` rounded up to whole cache lines."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _map(fd: int, n_bytes: int) -> HostArray:

@@ -103,7 +103,7 @@ def _why(members: Members, info: KeyInfo, found: Placement, wire: Wire | None) -
         return "there is one worker"
     if found.path == "encoded" and wire is not None:
         return _why_encoded(members, info, found, wire)
-    if members.device_path_of(info) != "host":
+    if members.device_path_of(info) != "none":
         return f"that is the path of arrays on GPUs in this store{_by_host(found)}"
     if found.path in ("direct", "hosted", "divided"):
         memory_ = f"the workers {'of each host ' * (found.path != 'direct')}share memory"

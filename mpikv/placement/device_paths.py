@@ -3,18 +3,17 @@
 Every worker reports whether it uses a GPU, and which. The path is the first of these that works for all workers, or the
 one that MPIKV_DEVICE_PATH names:
 
-- `ipc`: all workers are on one host, share memory there, and can read each other's device memory;
 - `nccl`: each worker has a GPU of its own, and all could make a communicator of NCCL. The order of its sums, and so
   their last bits, is NCCL's own;
 - `mpi`: the MPI library takes device memory on every host;
-- `staged`: works always: values are copied through host memory;
-- `host`: keys are in host memory, since some worker has no GPU.
+- `host`: works always: values are copied through host memory. A single worker copies nothing;
+- `none`: keys are in host memory, since some worker has no GPU.
 
-Where servers own the keys, `mpi` and `staged` are the paths of values from a worker's GPU to the servers, and back.
+Where servers own the keys, `mpi` and `host` are the paths of values from a worker's GPU to the servers, and back.
 
-Whether `ipc`, `nccl` and `mpi` work is found out by a trial, in which all workers take part. A path is tried only when
-no better one works and nothing else rules it out: so `choose` takes the outcomes of the trials made so far, and
-`settle` calls it again after each trial. Pure.
+Whether `nccl` and `mpi` work is found out by a trial, in which all workers take part. A path is tried only when no
+better one works and nothing else rules it out: so `choose` takes the outcomes of the trials made so far, and `settle`
+calls it again after each trial. Pure.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class SettledPath(NamedTuple):
 def choose(reports: Sequence[DeviceReport], members: Members, outcomes: Mapping[str, str]) -> SettledPath:
     """Choose the path of keys in device memory.
 
-    reports: of each worker. members: it is known whether their ranks share memory. outcomes: for each path that was
-    tried why it does not work, "" where it does; a path that was not tried counts as one that works. Raises ConfigError
-    where MPIKV_DEVICE_PATH, MPIKV_ALGORITHM or MPIKV_LOCAL_DEVICE asks for what cannot be done.
+    reports: of each worker. outcomes: for each path that was tried why it does not work, "" where it does; a path that
+    was not tried counts as one that works. Raises ConfigError where MPIKV_DEVICE_PATH, MPIKV_ALGORITHM or
+    MPIKV_LOCAL_DEVICE asks for what cannot be done.
     """
     names = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
     for report, name in zip(reports, names, strict=True):
@@ -68,9 +67,12 @@ def choose(reports: Sequence[DeviceReport], members: Members, outcomes: Mapping[
             raise ConfigError(f"kv.create: {name}: {report.error}")
     wanted, setting = _wanted(members.config)
     obstacles = _obstacles(reports, members, names, outcomes)
-    path: DevicePath
     if wanted is None:
+        if len(reports) == 1 and members.path != "servers" and not obstacles["host"]:  # then nothing is tried
+            obstacles |= dict.fromkeys(("nccl", "mpi"), "there is one worker")
         path = next(one for one in PATHS if not obstacles[one])
+    elif wanted == "host" and obstacles["host"]:
+        path = "none"
     elif obstacles[wanted]:
         raise ConfigError(f"kv.create: {setting}: {obstacles[wanted]}")
     else:
@@ -107,26 +109,15 @@ def _obstacles(
     reports: Sequence[DeviceReport], members: Members, names: Sequence[str], outcomes: Mapping[str, str]
 ) -> dict[str, str]:
     """Return for each path why it cannot be used, "" where it can."""
-    without = [
-        f"{name} uses no GPU: {report.why_none}"
-        for report, name in zip(reports, names, strict=True)
-        if report.number is None
-    ]
-    if without:
-        return {path: without[0] if path != "host" else "" for path in PATHS}
     obstacles: dict[str, str] = {path: outcomes.get(path, "") for path in PATHS}
+    for report, name in zip(reports, names, strict=True):
+        if report.number is None:
+            return obstacles | dict.fromkeys(("nccl", "mpi", "host"), f"{name} uses no GPU: {report.why_none}")
     if members.path == "servers":
-        obstacles |= dict.fromkeys(("ipc", "nccl"), "servers own the keys")
+        obstacles["nccl"] = "servers own the keys"
         if members.shares_memory and len(_hosts(members)) == 1:
             obstacles["mpi"] = "servers are reached through the memory of their host"
         return obstacles
-    n_hosts = len(set(members.worker_hosts))
-    if n_hosts > 1:
-        obstacles["ipc"] = f"the workers are on {n_hosts} hosts"
-    elif len(reports) > 1 and not members.shares_memory:
-        obstacles["ipc"] = (
-            "the workers share no memory of their host (MPIKV_SHARED_MEMORY, MPIKV_ALGORITHM, mpikv info)"
-        )
     other = members.config.algorithm not in ("auto", "nccl")
     asked = f"MPIKV_ALGORITHM={members.config.algorithm} asks for another algorithm" if other else ""
     obstacles["nccl"] = asked or _shared_gpu(reports, members.worker_hosts, names) or obstacles["nccl"]
@@ -163,11 +154,10 @@ def stats(members: Members) -> dict[str, Any]:
 
 def advice(members: Members) -> str:
     """Return a warning where values are copied through host memory on their way to other hosts; else ""."""
-    asked_for = members.config.device_path == "staged"
-    if members.device_path != "staged" or len(_hosts(members)) == 1 or asked_for:
+    if members.device_path != "host" or len(_hosts(members)) == 1 or members.config.device_path == "host":
         return ""
     why = dict(members.device_reasons).get("mpi", "")
     return (
         f"mpikv: arrays on GPUs are copied through host memory on their way to other hosts, since MPI takes no device "
-        f"memory ({why}); docs/gpu.md says how to get a CUDA-aware MPI, MPIKV_DEVICE_PATH=staged is silent"
+        f"memory ({why}); docs/gpu.md says how to get a CUDA-aware MPI, MPIKV_DEVICE_PATH=host is silent"
     )

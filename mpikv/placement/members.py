@@ -12,12 +12,10 @@ from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.links import ASSUMED, LinkRates
 
-Path = Literal[
-    "direct", "hosted", "divided", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"
-]
+Path = Literal["direct", "hosted", "divided", "messages", "native", "encoded", "servers", "nccl", "mpi", "host"]
 # Shorter keys of a call are sent to a server in one message by each worker; added on hosts each would need its own.
 ADDED_BYTES = 64 << 10
-DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key is in device memory
+DevicePath = Literal["nccl", "mpi", "host", "none"]  # "none": no key is in device memory
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Members:
     synchronous: bool = True
     config: Config = Config()  # noqa: RUF009 - immutable
     memory: bool = True
-    device_path: DevicePath = "host"
+    device_path: DevicePath = "none"
     device_reasons: tuple[tuple[str, str], ...] = ()
     link: LinkRates = ASSUMED
 
@@ -130,4 +128,4 @@ class Members:
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
     def device_path_of(self, info: KeyInfo) -> DevicePath:
-        return self.device_path if info.space == "device" else "host"
+        return self.device_path if info.space == "device" else "none"

@@ -24,10 +24,9 @@ The paths:
 Keys whose arrays are in GPUs' memory take the path that the workers settled on for them (device_paths.py), where shards
 are whole cache lines:
 
-- `ipc`: workers of one host add in each other's device memory.
 - `nccl`: NCCL's collectives add, in an order of their own.
 - `mpi`: as `messages`, with messages from and to device memory.
-- `staged`: values are copied to the host, take one of the paths above (`Placement.host`) there, and are copied back.
+- `host`: values are copied to the host, take one of the paths above (`Placement.host`) there, and are copied back.
 
 Cost: one pass over the ranks. Input and output: none.
 """
@@ -78,23 +77,23 @@ def place(
     device_path = members.device_path_of(info)
     on_host: Path = members.path if fits or not members.shares_memory else "messages"
     if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):
-        here = device_path == "host" or wire.on_device  # where the key is
+        here = device_path == "none" or wire.on_device  # where the key is
         # Else it has owners, so that of the sum each worker copies only its own shard to its device, not all shards.
         gathers = here and not updated and wire.gathers(info.n_bytes, size)
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else bounds_in_steps(info, size, wire)
         algorithm = "gather" if gathers else "owners"
         if here:
             uncompressed = None if wire.force else _uncompressed_path(members, info, on_host, bounds)
-            host = on_host if uncompressed is not None and uncompressed[0] == "staged" else None
+            host = on_host if uncompressed is not None and uncompressed[0] == "host" else None
             return Placement(
                 "encoded", algorithm, tuple(range(size)), bounds, host=host, uncompressed_path=uncompressed
             )
-        return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
+        return Placement("host", algorithm, tuple(range(size)), bounds, host="encoded")
     if device_path == "nccl":
         # Halves are added in float32, which an allreduce would send both ways; a gathered sum goes back as halves.
         halves = sum_dtype(info.dtype) != info.dtype
         algorithm = "nccl" if updated or halves else "nccl_allreduce"
-    elif members.path == "direct" or device_path == "ipc":
+    elif members.path == "direct":
         # A call that does not take the direct path must add in the same order: the path depends on the ranks' timing.
         algorithm = "naive"
     else:
@@ -107,14 +106,14 @@ def place(
             algorithm = "ring"  # its messages are long: a GPU is slow to begin each; within a host MPI itself copies
     if whole:
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
-    elif device_path in {"ipc", "nccl", "mpi"} and algorithm != "hierarchical":
+    elif device_path in {"nccl", "mpi"} and algorithm != "hierarchical":
         bounds = _device_bounds(info, most_owners(algorithm, size), size)
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
-    path: Path = on_host if device_path == "host" else device_path
-    if device_path == "ipc" and size == 1:
-        path = "messages"  # a single worker sends none
-    return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if device_path == "staged" else None)
+    path: Path = on_host if device_path == "none" else device_path
+    if device_path == "host" and size == 1:
+        path = "messages"  # of which a single worker sends none: the value stays on its GPU
+    return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if path == "host" else None)
 
 
 def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
@@ -144,7 +143,7 @@ def _uncompressed_path(
     algorithm = choose(info.n_bytes, size, members.config.host_algorithm, members.worker_hosts)
     if bounds[most_owners(algorithm, size)] != info.n_elems:
         algorithm = "ring"  # all of its ranks may be owners
-    return on_host if device_path == "host" else device_path, algorithm
+    return on_host if device_path == "none" else device_path, algorithm
 
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:
@@ -152,9 +151,9 @@ def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated
     fewer = encoded_bytes(members, info, wire, updated=updated) < uncompressed_bytes(members, info)
     if not wire.codec and not wire.back:
         halves = sum_dtype(info.dtype) != info.dtype and len(members.workers) > 1
-        staged = info.space != "device" or members.device_path == "staged"
+        on_the_host = members.device_path_of(info) in ("none", "host")
         by_messages = on_host == "messages" and members.config.algorithm == "auto"
-        return halves and staged and by_messages and (fewer or len(set(members.worker_hosts)) == 1)
+        return halves and on_the_host and by_messages and (fewer or len(set(members.worker_hosts)) == 1)
     if info.space == "device" and wire.back and not wire.on_device:
         return False  # the owner would have exact values on the host, but it updates those on the device
     return wire.force or fewer

@@ -16,7 +16,7 @@ class Placement(NamedTuple):
     owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add; "" for
     servers. partition_elems: the most elements of one message to or from a server; 0 for workers. uncompressed_path:
     for the path `encoded`: the path and the algorithm of rounds without a codec; None: these take the same path. host:
-    the path on the host, where this path or the uncompressed one is `staged`.
+    the path on the host, where this path or the uncompressed one is `host`.
     """
 
     path: Path

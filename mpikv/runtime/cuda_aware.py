@@ -51,16 +51,12 @@ class CudaSupport(NamedTuple):
         return f"{'yes' if self.aware else 'no'}: {self.why}"
 
 
-def find_out(
-    setting: str = "auto", device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S
-) -> CudaSupport:
+def find_out(device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S) -> CudaSupport:
     """Return whether the loaded library takes device memory. Loads MPI if nothing has yet.
 
-    setting: of MPIKV_CUDA_AWARE, `0`, `1` or `auto`. device: the number of a GPU among those that are visible. source:
-    where the trial's memory comes from. Local; blocks at most `limit_s`, and as long as a child needs to end.
+    device: the number of a GPU among those that are visible. source: where the trial's memory comes from. Local; blocks
+    at most `limit_s`, and as long as a child needs to end.
     """
-    if setting != "auto":
-        return CudaSupport(setting == "1", f"MPIKV_CUDA_AWARE={setting}" + ", without a trial" * (setting == "1"))
     devices = cuda_driver.ask()
     if devices.problem:
         return CudaSupport(False, devices.problem)

@@ -33,7 +33,6 @@ from mpikv.server.rows import RowCore
 from mpikv.server.shard import ServedShard
 from mpikv.spaces.base import Space
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.transports import wire
 
@@ -65,7 +64,7 @@ class ServerCore:
         timeline: Callable[[HostArray], bytes] = lambda _request: b"",
     ) -> None:
         self.recorder, self._timeline = Recorder() if recorder is None else recorder, timeline
-        self.space = HostSpace() if space is None else space
+        self.space = Space() if space is None else space
         self.owner = Owner(Spaces(self.space, device))
         self._copies = None if device is None else DeviceCopies(device)
         self.pool = Pool(memory, self.space)

@@ -7,7 +7,6 @@ waits for none of them. Cost: one copy up of each push, one down of each reply, 
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -38,22 +37,18 @@ class DeviceCopies:
     def __init__(self, space: DeviceSpace) -> None:
         self.space = space
         self.values = DevicePool(space)
-        self._copying: deque[tuple[Operation, HostArray]] = deque()
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Return (n_elems,) of page-locked memory, in which no copy is under way."""
-        while self._copying and self._copying[0][0].test():
-            self._copying.popleft()
-        return self.space.pinned.take(n_elems * dtype.itemsize).view(dtype)
+        """Return (n_elems,) of page-locked memory."""
+        return self.space.page_locked(n_elems * dtype.itemsize).view(dtype)
 
     def give(self, array: HostArray) -> None:
         """Do nothing: memory of `take` is free once nothing refers to it any more."""
 
     def up(self, array: HostArray) -> Any:
-        """Begin to copy an array of `take` to the GPU, and return it there. `array` is kept until the copy is done."""
+        """Begin to copy an array of `take` to the GPU, and return it there."""
         values = self.values.take(array.size, array.dtype)
         self.space.upload(values, array)
-        self._copying.append((self.space.stream_event(), array))
         return values
 
     def down(self, values: Any) -> tuple[ReadableMemory, Operation]:

@@ -1,23 +1,21 @@
 """Device memory: CuPy's arrays on one GPU. Methods put work into CUDA streams and return before it is done.
 
-Order. Each store has one stream, in which all work on its arrays runs in order. Only long copies from the host, while
-others go to the host, are in a second stream, for which the first one waits (`join_second_stream`). Arrays that a call
-reads are copied in the caller's stream: after all writes that the caller has begun, and before his next work there. So
-neither waits for the other; and the store's stream waits for a gradient that is still being computed only when some
-work needs that very array. Arrays that a call writes are written in the store's stream, after the work that was in the
-caller's stream at the time of the call, and the caller's stream waits for that.
+Order. Each store has one stream, in which all work on its arrays runs in order. Arrays that a call reads are copied in
+the caller's stream: after all writes that the caller has begun, and before his next work there. So neither waits for
+the other; and the store's stream waits for a gradient that is still being computed only when some work needs that very
+array. Arrays that a call writes are written in the store's stream, after the work that was in the caller's stream at
+the time of the call, and the caller's stream waits for that.
 
 Memory comes from a CuPy pool of the store. Copies of pushed arrays have a second pool, since they are written in other
 streams than the store's: memory that is no longer referred to goes back to the pool when the store's stream has done
-all its work until then. Arrays that other ranks of the host read (spaces/peers) have allocations of their own, which
-are kept.
+all its work until then.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,18 +30,31 @@ from mpikv.engine.operation import Operation
 from mpikv.errors import StallError
 from mpikv.observe.recorder import Recorder
 from mpikv.spaces import callers
+from mpikv.spaces.base import Space
 from mpikv.spaces.callers import CallersGpuArray
 from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.gpu_events import EventRequest, EventWatcher
-from mpikv.spaces.host import HostSpace
-from mpikv.spaces.pinned import CopyCounts, Pinned
 
 SLOW_S = 300.0  # the longest wait for the GPU's work: copies end long before, or the GPU has failed
-CHUNK_BYTES = 32 << 20  # an allocation of memory that other ranks read; a longer array has one to itself
-# CUDA takes shorter allocations out of one block, and another process that opens one of them can read them all (CUDA
-# C++ Programming Guide, interprocess communication).
-ALLOCATION_BYTES = 2 << 20
-ALIGN_BYTES = 512
+
+
+class _CopyCounts:
+    """How many copies were begun, and of how many bytes: `down` to the host, `up` from it, on the `device`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, kind: str, n_bytes: int) -> None:
+        """Count a copy. A lock is needed, since callers' threads and the progress thread count."""
+        with self._lock:
+            self._counts[kind] += 1
+            self._counts[kind + "_bytes"] += n_bytes
+
+    def stats(self) -> dict[str, int]:
+        """As `store.stats()` names them."""
+        kinds = [kind + suffix for kind in ("down", "up", "device") for suffix in ("", "_bytes")]
+        return {f"copies_{kind}": self._counts[kind] for kind in kinds}
 
 
 class _Thread(threading.local):
@@ -52,7 +63,7 @@ class _Thread(threading.local):
     depth = 0
 
 
-class DeviceSpace:
+class DeviceSpace(Space):
     """The memory of one GPU, for one store."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -60,9 +71,9 @@ class DeviceSpace:
         self.recorder = Recorder()  # its store gives it its own
         cuda = self.cupy.cuda
         with gpu.current("makes streams"):
-            self.stream, self.second_stream = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
+            self.stream = cuda.Stream(non_blocking=True)
         self._pool, self._pushes = cuda.MemoryPool(), cuda.MemoryPool()
-        self.pinned, self.copies = Pinned(gpu), CopyCounts()
+        self._copies = _CopyCounts()
         self._watcher = EventWatcher(gpu)  # of the store's stream
         self._callers_watcher = EventWatcher(gpu)
         self._thread = _Thread()
@@ -74,8 +85,7 @@ class DeviceSpace:
         # Number and id of such memory that is no longer referred to. A deque, since any thread may append at any time.
         self._released: deque[tuple[int, int]] = deque()
         self._leaving: deque[tuple[Any, Any]] = deque()  # released memory that is free once the event is done
-        self.chunks: list[Any] = []  # allocations that other ranks read
-        self._free_end = (0, 0)  # address and length of the free end of the last chunk
+        self._uploading: deque[tuple[Any, HostArray]] = deque()  # memory that is copied from until the event is done
         self._closed = False
 
         class PushMemory(cuda.UnownedMemory):  # type: ignore[name-defined,misc]
@@ -118,21 +128,20 @@ class DeviceSpace:
 
     def stats(self) -> dict[str, int]:
         """See `Space`."""
-        held = sum(pool.total_bytes() for pool in (self._pool, self._pushes)) + sum(one.size for one in self.chunks)
-        return {**self.copies.stats(), "device_bytes": held}
+        held = self._pool.total_bytes() + self._pushes.total_bytes()
+        return {**self._copies.stats(), "device_bytes": held}
 
     def close(self) -> None:
-        """See `Space`. No other process may have the memory open. Arrays that are still referred to keep theirs."""
+        """See `Space`. Arrays that are still referred to keep theirs."""
         if not self._closed:
             self._closed = True
             self.synchronize()
             for watcher in (self._watcher, self._callers_watcher):
                 watcher.close()
-            self.pinned.close()
             while self._released:
                 self._push_memory.pop(self._released.popleft()[0])
             self._leaving.clear()
-            self.chunks.clear()
+            self._uploading.clear()
             with self.gpu.current("frees memory"):
                 self._pool.free_all_blocks()
                 self._pushes.free_all_blocks()
@@ -158,12 +167,12 @@ class DeviceSpace:
     def _flat_copy(self, array: Any, what: str) -> Any:
         """Return a copy of the caller's array, flat."""
         if not isinstance(array, CallersGpuArray):
-            return self.from_host(HostSpace().total([array], what, on_device=False))
+            return self.from_host(Space().total([array], what, on_device=False))
         values = array.values
         copied = self._empty_push(values.size, values.dtype)
         if not values.size:
             return copied
-        self.copies.count("device", values.nbytes)
+        self._copies.count("device", values.nbytes)
         if array.number == self.device:
             with array.stream:
                 np.copyto(copied.reshape(values.shape), values)
@@ -216,7 +225,7 @@ class DeviceSpace:
                 self.wait_for_callers(values)
                 self.stream.wait_event(out.event)
                 cast = values.astype(out.values.dtype, copy=False).reshape(out.values.shape)
-                self.copies.count("device", out.values.nbytes)
+                self._copies.count("device", out.values.nbytes)
                 if out.number == self.device or out.values.flags.c_contiguous:
                     np.copyto(out.values, cast)
                     self._make_caller_wait(out)
@@ -263,7 +272,7 @@ class DeviceSpace:
         with self.in_stream():
             self.wait_for_callers(array)
             self.synchronize()
-            self.copies.count("down", array.nbytes)
+            self._copies.count("down", array.nbytes)
             values: HostArray = array.get()
             return values
 
@@ -272,9 +281,22 @@ class DeviceSpace:
         with self.in_stream():
             array = self.cupy.empty(values.shape, values.dtype)
             array.set(np.ascontiguousarray(values).reshape(values.shape))
-            self.copies.count("up", array.nbytes)
+            self._copies.count("up", array.nbytes)
             self.synchronize()
             return array
+
+    def page_locked(self, n_bytes: int) -> HostArray:
+        """Return (n_bytes,) of uint8 of page-locked host memory, uninitialised: only with such are copies asynchronous.
+
+        It returns to CuPy's pool with the last reference to it. Locking takes far longer than most copies, so the pool
+        keeps as much as was in use at one time.
+        """
+        if not n_bytes:
+            return np.empty(0, np.uint8)
+        with self.gpu.current(f"makes {n_bytes} bytes of page-locked host memory"):
+            memory = self.cupy.cuda.alloc_pinned_memory(n_bytes)
+        array: HostArray = np.frombuffer(memory, np.uint8, n_bytes)
+        return array
 
     def download(self, out: HostArray, array: Any) -> None:
         """Begin to copy an array to page-locked host memory of its length and dtype."""
@@ -282,26 +304,18 @@ class DeviceSpace:
             with self.in_stream():
                 self.wait_for_callers(array)
                 array.data.copy_to_host_async(out.ctypes.data, array.nbytes, self.stream)
-                self.copies.count("down", array.nbytes)
+                self._copies.count("down", array.nbytes)
 
-    def upload(self, array: Any, values: HostArray, *, second_stream: bool = False) -> None:
-        """Begin to copy page-locked host memory, which must not change until that is done, to an array.
-
-        second_stream: copy in the second stream, which waits for no other work. Before, all work of the store and of
-        the caller on these elements must be done; afterwards, `join_second_stream` must come before any work on them.
-        """
+    def upload(self, array: Any, values: HostArray) -> None:
+        """Begin to copy page-locked host memory to an array. It is kept, and must not change, until that is done."""
         if array.size:
             with self.in_stream():
-                if not second_stream:
-                    self.wait_for_callers(array)
-                stream = self.second_stream if second_stream else self.stream
-                array.data.copy_from_host_async(values.ctypes.data, array.nbytes, stream)
-                self.copies.count("up", array.nbytes)
-
-    def join_second_stream(self) -> None:
-        """Make the store's stream wait for all work in the second one."""
-        with self.in_stream():
-            self.stream.wait_event(self.second_stream.record(self.gpu.event()))
+                self.wait_for_callers(array)
+                array.data.copy_from_host_async(values.ctypes.data, array.nbytes, self.stream)
+                self._copies.count("up", array.nbytes)
+                self._uploading.append((self.stream.record(self.gpu.event()), values))
+                while self._uploading and self._uploading[0][0].done:
+                    self._uploading.popleft()
 
     # --- order
 
@@ -346,20 +360,6 @@ class DeviceSpace:
         with self.in_stream():
             return self.cupy.zeros(n_elems, dtype)
 
-    def shared_empty(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """Return a new array that other ranks of the host can read (spaces/peers) as long as the store lives."""
-        n_bytes = max(1, n_elems * dtype.itemsize)
-        length = -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        with self.in_stream():
-            if self._free_end[1] < length:
-                chunk_bytes = max(CHUNK_BYTES, -(-length // ALLOCATION_BYTES) * ALLOCATION_BYTES)
-                self.chunks.append(self.cupy.cuda.Memory(chunk_bytes))
-                self._free_end = self.chunks[-1].ptr, chunk_bytes
-            begin, left = self._free_end
-            self._free_end = begin + length, left - length
-            chunk = self.chunks[-1]
-            return self.cupy.ndarray((n_elems,), dtype, self.cupy.cuda.MemoryPointer(chunk, begin - chunk.ptr))
-
     def copy(self, out: Any, values: Any) -> None:
         """See `Space`."""
         with self.in_stream():
@@ -368,7 +368,7 @@ class DeviceSpace:
             if hasattr(values, "data") and isinstance(values, self.cupy.ndarray):
                 self.wait_for_callers(out, values)
                 if out.dtype == values.dtype:
-                    self.copies.count("device", out.nbytes)
+                    self._copies.count("device", out.nbytes)
                 np.copyto(out, values, casting="unsafe")
             else:
                 self.wait_for_callers(out)

@@ -21,7 +21,6 @@ from mpikv.spaces.base import CallersArray, Space, SpaceArray
 from mpikv.spaces.callers import CallersGpuArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.folded import sum_of_squares
-from mpikv.spaces.host import HostSpace
 
 HOST, DEVICE = "host", "device"
 
@@ -34,7 +33,7 @@ class Spaces:
     Without a device all keys are in host memory. missing: why there is no device, for errors.
     """
 
-    host: Space = field(default_factory=HostSpace)
+    host: Space = field(default_factory=Space)
     device: DeviceSpace | None = None
     of_new_keys: str | None = None
     missing: str = "none was looked for"

@@ -219,8 +219,6 @@ class AllreduceStrategy(WorkersStrategy):
         except ConfigError as found:
             refused = found
         self.rows.close()
-        if self.keys.hosts is not None:  # before any worker frees device memory that others read
-            self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
         return refused
 
     def free(self) -> None:

@@ -7,10 +7,9 @@ process can take device memory. Each shard of such a key takes one of three path
   receives the answer there. Only for a large uncompressed shard whose server is not reached through shared memory.
 - *In process* (`DeviceCalls.goes_in_process`), to the server inside this worker, unless the answer is for an array in
   host memory: one copy on the GPU in each direction (transports/loopback.py). Only for a large uncompressed shard.
-- *Staged*: the shard is copied down to page-locked memory and sent from there; the answer is received in the same
-  memory and copied up. If the server reads shared memory of the host, the page-locked memory is a range of that. A push
-  that is encoded on the GPU (device_pieces.py) is copied down encoded; an answer that is only for arrays on the GPU and
-  decoded there is copied up encoded.
+- *Through host memory*: the shard is copied down to page-locked memory and sent from there; the answer is received in
+  the same memory and copied up. A push that is encoded on the GPU (device_pieces.py) is copied down encoded; an answer
+  that is only for arrays on the GPU and decoded there is copied up encoded.
 
 No thread blocks for a copy. A call begins its copies when its pushed values have been written, and sends its messages
 when the store's stream has done the copies. Until then the call waits in a queue, and so do all later calls, also those
@@ -19,9 +18,9 @@ messages, from host memory or from device memory that no copy uses any more.
 
 A caller's array in host memory receives an answer as for a key in host memory, without the GPU.
 
-Cost of a call with n elements: staged, n copied down for a push and n up for an answer; else none. One event of the
-stream for each call. Memory: page-locked arrays, of each length as many as calls were in progress at one time, which
-are kept; on the GPU the pushed total, which the answer overwrites.
+Cost of a call with n elements: through host memory n copied down for a push and n up for an answer; else none. One
+event of the stream for each call. Memory: page-locked arrays of the space; on the GPU the pushed total, which the
+answer overwrites.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from collections.abc import Callable, Sequence
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Completion, Operation, Predicate, Steps
-from mpikv.hostmemory.allocator import Allocator
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
@@ -42,33 +40,6 @@ from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.exchange import Client, Item
 from mpikv.strategies.pieces import Pieces
 from mpikv.transports import wire
-
-LEAST_BYTES, MOST_ROUNDED_BYTES = 4096, 8 << 20  # lengths in between are rounded up to a power of two
-
-
-class CallBuffers:
-    """A pool of page-locked memory for calls. segment: allocates shared memory of the host, if there is any.
-
-    Memory may be given back while the store's stream still copies from it: its next user either uses it in that stream,
-    too, or waits until the stream has done all that was enqueued by then.
-    """
-
-    def __init__(self, space: DeviceSpace, segment: Allocator | None) -> None:
-        self._space, self._segment = space, segment
-        self._free: dict[tuple[int, bool], list[HostArray]] = {}  # by length, and whether it is shared
-
-    def take(self, n_bytes: int, *, shared: bool) -> HostArray:
-        """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host can read, while some is left."""
-        length = max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length()) if n_bytes <= MOST_ROUNDED_BYTES else n_bytes
-        kept = self._free.get((length, shared))
-        if kept:
-            return kept.pop()
-        memory = self._segment.take(length, pages=True) if shared and self._segment is not None else None
-        return self._space.pinned.take(length) if memory is None else self._space.pinned.lock(memory)
-
-    def give(self, memory: HostArray, *, shared: bool) -> None:
-        """Return memory of `take` to the pool."""
-        self._free.setdefault((memory.size, shared), []).append(memory)
 
 
 class DeviceCalls:
@@ -82,13 +53,11 @@ class DeviceCalls:
         self,
         client: Client,
         space: DeviceSpace,
-        segment: Allocator | None,
         *,
         mpi_takes_device: bool,
         on_lost: Callable[[BaseException], None],
     ) -> None:
         self._client, self.space, self._mpi_takes_device, self._on_lost = client, space, mpi_takes_device, on_lost
-        self.buffers = CallBuffers(space, segment)
         self._queue: deque[Completion] = deque()
 
     @property
@@ -113,10 +82,6 @@ class DeviceCalls:
             and key.compression.uncompressed
             and HOST not in space_names
         )
-
-    def is_read_in_place(self, routes: Sequence[Route]) -> bool:
-        """Whether a server reads some of these shards in place, in shared memory of the host."""
-        return any(self._client.through_memory[route.owner] and not route.inline for route in routes)
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """See `Client.exchange`; here the items' totals are in the spaces of their keys."""
@@ -181,17 +146,16 @@ class _KeyCall:
         self._space_names = set() if self._sink is None else self._sink.space_names
         in_process = [route for route in item.routes if calls.goes_in_process(item.key, route, self._space_names)]
         by_mpi = [route for route in item.routes if route not in in_process and calls.goes_by_mpi(item.key, route)]
-        self._staged = [route for route in item.routes if route not in in_process and route not in by_mpi]
-        self._memory: list[HostArray] = []
+        self._copied = [route for route in item.routes if route not in in_process and route not in by_mpi]
         self._on_host: SpaceArray = None
         self._on_device: SpaceArray = total
         if total is None and DEVICE in self._space_names:
             self._on_device = calls.space.empty(info.n_elems, info.dtype)
         encodes = total is not None and item.key.encodes_on_device(uncompressed=item.pushes_uncompressed)
         decodes = self._space_names == {DEVICE} and item.key.decodes_on_device(uncompressed=item.answered_uncompressed)
-        copies_up = DEVICE in self._space_names and (bool(self._staged) or HOST in self._space_names) and not decodes
-        if copies_up or (total is not None and self._staged and not encodes):
-            self._on_host = self._take(info.n_elems * info.dtype.itemsize).view(info.dtype)
+        copies_up = DEVICE in self._space_names and (bool(self._copied) or HOST in self._space_names) and not decodes
+        if copies_up or (total is not None and self._copied and not encodes):
+            self._on_host = calls.space.page_locked(info.n_elems * info.dtype.itemsize).view(info.dtype)
         # Where messages are received: the caller's array, page-locked memory, or device memory.
         only_host = None if self._sink is None or DEVICE in self._space_names else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
@@ -205,8 +169,9 @@ class _KeyCall:
         if encodes:
             pushed = self._encoded(item.key, total)
         elif total is not None:
-            for begin, end in _runs(self._staged):
-                calls.space.download(self._on_host[begin:end], total[begin:end])
+            for route in self._copied:
+                span = slice(route.begin, route.end)
+                calls.space.download(self._on_host[span], total[span])
         self.items = [
             item._replace(
                 total=None if total is None else array,
@@ -215,18 +180,12 @@ class _KeyCall:
                 flags=item.flags | flags,
             )
             for array, into, routes, flags in (
-                (pushed, self._result, self._staged, 0),
+                (pushed, self._result, self._copied, 0),
                 (self._on_device, from_mpi, by_mpi, 0),
                 (self._on_device, self._on_device, in_process, wire.LOOPBACK_PUSH | wire.LOOPBACK_ANSWER),
             )
             if routes
         ]
-
-    def _take(self, n_bytes: int) -> HostArray:
-        """Page-locked memory, in use until the call is done."""
-        memory = self._calls.buffers.take(n_bytes, shared=self._shared)
-        self._memory.append(memory)
-        return memory[:n_bytes]
 
     def _encoded(self, key: ClientKey, total: SpaceArray) -> PieceMessages:
         """Encode a push on the GPU and start to copy it to the host. Returns its messages."""
@@ -238,16 +197,12 @@ class _KeyCall:
         return PieceMessages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
-        """Page-locked memory for the messages of all staged pieces."""
-        staged = [piece for route in self._staged for piece in route.pieces]
-        return {piece: self._take(pieces.wire_bytes(piece)) for piece in staged}
-
-    @property
-    def _shared(self) -> bool:
-        return self._calls.is_read_in_place(self._staged)
+        """Page-locked memory for the messages of all pieces that are copied."""
+        copied = [piece for route in self._copied for piece in route.pieces]
+        return {piece: self._calls.space.page_locked(pieces.wire_bytes(piece)) for piece in copied}
 
     def deliver(self) -> None:
-        """Write the answer, which is complete, to the caller's arrays, and give the memory back."""
+        """Write the answer, which is complete, to the caller's arrays."""
         space = self._calls.space
         if DEVICE in self._space_names:
             assert self._sink is not None
@@ -256,21 +211,9 @@ class _KeyCall:
                     self._item.key.returned_in_space.put(message, self._on_device[begin:end])
             elif self._on_host is not None:
                 every = HOST in self._space_names
-                for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
+                copied = [(0, self._on_host.size)] if every else [(one.begin, one.end) for one in self._copied]
+                for begin, end in copied:
                     space.upload(self._on_device[begin:end], self._on_host[begin:end])
             self._sink.deliver(self._on_device, self._on_host if HOST in self._space_names else None)
         elif self._sink is not None:
             self._sink.deliver(self._result)
-        for memory in self._memory:
-            self._calls.buffers.give(memory, shared=self._shared)
-
-
-def _runs(routes: Sequence[Route]) -> list[tuple[int, int]]:
-    """Join adjacent shards, which are in ascending order, so that they are copied together."""
-    runs: list[tuple[int, int]] = []
-    for route in routes:
-        if runs and runs[-1][1] == route.begin:
-            runs[-1] = runs[-1][0], route.end
-        else:
-            runs.append((route.begin, route.end))
-    return runs

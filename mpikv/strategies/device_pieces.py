@@ -6,8 +6,7 @@ worker owns itself stays on the GPU.
 
 All that a worker sends in one half of a round is encoded and copied to the host before its first message, because that
 takes a GPU less time than a network takes for a few messages. Each received message is copied to the GPU and added in
-the store's stream as soon as it is there. The host waits for that stream once, at the end of the half round; until then
-the messages' buffers are in use.
+the store's stream as soon as it is there, and the host does not wait for that.
 
 Cost: a copy for each piece, and the kernel launches of its codec. Page-locked memory: that of all messages sent and
 received in half a round.
@@ -38,7 +37,6 @@ class DevicePieces(Pieces):
     def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace, recorder: Recorder | None = None) -> None:
         super().__init__(info, codec, recorder)
         self.space = space
-        self._message_memory: list[HostArray] = []  # of the current half round
 
     def _new_state(self, n_elems: int) -> State:
         return self._state_on_device(self._codec.init(n_elems))
@@ -51,7 +49,7 @@ class DevicePieces(Pieces):
         return {piece: self.encode(values, piece).view(np.uint8) for piece in pieces}
 
     def _on_device(self, data: Any, n_elems: int) -> SpaceArray:
-        """Encoded values in device memory. data: they are there already, or in a message, in use until `end`."""
+        """Encoded values in device memory. data: they are there already, or in a message."""
         if not isinstance(data, np.ndarray):
             return data
         self._codec.check(self._as_encoded(data), n_elems)
@@ -78,19 +76,8 @@ class DevicePieces(Pieces):
         return DeviceEncoding(self, values, outgoing, uses)
 
     def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
-        """See `Pieces`. Each message has its own buffer, as the GPU may copy from it until `end`."""
-        return [self.message_buffer(n) for n in n_bytes]
-
-    def message_buffer(self, n_bytes: int) -> HostArray:
-        """Page-locked memory for a message, in use until `end`."""
-        memory = self.space.pinned.take(n_bytes)
-        self._message_memory.append(memory)
-        return memory
-
-    def end(self) -> Steps[None]:
-        """See `Pieces`."""
-        yield self.space.stream_event()
-        self._message_memory.clear()
+        """See `Pieces`. Each message has its own buffer, as the GPU may still copy from those that have come."""
+        return [self.space.page_locked(n) for n in n_bytes]
 
     # --- states
 
@@ -130,7 +117,7 @@ class DeviceEncoding(Encoding):
         space = self.pieces.space
         sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
-        self._messages = {piece: self.pieces.message_buffer(data.nbytes) for piece, data in sent.items()}
+        self._messages = {piece: space.page_locked(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():
             space.download(self._messages[piece], data)
         yield space.stream_event()

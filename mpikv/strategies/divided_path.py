@@ -29,16 +29,13 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.hosted_path import HostedPath
 from mpikv.strategies.key_path import PathResources, SharedPath
 from mpikv.strategies.speaker import Pushed
-from mpikv.strategies.staging import Staging
 
 
 class DividedPath(SharedPath):
     """See `KeyPath`. place: where the value, the counters of the workers' part, and those of the servers' part are."""
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
-        super().__init__(resources, info, placement, (place[0], place[2]), staging)
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, (place[0], place[2]))
         assert resources.speaker is not None
         self._resources, self._speaker, self._of_workers = resources, resources.speaker, place[:2]
         self._ring: HostedPath | None = None

@@ -39,7 +39,6 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.pipeline import load_first
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
 from mpikv.engine.operation import Done, Operation, Steps
 from mpikv.placement.keys import KeyInfo
@@ -50,7 +49,6 @@ from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.pieces import Encoding, Pieces
-from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
 
 _BYTES = np.dtype(np.uint8)
@@ -75,13 +73,9 @@ class EncodedPath(KeyPath):
     overwrites = False
     codec: KeyCodec
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
-        super().__init__(resources, info, placement, place, staging)
-        self._sum_dtype = self.dtype
-        if staging is None:
-            self.dtype = info.dtype
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, place)
+        self._sum_dtype, self.dtype = self.dtype, info.dtype
         self._device = self._space if isinstance(self._space, DeviceSpace) else None
         self.value = self._space.empty(info.n_elems, info.dtype)
         self.codec = KeyCodec(info, self._space, resources.group)
@@ -100,14 +94,13 @@ class EncodedPath(KeyPath):
         if (space := self._device) is None:
             yield from broadcast(self._group, self.value, 0, self._tag(0))
             return
-        values = space.pinned.take(self.value.nbytes).view(self.value.dtype)
+        values = space.page_locked(self.value.nbytes).view(self.value.dtype)
         if self._group.rank == 0:
             space.download(values, self.value)
             yield space.stream_event()
         yield from broadcast(self._group, values, 0, self._tag(0))
         if self._group.rank != 0:
             space.upload(self.value, values)
-            yield space.stream_event()  # `values` is in use until then
 
     # --- a round
 
@@ -125,18 +118,7 @@ class EncodedPath(KeyPath):
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """Add in new memory; if `staging` has copied `values` from a GPU, then write the sum into `values`."""
-        if self.staging is None:
-            return self._add(values, combine, comparison)
-        steps = self._add_in_place(values, combine, comparison)
-        return load_first(self._parts, steps, values, needed=(0, values.size), completed=[self.updates])
-
-    def _add_in_place(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[None]:
-        totals = yield from self._add(values, combine, comparison)
-        own = slice(*self.updates)
-        values[own] = totals[own]
-
-    def _add(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[HostArray]:
+        """Add in new memory."""
         group, codec = self._groups(comparison)[0], self.codec
         pieces = codec.pushed
         if codec.uncompressed:
@@ -166,15 +148,8 @@ class EncodedPath(KeyPath):
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Send the updated shards back. With `gather` nothing is sent, as every worker has added all elements."""
-        (begin, end), n = self.updates, self.value.size
-        steps = self._end_alone() if self._gathers else self._send_back(comparison)
-        return load_first(self._parts, steps, self.value, needed=(begin, end), completed=[(0, begin), (end, n)])
-
-    @staticmethod
-    def _end_alone() -> Steps[None]:
-        yield from ()
-
-    def _send_back(self, comparison: Comparison | None) -> Steps[None]:
+        if self._gathers:
+            return
         group, codec = self._groups(comparison)[1], self.codec
         sends_encoded = codec.returns_encoded and not codec.uncompressed
         pieces = codec.returned if sends_encoded else codec.uncompressed_pieces
@@ -230,4 +205,3 @@ class EncodedPath(KeyPath):
             receiver = Receiver(_WithOwnRank(group), targets, tag, window, take=take_one)
         sender = Sender(group, encoding, tag, window, lambda: len(encoding))
         yield from drive(receiver, sender)
-        yield from encoding.pieces.end()

@@ -1,12 +1,11 @@
 """Keys and arrays in the shared memory of each host.
 
-The memory has three ranges of equal length. The first begins with the counters and slots of the direct path, and the
-table of the device memory that ranks read of each other (spaces/peers). Behind them are the keys' values, and blocks
-for arrays of `store.empty`, which have a range of the same length for every worker. The second has the keys' counters
-(collectives/host_key), each key's behind a word that is set when the key's first value has been written. Worker 0
-allocates in these two ranges, one key or block after another, at the same offsets on every host; the others get the
-offsets when they agree on a key or an array. Nothing is ever freed. The third is divided among the workers, for values
-that the others of the host read.
+The memory has three ranges of equal length. The first begins with the counters and slots of the direct path. Behind
+them are the keys' values, and blocks for arrays of `store.empty`, which have a range of the same length for every
+worker. The second has the keys' counters (collectives/host_key), each key's behind a word that is set when the key's
+first value has been written. Worker 0 allocates in these two ranges, one key or block after another, at the same
+offsets on every host; the others get the offsets when they agree on a key or an array. Nothing is ever freed. The third
+is divided among the workers, for values that the others of the host read.
 
 A worker gets no message when another of its host changes a counter that it waits for. So each worker keeps a log in
 shared memory: a ring buffer with an entry for each counter that it has changed, and the number of all entries so far.
@@ -17,24 +16,20 @@ the other workers, and wakes the transfers that wait for these keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.collectives.host_key import Arrays, HostKey, Place, counters_bytes
+from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
-from mpikv.engine.operation import Done, Operation, Steps, Waiter, Waking
+from mpikv.engine.operation import Operation, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, MemoryRange, aligned, fence
 from mpikv.placement.topology import topology
-from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.peers import Peers
-from mpikv.spaces.peers import table_bytes as peers_bytes
 
 LOG_ENTRIES = 1024
 MOST_UNREAD = LOG_ENTRIES // 2  # a worker that has more entries to read wakes all waiting transfers instead
@@ -70,11 +65,10 @@ class _Published(Waking):
 class HostKeys:
     """One worker's view of its host's memory. Also a request that is never done, whose `test` wakes waiting transfers.
 
-    hosts: each worker's host. space: the space of this worker's device memory, if the others of its host read that;
-    else None. peers: the device arrays that they read of each other.
+    hosts: each worker's host.
     """
 
-    def __init__(self, memory: HostMemory, hosts: Sequence[str], space: DeviceSpace | None = None) -> None:
+    def __init__(self, memory: HostMemory, hosts: Sequence[str]) -> None:
         found = topology(hosts)
         self.memory = memory
         self.rank = memory.rank
@@ -89,10 +83,6 @@ class HostKeys:
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
             begin = self.slots.end
-        self.peers: Peers | None = None
-        if space is not None:
-            self.peers = Peers(space, memory, begin)
-            begin += peers_bytes(self._most_ranks)
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
         self._values = MemoryRange(begin, third)  # used by worker 0 only
         self._counters = MemoryRange(third, 2 * third)  # likewise
@@ -103,12 +93,9 @@ class HostKeys:
 
     # --- places
 
-    def reserve_key(self, n_bytes: int, *, pages: bool = False) -> Place | None:
-        """Allocate the place of a key, on every host, at worker 0. None when the memory is full on one of them.
-
-        pages: whether the key gets whole pages, which can be page-locked.
-        """
-        value = self._values.reserve(n_bytes, pages=pages)
+    def reserve_key(self, n_bytes: int) -> Place | None:
+        """Allocate the place of a key, on every host, at worker 0. None when the memory is full on one of them."""
+        value = self._values.reserve(n_bytes)
         # Before the counters is the word that is set when the first value is published, in a cache line of its own.
         counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most_ranks))
         return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
@@ -121,43 +108,22 @@ class HostKeys:
         """The value of a key at its place: (n_elems,)."""
         return self.memory.array(place[0], n_elems, dtype)
 
-    def key(
-        self,
-        place: Sequence[int],
-        n_elems: int,
-        dtype: np.dtype[Any],
-        *,
-        pages: bool = False,
-        value: Any = None,
-        arrays: Arrays | None = None,
-    ) -> HostKey:
-        """Make what the rounds of a key at `place` need. pages: whether they allocate whole pages.
-
-        value, arrays: of a key in device memory, see `HostKey`.
-        """
+    def key(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostKey:
+        """Make what the rounds of a key at `place` need."""
         return HostKey(
             self.memory,
             Place(*place),
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            allocate=partial(self.allocate, pages=pages),
-            value=value,
-            arrays=arrays,
+            allocate=self.allocate,
             on_count=self._count,
             on_wait=self.wait,
         )
 
-    def close(self) -> Operation:
-        """Unmap the others' device memory. Returns a request that is done when they have unmapped this rank's.
-
-        Collective. Wait for the request before device memory is freed.
-        """
-        return Done() if self.peers is None else self.peers.close()
-
-    def allocate(self, n_bytes: int, *, pages: bool = False) -> HostArray:
+    def allocate(self, n_bytes: int) -> HostArray:
         """Allocate (n_bytes,) of uint8 in this worker's range, which the others can read. MpikvError if it is full."""
-        memory = self._own_memory.take(n_bytes, pages=pages)
+        memory = self._own_memory.take(n_bytes)
         if memory is None:
             raise MpikvError(
                 f"no room for {n_bytes} bytes more in this worker's part of the host's memory: "

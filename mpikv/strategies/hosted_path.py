@@ -40,10 +40,9 @@ class HostedPath(SharedPath):
             changeable=changeable,
             combine=combine,
             comparison=comparison,
-            pipeline=self._parts,
         )
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Complete the value once for each host, and copy each segment to `outs` as soon as it is complete."""
         group = self._groups(comparison)[1]
-        return hosted.allgather(group, self.placement.bounds, self._tag(2), self._key, outs, pipeline=self._parts)
+        return hosted.allgather(group, self.placement.bounds, self._tag(2), self._key, outs)

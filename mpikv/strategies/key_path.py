@@ -7,7 +7,7 @@ A path does the rounds of one key. A round has two halves, and the optimizer run
 
 Each path has a file of its own, which says where the value is kept, who adds, in which order, and what is sent. A path
 knows no other path: the key's `KeyPaths` choose the path of a round (paths.py). Paths share the collectives, the pieces
-of a codec (pieces.py, key_codec.py), and the copies between a GPU and the host (staging.py).
+of a codec (pieces.py, key_codec.py), and the copies between a GPU and the host (host_copies.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.nccl import NcclComm
-from mpikv.collectives.pipeline import NO_PIPELINE, Pipeline
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
@@ -30,10 +29,10 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
+from mpikv.strategies.host_copies import HostCopies
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.speaker import Pushed, Speaker
-from mpikv.strategies.staging import Staging
 from mpikv.transports import wire
 from mpikv.transports.base import Group
 
@@ -61,34 +60,34 @@ class PathResources(NamedTuple):
 class KeyPath:
     """The path of one key.
 
-    value: the array that `allgather` completes, (n,). It holds the key's value, unless `staging` or an earlier path of
+    value: the array that `allgather` completes, (n,). It holds the key's value, unless `copies` or an earlier path of
     the key does (paths.py). dtype: the dtype of pushed values. shared: whether `value` is in memory that the ranks of
     this host share. If so, they read pushed values in place, and `allgather` writes each segment of the value to the
-    caller's arrays as soon as it is complete. overwrites: whether `reduce_scatter` may overwrite pushed values. codec:
-    encodes what is sent; None: values are sent uncompressed. staging: the copies of a key in device memory whose path
-    adds in host memory; None: values are added where they are.
+    caller's arrays as soon as it is complete. overwrites: whether `reduce_scatter` may overwrite pushed values.
+    sends_back: whether `allgather` sends anything. codec: encodes what is sent; None: values are sent uncompressed.
+    copies: of a key in device memory whose path adds in host memory, set by paths.py; None: values are added where they
+    are.
     """
 
     shared = False
     overwrites = True
+    sends_back = True
     value: SpaceArray
     codec: KeyCodec | None = None
+    copies: HostCopies | None = None
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         """place: the key's place in the shared memory of its host; None: it has none."""
-        self.placement, self.staging = placement, staging
+        self.placement = placement
         self.dtype: np.dtype[Any] = sum_dtype(info.dtype)
         self._group, self._key_id = resources.group, info.id
-        self._space = resources.spaces.of(info) if staging is None else staging.on_host
-        self._parts: Pipeline = NO_PIPELINE if staging is None else staging.segments
+        self._space = resources.spaces.host if placement.path == "host" else resources.spaces.of(info)
         self._labelled: tuple[Group, Group] | None = None
 
     @property
     def held_bytes(self) -> int:
-        """This worker's own memory that the path holds; by default that of the value."""
-        return int(self.value.nbytes)
+        """This worker's own memory that the path holds beside the key's value."""
+        return 0 if self.copies is None else self.copies.held_bytes
 
     @property
     def owned(self) -> Span:
@@ -139,11 +138,6 @@ class KeyPath:
         """
         raise NotImplementedError
 
-    def _others(self) -> list[Span]:
-        """The elements that other workers own, before this worker's shard and behind it."""
-        begin, end = self.owned
-        return [(0, begin), (end, self.placement.bounds[-1])]
-
     def _tag(self, use: int) -> int:
         return wire.key_tag(self._key_id, use)
 
@@ -167,10 +161,8 @@ class SharedPath(KeyPath):
     shared = True
     overwrites = False
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
-        super().__init__(resources, info, placement, place, staging)
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, place)
         assert resources.hosts is not None
         self._hosts, self._info, self._place = resources.hosts, info, place
         self._shared_key: HostKey | None = None
@@ -180,14 +172,13 @@ class SharedPath(KeyPath):
     def _key(self) -> HostKey:
         """The key's counters and buffers. Made by the first round: some keys have none."""
         if self._shared_key is None:
-            info, pages = self._info, self.staging is not None
-            self._shared_key = self._hosts.key(self._place, info.n_elems, info.dtype, pages=pages)
+            self._shared_key = self._hosts.key(self._place, self._info.n_elems, self._info.dtype)
         return self._shared_key
 
     @property
     def held_bytes(self) -> int:
         """The buffer that this worker copies its values to, so that the others can add them."""
-        return 0 if self._shared_key is None else self._shared_key.held_bytes
+        return super().held_bytes + (0 if self._shared_key is None else self._shared_key.held_bytes)
 
 
 # Where a path does no more than a collective, it returns the collective's generator: a generator of its own around it

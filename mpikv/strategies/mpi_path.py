@@ -30,16 +30,13 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.staging import Staging
 
 
 class MpiPath(KeyPath):
     """See `KeyPath`."""
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
-        super().__init__(resources, info, placement, place, staging)
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, place)
         self.value = self._space.empty(info.n_elems, info.dtype)
         self._group = resources.device_group or resources.group
         self._device = cast(DeviceSpace, self._space)

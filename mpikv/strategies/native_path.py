@@ -14,23 +14,19 @@ from typing import Any
 import numpy as np
 
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.pipeline import load_first
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.staging import Staging
 
 
 class NativePath(KeyPath):
     """See `KeyPath`."""
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
-        super().__init__(resources, info, placement, place, staging)
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, place)
         assert resources.communicators is not None
         self.value = self._space.empty(info.n_elems, info.dtype)
         self._communicators = resources.communicators
@@ -45,10 +41,6 @@ class NativePath(KeyPath):
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """Add in `values`, after the workers' labels have been compared."""
-        steps = self._add(values, combine, comparison)
-        return load_first(self._parts, steps, values, needed=(0, values.size), completed=[self.owned])
-
-    def _add(self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[SpaceArray | None]:
         native = self._communicators.native
         if comparison is not None:
             yield from native.compare(self._comm, comparison)
@@ -58,4 +50,4 @@ class NativePath(KeyPath):
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Receive into `value`."""
         steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
-        return load_first(self._parts, steps, self.value, needed=self.owned, completed=self._others())
+        return steps

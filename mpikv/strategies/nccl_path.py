@@ -42,7 +42,6 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.staging import Staging
 from mpikv.transports.base import Group
 
 LONGEST_TURN = 0.05  # of the limit, counted between two tests: time in which the process was stopped is no wait
@@ -51,10 +50,8 @@ LONGEST_TURN = 0.05  # of the limit, counted between two tests: time in which th
 class NcclPath(KeyPath):
     """See `KeyPath`."""
 
-    def __init__(
-        self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any, staging: Staging | None = None
-    ) -> None:
-        super().__init__(resources, info, placement, place, staging)
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, place)
         self._device = cast(DeviceSpace, self._space)
         self._info, self._timeout_s = info, resources.timeout_s
         # NCCL is not needed where there is no other worker, or no element.

@@ -40,16 +40,9 @@ class OneHostPath(SharedPath):
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """Add this worker's shard. `values` are copied only if the others cannot read them in place."""
-        return one_host.reduce_scatter(
-            self._group.rank,
-            values,
-            self.placement.bounds,
-            self._key,
-            combine=combine,
-            comparison=comparison,
-            pipeline=self._parts,
-        )
+        rank, bounds = self._group.rank, self.placement.bounds
+        return one_host.reduce_scatter(rank, values, bounds, self._key, combine=combine, comparison=comparison)
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy the value to `outs`."""
-        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs, pipeline=self._parts)
+        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs)

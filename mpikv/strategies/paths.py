@@ -5,8 +5,8 @@ are sent encoded may have a second path, for rounds whose values are sent uncomp
 first round whose reduction needs whole values (whole_path.py). `begin_round` chooses among them. A bucket of several
 keys counts as one key.
 
-Where the value is: in the memory of the key's path, or on the GPU if that path is staged. The other paths complete the
-value in the same array, or in shared memory of the host, from which it is copied to that array.
+Where the value is: in the memory of the key's path, or on the GPU if that path copies it to the host. The other paths
+complete the value in the same array, or in shared memory of the host, from which it is copied to that array.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.divided_path import DividedPath
 from mpikv.strategies.encoded_path import EncodedPath
+from mpikv.strategies.host_copies import HostCopies
 from mpikv.strategies.hosted_path import HostedPath
-from mpikv.strategies.ipc_path import IpcPath
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.message_path import MessagePath
 from mpikv.strategies.mpi_path import MpiPath
@@ -34,7 +34,6 @@ from mpikv.strategies.native_path import NativePath
 from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.one_host_path import OneHostPath
 from mpikv.strategies.speaker import Pushed
-from mpikv.strategies.staging import Staging
 from mpikv.strategies.whole_path import WholePath
 
 PATHS: Mapping[Path, type[KeyPath]] = {
@@ -44,7 +43,6 @@ PATHS: Mapping[Path, type[KeyPath]] = {
     "messages": MessagePath,
     "native": NativePath,
     "encoded": EncodedPath,
-    "ipc": IpcPath,
     "mpi": MpiPath,
     "nccl": NcclPath,
 }
@@ -62,8 +60,8 @@ class KeyPaths:
         self.placement, self._is_first = placement, resources.group.rank == 0
         self._resources, self._info = resources, info
         self.usual = path_of(resources, info, placement, place)
-        staging = self.usual.staging
-        self.value: SpaceArray = self.usual.value if staging is None else staging.value
+        copies = self.usual.copies
+        self.value: SpaceArray = self.usual.value if copies is None else copies.value
         self.dtype: np.dtype[Any] = self.usual.dtype
         self.codec = self.usual.codec
         self.uncompressed: KeyPath | None = None
@@ -82,7 +80,7 @@ class KeyPaths:
 
         A round then writes each segment of the value to the caller's arrays as soon as it is complete.
         """
-        return self.usual.shared and self.usual.staging is None
+        return self.usual.shared and self.usual.copies is None
 
     @property
     def overwrites(self) -> bool:
@@ -92,12 +90,9 @@ class KeyPaths:
     @property
     def held_bytes(self) -> int:
         """This worker's own memory that the paths hold."""
-        held = self.usual.held_bytes + (0 if self.codec is None else self.codec.held_bytes)
-        if (path := self.uncompressed) is not None:  # both paths count `value`, unless the second has its own
-            held += path.held_bytes - (int(self.value.nbytes) if path.value is self.value else 0)
-            held += 0 if path.staging is None else path.staging.held_bytes - int(self.value.nbytes)
-        held += 0 if self.whole is None else self.whole.held_bytes
-        return held + (0 if self.usual.staging is None else self.usual.staging.held_bytes)
+        holders = (self.usual, self.uncompressed, self.whole, self.codec)
+        held = sum(one.held_bytes for one in holders if one is not None)
+        return held + (0 if self.value_is_shared else int(self.value.nbytes))
 
     def reshard(self, placement: Placement) -> None:
         """Change the bounds of the owners' shards, and compare labels anew. Not to be called during a round."""
@@ -113,13 +108,11 @@ class KeyPaths:
     def broadcast(self) -> Steps[None]:
         """Broadcast the value of worker 0. Collective; once, before the first round."""
         path = self.usual
-        if path.staging is None:
-            return path.broadcast()
-        return path.staging.broadcast(path.value, path.broadcast(), is_first=self._is_first)
+        return path.broadcast() if path.copies is None else path.copies.broadcast(path, is_first=self._is_first)
 
     def broadcast_now(self) -> bool:
         """Do what `broadcast` does if that needs no wait. Returns whether it was done."""
-        return self.usual.staging is None and self.usual.broadcast_now()
+        return self.usual.copies is None and self.usual.broadcast_now()
 
     # --- rounds
 
@@ -148,21 +141,28 @@ def path_of(
     resources: PathResources, info: KeyInfo, placement: Placement, place: Any, value: SpaceArray | None = None
 ) -> KeyPath:
     """Make the path that a placement names. value: the array that an earlier path of the key has; None: make one."""
-    name, staging = placement.path, None
-    if name == "staged":
-        assert placement.host is not None
-        name = placement.host
-        hosts = resources.hosts if PATHS[name].shared else None
-        staging = Staging(cast(DeviceSpace, resources.spaces.of(info)), info, hosts, value)
-    path = PATHS[name](resources, info, placement, place, staging)
-    if value is not None and staging is None and not path.shared:
-        path.value = value
+    if placement.path != "host":
+        path = PATHS[placement.path](resources, info, placement, place)
+        if value is not None and not path.shared:
+            path.value = value
+        return path
+    assert placement.host is not None
+    path = PATHS[placement.host](resources, info, placement, place)
+    _copy_through_host(path, resources, info, value)
     return path
 
 
 def whole_path_of(resources: PathResources, info: KeyInfo, placement: Placement, value: SpaceArray) -> WholePath:
     """Make the path of rounds whose reduction needs whole values. value: the array that the key's other paths have."""
-    staging = None
+    path = WholePath(resources, info, placement, value)
     if info.space == DEVICE:
-        staging = Staging(cast(DeviceSpace, resources.spaces.of(info)), info, None, value)
-    return WholePath(resources, info, placement, value, staging)
+        _copy_through_host(path, resources, info, value)
+    return path
+
+
+def _copy_through_host(path: KeyPath, resources: PathResources, info: KeyInfo, value: SpaceArray | None) -> None:
+    """Let a path on the host work for a key on a GPU."""
+    path.copies = HostCopies(cast(DeviceSpace, resources.spaces.of(info)), info, value)
+    path.overwrites = False  # of the pushed values only the copies
+    if not path.shared:
+        path.value = path.copies.on_host()

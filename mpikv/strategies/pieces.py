@@ -128,10 +128,6 @@ class Pieces:
         buffers = [np.empty(longest, np.uint8) for _ in range(n_buffers)]
         return [buffers[i % n_buffers][:n] for i, n in enumerate(n_bytes)]
 
-    def end(self) -> Steps[None]:
-        """Release the messages' buffers. To be called when all messages have been sent and decoded."""
-        yield from ()
-
     # --- states
 
     @property

@@ -7,7 +7,7 @@ worker's shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
@@ -82,8 +81,7 @@ class PlacedKeys:
         self.events = KeyEvents(self._reserve, self._begin, self._forget_key, self._pushes, agreed)
         session.on_attributes.append(lambda slot, number, found: self.owner.add_attributes(slot, 0, number, found))
         if memory is not None:
-            space = cast(DeviceSpace, session.spaces.device) if members.device_path == "ipc" else None
-            self.hosts = HostKeys(memory, members.worker_hosts, space)
+            self.hosts = HostKeys(memory, members.worker_hosts)
             session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
@@ -111,20 +109,15 @@ class PlacedKeys:
 
     def _reserve(self, info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> Any:
         """Allocate the key's place in shared memory; None: it needs none. keys: the keys of a bucket."""
-        if info.sparse:
+        if info.sparse or self.hosts is None:
             return None
-        if self.hosts is None:
-            return None
-        on_device = info.space == DEVICE
-        path = self._members.device_path_of(info) if on_device else "host"
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
         if may_be_encoded:
             placement = self._placement(info, keys or (info,), has_place=True)
             if _is_encoded(placement) and not _goes_hosted(placement):
                 return None
-        if on_device and path not in {"ipc", "staged"}:
-            return None
-        return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
+        on_host = self._members.device_path_of(info) in ("none", "host")
+        return self.hosts.reserve_key(info.n_bytes) if on_host else None
 
     def reserve_divided(self, info: KeyInfo) -> Any:
         """Allocate the place of a key on the path "divided", at worker 0; None: it can have none."""

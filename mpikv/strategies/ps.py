@@ -138,10 +138,9 @@ class PsStrategy(WorkersStrategy):
 
     def _device_calls(self) -> DeviceCalls | None:
         space, path = self._session.spaces.device, self._members.device_path
-        if not isinstance(space, DeviceSpace) or path == "host":
+        if not isinstance(space, DeviceSpace) or path == "none":
             return None
-        segment = None if self._local is None else self._local.segment
-        return DeviceCalls(self._client, space, segment, mpi_takes_device=path == "mpi", on_lost=self._engine.fail)
+        return DeviceCalls(self._client, space, mpi_takes_device=path == "mpi", on_lost=self._engine.fail)
 
     # --- keys as they are agreed on
 

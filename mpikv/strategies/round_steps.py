@@ -1,8 +1,8 @@
 """Does the rounds of a queue, one after another: reduce-scatter, the optimizer on this worker's shard, allgather.
 
 The key's path does the reduce-scatter and the allgather (key_path.py); the key's `KeyPaths` choose the path of each
-round (paths.py). Where a key is on a GPU but its path adds on the host, values are copied there and back while the path
-works (staging.py). In a round whose labels differ between workers nobody updates anything, and worker 0 sends all of
+round (paths.py). Where a key is on a GPU but its path adds on the host, values are copied there and back around each
+half (host_copies.py). In a round whose labels differ between workers nobody updates anything, and worker 0 sends all of
 them the labels that each has pushed. The progress engine runs one generator for each queue that has rounds; it ends
 when the queue is empty, and the next push starts another.
 """
@@ -67,26 +67,29 @@ class RoundSteps:
             changeable, outs = round_.changeable, round_.outs
             if codec is not None and path is paths.uncompressed:
                 values, changeable = self._uncompressed_values(queue, path, values, changeable=changeable)
-            if (staging := path.staging) is None:
-                totals = yield from path.reduce_scatter(values, round_.op.combine, comparison, changeable=changeable)
-            else:
-                with staging.first_half(values, path.updates) as on_host:
-                    yield from path.reduce_scatter(on_host, round_.op.combine, comparison, changeable=True)
-                totals = None
+            added = values
+            if (copies := path.copies) is not None:
+                added = yield from copies.values(values)
+            totals = yield from path.reduce_scatter(
+                added, round_.op.combine, comparison, changeable=changeable or copies is not None
+            )
+            totals = added if totals is None else totals
+            if copies is not None:
+                totals = copies.totals(totals, path.updates, values, changeable=changeable)
             if part is not None:
                 part.done("reduce-scatter")
-            self._apply(queue, path, values if totals is None else totals, round_)
+            self._apply(queue, path, totals, round_)
             if part is not None:
                 part.done("update")
-            if staging is not None:
-                with staging.second_half(path.value):
-                    yield from path.allgather((), comparison)
-            else:
-                if path.value is not queue.stored:  # the path completes it elsewhere and copies it to `queue.stored`
-                    own = slice(*path.updates)
-                    path.value[own] = queue.stored[own]
-                    outs = (queue.stored,)
-                yield from path.allgather(outs, comparison)
+            if copies is not None:
+                outs = yield from copies.updated(path)
+            elif path.value is not queue.stored:  # the path completes it elsewhere and copies it to `queue.stored`
+                own = slice(*path.updates)
+                path.value[own] = queue.stored[own]
+                outs = (queue.stored,)
+            yield from path.allgather(outs, comparison)
+            if copies is not None:
+                copies.complete(path)
             if part is not None:
                 part.done("allgather")
             if codec is not None and path is not paths.usual:

@@ -8,9 +8,9 @@ round before all have begun it, and a worker that has begun a round does not rea
 Labels are not compared: they would differ in the op alone, and a worker with another op is on another path. The tag is
 one that no other path uses, so both workers wait until their time is over, and the errors name the op.
 
-Cost: that of collectives/adasum.py, and a copy into the value. Keys on a GPU are copied down and up as a whole
-(staging.py). Memory: where the caller's values must not be changed, a copy of them; page-locked memory for keys on a
-GPU, kept with the key.
+Cost: that of collectives/adasum.py, and a copy into the value. Keys on a GPU are copied down and up
+(host_copies.py). Memory: where the caller's values must not be changed, a copy of them; of keys on a GPU page-locked
+memory, kept with the key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.collectives import adasum
-from mpikv.collectives.pipeline import load_first
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
@@ -28,29 +27,16 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.staging import Staging
 
 
 class WholePath(KeyPath):
     """See `KeyPath`. value: the array of the key's usual path."""
 
-    def __init__(
-        self,
-        resources: PathResources,
-        info: KeyInfo,
-        placement: Placement,
-        value: SpaceArray,
-        staging: Staging | None = None,
-    ) -> None:
-        super().__init__(resources, info, placement, None, staging)
-        # With staging it would be the value in host memory, which no half of a round needs.
-        self.value = value if staging is None else self._space.empty(0, info.dtype)
-        self._n_elems = info.n_elems
+    sends_back = False
 
-    @property
-    def held_bytes(self) -> int:
-        """Of host memory for a key on a GPU; the value is counted by the usual path."""
-        return 0 if self.staging is None else self.staging.held_bytes - int(self.staging.value.nbytes)
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, value: SpaceArray) -> None:
+        super().__init__(resources, info, placement, None)
+        self.value, self._n_elems = value, info.n_elems
 
     @property
     def updates(self) -> Span:
@@ -62,10 +48,6 @@ class WholePath(KeyPath):
     ) -> Steps[SpaceArray | None]:
         """Combine in `values`, or in a copy of them."""
         buf = values if changeable else values.copy()
-        steps = self._combine(buf)
-        return load_first(self._parts, steps, buf, needed=self.updates, completed=[self.updates])
-
-    def _combine(self, buf: SpaceArray) -> Steps[SpaceArray]:
         yield from adasum.allreduce(self._group, buf, self._tag(3))
         return buf
 

@@ -25,7 +25,7 @@ from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
-NOT_TRIED = {"ipc": "not tried", "mpi": "not tried", "nccl": "not tried"}
+NOT_TRIED = {"mpi": "not tried", "nccl": "not tried"}
 TEST_TIMEOUT_S = 20.0  # far above what a healthy wait takes, far below a test runner's patience
 
 

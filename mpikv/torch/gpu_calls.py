@@ -55,7 +55,7 @@ def everywhere(calls: CollectiveCalls, tensors: Sequence[torch.Tensor]) -> bool:
     mine = bool(tensors) and all(on_store(tensor, store) for tensor in tensors)
     if not isinstance(session, Workers) or store.num_workers == 1:
         return mine
-    if session.members.device_path == "host":
+    if session.members.device_path == "none":
         return False
     return int(calls.allreduce([np.array([mine], np.int64)])[0][0]) == store.num_workers
 

@@ -30,7 +30,7 @@ WEAK = {"bool": "?", "int": "l", "float": "d"}  # Python's numbers; and what the
 SUBJECTS = [
     *(f"optimizer {name}" for name in optimizers.names()),
     *(f"codec {name}" for name in registry.names()),
-    *(f"store {path}" for path in ("ipc", "nccl", "staged")),
+    *(f"store {path}" for path in ("nccl", "host")),
 ]
 
 

@@ -4,8 +4,7 @@
     array = gpu.cupy.asarray(values)   # as a user has it
     with gpu.stream(): ...             # arrays do their work in a new stream of the user's
 
-Each rank of a job has a fake GPU of its own that claims to be the same one, and whose memory no other can open: such
-ranks go the way `staged`.
+Each rank of a job has a fake GPU of its own that claims to be the same one: such ranks go the way `host`.
 """
 
 from __future__ import annotations
@@ -53,10 +52,6 @@ def use(kind: str, replace: Callable[[Any, str, Any], None] = setattr, *, n_gpus
     machine = fake_cupy.Machine(n_gpus)
     cupy = machine.process()
 
-    def refuses(_handle: bytes, _flags: int = 1) -> int:
-        raise fake_cupy.CUDARuntimeError(801)  # cudaErrorNotSupported
-
-    cupy.cuda.runtime.ipcOpenMemHandle = refuses
     seen = Devices(("Fake GPU",) * n_gpus)
     find = partial(worker_device.find, ask=lambda: seen, open_gpu=lambda number: Gpu(number, cupy, lambda _: True))
     replace(worker_device, "find", find)

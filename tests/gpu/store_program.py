@@ -43,7 +43,8 @@ def make(
     gpu: Any, path: str, optimizer: str = "", codec: str = "", type_: str = "dist_sync_device", **more: Any
 ) -> Any:
     """A store whose keys are on its GPU, which is the user's, too; gpu: None: in host memory."""
-    path = "host" if gpu is None else path
+    type_ = type_.removesuffix("_device") if gpu is None else type_
+    path = "auto" if gpu is None else path
     store = kv.create(type_, config=Config(timeout_s=TIMEOUT_S, device_path=path, **more))
     if gpu is not None:
         gpu.cupy.cuda.runtime.setDevice(store.device)

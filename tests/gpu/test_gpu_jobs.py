@@ -1,7 +1,4 @@
-"""Jobs whose ranks share a GPU: values and bits by every way and mode, a rank that is killed, memory that is not there.
-
-Ranks of a job cannot open each other's memory of a fake GPU: the way `ipc` is tested there with threads (tests/unit).
-"""
+"""Jobs whose ranks share a GPU: values and bits by every way, a rank that is killed, memory that is not there."""
 
 from __future__ import annotations
 
@@ -18,10 +15,6 @@ PROGRAM = str(ROOT / "tests/gpu/store_program.py")
 SETTLE_S = 20.0  # until a driver has taken back what a killed process had
 SMALL_BYTES = 16 << 20  # by which what is taken of a GPU may differ: the driver's own
 CUDA = getattr(pytest.mark, GPU)
-EACH = pytest.mark.parametrize(
-    ("kind", "path"),
-    [("fake", "staged"), pytest.param("cuda", "ipc", marks=CUDA), pytest.param("cuda", "staged", marks=CUDA)],
-)
 
 
 def store_job(kind: str, n: int, work: str, path: str) -> Job:
@@ -35,10 +28,9 @@ def same(job: Job) -> int:
     return job.stdout.count(": near enough, and the same\n")
 
 
-@EACH
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_dtypes_and_optimizers(kind: str, n: int, path: str) -> None:
-    assert same(store_job(kind, n, "modes", path)) == (4 if kind == "fake" else 14)
+def test_dtypes_and_optimizers(kind: str, n: int) -> None:
+    assert same(store_job(kind, n, "modes", "host")) == (4 if kind == "fake" else 14)
 
 
 @CUDA
@@ -59,36 +51,32 @@ def test_networks_are_trained_as_on_the_host(kind: str) -> None:
 
 
 @pytest.mark.thorough
-@EACH
-def test_codecs(kind: str, path: str) -> None:
-    assert same(store_job(kind, 3, "codecs", path)) == (3 if kind == "fake" else 8)
+def test_codecs(kind: str) -> None:
+    assert same(store_job(kind, 3, "codecs", "host")) == (3 if kind == "fake" else 8)
 
 
-@EACH
-def test_streams_under_load(kind: str, path: str) -> None:
-    store_job(kind, 2, "streams", path)
+def test_streams_under_load(kind: str) -> None:
+    store_job(kind, 2, "streams", "host")
 
 
 @pytest.mark.thorough
 def test_servers(kind: str) -> None:
-    assert same(store_job(kind, 3, "servers", "staged")) == 5
+    assert same(store_job(kind, 3, "servers", "host")) == 5
 
 
 def test_asynchronous(kind: str) -> None:
-    store_job(kind, 3, "asynchronous", "staged")
+    store_job(kind, 3, "asynchronous", "host")
 
 
-@EACH
-def test_more_memory_than_there_is(kind: str, path: str) -> None:
-    job = store_job(kind, 2, "too_much", path)
+def test_more_memory_than_there_is(kind: str) -> None:
+    job = store_job(kind, 2, "too_much", "host")
     assert all(f"rank {rank}: " in job.stdout for rank in range(2))
 
 
-@EACH
-def test_a_killed_rank_leaves_no_memory(kind: str, path: str) -> None:
+def test_a_killed_rank_leaves_no_memory(kind: str) -> None:
     gpu = gpus.use(kind, lambda *_: None)
     before = gpu.used_bytes()
-    with start(2, ["python", PROGRAM, kind, "endless", path], timeout_s=100) as running:
+    with start(2, ["python", PROGRAM, kind, "endless", "host"], timeout_s=100) as running:
         pids = [int(running.wait_for(rf"rank {rank} is process (\d+)", 90)[1]) for rank in range(2)]
         if gpu.real:
             assert gpu.used_bytes() > before + SMALL_BYTES

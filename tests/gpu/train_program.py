@@ -123,7 +123,7 @@ def main(kind: str) -> None:
     first, expected = weights(net), reference(net)
     assert np.linalg.norm(expected - first) > 0
     # Of a fake GPU PyTorch knows nothing, so something else must ask for it.
-    config = Config(timeout_s=TIMEOUT_S, device_path="auto" if gpu.real else "staged")
+    config = Config(timeout_s=TIMEOUT_S, device_path="auto" if gpu.real else "host")
     with pytorch(gpu) as put:
         for type_ in STORES:
             for way in WAYS:

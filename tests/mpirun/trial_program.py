@@ -29,7 +29,7 @@ def find_out(name: str) -> cuda_aware.CudaSupport:
     said_yes = dataclasses.replace(library.describe(), cuda=True)
     library.describe = lambda: said_yes
     cuda_driver.ask = lambda: cuda_driver.Devices(("A2",) * 4, "CUDA 12.4")
-    return cuda_aware.find_out("auto", 3, source=f"trial_memories:{name}", limit_s=120)
+    return cuda_aware.find_out(3, source=f"trial_memories:{name}", limit_s=120)
 
 
 answer = None

@@ -29,7 +29,6 @@ def test_defaults():
         "interface": "auto",
         "local_device": "auto",
         "device_path": "auto",
-        "cuda_aware": "auto",
         "stop_signals": "",
         "stop_file": "",
         "stop_asked": "",
@@ -54,7 +53,6 @@ def test_every_variable():
         "MPIKV_INTERFACE": "eth0, 10.1.2.3/8 ,eth0,fd00::2/64",
         "MPIKV_LOCAL_DEVICE": "3",
         "MPIKV_DEVICE_PATH": "Staged",
-        "MPIKV_CUDA_AWARE": "0",
         "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
         "MPIKV_STOP_FILE": " /scratch/Job 1 ",
         "MPIKV_STOP_ASKED": "/scratch/asked",
@@ -78,8 +76,7 @@ def test_every_variable():
         "progress": "calls",
         "interface": "eth0,10.0.0.0/8,fd00::/64",
         "local_device": 3,
-        "device_path": "staged",
-        "cuda_aware": "0",
+        "device_path": "host",
         "stop_signals": "TERM,USR1",
         "stop_file": "/scratch/Job 1",
         "stop_asked": "/scratch/asked",
@@ -119,9 +116,8 @@ WRONG = [
     ("MPIKV_LOCAL_DEVICE", "-1", "at least 0; give the number of a GPU, from 0, or auto"),
     ("MPIKV_LOCAL_DEVICE", "gpu:0", "not a whole number; give the number of a GPU"),
     ("MPIKV_LOCAL_DEVICE", "1.0", "not a whole number"),
-    ("MPIKV_DEVICE_PATH", "pcie", "auto, ipc, mpi, nccl, staged, host"),
-    ("MPIKV_CUDA_AWARE", "yes", "0, 1, auto"),
-    ("MPIKV_CUDA_AWARE", "2", "0, 1, auto"),
+    ("MPIKV_DEVICE_PATH", "pcie", "auto, nccl, mpi, host"),
+    ("MPIKV_DEVICE_PATH", "staged", "host copies values through host memory"),
     ("MPIKV_STOP_SIGNALS", "TERM,NOSUCH", "no signal by 'NOSUCH'; give names such as TERM"),
     ("MPIKV_STOP_SIGNALS", "15", "no signal by '15'"),
     ("MPIKV_STOP_SIGNALS", "KILL", "KILL, which cannot be handled"),
@@ -151,11 +147,11 @@ def test_values_of_other_types(value):
 
 def test_settings_of_devices_as_values():
     """A program has the number of its GPU as an int; what was read may be given again."""
-    config = Config(local_device=2, cuda_aware=1)
-    assert (config.local_device, config.cuda_aware) == (2, "1")
-    assert Config(local_device=config.local_device, cuda_aware=config.cuda_aware) == config
+    config = Config(local_device=2)
+    assert config.local_device == 2
+    assert Config(local_device=config.local_device) == config
     assert Config(local_device="AUTO").local_device == "auto"
-    for wrong in ({"local_device": True}, {"local_device": 1.0}, {"local_device": None}, {"cuda_aware": False}):
+    for wrong in ({"local_device": True}, {"local_device": 1.0}, {"local_device": None}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Config(**wrong)
 

@@ -48,10 +48,10 @@ ASKING: list[tuple[spec.StoreSpec | None, dict[str, Any], dict[str, Any], str]] 
     (ON_DEVICE, {}, {}, "the type of the store"),
     (spec.parse("device"), {}, {}, "the type of the store"),
     (SYNC, {"local_device": 0}, {}, "MPIKV_LOCAL_DEVICE"),
-    (SYNC, {"device_path": "staged"}, {}, "MPIKV_DEVICE_PATH"),
+    (SYNC, {"device_path": "mpi"}, {}, "MPIKV_DEVICE_PATH"),
     (SYNC, {"algorithm": "nccl"}, {}, "MPIKV_ALGORITHM"),
     (SYNC, {"algorithm": "ring"}, {}, ""),
-    (ON_DEVICE, {"device_path": "host"}, {"cupy": 1}, ""),
+    (SYNC, {"device_path": "host"}, {}, ""),
 ]
 
 
@@ -66,8 +66,6 @@ def test_nothing_is_asked_where_nobody_asks_for_it() -> None:
 
     found = find(SYNC, Config(), 0, modules={}, ask=refuse, open_gpu=refuse)
     assert (found.gpu, found.told, found.warning, found.spaces.device) == (None, DeviceReport(), "", None)
-    found = find(ON_DEVICE, Config(device_path="host"), 0, modules={}, ask=refuse, open_gpu=refuse)
-    assert (found.gpu, found.told.why_none) == (None, "MPIKV_DEVICE_PATH=host")
 
 
 @pytest.mark.parametrize(("local_rank", "setting", "number"), [(0, "auto", 0), (3, "auto", 1), (0, 1, 1)])

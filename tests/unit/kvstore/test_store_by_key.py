@@ -201,7 +201,7 @@ def test_every_byte_is_of_a_key_and_a_leg(name: str) -> None:
     assert ("bundles" in legs[None]) == (name == "bundles")
 
 
-@on(*FEW_ON_DEVICE, *FEW_ASYNC, Mode("dist_async", 2, memory="off", device="staged"))
+@on(*FEW_ON_DEVICE, *FEW_ASYNC, Mode("dist_async", 2, memory="off", device="host"))
 def test_nothing_is_counted_twice_or_not_at_all(mode: Mode) -> None:
     """Keys on GPUs, too, some of whose values no message carries."""
     check_sums(*ran(Case(mode, {"v": 5, "w": 40_000}, {}, set())))

@@ -31,10 +31,9 @@ from mpikv.transports.threads import Fabric
 
 F4 = np.dtype(np.float32)
 PATHS = {  # by name: the path, the hosts of workers, and the algorithm
-    "ipc": ("ipc", "aaaaaa", "auto"),
-    "staged": ("staged", "aaaaaa", "auto"),
-    "staged ring": ("staged", "abcdef", "ring"),
-    "staged hosts": ("staged", "aabbcc", "auto"),
+    "host": ("host", "aaaaaa", "auto"),
+    "host ring": ("host", "abcdef", "ring"),
+    "host hosts": ("host", "aabbcc", "auto"),
     "pointers": ("mpi", "abcdef", "ring"),
     "pointers naive": ("mpi", "abcdef", "naive"),
     "nccl": ("nccl", "aabbcc", "auto"),
@@ -134,9 +133,9 @@ def test_every_path_has_the_values_of_host_memory(path: str, dtype: str, optimiz
     assert machine.counts["syncs"] == 0
 
 
-@on_paths("ipc", "pointers", "staged", "nccl")
+@on_paths("pointers", "host", "nccl")
 def test_what_crosses_to_the_host(store: Any, cupy: Any, path: str) -> None:
-    """Nothing, by `ipc`, `mpi` and `nccl`; else n down and n up, beside what the owner sends back and forth."""
+    """Nothing, by `mpi` and `nccl`; else n down and n up, beside what the owner sends back and forth."""
     n = 30_000
     store.init("w", cupy.zeros(n, F4))
     grad = cupy.asarray(np.ones(n, F4))
@@ -145,7 +144,7 @@ def test_what_crosses_to_the_host(store: Any, cupy: Any, path: str) -> None:
     assert (grad.get() == 9).all()
     bounds = store.strategy.keys.queues[store.session.infos["w"].id].bounds
     own = 4 * (bounds[store.rank + 1] - bounds[store.rank])
-    assert crossed == ([4 * n + own, 4 * n] if path == "staged" else [0, 0])
+    assert crossed == ([4 * n + own, 4 * n] if path == "host" else [0, 0])
 
 
 CROSSED = ("copies_down_bytes", "copies_up_bytes")
@@ -167,7 +166,7 @@ def test_adasum_crosses_to_the_host_once_each_way(store: Any, cupy: Any) -> None
         assert uniform(ones.get()) == store.num_workers
 
 
-@on_paths("staged", name="dist_sync")
+@on_paths("host", name="dist_sync")
 def test_lists_of_keys_and_arrays_of_both_kinds(store: Any, cupy: Any) -> None:
     store.init(["h", "d"], [np.zeros(4, F4), cupy.zeros(4, F4)])
     assert [store.session.infos[key].space for key in "hd"] == [HOST, DEVICE]
@@ -183,7 +182,7 @@ def test_lists_of_keys_and_arrays_of_both_kinds(store: Any, cupy: Any) -> None:
     assert uniform([both[1].get(), wide.get(), store.pull("d")]) == 1
 
 
-@on_paths("ipc", "staged", "pointers")
+@on_paths("host", "pointers")
 def test_a_gradient_that_is_still_computed_holds_up_its_own_key_alone(store: Any, cupy: Any) -> None:
     """The round of another key ends, though it was pushed later; and nothing is added before its caller wrote it."""
     machine = cupy.machine
@@ -202,7 +201,7 @@ def test_a_gradient_that_is_still_computed_holds_up_its_own_key_alone(store: Any
         assert (fast.get()[0], (slow + 1).get()[0]) == (3.0, 7.0)
 
 
-@on_paths("ipc", "nccl", "pointers")
+@on_paths("nccl", "pointers")
 def test_different_learning_rates_are_an_error_on_all_and_factors_are_not(store: Any, cupy: Any) -> None:
     store.init("k", cupy.asarray(np.full(300, 5, F4)))
     optimizer = optimizers.create("sgd", learning_rate=0.5)
@@ -222,8 +221,8 @@ def test_different_learning_rates_are_an_error_on_all_and_factors_are_not(store:
 
 
 def test_a_bucket_is_one_round() -> None:
-    """Keys that were named together are pushed as one array: fewer launches than each by itself."""
-    launches = []
+    """Keys that were named together are pushed as one array."""
+    calls = []
     for together in (False, True):
 
         def body(store: Any, cupy: Any, together: bool = together) -> None:
@@ -239,8 +238,8 @@ def test_a_bucket_is_one_round() -> None:
                 store.pull(keys, outs)
             assert [uniform(out.get()) for out in outs] == [3 * (key + 1) for key in keys]
 
-        launches.append(run("ipc", body)[1].counts["launches"])
-    assert launches[1] < 0.65 * launches[0]  # what is left are copies from and to the callers' arrays
+        calls.append(run("nccl", body)[1].counts["nccl"])
+    assert calls == [3 * 2 * 20, 3 * 2]
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
@@ -267,7 +266,7 @@ def test_servers(name: str, servers: int) -> None:
         assert [uniform(one) for one in (store.pull("w"), *(out.get() for out in outs))] == [wanted] * 3
         assert not servers or crossed == [4 * n + 12, 4 * n + 12]
 
-    run("staged", body, servers=servers, name=name)
+    run("host", body, servers=servers, name=name)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "1bit", "topk"])
@@ -289,7 +288,7 @@ def test_compressed_pushes_to_servers_cross_as_what_travels(codec: str) -> None:
         assert counted(store, there_and_back, CROSSED[0]) == [sent]
         return out.get().tobytes()
 
-    found, machine = run("staged", body, n=2, servers=1)
+    found, machine = run("host", body, n=2, servers=1)
     assert found[0] == found[1]
     assert machine.counts["syncs"] == 0
 
@@ -305,19 +304,17 @@ def test_a_gpu_that_fails_ends_the_round_and_is_named() -> None:
         raise ZeroDivisionError  # ends this rank without closing its store
 
     with pytest.raises(RankError, match=r"ZeroDivisionError|GPU 0"):
-        run("staged", body, n=2, settings={"timeout_s": 3.0})
+        run("host", body, n=2, settings={"timeout_s": 3.0})
 
 
-@pytest.mark.parametrize("path", ["ipc", "staged"])
-def test_all_memory_is_given_back(path: str) -> None:
+def test_all_memory_is_given_back() -> None:
     def body(store: Any, cupy: Any) -> None:
         store.init("k", cupy.zeros(5000, F4))
         store.pushpull("k", cupy.zeros(5000, F4))
 
-    _, machine = run(path, body)
+    _, machine = run("host", body)
     gc.collect()
     assert machine.used[0] <= 2 * 3 * 32768  # what is left is the callers' own
-    assert machine.counts["opened"] == machine.counts["closed"]
 
 
 # --- one process

@@ -50,7 +50,7 @@ def test_values_in_partitions(mode: Mode, bound_elems: int) -> None:
         (Mode("dist_sync", 3, memory="off"), "messages"),
         (Mode("dist_sync", 3, codec="reversed"), "encoded"),
         (TWO_HOSTS, "hosted"),
-        *((mode, "staged" if mode.device == "host" else mode.device) for mode in FEW_ON_DEVICE if not mode.servers),
+        *((mode, mode.device) for mode in FEW_ON_DEVICE if not mode.servers),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )

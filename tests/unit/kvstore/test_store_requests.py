@@ -10,7 +10,7 @@ from on_workers import full, on, uniform
 from store_modes import BOUND, FEW_ASYNC, HYBRID, MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode
 
 from mpikv import PeerError, ShapeMismatch, StallError, optimizers
-from mpikv.spaces.host import HostSpace
+from mpikv.spaces.base import Space
 from mpikv.transports import wire
 
 LARGE = 5000  # float32: above the thread transport's eager limit, so that a message is read only when received
@@ -20,13 +20,13 @@ SYNC = (ONE_HOST, MESSAGES, TWO_HOSTS, SERVED, *HYBRID[:2])
 @pytest.mark.parametrize("mode", [*SYNC, FEW_ASYNC[0]])
 def test_a_result_in_place_of_the_value_is_made_there(mode, monkeypatch):
     """Without a copy of what is pushed, of one key and of several; the result is also right where others are copied."""
-    copied, total = [], HostSpace.total
+    copied, total = [], Space.total
 
     def counting(self, arrays, what, **options):
         copied.append(what)
         return total(self, arrays, what, **options)
 
-    monkeypatch.setattr(HostSpace, "total", counting)
+    monkeypatch.setattr(Space, "total", counting)
 
     def body(store):
         store.set_optimizer(optimizers.create("test"))

@@ -197,11 +197,11 @@ def test_buckets_and_rows(log: Kept) -> None:
 
 
 def test_arrays_on_gpus(log: Kept) -> None:
-    Mode("dist_sync", 2, device="staged").run(lambda store: store.init("w", full(0)))
+    Mode("dist_sync", 2, device="host").run(lambda store: store.init("w", full(0)))
     for rank in range(2):
         lines = log.lines("worker", rank)
-        path = "arrays on GPUs: staged (not "
-        key = "key 'w' (16 B float32 on a GPU): path staged, naive over 2 workers on 1 host, since that is the path of "
+        path = "arrays on GPUs: host (not "
+        key = "key 'w' (16 B float32 on a GPU): path host, naive over 2 workers on 1 host, since that is the path of "
         assert [sum(text in line for line in lines) for text in (path, key)] == [1, 1], lines
 
 

@@ -29,28 +29,24 @@ def members_of(
 
 # Hosts, settings, outcomes of trials: the path, and the better ones that it is not.
 CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
-    ("aa", {}, {}, "ipc", []),
-    ("aa", {}, {"ipc": "no"}, "nccl", ["ipc"]),
-    ("aa", {}, {"ipc": "no", "nccl": "no"}, "mpi", ["ipc", "nccl"]),
-    ("aa", {}, {"ipc": "no", "mpi": "no", "nccl": "no"}, "staged", ["ipc", "nccl", "mpi"]),
-    ("aa", {"shared_memory": "off"}, {}, "nccl", ["ipc"]),
-    ("aa", {"algorithm": "ring"}, {"mpi": "no"}, "staged", ["ipc", "nccl", "mpi"]),
-    ("aa", {"memory": False}, {"nccl": "no"}, "mpi", ["ipc", "nccl"]),
-    ("ab", {}, {}, "nccl", ["ipc"]),
-    ("ab", {"algorithm": "ring"}, {}, "mpi", ["ipc", "nccl"]),
-    ("aabb", {"device_path": "staged"}, {}, "staged", ["ipc", "nccl", "mpi"]),
-    ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["ipc", "nccl"]),
-    ("ab", {"algorithm": "nccl"}, {}, "nccl", ["ipc"]),
-    ("aa", {"device_path": "host"}, {}, "host", ["ipc", "nccl", "mpi", "staged"]),
-    ("aa", {"device_path": "ipc"}, {"ipc": ""}, "ipc", []),
-    ("aa", {"synchronous": False}, {}, "staged", ["ipc", "nccl", "mpi"]),
-    ("a", {"synchronous": False}, {}, "mpi", ["ipc", "nccl"]),
-    ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["ipc", "nccl"]),
-    ("aaa", {"servers": 1}, {}, "staged", ["ipc", "nccl", "mpi"]),
-    ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["ipc", "nccl"]),
-    ("aab", {"servers": 1}, {}, "mpi", ["ipc", "nccl"]),
-    ("aab", {"servers": 1}, {"mpi": "no"}, "staged", ["ipc", "nccl", "mpi"]),
-    ("aab", {"servers": 1, "device_path": "staged"}, {}, "staged", ["ipc", "nccl", "mpi"]),
+    ("aa", {}, {}, "nccl", []),
+    ("aa", {}, {"nccl": "no"}, "mpi", ["nccl"]),
+    ("aa", {}, {"mpi": "no", "nccl": "no"}, "host", ["nccl", "mpi"]),
+    ("aa", {"algorithm": "ring"}, {"mpi": "no"}, "host", ["nccl", "mpi"]),
+    ("ab", {"algorithm": "ring"}, {}, "mpi", ["nccl"]),
+    ("a", {}, {}, "host", ["nccl", "mpi"]),
+    ("a", {"device_path": "nccl"}, {}, "nccl", []),
+    ("aabb", {"device_path": "host"}, {}, "host", ["nccl", "mpi"]),
+    ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["nccl"]),
+    ("ab", {"algorithm": "nccl"}, {}, "nccl", []),
+    ("aa", {"synchronous": False}, {}, "host", ["nccl", "mpi"]),
+    ("a", {"synchronous": False}, {}, "mpi", ["nccl"]),
+    ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["nccl"]),
+    ("aaa", {"servers": 1}, {}, "host", ["nccl", "mpi"]),
+    ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["nccl"]),
+    ("aab", {"servers": 1}, {}, "mpi", ["nccl"]),
+    ("aab", {"servers": 1}, {"mpi": "no"}, "host", ["nccl", "mpi"]),
+    ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["nccl", "mpi"]),
 ]
 
 
@@ -69,24 +65,25 @@ def test_the_first_that_can_be_gone(
 
 
 def test_reasons_are_those_of_the_trials() -> None:
-    outcomes = {"ipc": "no ipc here", "mpi": "no mpi here", "nccl": "no nccl here"}
+    outcomes = {"mpi": "no mpi here", "nccl": "no nccl here"}
     choice = choose(gpus(2), members_of("aa"), outcomes)
     assert dict(choice.reasons) == outcomes
-    assert describe(choice) == "staged (not ipc: no ipc here; not nccl: no nccl here; not mpi: no mpi here)"
-    assert describe(choose(gpus(2), members_of("ab"), {})) == "nccl (not ipc: the workers are on 2 hosts)"
+    assert describe(choice) == "host (not nccl: no nccl here; not mpi: no mpi here)"
     assert describe(choose(gpus(2), members_of("aaa", servers=1), {})) == (
-        "staged (not ipc, nccl: servers own the keys; not mpi: servers are reached through the memory of their host)"
+        "host (not nccl: servers own the keys; not mpi: servers are reached through the memory of their host)"
     )
     ring = choose(gpus(2), members_of("ab", algorithm="ring"), {})
     assert dict(ring.reasons)["nccl"] == "MPIKV_ALGORITHM=ring asks for another algorithm"
 
 
-def test_without_a_gpu_keys_are_on_the_host() -> None:
-    choice = choose([*gpus(1), NONE], members_of("ab"), {})
-    assert choice.path == "host"
-    assert set(dict(choice.reasons).values()) == {"worker 1 on b uses no GPU: CuPy is not installed"}
-    choice = choose([NONE], members_of("ab", servers=1), {})
-    assert describe(choice) == "host (not ipc, nccl, mpi, staged: worker 0 on a uses no GPU: CuPy is not installed)"
+@pytest.mark.parametrize(("hosts", "servers"), [("a", 0), ("ab", 0), ("ab", 1)])
+@pytest.mark.parametrize("device_path", ["auto", "host"])
+def test_without_a_gpu_keys_are_on_the_host(hosts: str, servers: int, device_path: str) -> None:
+    members = members_of(hosts, servers, device_path=device_path)
+    told = [*gpus(len(members.workers) - 1), NONE]
+    name = f"worker {len(told) - 1} on {members.worker_hosts[-1]}"
+    found = describe(choose(told, members, {}))
+    assert found == f"none (not nccl, mpi, host: {name} uses no GPU: CuPy is not installed)"
 
 
 SAME = [one._replace(uuid="GPU-0") for one in gpus(2)]
@@ -94,13 +91,12 @@ WITHOUT, NO_GPU = [*gpus(1), NONE], "worker 1 on b uses no GPU: CuPy is not inst
 
 # What workers have, hosts, settings, outcomes of trials: what is raised, behind the setting.
 REFUSED: list[tuple[list[DeviceReport], str, dict[str, Any], dict[str, str], str]] = [
-    *((WITHOUT, "ab", {"device_path": path}, {}, NO_GPU) for path in ("ipc", "mpi", "nccl", "staged")),
+    *((WITHOUT, "ab", {"device_path": path}, {}, NO_GPU) for path in ("mpi", "nccl")),
     (WITHOUT, "ab", {"algorithm": "nccl"}, {}, NO_GPU),
-    *((gpus(1), "ab", {"servers": 1, "device_path": path}, {}, "servers own the keys") for path in ("ipc", "nccl")),
+    (gpus(1), "ab", {"servers": 1, "device_path": "nccl"}, {}, "servers own the keys"),
     (gpus(1), "ab", {"servers": 1, "algorithm": "nccl"}, {}, "servers own the keys"),
     (gpus(1), "aa", {"servers": 1, "device_path": "mpi"}, {}, "servers are reached through the memory of their"),
     (gpus(2), "ab", {"device_path": "mpi"}, {"mpi": "not built for it"}, "not built for it"),
-    (gpus(2), "ab", {"device_path": "ipc"}, {}, "the workers are on 2 hosts"),
     (SAME, "aa", {"device_path": "nccl"}, {}, "NCCL needs .* worker 0 on a and worker 1 on a share"),
     (gpus(2), "ab", {"algorithm": "nccl"}, {"nccl": "no NCCL"}, "no NCCL"),
 ]
@@ -115,7 +111,7 @@ def test_what_cannot_be(
         choose(told, members_of(hosts, **settings), outcomes)
 
 
-@pytest.mark.parametrize("path", ["ipc", "mpi", "staged", "host"], ids=str.upper)
+@pytest.mark.parametrize("path", ["mpi", "host"], ids=str.upper)
 def test_settings_that_ask_for_two_paths(path: str) -> None:
     with pytest.raises(ConfigError, match=f"MPIKV_ALGORITHM=nccl, but MPIKV_DEVICE_PATH={path}: give one of the two"):
         choose(gpus(2), members_of("ab", algorithm="nccl", device_path=path), {})
@@ -137,11 +133,10 @@ def test_which_gpus_are_one() -> None:
 @pytest.mark.parametrize(
     ("hosts", "answers", "path", "tried"),
     [
-        ("aa", {"ipc": "", "mpi": ""}, "ipc", ["ipc"]),
-        ("aa", {"ipc": "x", "mpi": "", "nccl": ""}, "nccl", ["ipc", "nccl"]),
-        ("aa", {"ipc": "x", "mpi": "y", "nccl": "z"}, "staged", ["ipc", "nccl", "mpi"]),
-        ("ab", {"ipc": "", "mpi": "", "nccl": ""}, "nccl", ["nccl"]),
-        ("ab", {"ipc": "", "mpi": "", "nccl": "z"}, "mpi", ["nccl", "mpi"]),
+        ("aa", {"mpi": "", "nccl": ""}, "nccl", ["nccl"]),
+        ("ab", {"mpi": "", "nccl": "z"}, "mpi", ["nccl", "mpi"]),
+        ("ab", {"mpi": "y", "nccl": "z"}, "host", ["nccl", "mpi"]),
+        ("a", {"mpi": "y", "nccl": "z"}, "host", []),
     ],
 )
 def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], path: str, tried: list[str]) -> None:
@@ -150,20 +145,20 @@ def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], pa
     def trial(name: str) -> Any:
         return lambda: (found.append(name), answers[name])[1]
 
-    choice = settle(gpus(2), members_of(hosts), {name: trial(name) for name in answers})
+    choice = settle(gpus(len(hosts)), members_of(hosts), {name: trial(name) for name in answers})
     assert choice.path == path
     assert found == tried
 
 
 def test_advice_only_where_values_pass_through_the_host_to_another() -> None:
-    def told(hosts: str, path: Any = "staged", **settings: Any) -> str:
+    def told(hosts: str, path: Any = "host", **settings: Any) -> str:
         members = members_of(hosts, **settings)
         return advice(replace(members, device_path=path, device_reasons=(("mpi", "not built for it"),)))
 
     assert "not built for it" in told("ab")
     assert "docs/gpu.md" in told("ab")
     assert not told("aa")
-    assert not told("ab", device_path="staged")
+    assert not told("ab", device_path="host")
     assert not told("ab", "mpi")
     assert "docs/gpu.md" in told("ab", servers=1)
     assert not told("aa", servers=1)

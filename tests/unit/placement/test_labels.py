@@ -12,7 +12,7 @@ from mpikv import optimizers
 from mpikv.optimizers import base
 from mpikv.placement import labels
 from mpikv.placement.labels import NO_OPTIMIZER, AttributeLog, scaled
-from mpikv.spaces.host import HostSpace
+from mpikv.spaces.base import Space
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -98,7 +98,7 @@ def test_the_next_push_says_what_an_update_was_made_with():
 
 
 def test_scaled_values():
-    space, values = HostSpace(), np.random.default_rng(1).standard_normal(100).astype(F32)
+    space, values = Space(), np.random.default_rng(1).standard_normal(100).astype(F32)
     assert scaled(space, values, 1.0) is values
     assert scaled(space, values, 0.3).tobytes() == (values * np.float32(0.3)).tobytes()
     for dtype in (F16, np.dtype(ml_dtypes.bfloat16)):

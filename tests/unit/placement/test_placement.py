@@ -96,19 +96,18 @@ def test_among_workers(
 
 # Hosts of the workers, device path, elements, settings: path, algorithm, elements of each worker, path on the host.
 ON_DEVICES: list[tuple[str, Any, int, dict[str, Any], tuple[str, str, tuple[int, ...], str | None]]] = [
-    ("a", "ipc", 13, {}, ("messages", "naive", (13,), None)),
-    ("aaa", "ipc", 10, {}, ("ipc", "naive", (10, 0, 0), None)),
-    ("aaaaa", "ipc", 2000003, {"number": 6, **WHOLE}, ("ipc", "naive", (0, 2000003, 0, 0, 0), None)),
+    ("a", "host", 13, {}, ("messages", "naive", (13,), None)),
+    ("aaaaa", "mpi", 2000003, {"number": 6, **WHOLE}, ("mpi", "naive", (0, 2000003, 0, 0, 0), None)),
     ("aaa", "mpi", 10, {}, ("mpi", "naive", (10, 0, 0), None)),
     ("abc", "mpi", 9000, {}, ("mpi", "ring", (3008, 3008, 2984), None)),
     ("aab", "mpi", 9000, {}, ("mpi", "ring", (3008, 3008, 2984), None)),
     ("abc", "mpi", 9000, {"algorithm": "native"}, ("mpi", "ring", (3008, 3008, 2984), None)),
     ("aaa", "nccl", 10, {}, ("nccl", "nccl_allreduce", (10, 0, 0), None)),
-    ("aaa", "staged", 10, {}, ("staged", "naive", (4, 3, 3), "direct")),
-    ("aab", "staged", 9000, {}, ("staged", "hierarchical", (2250, 2250, 4500), "hosted")),
-    ("abc", "staged", 9000, {}, ("staged", "ring", (3000, 3000, 3000), "messages")),
-    ("aaa", "staged", 7, OFF, ("staged", "naive", (3, 2, 2), "messages")),
-    ("abc", "staged", 10, {"algorithm": "native"}, ("staged", "native", (4, 3, 3), "native")),
+    ("aaa", "host", 10, {}, ("host", "naive", (4, 3, 3), "direct")),
+    ("aab", "host", 9000, {}, ("host", "hierarchical", (2250, 2250, 4500), "hosted")),
+    ("abc", "host", 9000, {}, ("host", "ring", (3000, 3000, 3000), "messages")),
+    ("aaa", "host", 7, OFF, ("host", "naive", (3, 2, 2), "messages")),
+    ("abc", "host", 10, {"algorithm": "native"}, ("host", "native", (4, 3, 3), "native")),
 ]
 
 
@@ -127,8 +126,8 @@ def test_on_devices(
     assert (found.path, found.algorithm, tuple(np.diff(found.bounds).tolist()), found.host) == expected
     on_host = place(members, info, whole=whole)  # keys in host memory go as they always did
     assert on_host == place(members_of(hosts, settings), info, whole=whole)
-    if device_path == "staged":
-        assert found == on_host._replace(path="staged", host=on_host.path)
+    if found.path == "host":
+        assert found == on_host._replace(path="host", host=on_host.path)
     elif not whole and found.algorithm != "hierarchical":
         assert all(bound * info.dtype.itemsize % 128 == 0 or bound == info.n_elems for bound in found.bounds)
 
@@ -140,10 +139,10 @@ def test_host_keys_where_nccl_is_asked_for() -> None:
         assert place(asked, key(0, 9000, "float32")) == place(plain, key(0, 9000, "float32"))
 
 
-def test_a_staged_key_that_shared_memory_has_no_room_for() -> None:
-    members = Members(("a", "a", "b"), (0, 1, 2), device_path="staged")
+def test_a_copied_key_that_shared_memory_has_no_room_for() -> None:
+    members = Members(("a", "a", "b"), (0, 1, 2), device_path="host")
     found = place(members, key(0, 10, "float32")._replace(space="device"), fits=False)
-    assert (found.path, found.host) == ("staged", "messages")
+    assert (found.path, found.host) == ("host", "messages")
 
 
 @pytest.mark.parametrize("row", ON_SERVERS)

@@ -146,7 +146,7 @@ def test_each_test_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         ("--gpu --with gpu=/ --part 4/3", "--part K/N"),
-        ("--gpu --with gpu=/ --only unit", "--only knows gpu-arrays, gpu-jobs, gpu-report"),
+        ("--gpu --with gpu=/ --only unit", "--only knows gpu-arrays, gpu-jobs"),
         ("--oldest --quick", "not allowed with"),
         ("--newest --with openmpi=/ --with mpich=/", "an environment is missing"),
     ],

@@ -66,7 +66,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_all_say_yes_and_the_trial_answers(world: World) -> None:
-    assert find_out("auto", 1) == (True, "tried with 8 MiB on H100")
+    assert find_out(1) == (True, "tried with 8 MiB on H100")
     assert str(find_out()) == "yes: tried with 8 MiB on A2"
     assert world.trials == [(1, "mpikv.runtime.cuda_trial:CupyMemory"), (0, "mpikv.runtime.cuda_trial:CupyMemory")]
     assert world.asked == ["driver", "library", "cupy"] * 2
@@ -77,29 +77,21 @@ def test_all_say_yes_and_the_trial_answers(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "change", "answer", "asked"),
+    ("device", "change", "why", "asked"),
     [
-        ("0", 0, {}, (False, "MPIKV_CUDA_AWARE=0"), 0),
-        ("1", 0, {}, (True, "MPIKV_CUDA_AWARE=1, without a trial"), 0),
-        ("auto", 0, {"devices": Devices(problem="no driver (none)")}, (False, "no driver (none)"), 1),
-        ("auto", 2, {}, (False, "there is no gpu:2, this process sees 2, from 0"), 1),
-        ("auto", 0, {"cuda": False}, (False, "the library says no"), 2),
-        ("auto", 0, {"cuda": None}, (False, "the library has no way to say so"), 2),
-        ("auto", 0, {"cupy": False}, (False, cuda_driver.NO_CUPY), 3),
-        (
-            "auto",
-            0,
-            {"path": ""},
-            (False, "it cannot be told which file the library was loaded from, so a child cannot load it"),
-            3,
-        ),
+        (0, {"devices": Devices(problem="no driver (none)")}, "no driver (none)", 1),
+        (2, {}, "there is no gpu:2, this process sees 2, from 0", 1),
+        (0, {"cuda": False}, "the library says no", 2),
+        (0, {"cuda": None}, "the library has no way to say so", 2),
+        (0, {"cupy": False}, cuda_driver.NO_CUPY, 3),
+        (0, {"path": ""}, "it cannot be told which file the library was loaded from, so a child cannot load it", 3),
     ],
 )
 def test_no_question_is_asked_after_the_answer(
-    world: World, setting: str, device: int, change: dict[str, Any], *, answer: tuple[bool, str], asked: int
+    world: World, device: int, change: dict[str, Any], why: str, asked: int
 ) -> None:
     vars(world).update(change)
-    assert find_out(setting, device) == answer
+    assert find_out(device) == (False, why)
     assert world.asked == ["driver", "library", "cupy"][:asked]
     assert world.trials == []
 

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cupy import Machine, RaceError
+from fake_cupy import Machine
 from fake_gpus import gpu_of, one_gpu
 
 from mpikv.arrays import tensors
@@ -68,16 +68,15 @@ def test_memory_within_the_space(made: Any) -> None:
     assert space.cast(b, np.dtype(np.int32)).dtype == np.int32
     space.copy(b, np.ones(8, F4))
     assert space.to_host(b).tolist() == [1] * 8
-    host = space.pinned.take(32).view(F4)
+    host = space.page_locked(32).view(F4)
     space.download(host, a)
     assert host.view(np.uint8).tolist() == [0xFF] * 32  # not before the host has seen the copy end
     space.synchronize()
     assert host.tolist() == list(range(8))
     host[:] = 5
-    space.upload(b, host, second_stream=True)
-    with pytest.raises(RaceError), space.in_stream():
-        np.add(b, a, out=a)
-    space.join_second_stream()
+    space.upload(b, host)
+    del host  # the space keeps it until it is copied
+    gc.collect()
     with space.in_stream():
         np.add(b, b, out=b)
     assert space.to_host(b).tolist() == [10] * 8
@@ -270,9 +269,8 @@ def test_what_the_store_holds_is_given_back() -> None:
     cupy, gpu = one_gpu()
     space = DeviceSpace(gpu)
     array, pushed = space.zeros(1000, F4), total(space, cupy.zeros(10, F4))
-    shared = space.shared_empty(1000, F4)
-    assert space.stats()["device_bytes"] >= 8000
-    del array, pushed, shared
+    assert space.stats()["device_bytes"] >= 4000
+    del array, pushed
     gc.collect()
     space.close()
     space.close()

@@ -410,7 +410,7 @@ def test_callers_arrays_are_not_changed() -> None:
     assert len(set(run(3, body, {"type": "fp16", "force": True}))) == 1
 
 
-def test_keys_on_a_gpu_are_staged() -> None:
+def test_keys_on_a_gpu_are_copied() -> None:
     """A codec that cannot run on a GPU encodes on the host, with the bits of a key whose values are there."""
 
     def body(store: Any) -> Any:
@@ -422,7 +422,7 @@ def test_keys_on_a_gpu_are_staged() -> None:
             found.append(np.asarray(store.pull("w")).tobytes())
         return found
 
-    mode = Mode("dist_sync", 3, device="staged", codec=SIGN)
+    mode = Mode("dist_sync", 3, device="host", codec=SIGN)
     assert mode.run(body) == mode._replace(device="").run(body)
 
 

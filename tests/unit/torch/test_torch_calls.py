@@ -18,7 +18,7 @@ import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
 
-MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), OnGpus("dist_sync", 3, device="ipc"))
+MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), OnGpus("dist_sync", 3, device="nccl"))
 MODES += nets.DEVICE_MODES[:3]
 
 

@@ -22,7 +22,7 @@ from mpikv import Trainer, kv, optimizers  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
 
 MODES = (nets.HERE, Mode("dist_sync", 2, 1, hosts="abc"), Mode("dist_sync", 3, hosts="abc"))
-MODES += (OnGpus("dist_sync_device", 2, 1, device="staged", hosts="abc"),)
+MODES += (OnGpus("dist_sync_device", 2, 1, device="host", hosts="abc"),)
 
 
 def forced(params: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def bits(net: Any) -> list[bytes]:
     ]
 
 
-def workers(gpus: bool, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "ipc", hosts: Any = None) -> Any:
+def workers(gpus: bool, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "nccl", hosts: Any = None) -> Any:
     """What `body` returns on each worker, whose tensors are on its GPU, or in host memory where there are no GPUs."""
     if gpus:
         return OnGpus("dist_sync", n, device=path, hosts=hosts or "").run(body, on_gpu=on_gpu)
@@ -59,7 +59,7 @@ def workers(gpus: bool, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "i
 def trained(
     store: KVStore, on_gpu: TorchOnGpu, kind: str, *, dtype: Any = torch.float32, **options: Any
 ) -> list[bytes]:
-    """The weights and buffers after some steps; by `ipc` nothing is copied to the host in the last one, but a norm is.
+    """The weights and buffers after some steps; by `mpi` nothing is copied to the host in the last one, but a norm is.
 
     kind: DistributedModel, DistributedOptimizer or Trainer.
     """
@@ -78,7 +78,7 @@ def trained(
         nn.functional.cross_entropy(model(x), y).backward()
         (trainer or optimizer).step()
     now, n_norms = store.stats(), int("clip_global_norm" in options)
-    if now.get("device_path") == "ipc":
+    if now.get("device_path") == "mpi":
         assert [now[way] - before[way] for way in ("copies_up", "copies_down")] == [0, n_norms]
     if trainer is not None:
         trainer.sync_buffers()
@@ -102,7 +102,7 @@ def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, options: Any
     expected = workers(False, 3, body, cuda, hosts=hosts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert workers(True, 3, body, cuda, path="staged" if hosts else "ipc", hosts=hosts) == expected
+        assert workers(True, 3, body, cuda, path="host" if hosts else "mpi", hosts=hosts) == expected
 
 
 @pytest.mark.parametrize("hosts", [None, "ab"])
@@ -122,7 +122,7 @@ def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hos
             found.append((stream.cuda_stream, list(cuda.current_stream().waited)))
         return found
 
-    for found in workers(True, 2, body, cuda, path="staged" if hosts else "ipc", hosts=hosts):
+    for found in workers(True, 2, body, cuda, path="host" if hosts else "nccl", hosts=hosts):
         for stream, waited in found[1:]:  # in the first step the buckets are made
             assert set(waited) == {stream}
 
@@ -134,7 +134,7 @@ def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: To
     def body(store: KVStore) -> list[list[bool]]:
         net = cuda.put(network(torch.float32))
         model = mt.DistributedModel(net, store, bucket_bytes=400)
-        assert on_gpu == (store.stats().get("device_path") == "ipc")
+        assert on_gpu == (store.stats().get("device_path") == "nccl")
         found = []
         # The first layer's gradient is the last one; before it has been taken, its own bucket cannot have left.
         net[0].weight.register_hook(lambda grad: found.append([one.sent for one in model._gradients._buckets]))

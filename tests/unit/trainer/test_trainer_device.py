@@ -188,7 +188,7 @@ def sides_of(workers: int, seed: int) -> list[list[Any]]:
 
 def trained(store: KVStore, model: Model, *, on_store: bool | None = None) -> list[bytes]:
     model.train(store, update_on_kvstore=on_store)
-    assert store.stats().get("device_path") == "staged" or model.crossed == [(0, 0)] * 3
+    assert store.stats().get("device_path") == "host" or model.crossed == [(0, 0)] * 3
     return model.weights()
 
 
@@ -218,7 +218,7 @@ def counted_and_clipped(store: KVStore, model: Model, **_: Any) -> Any:
 @pytest.mark.grid
 @ON_STORE
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("path", ["ipc", "staged", "mpi"])
+@pytest.mark.parametrize("path", ["host", "mpi"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int) -> None:
     check(sides_of(workers, seed), partial(trained, on_store=on_store), path=path)
@@ -228,13 +228,13 @@ def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int)
 @pytest.mark.parametrize(
     ("workers", "path", "scenario", "options"),
     [
-        (2, "staged", trained, {"num_servers": 2, "dtype": np.float16}),
-        (2, "ipc", trained, {"dtype": np.float16}),
-        (2, "ipc", trained, {"dtype": BFLOAT16}),
-        (3, "staged", trained, {"hosts": "aab"}),
+        (2, "host", trained, {"num_servers": 2, "dtype": np.float16}),
+        (2, "mpi", trained, {"dtype": np.float16}),
+        (2, "mpi", trained, {"dtype": BFLOAT16}),
+        (3, "host", trained, {"hosts": "aab"}),
         (3, "mpi", trained, {"hosts": "aab"}),
-        (2, "staged", early_and_late, {"hosts": "ab"}),
-        (2, "ipc", counted_and_clipped, {}),
+        (2, "host", early_and_late, {"hosts": "ab"}),
+        (2, "mpi", counted_and_clipped, {}),
     ],
 )
 def test_servers_short_floats_and_hosts(workers: int, path: str, scenario: Any, options: Any, on_store: bool) -> None:
@@ -246,7 +246,7 @@ def test_workers_with_several_gpus_each(kind: str) -> None:
     """The gradients of a worker's devices are added on its first one."""
     machine = Machine(2, seed=7)
     sides = [[gpu_of(one, 0), gpu_of(one, 1)] for one in (machine.process(), machine.process())]
-    check(sides, trained, kind=kind, path="ipc")
+    check(sides, trained, kind=kind, path="mpi")
 
 
 @pytest.mark.parametrize("on_store", [None, True, False])
@@ -272,7 +272,7 @@ def test_a_checkpoint_is_read_by_either(gpu: Any, tmp_path: Path, on_store: bool
         return model.weights()
 
     def run(sides: list[list[Any]], body: Any) -> Any:
-        return body(None, Model(sides[0], np.float16)) if on_store is None else of_workers(sides, body, path="ipc")
+        return body(None, Model(sides[0], np.float16)) if on_store is None else of_workers(sides, body, path="mpi")
 
     files, found = [], []
     for first, second in ((host, gpus), (gpus, host)):
@@ -322,7 +322,7 @@ def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("mixing", [None, 0.5])
 @pytest.mark.parametrize(
-    ("path", "options"), [("ipc", {}), ("staged", {}), ("staged", {"num_servers": 1}), ("mpi", {"hosts": ["a", "b"]})]
+    ("path", "options"), [("host", {}), ("host", {"num_servers": 1}), ("mpi", {"hosts": ["a", "b"]})]
 )
 def test_local_updates(path: str, options: Any, mixing: float | None, tmp_path: Path) -> None:
     """Saved and resumed with an exchange under way."""
