@@ -27,6 +27,7 @@ NEEDS = {
     "cupy": CUPY,
     "numpy": "numpy",
     "ml_dtypes": "ml_dtypes",
+    "safetensors": "safetensors",
     "cloudpickle": "cloudpickle",
     "rich": "rich",
 }

@@ -1,82 +1,107 @@
-"""A zip file of a JSON header and NumPy arrays. Damage is detected when it is read, and nothing in it is executed.
+"""A file of arrays and JSON, in the format of safetensors: `safetensors.numpy.load_file` opens it, too.
 
-Members are stored, not compressed: `header.json`, then `0.npy`, `1.npy` and so on, which `numpy.load` opens, too. The
-header repeats dtype and shape of every array, and zip keeps a CRC of every member, so that a changed byte or a missing
-end is found. bfloat16, which .npy has no name for, is stored as uint16. The same contents give the same bytes.
+The arrays are the file's tensors. Its metadata is `format`, the kind of file; `version`; `content`, the JSON; and
+`crc32`, a checksum of all that, since safetensors has none. Nothing in a file is executed. The library holds sizes in
+the header against the size of the file before it allocates memory.
 
-Before memory is allocated, sizes in the header are checked against the size of the file. Nothing is ever unpickled.
-
-Cost: writing streams the arrays; reading holds each array once and reads the file twice, first for the CRCs.
-Source: PKWARE APPNOTE 6.3 (zip); NumPy enhancement proposal 1 (.npy).
+Cost: writing reads the arrays once more, for the checksum; reading holds them twice until it ends.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import zipfile
-from collections.abc import Callable, Sequence
-from math import prod
-from typing import IO, Any, NoReturn, TypeGuard
+import zlib
+from collections.abc import Container, Mapping, Sequence
+from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
+from safetensors import SafetensorError, deserialize
 
-from mpikv.arrays.as_numpy import BFLOAT16, SUPPORTED_DTYPES, HostArray, dtype_of
-from mpikv.common.checks import LARGEST, plain, shown
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray
+from mpikv.common.checks import plain, shown
 from mpikv.errors import StatesFileError, UnsupportedError
 
-HEADER = "header.json"
-VERSION = 1
-MOST_AXES = 64
-_CHUNK_BYTES = 1 << 20  # read at one time, so that an array is not held twice
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date: equal states make equal files
-# The dtypes of weights, and others for counts and flags in a user's own state.
-DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
+VERSION = "1"
+MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+# The dtypes of weights, and others for counts and flags in a user's own state, by safetensors' names.
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    **{"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": BFLOAT16, "BOOL": np.dtype("?")},
+    **{f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}") for letter in "IU" for size in (8, 4, 2, 1)},
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: Sequence[HostArray]) -> None:
-    """Write a header of `kind` and `content` (JSON), and the arrays. UnsupportedError for a dtype not in DTYPES."""
-    for array in arrays:
-        if array.dtype not in DTYPES:
+class _Tensor(NamedTuple):
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    data: Any  # its bytes
+
+
+def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any], arrays: Mapping[str, HostArray]) -> None:
+    """Write arrays by name, and `content` (JSON). UnsupportedError for a dtype not in DTYPES, TypeError for no JSON."""
+    for array in arrays.values():
+        if array.dtype not in _NAMES:
             raise UnsupportedError(f"an array of dtype {array.dtype} cannot be saved in a file of states")
-    described = [{"dtype": str(array.dtype), "shape": list(array.shape)} for array in arrays]
-    header = {"format": kind, "version": VERSION, "arrays": described, **content}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo(HEADER, _EPOCH), json.dumps(header))
-        for i, array in enumerate(arrays):
-            with archive.open(zipfile.ZipInfo(f"{i}.npy", _EPOCH), "w", force_zip64=True) as member:
-                stored = array.view(np.uint16) if array.dtype == BFLOAT16 else array
-                np.lib.format.write_array(member, np.asarray(stored, order="C"), version=(1, 0), allow_pickle=False)
+    tensors = [
+        _Tensor(name, _NAMES[array.dtype], list(array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        for name, array in arrays.items()
+    ]
+    tensors.sort(key=lambda one: -DTYPES[one.dtype].itemsize)  # each begins at a multiple of its elements' size
+    text, end = json.dumps(content), 0
+    metadata = {"format": kind, "version": VERSION, "content": text, "crc32": _checksum(text, tensors)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for one in tensors:
+        begin, end = end, end + one.data.size
+        header[one.name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [begin, end]}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    # Not by the library, which would hold all arrays in memory once or twice more.
+    file.write(len(described).to_bytes(8, "little") + described)
+    for one in tensors:
+        file.write(one.data)
 
 
-def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any], list[HostArray]]:
-    """Return the header and the arrays that `write_archive` has written. origin: the file's name in errors.
+def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any], dict[str, HostArray]]:
+    """Return the content and the arrays that `write_archive` has written. origin: the file's name in errors.
 
     Raises StatesFileError, which says what is wrong, for any other file.
     """
     try:
-        length = file.seek(0, os.SEEK_END)
-        if length == 0:
+        begin = file.read(8)
+        if not begin:
             damaged(origin, "it is empty")
-        with zipfile.ZipFile(file) as archive:
-            return _read(archive, kind, origin, length)
+        if begin.startswith(b"PK"):
+            damaged(origin, "a zip file, as mpikv wrote before 0.1.0: this version reads safetensors; save it anew")
+        metadata = _metadata(file.read(min(int.from_bytes(begin, "little"), MOST_HEADER_BYTES)))
+        if metadata.get("format") != kind:
+            damaged(origin, f"not a file of states: its format is {shown(metadata.get('format'))}, not {kind!r}")
+        if metadata.get("version") != VERSION:
+            damaged(origin, f"written in version {shown(metadata.get('version'))}; this mpikv reads version {VERSION}")
+        file.seek(0)
+        opened: Any = deserialize(file.read())  # type: ignore[no-untyped-call]
+        tensors = [_Tensor(name, one["dtype"], one["shape"], one["data"]) for name, one in opened]
+        text = metadata["content"]
+        if metadata.get("crc32") != _checksum(text, tensors):
+            damaged(origin, "damaged: its checksum is wrong")
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            damaged(origin, f"damaged: its content is {shown(content)}")
+        return content, {one.name: np.frombuffer(one.data, DTYPES[one.dtype]).reshape(one.shape) for one in tensors}
     except StatesFileError:
         raise
-    except zipfile.BadZipFile as error:
+    except SafetensorError as error:
         raise StatesFileError(f"{origin}: not a file of states, or a damaged one ({plain(error)})") from error
-    except Exception as error:  # of zipfile, struct, json and NumPy
+    except Exception as error:  # of json and NumPy
         raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {plain(error)})") from error
 
 
-def are_names(given: Any) -> TypeGuard[list[str]]:
-    """Whether it is a list of distinct strings."""
-    return isinstance(given, list) and all(type(name) is str for name in given) and len(set(given)) == len(given)
-
-
-def is_shape(given: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of extents, of as many axes as NumPy has, so that their product is quickly known."""
-    few = isinstance(given, list) and len(given) <= MOST_AXES
-    return few and all(type(extent) is int and 0 <= extent <= LARGEST for extent in given)
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return a name for an array that is not taken, and that is text in UTF-8: keys may be any str."""
+    name = name.encode(errors="backslashreplace").decode()
+    while name in taken:
+        name += "'"
+    return name
 
 
 def damaged(origin: str, what: str) -> NoReturn:
@@ -84,65 +109,17 @@ def damaged(origin: str, what: str) -> NoReturn:
     raise StatesFileError(f"{origin}: {what}")
 
 
-def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tuple[dict[str, Any], list[HostArray]]:
-    members = {member.filename: member for member in archive.infolist()}
-    for name, member in members.items():
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-            damaged(origin, f"not a file of states: its member {shown(name)} is compressed")
-        if member.file_size > length:
-            damaged(origin, f"damaged: its member {shown(name)} claims to be larger than the file")
-    # Members that share bytes of the file could make a small file claim any number of large arrays.
-    if sum(member.file_size for member in archive.infolist()) > length:
-        damaged(origin, "damaged: its members claim to be larger than the file together")
-    if HEADER not in members:
-        damaged(origin, f"not a file of states: it has no {HEADER}")
-    # All CRCs are checked before anything is parsed.
-    wrong = archive.testzip()
-    if wrong is not None:
-        damaged(origin, f"damaged: the checksum of its member {shown(wrong)} is wrong")
-    header = json.loads(archive.read(HEADER))
-    if not isinstance(header, dict) or header.get("format") != kind:
-        found = header.get("format") if isinstance(header, dict) else header
-        damaged(origin, f"not a file of states: its format is {shown(found)}, not {kind!r}")
-    if header.get("version") != VERSION:
-        damaged(origin, f"written in version {shown(header.get('version'))}; this mpikv reads version {VERSION}")
-    described = header["arrays"]
-    wanted = {HEADER, *(f"{i}.npy" for i in range(len(described)))}
-    if len(archive.infolist()) != len(members) or set(members) != wanted:
-        odd = sorted(set(members) ^ wanted) or ["a member twice"]
-        damaged(origin, f"damaged: members that are missing or do not belong there: {', '.join(map(shown, odd[:8]))}")
-    return header, [_array(archive, i, text, origin) for i, text in enumerate(described)]
+def _metadata(header: bytes) -> dict[str, Any]:
+    """Return what a file's header tells of mpikv, before the whole file is read: {} for a file of somebody else's."""
+    try:
+        found = json.loads(header)["__metadata__"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: str) -> HostArray:
-    name = f"{i}.npy"
-    dtype, shape = dtype_of(described["dtype"]), described["shape"]
-    if dtype not in DTYPES or not is_shape(shape):
-        damaged(origin, f"damaged: {name} is said to be {shown(described['dtype'])} of shape {shown(shape)}")
-    shape = tuple(shape)
-    stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
-    n_bytes = prod(shape) * stored.itemsize
-    with archive.open(name) as member:
-        found = _npy_header(member.read(10), member.read)
-        # Compared with what NumPy writes, not parsed, since ast.literal_eval fails now and then while other threads run
-        # (CPython issue 106905, in 3.10 and early 3.11 and 3.12).
-        if found != f"{{'descr': {stored.str!r}, 'fortran_order': False, 'shape': {shape}, }}":
-            damaged(origin, f"damaged: {name} describes itself as {shown(found)}, and the header says {dtype}{shape}")
-        if member.tell() + n_bytes != archive.getinfo(name).file_size:
-            damaged(origin, f"damaged: {name} does not hold {n_bytes} bytes of values")
-        array = np.empty(shape, stored)
-        target, filled = array.reshape(-1).view(np.uint8), 0
-        while filled < n_bytes:
-            chunk = np.frombuffer(member.read(_CHUNK_BYTES), np.uint8)
-            if not chunk.size:
-                damaged(origin, f"truncated: {name} ends after {filled} of {n_bytes} bytes")
-            target[filled : filled + chunk.size] = chunk
-            filled += chunk.size
-    return array.view(BFLOAT16) if dtype == BFLOAT16 else array
-
-
-def _npy_header(prefix: bytes, read: Callable[[int], bytes]) -> str:
-    """Return the header of a .npy array of version 1.0. NumPy's own reader would repair a damaged one and warn."""
-    if prefix[:8] != b"\x93NUMPY\x01\x00":
-        raise ValueError(f"an array that begins with {prefix[:8]!r}")
-    return read(int.from_bytes(prefix[8:], "little")).decode("latin1").strip()
+def _checksum(text: str, tensors: Sequence[_Tensor]) -> str:
+    found = zlib.crc32(text.encode())
+    for one in sorted(tensors):
+        found = zlib.crc32(one.data, zlib.crc32(f"{one.name} {one.dtype} {[*one.shape]}".encode(), found))
+    return f"{found:08x}"

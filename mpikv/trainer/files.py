@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
@@ -21,10 +19,11 @@ from mpikv.common.files import place_of
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import say
 from mpikv.optimizers.states import StateRecord
-from mpikv.optimizers.states_file import InMemory, Place
+from mpikv.optimizers.states_file import InMemory, Place, StatesFile
 from mpikv.strategies import codec_states
 from mpikv.strategies.states import LOAD, SAVE, load_file, save_file
-from mpikv.trainer import checkpoint, worker_states
+from mpikv.trainer import checkpoint
+from mpikv.trainer.checkpoint import Checkpoint
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
 from mpikv.trainer.weights import TrainedWeights
@@ -37,8 +36,8 @@ class TrainerFiles(TrainedWeights):
     _begun = False  # whether this object has made a step
     _stopped = False
 
-    def __init__(self, *arguments: Any, worker_state: worker_states.WorkerState | None, **options: Any) -> None:
-        self._worker_state = worker_states.check(worker_state)
+    def __init__(self, *arguments: Any, worker_state: checkpoint.WorkerState | None, **options: Any) -> None:
+        self._worker_state = checkpoint.check_kept(worker_state)
         super().__init__(*arguments, **options)
 
     # --- states
@@ -166,18 +165,18 @@ class TrainerFiles(TrainedWeights):
         if self._on_store:
             self._save_of_store(states)
         of_codecs = () if self._on_store else self._of_codecs()
-        of_workers = worker_states.gather(self._store, self._worker_state, "save")
+        gathered = checkpoint.gather_kept(self._store, self._worker_state)
 
         def write() -> None:
-            worker_states.check_all(of_workers)
+            kept = checkpoint.kept_of(gathered)
             if not self._on_store:
                 self._local.save_states(states, of_codecs)
-            weights = checkpoint.weights_of(self._data())
-            content = np.frombuffer(states.getbuffer(), np.uint8)
+            weights = {
+                name: as_numpy.host_view(array, f"parameter {shown(name)}") for name, array in self._data().items()
+            }
+            found = states.file or StatesFile({})
             agreed = self._agreed_factor()
-            checkpoint.write(
-                path, checkpoint.Checkpoint(self._steps, self._examples, weights, content, of_workers, agreed)
-            )
+            checkpoint.write(path, Checkpoint(self._steps, self._examples, weights, found, kept, agreed))
 
         self._decide("save", write)
 
@@ -202,7 +201,7 @@ class TrainerFiles(TrainedWeights):
         )
         if not path:
             return 0
-        found: list[checkpoint.Checkpoint] = []
+        found: list[Checkpoint] = []
 
         def look() -> list[float] | None:
             if not os.path.exists(path):
@@ -225,9 +224,9 @@ class TrainerFiles(TrainedWeights):
         self._resume_factor(agreed)
         return self._steps
 
-    def _restore(self, found: checkpoint.Checkpoint | None, path: str) -> None:
+    def _restore(self, found: Checkpoint | None, path: str) -> None:
         """Restore weights and states. found: None on workers that have not read the file."""
-        states = InMemory(path, b"" if found is None else found.states.tobytes())
+        states = InMemory(path, None if found is None else found.states)
         self._load_states(states)  # fails before anything is changed if they are of another optimizer
         self._restore_weights(found.weights if found is not None else self._data())
         self._load_states(states)  # once more, since restoring the weights has removed them
@@ -240,7 +239,7 @@ class TrainerFiles(TrainedWeights):
                 text = f"mpikv: {path} has what each of {len(of_workers)} workers kept (worker_state)"
                 print(f"{text}, and {num_workers} go on: they begin with none of it", file=sys.stderr, flush=True)
             of_workers = ()
-        worker_states.distribute(self._store, self._worker_state, of_workers, path)
+        checkpoint.give_kept(self._store, self._worker_state, of_workers, path)
 
     def _restore_weights(self, weights: Mapping[str, Any]) -> None:
         """Copy weights to the owners and into the parameters. Worker 0's are used if several workers have read them."""

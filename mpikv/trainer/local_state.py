@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from mpikv.arrays import as_numpy, tensors
 from mpikv.common import checks
 from mpikv.common.checks import plain, shown
 from mpikv.errors import StatesFileError
+from mpikv.optimizers.states_file import InMemory, packed, unpacked
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchParameter
 from mpikv.trainer.trainer import Trainer
@@ -94,7 +94,7 @@ def weight_of(parameter: Any) -> Any:
 
 
 class _TrainersStates:
-    """Of a `Trainer` without a store: its file of states, as bytes, and how far it has come."""
+    """Of a `Trainer` without a store: its optimizer's states, as in a file, and how far it has come."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -102,21 +102,19 @@ class _TrainersStates:
             raise ValueError("LocalUpdates: optimizer is a Trainer with kvstore=None, whose steps a worker makes alone")
 
     def arrays(self) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="mpikv-local-") as folder:
-            self._trainer.save_states(file := os.path.join(folder, "states"))
-            states = np.fromfile(file, np.uint8)
-        return {
-            OF_TRAINER: states,
-            f"{OF_TRAINER}/steps": np.array([self._trainer.steps, self._trainer.examples], float),
-        }
+        trainer = self._trainer
+        trainer._local.save_states(place := InMemory(OF_TRAINER))  # noqa: SLF001 - what `save_states` would write
+        content, arrays = packed(place.file.entries.values(), place.file.meta) if place.file else ({}, {})
+        content |= {"steps": trainer.steps, "examples": trainer.examples}
+        text = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        return {OF_TRAINER: text, **{f"{OF_TRAINER}/{name}": array for name, array in arrays.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        steps, examples = state[f"{OF_TRAINER}/steps"].tolist()
-        steps = checks.whole("steps", int(steps))
-        checks.number("examples", examples, 0.0)
-        with tempfile.TemporaryDirectory(prefix="mpikv-local-") as folder:
-            np.asarray(state[OF_TRAINER]).tofile(file := os.path.join(folder, "states"))
-            self._trainer.load_states(file)
+        content = json.loads(np.asarray(state[OF_TRAINER]).tobytes())
+        steps, examples = checks.whole("steps", content["steps"]), checks.number("examples", content["examples"], 0.0)
+        start = f"{OF_TRAINER}/"
+        arrays = {name.removeprefix(start): array for name, array in state.items() if name.startswith(start)}
+        self._trainer._load_states(InMemory(OF_TRAINER, unpacked(content, arrays, OF_TRAINER)))  # noqa: SLF001
         self._trainer.steps, self._trainer.examples = steps, examples
 
 

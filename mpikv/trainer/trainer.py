@@ -31,6 +31,7 @@ from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
 from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
+from mpikv.trainer.checkpoint import WorkerState
 from mpikv.trainer.clip import factor_for, norm_of
 from mpikv.trainer.ends import in_steps
 from mpikv.trainer.files import TrainerFiles
@@ -40,7 +41,6 @@ from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
 from mpikv.trainer.store import place_gradients
 from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
-from mpikv.trainer.worker_states import WorkerState
 
 
 class PushedGradient(NamedTuple):

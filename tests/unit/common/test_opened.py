@@ -25,15 +25,10 @@ ALLOWED = {
     "commands/launch/rank.py": {"os.open"},  # os.devnull
     "data/image_records.py": {"Image.open"},  # bytes in memory
     "commands/launch/watch.py": {"self._connections.open"},  # of another kind
-    "optimizers/archive.py": {
-        "archive.open",
-        "zipfile.ZipFile",
-    },  # a member of an open file, and the type in annotations
     "runtime/cuda_aware.py": {"out.open", "err.open", "out.read_text", "err.read_text"},  # in a new folder of its own
     "runtime/cuda_driver.py": {"Path(KERNEL_MODULE).read_text"},  # below /proc
     "runtime/interface.py": {"(sysfs / name / 'dev_port').read_text"},  # below /sys
     "runtime/job_processes.py": {"(folder / 'stat').read_text", "(folder / 'environ').read_text"},  # below /proc
-    "trainer/local_state.py": {"np.asarray(state[OF_TRAINER]).tofile"},  # likewise
 }
 
 

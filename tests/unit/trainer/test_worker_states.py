@@ -13,6 +13,8 @@ from store_modes import ONE_HOST, Mode
 
 from mpikv import Parameter, StatesFileError, Trainer, UnsupportedError
 from mpikv.optimizers.archive import write_archive
+from mpikv.optimizers.states_file import packed
+from mpikv.trainer import checkpoint
 
 THREE = Mode("dist_sync", 3)
 ON_STORE = pytest.mark.parametrize("on_store", [True, False])
@@ -159,40 +161,19 @@ def test_what_cannot_be_saved(on_store: bool, state: Any, words: str, tmp_path: 
     assert trainer_of(None, None).resume(path) == 0
 
 
-def write(path: Path, title: str, header: dict[str, Any], arrays: list[Any]) -> np.ndarray:
-    """An archive; its bytes."""
-    with path.open("wb") as file:
-        write_archive(file, title, header, arrays)
-    return np.frombuffer(path.read_bytes(), np.uint8)
-
-
-def write_checkpoint(path: Path, header: dict[str, Any], arrays: list[Any], *behind: Any) -> None:
-    trainer_of(None, None).save_states(path)
-    states = np.frombuffer(path.read_bytes(), np.uint8)
-    write(path, "mpikv checkpoint", {"steps": 4, "examples": 8, **header}, [*arrays, states, *behind])
-
-
-@pytest.mark.parametrize("names", [[["a", 1]], [{}], [3], ["a", "a"], "a", None])
-@pytest.mark.parametrize("of", ["weights", "worker"])
-def test_names_that_are_no_strings(names: Any, of: str, tmp_path: Path) -> None:
+def test_what_is_not_the_states_of_workers(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    arrays = [np.zeros(5)] * (len(names) if isinstance(names, list) else 1)
-    if of == "weights":
-        write_checkpoint(path, {"names": names}, arrays)
-    else:
-        kept = write(tmp_path / "kept", "mpikv state of a worker", {"names": names}, arrays)
-        write_checkpoint(path, {"names": ["0"], "workers": 1}, [np.zeros(5)], kept)
-    with pytest.raises(StatesFileError, match=f"{path}: damaged: "):
-        trainer_of(None, Kept()).resume(path)
+    content, arrays = packed([], {"optimizers": [], "configs": []})
+    content |= {"steps": 4, "examples": 8, "agreed": [], "weights": {"0": "w"}, "workers": []}
 
+    def resumed_from(**changes: Any) -> int:
+        with path.open("wb") as file:
+            write_archive(file, checkpoint.KIND, {**content, **changes}, {**arrays, "w": np.zeros(5)})
+        return trainer_of(None, Kept()).resume(path)
 
-def test_checkpoints_of_no_workers_and_damaged_ones(tmp_path: Path) -> None:
-    """Those that were written before there was any such state have no number of workers."""
-    path = tmp_path / "run"
-    for more, found in (({}, 4), ({"workers": 0}, 4), ({"workers": 1}, None), ({"workers": "x"}, None)):
-        write_checkpoint(path, {"names": ["0"], **more}, [np.zeros(5)])
-        if found:
-            assert trainer_of(None, Kept()).resume(path) == found
-        else:
-            with pytest.raises(StatesFileError, match="workers"):
-                trainer_of(None, Kept()).resume(path)
+    assert resumed_from() == resumed_from(workers=[None]) == resumed_from(workers=[{"a": "w"}]) == 4
+    wrong = [{"weights": one} for one in (None, "a", ["w"], {"0": 3}, {"0": "x"}, {"0": ["w"]})]
+    wrong += [{"workers": one} for one in (None, "x", 1, [3], [{"a": "x"}], [["w"]])]
+    for changes in (*wrong, {"steps": -1}, {"steps": 1.5}, {"examples": "x"}, {"agreed": [1]}, {"agreed": ["x", 1]}):
+        with pytest.raises(StatesFileError, match=f"{path}: damaged: "):
+            resumed_from(**changes)
