@@ -13,7 +13,7 @@ from mpikv.common.checks import meant, shown
 from mpikv.optimizers.adagrad import AdaDelta, AdaGrad, RMSProp
 from mpikv.optimizers.adam import Adam, AdamW
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.fields import field, flag, number, texts
+from mpikv.optimizers.declared import field, flag, number, texts
 from mpikv.optimizers.ftrl import Ftrl
 from mpikv.optimizers.function import Function
 from mpikv.optimizers.norms import LAMB, LARS

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.fields import flag, number
+from mpikv.optimizers.declared import flag, number
 from mpikv.optimizers.step import Array, Arrays, Step, limit, update_mean
 
 

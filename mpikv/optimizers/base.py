@@ -28,8 +28,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.optimizers import blocks
 from mpikv.optimizers.blocks import Scratch, check_array, work_dtype
-from mpikv.optimizers.declared import Declared
-from mpikv.optimizers.fields import factors, flag, number
+from mpikv.optimizers.declared import Declared, factors, flag, number
 from mpikv.optimizers.schedules import Scheduler, schedule
 from mpikv.optimizers.step import Array, Arrays, Scalar, State, Step, limit
 from mpikv.placement.keys import Key
@@ -66,13 +65,13 @@ class Optimizer(Declared):
 
     learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update if there is no lr_scheduler")
     rescale_grad: float = number(
-        default=1.0, factor=True, doc="the gradient is multiplied by it first; a Trainer sets it to 1 / batch size"
+        default=1.0, doc="the gradient is multiplied by it first; a Trainer sets it to 1 / batch size"
     )
     wd: float = number(default=0.0, low=0.0, doc="weight decay")
     clip_gradient: float | None = number(
         default=None, doc="the gradient's elements are limited to +- this; None or <= 0: not"
     )
-    lr_scheduler: Callable[[int], float] | None = schedule(default=None, doc="the rate of each update")
+    lr_scheduler: Callable[[int], float] | None = schedule(doc="the rate of each update")
     multi_precision: bool = flag(default=False, doc="float16 and bfloat16 weights have a float32 copy in the state")
     lr_mult: dict[Key, float] = factors(init=False, doc="factors of the learning rate; keys without one have 1")
     wd_mult: dict[Key, float] = factors(init=False, doc="factors of the weight decay; keys without one have 1")
@@ -104,9 +103,9 @@ class Optimizer(Declared):
             lines = (f"    {one.name}: {one.doc}" for one in cls.states)
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """Make an optimizer with scratch memory of its own."""
-        made = super().__new__(cls, *args, **kwargs)
+        made = super().__new__(cls)
         object.__setattr__(made, "_temporaries", Scratch())
         return made
 
@@ -328,10 +327,6 @@ class Optimizer(Declared):
         if scale != 1.0 and (clip or decay):
             out *= real(scale)
         return out
-
-
-(FACTOR,) = (name for name, field in Optimizer.fields.items() if field.factor)
-"""The attribute of which workers may have different values in one round; see placement/labels.py."""
 
 
 def _listed(state: Any) -> str:

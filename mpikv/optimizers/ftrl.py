@@ -13,7 +13,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.checks import shown
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.fields import number
+from mpikv.optimizers.declared import number
 from mpikv.optimizers.step import Array, Arrays, Step
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers.adam import RunningMeans
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.fields import flag, number, texts
+from mpikv.optimizers.declared import flag, number, texts
 from mpikv.optimizers.step import Array, Arrays, Scalar, Step
 from mpikv.spaces.folded import sum_of_squares
 

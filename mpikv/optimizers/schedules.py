@@ -24,23 +24,29 @@ from typing import Any
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
-from mpikv.optimizers.fields import Check, Field
+from mpikv.optimizers.declared import Check, Field
 from mpikv.optimizers.identity import identity
 
-WARMUP_MODES = ("linear", "constant")
+
+def _of(check: Check, wanted: str, doc: str) -> dict[str, Any]:
+    """Return the metadata of an argument: how `Scheduler.__post_init__` checks it, and its description."""
+    return {"check": check, "wanted": wanted, "doc": doc}
 
 
 def _rate(owner: str, name: str, value: Any) -> float:
     return checks.number(f"{owner}: {name}", value, 0.0)
 
 
-def _count(low: int) -> Check:
-    return lambda owner, name, value: checks.whole(f"{owner}: {name}", value, low)
+def _count(owner: str, name: str, value: Any, low: int = 1) -> int:
+    return checks.whole(f"{owner}: {name}", value, low)
+
+
+def _from_zero(owner: str, name: str, value: Any) -> int:
+    return _count(owner, name, value, 0)
 
 
 def _mode(owner: str, name: str, value: Any) -> Any:
-    checks.one_of(f"{owner}: {name}", value, WARMUP_MODES)
-    return value
+    return checks.one_of(f"{owner}: {name}", value, ("linear", "constant"))
 
 
 def _reduction(owner: str, name: str, value: Any) -> float:
@@ -53,15 +59,10 @@ def _reduction(owner: str, name: str, value: Any) -> float:
 def _steps(owner: str, name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise checks.wrong(f"{owner}: {name}", "a list of update numbers", value)
-    steps = tuple(_count(1)(owner, f"each {name}", item) for item in value)
+    steps = tuple(_count(owner, f"each {name}", item) for item in value)
     if not steps or any(after <= before for before, after in itertools.pairwise(steps)):
         raise ValueError(f"{owner}: {name} must hold at least one number and rise, not {shown(value)}")
     return steps
-
-
-def declared(check: Check, wanted: str, doc: str) -> dict[str, Any]:
-    """Return the metadata of a field: how `Scheduler.__post_init__` checks it, and its description."""
-    return {"check": check, "wanted": wanted, "doc": doc}
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,13 @@ class Scheduler:
     ([0.25, 0.5, 0.5], 0.5, 2)
     """
 
-    base_lr: float = field(default=0.01, metadata=declared(_rate, "at least 0", "the rate after the warm-up"))
-    warmup_steps: int = field(default=0, metadata=declared(_count(0), "at least 0", "updates that the warm-up covers"))
+    base_lr: float = field(default=0.01, metadata=_of(_rate, "at least 0", "the rate after the warm-up"))
+    warmup_steps: int = field(default=0, metadata=_of(_from_zero, "at least 0", "updates that the warm-up covers"))
     warmup_begin_lr: float = field(
-        default=0.0, metadata=declared(_rate, "from 0 to base_lr", "the rate at the warm-up's begin")
+        default=0.0, metadata=_of(_rate, "from 0 to base_lr", "the rate at the warm-up's begin")
     )
     warmup_mode: str = field(
-        default="linear",
-        metadata=declared(_mode, "'linear' or 'constant'", "whether the rate rises during the warm-up"),
+        default="linear", metadata=_of(_mode, "'linear' or 'constant'", "whether the rate rises during the warm-up")
     )
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Scheduler:
 
     def __call__(self, num_update: int) -> float:
         """Return the learning rate of update `num_update` (at least 0). Local; the same value every time."""
-        t: int = _count(0)(type(self).__name__, "num_update", num_update)
+        t = _from_zero(type(self).__name__, "num_update", num_update)
         if t >= self.warmup_steps:
             return self.after_warmup(t)
         if self.warmup_mode == "constant":
@@ -126,9 +126,9 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class _Factor:
-    step: int = field(metadata=declared(_count(1), "at least 1", "updates from one reduction to the next"))
-    factor: float = field(default=1.0, metadata=declared(_reduction, "from 0 to 1", "by what the rate is multiplied"))
-    stop_factor_lr: float = field(default=1e-8, metadata=declared(_rate, "at least 0", "a reduced rate is no lower"))
+    step: int = field(metadata=_of(_count, "at least 1", "updates from one reduction to the next"))
+    factor: float = field(default=1.0, metadata=_of(_reduction, "from 0 to 1", "by what the rate is multiplied"))
+    stop_factor_lr: float = field(default=1e-8, metadata=_of(_rate, "at least 0", "a reduced rate is no lower"))
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class FactorScheduler(Scheduler, _Factor):
 @dataclass(frozen=True)
 class _MultiFactor:
     step: list[int] | tuple[int, ...] = field(
-        metadata=declared(_steps, "rising, each at least 1", "updates after which the rate is reduced")
+        metadata=_of(_steps, "rising, each at least 1", "updates after which the rate is reduced")
     )
-    factor: float = field(default=1.0, metadata=declared(_reduction, "from 0 to 1", "by what the rate is multiplied"))
+    factor: float = field(default=1.0, metadata=_of(_reduction, "from 0 to 1", "by what the rate is multiplied"))
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class MultiFactorScheduler(Scheduler, _MultiFactor):
 
 @dataclass(frozen=True)
 class _Decay:
-    max_update: int = field(metadata=declared(_count(1), "more than warmup_steps", "the update at which the fall ends"))
+    max_update: int = field(metadata=_of(_count, "more than warmup_steps", "the update at which the fall ends"))
     base_lr: float
 
 
@@ -194,8 +194,8 @@ class _Falling(Scheduler, _Decay):
 
 @dataclass(frozen=True)
 class _Poly(_Decay):
-    pwr: float = field(default=2.0, metadata=declared(_rate, "at least 0", "the power of the polynomial"))
-    final_lr: float = field(default=0.0, metadata=declared(_rate, "at least 0", "the rate in the end"))
+    pwr: float = field(default=2.0, metadata=_of(_rate, "at least 0", "the power of the polynomial"))
+    final_lr: float = field(default=0.0, metadata=_of(_rate, "at least 0", "the rate in the end"))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class PolyScheduler(_Falling, _Poly):
 
 @dataclass(frozen=True)
 class _Cosine(_Decay):
-    final_lr: float = field(default=0.0, metadata=declared(_rate, "at least 0", "the rate in the end"))
+    final_lr: float = field(default=0.0, metadata=_of(_rate, "at least 0", "the rate in the end"))
 
 
 @dataclass(frozen=True)
@@ -257,34 +257,29 @@ def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Sche
     return make(**given)
 
 
-# --- as a field of an optimizer
-
-
-def schedule(*, default: None = None, doc: str) -> Any:
-    """Declare a hyperparameter that is a schedule, any function from update number to learning rate, or None."""
+def schedule(*, doc: str) -> Any:
+    """Declare a hyperparameter of an optimizer that is a function from update number to learning rate, or None."""
 
     def check(owner: str, name: str, value: Any) -> Any:
         if value is None or callable(value):
             return value
         raise checks.wrong(f"{owner}: {name}", "a schedule (a function from update number to rate) or None", value)
 
+    def to_json(value: Any) -> Any:
+        if isinstance(value, Scheduler):
+            return value.config()
+        return None if value is None else {"function": identity(value)}
+
+    def from_json(owner: str, name: str, sent: Any, current: Any) -> Any:
+        if not isinstance(sent, Mapping):
+            return sent
+        if "function" not in sent:
+            return schedule_from_config(sent, current)
+        if current is None or to_json(current) != sent:
+            raise UnsupportedError(
+                f"{owner}: {name} is a function ({sent['function']}), which only the whole optimizer carries"
+            )
+        return current
+
     kind, wanted = Callable[[int], float] | None, "a function from update number to rate, or None"
-    return Field(default, check, kind, wanted, doc, to_json=_schedule_to_json, from_json=_schedule_from_json)
-
-
-def _schedule_to_json(value: Any) -> Any:
-    if isinstance(value, Scheduler):
-        return value.config()
-    return None if value is None else {"function": identity(value)}
-
-
-def _schedule_from_json(owner: str, name: str, value: Any, current: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if "function" not in value:
-        return schedule_from_config(value, current)
-    if current is None or _schedule_to_json(current) != value:
-        raise UnsupportedError(
-            f"{owner}: {name} is a function ({value['function']}), which only the whole optimizer carries"
-        )
-    return current
+    return Field(None, check, kind, wanted, doc, to_json=to_json, from_json=from_json)

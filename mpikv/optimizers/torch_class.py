@@ -25,7 +25,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.checks import meant, options, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.fields import field
+from mpikv.optimizers.declared import field
 from mpikv.optimizers.function import count_of
 from mpikv.optimizers.schedules import Scheduler
 from mpikv.optimizers.step import Arrays, State, Step

@@ -19,7 +19,6 @@ import pytest
 
 from mpikv import optimizers
 from mpikv.optimizers import Adam, Array, Optimizer, Scalar, number
-from mpikv.optimizers.base import FACTOR
 from mpikv.optimizers.schedules import SCHEDULES, Scheduler
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "optimizers.md"
@@ -106,10 +105,6 @@ def test_a_schedules_arguments_are_its_fields(cls: type[Scheduler]) -> None:
     assert all({"check", "wanted", "doc"} <= one.metadata.keys() for one in dataclasses.fields(cls))
     order = {"Factor": "step", "MultiFactor": "step", "Poly": "max_update", "Cosine": "max_update", "": "base_lr"}
     assert found[0][0] == order[cls.__name__.removesuffix("Scheduler")]
-
-
-def test_workers_may_differ_in_one_attribute() -> None:
-    assert FACTOR == "rescale_grad"
 
 
 def test_subclasses() -> None:
