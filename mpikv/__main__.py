@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from mpikv._version import __version__
-from mpikv.commands import models
 from mpikv.commands.bench.options import add_parser as add_bench
 from mpikv.commands.bench.start import RankedParser
 from mpikv.commands.launch.options import add_launch, add_submit
@@ -45,11 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         "info",
         help="the MPI library, hosts and ranks, array libraries and settings; alone or under mpirun",
         description="Print the MPI library and what it can do, hosts and ranks, the array libraries found and every "
-        "MPIKV_* variable in force. Under `mpirun -n N mpikv info` rank 0 prints for all, with the map of the ranks: "
-        "host, role, local rank, device, and the part of the keys that each would hold.",
+        "MPIKV_* variable in force. Under `mpirun -n N mpikv info` rank 0 prints for all.",
     )
-    info.add_argument("--model", choices=models.NAMES, default="", help="count the keys and bytes of this network")
-    info.add_argument("--all", action="store_true", help="a line for every rank, also of a job of more than 64")
+    info.gone = dict.fromkeys(("--model", "--all", "--placement"), "mpikv plan says what workers and servers exchange")
     info.set_defaults(run=_info)
     add_launch(commands)
     add_submit(commands)
@@ -60,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _info(options: argparse.Namespace) -> int:
+def _info(_options: argparse.Namespace) -> int:
     from mpikv.commands.info import show  # noqa: PLC0415
 
-    return show(model=options.model, every_rank=options.all)
+    return show()
 
 
 if __name__ == "__main__":

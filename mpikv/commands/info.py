@@ -1,8 +1,8 @@
 """`mpikv info`: what this installation is made of, for a reader and for a report of a problem.
 
-Alone it describes this process; under `mpirun` rank 0 describes the job, with the map of its ranks. It also works where
-things are wrong: without MPI it says how to get one, beside a wrong `MPIKV_*` variable it says what is valid,
-and a launcher of another MPI than the library is an error that names both.
+Alone it describes this process; under `mpirun` rank 0 describes the job. It also works where things are wrong: without
+MPI it says how to get one, beside a wrong `MPIKV_*` variable it says what is valid, and a launcher of another MPI than
+the library is an error that names both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpikv._version import __version__
@@ -21,8 +21,6 @@ from mpikv.arrays import compiled
 from mpikv.arrays.devices import CUPY_PACKAGES
 from mpikv.collectives import nccl_setup
 from mpikv.collectives.nccl import Nccl
-from mpikv.commands import placement_map
-from mpikv.commands.placement_map import ranges
 from mpikv.config import ALL, AUTO_INTERFACE, Config, unknown_variables, variables_in_force
 from mpikv.create import worker_device
 from mpikv.create.spec import parse as spec_of
@@ -45,7 +43,7 @@ ARRAY_LIBRARIES = {
 }
 
 
-MANY_HOSTS = 16  # more than so many are in the map alone
+MANY_HOSTS = 16  # no more are listed
 
 
 class Fact(NamedTuple):
@@ -56,13 +54,10 @@ class Fact(NamedTuple):
     problem: bool = False
 
 
-def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_rank: bool = False) -> int:
-    """Print the report, and return the status to exit with. Collective over COMM_WORLD where there is one.
-
-    model: a network of `commands.models` whose keys the map shares out. every_rank: a line for each, however many.
-    """
+def show(environ: Mapping[str, str] | None = None) -> int:
+    """Print the report, and return the status to exit with. Collective over COMM_WORLD where there is one."""
     environ = os.environ if environ is None else environ
-    rank, rows = _mpi_rows(environ, model, every_rank=every_rank)
+    rank, rows = _mpi_rows(environ)
     rows = [*_own_rows(), *([_gpu_row(environ)] if rank == 0 else []), *rows, *_variable_rows(environ)]
     failed = any(row.problem for row in rows)
     if rank == 0:
@@ -123,7 +118,7 @@ def _config(environ: Mapping[str, str]) -> Config:
         return Config()  # the row of the wrong variable says so
 
 
-def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Fact]]:
+def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Fact]]:
     """Return this process's rank, and what is known of MPI."""
     said_rank = launcher.said_rank(environ)
     config = _config(environ)
@@ -148,9 +143,8 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
     comm = MPI.COMM_WORLD
     choice = interface.choose(found.name, config.interface)
     chosen = ", ".join(map(str, choice.interfaces))
-    gpus_seen = placement_map.visible_gpus(environ, config.local_device)
-    told = comm.allgather((socket.gethostname(), gpus_seen, chosen))
-    hosts = [host for host, _, _ in told]
+    told = comm.allgather((socket.gethostname(), chosen))
+    hosts = [host for host, _ in told]
     rows = [
         Fact("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
         Fact("", found.path or "its file cannot be told"),
@@ -161,9 +155,9 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         *_device_rows(comm, hosts, config),
         Fact("progress", library.progress(config.progress, found.thread_level)),
         _memory_row(comm, hosts, config),
-        *_network_rows({host: text for host, _, text in told}, choice, config),
+        *_network_rows(dict(told), choice, config),
         *_host_rows(hosts),
-        *_role_rows(hosts, [gpus for _, gpus, _ in told], config, model, every_rank=every_rank),
+        _role_row(hosts, config),
     ]
     return comm.Get_rank(), rows
 
@@ -259,23 +253,26 @@ def _network_rows(chosen: Mapping[str, str], choice: interface.InterfaceChoice, 
         yield Fact("", f"... and {len(chosen) - len(shown)} more hosts")
 
 
-def _role_rows(
-    real_hosts: list[str], gpus: list[placement_map.Gpus], config: Config, model: str, *, every_rank: bool
-) -> Iterator[Fact]:
+def _role_row(real_hosts: list[str], config: Config) -> Fact:
     try:
         hosts = pretended(real_hosts, config.test_hosts)
         roles = assign(hosts, config.num_servers, config.server_placement)
     except ConfigError as error:
         # One process that asks for servers is a program looked at without its mpirun: no mistake yet.
-        yield Fact("roles", str(error), problem=len(real_hosts) > 1)
-        return
+        return Fact("roles", str(error), problem=len(real_hosts) > 1)
     text = f"workers: ranks {ranges(roles.workers)}"
-    yield Fact("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
-    lines = placement_map.lines(hosts, gpus, roles, config, model)
-    title = f"{model} in a dist_sync store" if model else "a dist_sync store"
-    yield Fact("map", f"{title} on these ranks" + ("" if model else " (--model NAME counts keys and bytes)"))
-    for line in placement_map.table(lines, every_rank=every_rank):
-        yield Fact("", line)
+    return Fact("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers in short: `0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _variable_rows(environ: Mapping[str, str]) -> Iterator[Fact]:
