@@ -14,6 +14,7 @@ arithmetic beyond one addition for each owned byte.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,9 +24,7 @@ from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import wire_of
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.commands.plan.counting import Counting
-from mpikv.commands.plan.outcome import PlannedStep
-from mpikv.commands.plan.priced import Priced, Speeds, of_shapes
-from mpikv.commands.plan.workload import DEFAULTS, DTYPE, ITEM_BYTES, StepSettings, Workload
+from mpikv.commands.plan.step import DEFAULTS, DTYPE, ITEM_BYTES, PlannedStep, Speeds, StepSettings, Workload
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement import buckets
@@ -43,35 +42,38 @@ from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.transports.base import Group
 
 EVERY_RANK = 16  # up to so many are all counted; of more, those of the first host
+TO_ALL = ("naive", "owners", "gather")  # each worker sends to all others at the same time, not to one after the other
 
 
 class PlannedBucket(NamedTuple):
-    """Keys that travel together: which, what they are together, where that lives. updated: an optimizer serves them."""
+    """Keys that travel together: which, what they are together, where that lives."""
 
     keys: tuple[int, ...]
     info: KeyInfo
     placement: Placement
-    updated: bool = True
-
-    @property
-    def n_elems(self) -> int:
-        """How many values they have."""
-        return self.info.n_elems
-
-    @property
-    def n_bytes(self) -> int:
-        """How many bytes the bucket's values have."""
-        return ITEM_BYTES * self.n_elems
 
     @property
     def encoded(self) -> bool:
         """Whether they travel encoded."""
         return self.placement.path == "encoded"
 
-    @property
-    def to_all(self) -> bool:
-        """Whether each worker sends to all others at the same time, and not to one after the other."""
-        return self.placement.algorithm in ("naive", "owners", "gather")
+
+class BucketCost(NamedTuple):
+    """What one bucket takes.
+
+    link_s: of the busiest host's link, out and in. core_s: of the busiest core. copy_s: into it, and as much out of it.
+    alone_s: from its first message to its last, when nothing else is under way. sent: messages and bytes of each rank.
+    """
+
+    link_s: tuple[float, float]
+    core_s: float
+    copy_s: float
+    alone_s: float
+    sent: Sequence[tuple[int, int]]
+
+
+Halves = tuple[Counting, Counting]
+"""What one rank does until its part of the sum is there, and what it does to bring the result to all."""
 
 
 def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
@@ -81,34 +83,16 @@ def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
 
 def buckets_of(workload: Workload, hosts: Sequence[str], settings: StepSettings = DEFAULTS) -> list[PlannedBucket]:
     """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
-    travels, updated = settings.compression, settings.updated
-    order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
-    infos = []
-    for key in order:
-        shape = workload.shapes[key]
-        infos.append(KeyInfo(key, key, shape, np.dtype(DTYPE), travels.for_shape(shape).text))
-    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=settings.algorithm))
+    infos = [info for info in reversed(list(workload.infos(settings.compression))) if info.n_elems]
+    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config())
     found = []
-    groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
-    for group in groups if settings.bucketed else [[i] for i in range(len(infos))]:
-        keys, n_elems = tuple(order[i] for i in group), sum(infos[i].n_elems for i in group)
-        info = infos[group[0]]._replace(shape=(n_elems,))
-        placement = place(members, info, wire=None if travels.uncompressed else wire_of(info), updated=updated)
-        found.append(PlannedBucket(keys, info, placement, updated))
+    for group in buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos]):
+        of_group = [infos[i] for i in group]
+        info = of_group[0]._replace(shape=(sum(one.n_elems for one in of_group),))
+        wire = None if settings.compression.uncompressed else wire_of(info)
+        placement = place(members, info, wire=wire, updated=True)
+        found.append(PlannedBucket(tuple(one.id for one in of_group), info, placement))
     return found
-
-
-class BucketCost(NamedTuple):
-    """What one bucket takes.
-
-    link_s: of the busiest host's link, out and in. core_s: of the busiest core. alone_s: from its first message to its
-    last, when nothing else is under way. sent: messages and bytes of each rank.
-    """
-
-    link_s: tuple[float, float]
-    core_s: float
-    alone_s: float
-    sent: Sequence[tuple[int, int]]
 
 
 def predict(
@@ -118,61 +102,55 @@ def predict(
     hosts, compute_s = hosts_of(workers, settings.per_host), settings.compute_s
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
-    speeds = of_shapes(settings.speeds, workload.shapes)
-    found = buckets_of(workload, hosts, settings)
-    of_buckets = [cost_of(bucket, hosts, link, costs, speeds) for bucket in found]
-    out_s, in_s = (sum(one.link_s[i] for one in of_buckets) for i in (0, 1))
-    core_s = sum(one.core_s for one in of_buckets)
+    found, speeds = buckets_of(workload, hosts, settings), settings.speeds_of(workload)
+    taken = [_cost_of(bucket, hosts, link, costs, speeds) for bucket in found]
+    out_s, in_s = (sum(one.link_s[i] for one in taken) for i in (0, 1))
+    core_s = sum(one.core_s for one in taken)
     # In one call the buckets are filled in the order of the forward pass: the last one of the backward pass first.
-    ends_s = costs.copy_byte_s * (found[-1].n_bytes + found[0].n_bytes) if found else 0.0
-    alone_s = max((one.alone_s for one in of_buckets), default=0.0)
-    sent = [
-        [sum(column) for column in zip(*rank, strict=True)]
-        for rank in zip(*(one.sent for one in of_buckets), strict=True)
-    ]
+    ends_s = taken[-1].copy_s + taken[0].copy_s if taken else 0.0
+    alone_s = max((one.alone_s for one in taken), default=0.0)
+    sent = [np.sum(rank, axis=0) for rank in zip(*(one.sent for one in taken), strict=True)]
+    moved = Counter[str]()
+    for bucket in found:
+        moved[bucket.placement.algorithm] += bucket.info.n_elems
     return PlannedStep(
-        _mode(found),
+        "allreduce " + "+".join(name for name, _ in moved.most_common()),
         max(max(out_s, in_s, alone_s) + ends_s, core_s),
-        _overlapped_s(workload.ready_s(compute_s), found, of_buckets, costs) if compute_s else None,
-        max((messages for messages, _ in sent), default=0),
-        max((n_bytes for _, n_bytes in sent), default=0),
+        _overlapped_s(workload.ready_s(compute_s), found, taken) if compute_s else None,
+        max((int(messages) for messages, _ in sent), default=0),
+        max((int(n_bytes) for _, n_bytes in sent), default=0),
         {"link out": out_s, "link in": in_s, "core": core_s},
     )
 
 
-Halves = tuple[Counting, Counting]
-"""What one rank does until its part of the sum is there, and what it does to bring the result to all."""
-
-
-def cost_of(bucket: PlannedBucket, hosts: Sequence[str], link: Link, costs: Costs, speeds: Speeds) -> BucketCost:
+def _cost_of(bucket: PlannedBucket, hosts: Sequence[str], link: Link, costs: Costs, speeds: Speeds) -> BucketCost:
     """Return what one bucket takes. All ranks of a host use one link; values are copied into a bucket and out of it."""
-    p, n_hosts = len(hosts), len(set(hosts))
-    if bucket.to_all and n_hosts > 2:
+    p, n_hosts, algorithm, n_bytes = len(hosts), len(set(hosts)), bucket.placement.algorithm, bucket.info.n_bytes
+    if algorithm in TO_ALL and n_hosts > 2:
         link = link.to_all()
     counts = [counted(bucket, rank, hosts, speeds) for rank in range(p if p <= EVERY_RANK else hosts.count(hosts[0]))]
-    of_hosts = {host: [0.0, 0.0] for host in hosts[: len(counts)]}
+    of_hosts = {host: np.zeros(2) for host in hosts[: len(counts)]}
     for half in (half for one in counts for half in one):
-        for i, seconds in enumerate(half.link_s(link)):
-            of_hosts[half.hosts[half.rank]][i] += seconds
-    core_s = max(sum(half.core_s(costs) for half in one) for one in counts)
+        of_hosts[half.hosts[half.rank]] += half.link_s(link)
+    out_s, in_s = np.max(list(of_hosts.values()), axis=0)
+    copy_s = n_bytes * costs.copy_byte_s
     if bucket.encoded:
         alone_s = _alone_encoded_s(bucket, counts, link, costs, speeds)
     else:
-        alone_s = allreduce_s(
-            bucket.placement.algorithm, bucket.n_bytes, p, link, costs, hosts=n_hosts, segment_bytes=LINK_SEGMENT_BYTES
-        )
+        alone_s = allreduce_s(algorithm, n_bytes, p, link, costs, hosts=n_hosts, segment_bytes=LINK_SEGMENT_BYTES)
     return BucketCost(
-        (max(out_s for out_s, _ in of_hosts.values()), max(in_s for _, in_s in of_hosts.values())),
-        core_s + 2 * bucket.n_bytes * costs.copy_byte_s,
+        (float(out_s), float(in_s)),
+        max(sum(half.core_s(costs) for half in one) for one in counts) + 2 * copy_s,
+        copy_s,
         alone_s,
-        [(sum(half.sent_messages for half in one), sum(half.sent_bytes for half in one)) for one in counts],
+        [(sum(len(half.sent) for half in one), sum(half.sent_bytes for half in one)) for one in counts],
     )
 
 
 def counted(bucket: PlannedBucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> Halves:
     """Count what one rank sends, receives, encodes, decodes and adds of a bucket in one step."""
     adding, sharing = Counting(rank, hosts), Counting(rank, hosts)
-    bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
+    bounds, buf = bucket.placement.bounds, np.empty(bucket.info.n_elems, DTYPE)
     if bucket.encoded:
         adds, shares = (_encoded(bucket, one, speeds) for one in (adding, sharing))
         adding.run(adds.reduce_scatter(buf, np.add, None, changeable=False))
@@ -181,8 +159,7 @@ def counted(bucket: PlannedBucket, rank: int, hosts: Sequence[str], speeds: Spee
         module, everybody = ALGORITHMS[bucket.placement.algorithm], range(len(hosts))
         adding.run(module.reduce_scatter(Group(adding, everybody), buf, bounds, 1, adding.combine))
         sharing.run(module.allgather(Group(sharing, everybody), buf, bounds, 2))
-    if bucket.updated:
-        adding.added_bytes += ITEM_BYTES * (bounds[rank + 1] - bounds[rank])  # the optimizer's
+    adding.added_bytes += ITEM_BYTES * (bounds[rank + 1] - bounds[rank])  # the optimizer's
     return adding, sharing
 
 
@@ -192,7 +169,7 @@ def _encoded(bucket: PlannedBucket, transport: Counting, speeds: Speeds) -> Enco
     path = EncodedPath(resources, bucket.info, bucket.placement, None)
     travels = compressions.of_text(bucket.info.codec)
     path.codec.pushed, path.codec.returned = (
-        Pieces(bucket.info, Priced(codec, speeds[codec], transport.spend)) for codec in (travels.push, travels.pull)
+        Pieces(bucket.info, transport.priced(codec, speeds)) for codec in (travels.push, travels.pull)
     )
     return path
 
@@ -206,29 +183,18 @@ def _alone_encoded_s(
         halves = [one[i] for one in counts]
         if not any(half.sent for half in halves):
             continue  # all have added all
-        elems, speed = min(piece_elems(codec, bucket.info.dtype), bucket.n_elems), speeds[codec]
+        elems, speed = min(piece_elems(codec, DTYPE), bucket.info.n_elems), speeds[codec]
         busiest_s = max(max(*half.link_s(link), half.core_s(costs)) for half in halves)
         total_s += link.latency_s + busiest_s + elems * (speed.encode_s + speed.add_s)
     return total_s
 
 
-def _overlapped_s(
-    ready_s: Sequence[float], found: Sequence[PlannedBucket], of_buckets: Sequence[BucketCost], costs: Costs
-) -> float:
+def _overlapped_s(ready_s: Sequence[float], found: Sequence[PlannedBucket], taken: Sequence[BucketCost]) -> float:
     """Return the time of a step in which each bucket leaves, in order, when its last gradient is there."""
     link_s, core_s, end_s = 0.0, 0.0, max(ready_s)
-    for bucket, one in zip(found, of_buckets, strict=True):
-        begin_s, copy_s = max(ready_s[key] for key in bucket.keys), bucket.n_bytes * costs.copy_byte_s
-        link_s = max(begin_s + copy_s, link_s) + max(one.link_s)
+    for bucket, one in zip(found, taken, strict=True):
+        begin_s = max(ready_s[key] for key in bucket.keys)
+        link_s = max(begin_s + one.copy_s, link_s) + max(one.link_s)
         core_s = max(begin_s, core_s) + one.core_s
-        end_s = max(end_s, core_s, link_s + copy_s, begin_s + one.alone_s + 2 * copy_s)
+        end_s = max(end_s, core_s, link_s + one.copy_s, begin_s + one.alone_s + 2 * one.copy_s)
     return end_s
-
-
-def _mode(found: Sequence[PlannedBucket]) -> str:
-    """Name the algorithms, those that move most bytes first."""
-    moved: dict[str, int] = {}
-    for bucket in found:
-        name = bucket.placement.algorithm
-        moved[name] = moved.get(name, 0) + bucket.n_elems
-    return "allreduce " + "+".join(sorted(moved, key=lambda name: -moved[name]))

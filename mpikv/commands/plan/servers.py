@@ -9,6 +9,11 @@ step takes as long as the slowest host.
 With overlap a key is pushed when its gradient is there, and pulled after the computing: keys go through the links one
 after the other, each in its share of the time.
 
+Where keys are divided between the workers and the servers, each is cut where the store cuts it (placement/cut.py). The
+two sides are what they are in a store without servers and in one whose servers take all, and are under way at the same
+time: the step takes as long as the slower of the two, but no less than the links and the core of a worker, which both
+use, are busy for both.
+
 Not in it: the optimizer's own arithmetic.
 """
 
@@ -23,15 +28,13 @@ import numpy as np
 from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import Codecs, KeyCompression
 from mpikv.codecs.identity import IDENTITY
+from mpikv.commands.plan import allreduce
 from mpikv.commands.plan.counting import Counting
-from mpikv.commands.plan.outcome import PlannedStep
-from mpikv.commands.plan.priced import Speeds, of_shapes, priced
-from mpikv.commands.plan.workload import DTYPE, ITEM_BYTES, StepSettings, Workload
+from mpikv.commands.plan.step import DTYPE, ITEM_BYTES, PlannedStep, Speeds, StepSettings, Workload
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement.costs import Costs, Link, servers_s
 from mpikv.placement.cut import cut_of
-from mpikv.placement.keys import KeyInfo
 from mpikv.placement.links import LinkRates
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import add_load, partition_bytes
@@ -41,6 +44,8 @@ from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.exchange import Client, InPlace, Item
 from mpikv.transports import wire
 
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+
 
 class Loads(NamedTuple):
     """What one worker has with each server, (servers,).
@@ -49,23 +54,48 @@ class Loads(NamedTuple):
     codecs and additions. elems: values of its keys that live there.
     """
 
-    push_s: np.ndarray[tuple[int], np.dtype[np.float64]]
-    answer_s: np.ndarray[tuple[int], np.dtype[np.float64]]
-    core_s: np.ndarray[tuple[int], np.dtype[np.float64]]
-    elems: np.ndarray[tuple[int], np.dtype[np.float64]]
+    push_s: Array
+    answer_s: Array
+    core_s: Array
+    elems: Array
+
+
+def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
+    """Predict one step."""
+    rest = _by_servers(workload, workers, link, costs, settings)
+    members = members_of(workers, link, settings)
+    infos = list(workload.infos(settings.compression)) if settings.servers and settings.synchronous else []
+    cuts = [cut_of(members, info, compressions.wire_of(info), whole=False) for info in infos]
+    if not any(cuts):
+        return rest
+    shapes = tuple(info.shape if cut == info.n_elems else (cut,) for cut, info in zip(cuts, infos, strict=True))
+    first = allreduce.predict(Workload(workload.name, shapes), workers, link, costs, settings)
+    busy_s = dict(rest.busy_s)
+    for what, seconds in first.busy_s.items():
+        busy_s[f"worker {what}"] = busy_s.get(f"worker {what}", 0.0) + seconds
+    overlapped_s = None
+    if first.overlapped_s is not None and rest.overlapped_s is not None:
+        overlapped_s = max(first.overlapped_s, rest.overlapped_s, *busy_s.values())
+    return PlannedStep(
+        f"servers and {first.mode}, sync",
+        max(first.exchange_s, rest.exchange_s, *busy_s.values()),
+        overlapped_s,
+        first.messages + rest.messages,
+        first.sent_bytes + rest.sent_bytes,
+        busy_s,
+    )
 
 
 def members_of(workers: int, link: Link, settings: StepSettings) -> Members:
-    """Return the ranks: workers in blocks on their hosts, servers on hosts of their own or, in turn, on theirs."""
-    per_host, servers = settings.per_host, settings.servers
-    hosts = [f"h{rank // per_host}" for rank in range(workers)]
-    on = [f"h{i % (1 + (workers - 1) // per_host)}" if settings.shared else f"s{i // per_host}" for i in range(servers)]
+    """Return the ranks: workers in blocks on their hosts, servers on hosts of their own."""
+    servers = settings.servers
+    on = [f"s{i // settings.per_host}" for i in range(servers)]
     return Members(
-        (*hosts, *on),
+        (*allreduce.hosts_of(workers, settings.per_host), *on),
         tuple(range(workers)),
         tuple(range(workers, workers + servers)),
         settings.synchronous,
-        Config(algorithm=settings.algorithm, servers_take=settings.take),
+        Config(servers_take=settings.take),
         link=LinkRates(link.bytes_per_s, link.latency_s),
     )
 
@@ -73,8 +103,7 @@ def members_of(workers: int, link: Link, settings: StepSettings) -> Members:
 def keys_of(workload: Workload, members: Members, compression: KeyCompression, codecs: Codecs) -> list[ClientKey]:
     """Return what servers have of the keys, and how it travels. codecs: makes their codecs, of a text."""
     loads, keys = [0] * len(members.owners), []
-    for number, shape in enumerate(workload.shapes):
-        info = KeyInfo(number, number, shape, np.dtype(DTYPE), compression.for_shape(shape).text)
+    for info in workload.infos(compression):
         travels = compressions.wire_of(info)
         begin = cut_of(members, info, travels, whole=False)
         if begin and begin == info.n_elems:
@@ -100,10 +129,15 @@ def counted(
     """
     servers = len(members.owners)
     transport = Counting(servers, ("server",) * servers + ("worker",))
-    of_codecs = of_shapes(speeds, workload.shapes)
-    keys = keys_of(
-        workload, members, compression, lambda text: priced(compressions.of_text(text), of_codecs, transport.spend)
-    )
+
+    def codecs(text: str) -> KeyCompression:
+        travels = compressions.of_text(text)
+        push, pull = (
+            codec if codec == IDENTITY else transport.priced(codec, speeds) for codec in (travels.push, travels.pull)
+        )
+        return KeyCompression(push, pull, travels.force)
+
+    keys = keys_of(workload, members, compression, codecs)
     longest = max((key.info.n_elems for key in keys), default=0)
     total, value = np.empty(longest, DTYPE), np.empty(longest, DTYPE)  # one for all keys: nobody looks at the values
     items = []
@@ -113,9 +147,9 @@ def counted(
     client = Client(transport, range(servers))
     calls = [items]
     if _adds(members, compression):
-        added = [members.is_added_on_hosts(item.key.info) for item in items]
-        calls = [[item] for item, alone in zip(items, added, strict=True) if alone]
-        calls.append([item for item, alone in zip(items, added, strict=True) if not alone])
+        alone = [members.is_added_on_hosts(item.key.info) for item in items]
+        calls = [[item] for item, by_itself in zip(items, alone, strict=True) if by_itself]
+        calls.append([item for item, by_itself in zip(items, alone, strict=True) if not by_itself])
     try:
         for call in calls:
             for request in client.exchange(wire.PUSHPULL, call, 0):
@@ -139,11 +173,11 @@ def loads_of(one: Counting, keys: Sequence[ClientKey], servers: int, link: Link,
     return found
 
 
-def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
-    """Predict one step."""
-    servers, compute_s, synchronous = settings.servers, settings.compute_s, settings.synchronous
+def _by_servers(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
+    """Predict what servers have of one step."""
+    servers, compute_s = settings.servers, settings.compute_s
     members = members_of(workers, link, settings)
-    one, keys = counted(workload, members, settings.compression, settings.speeds)
+    one, keys = counted(workload, members, settings.compression, settings.speeds_of(workload))
     # Of each worker on their way to a server at a time.
     window_elems = WINDOW * partition_bytes(members) // ITEM_BYTES
     loads = loads_of(one, keys, servers or workers, link, costs)
@@ -190,8 +224,8 @@ def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings
             keys, server, workload.ready_s(compute_s), compute_s, stages_s, window_elems=window_elems
         )
         overlapped_s = min(compute_s + exchange_s, max(exchange_s, one_by_one_s))
-    mode = ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
-    return PlannedStep(mode, exchange_s, overlapped_s, one.sent_messages, one.sent_bytes, busy_s)
+    mode = ("servers, " if servers else "in workers, ") + ("sync" if settings.synchronous else "async")
+    return PlannedStep(mode, exchange_s, overlapped_s, len(one.sent), one.sent_bytes, busy_s)
 
 
 def _coding_s(settings: StepSettings, workers: int, costs: Costs) -> float:
@@ -223,12 +257,9 @@ def _overlapped_s(
     a worker on their way to a server at a time.
     """
     elems = [sum(route.end - route.begin for route in key.routes if route.owner == server) for key in keys]
-    in_s, out_s = 0.0, compute_s
+    of_all, in_s, out_s = max(1, sum(elems)), 0.0, compute_s
     for key, its_elems in reversed(list(zip(keys, elems, strict=True))):
-        share = its_elems / max(1, sum(elems))
-        in_s = max(in_s, ready_s[key.info.id]) + share * stages_s[0]
-        last_s = (
-            min(its_elems, window_elems) / max(1, sum(elems)) * stages_s[1]
-        )  # what can leave only when all is there
-        out_s = max(out_s + share * stages_s[1], in_s + last_s)
+        in_s = max(in_s, ready_s[key.info.id]) + its_elems / of_all * stages_s[0]
+        last_s = min(its_elems, window_elems) / of_all * stages_s[1]  # what can leave only when all is there
+        out_s = max(out_s + its_elems / of_all * stages_s[1], in_s + last_s)
     return out_s

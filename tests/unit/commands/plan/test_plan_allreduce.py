@@ -10,8 +10,7 @@ from mpikv.codecs import compression
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.commands.plan import allreduce
 from mpikv.commands.plan.allreduce import buckets_of, hosts_of
-from mpikv.commands.plan.priced import Speed
-from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes, of_model
+from mpikv.commands.plan.step import Speed, StepSettings, Workload, of_bytes, of_model
 from mpikv.errors import ConfigError
 from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, allreduce_s
@@ -112,24 +111,25 @@ def test_one_bucket_has_nothing_to_overlap_with(rate: float) -> None:
 def test_buckets_are_those_of_a_trainer() -> None:
     found = buckets_of(of_model("resnet18"), hosts_of(4, 1))
     assert sorted(key for bucket in found for key in bucket.keys) == list(range(62))
-    assert sum(bucket.n_elems for bucket in found) == 11_689_512
+    assert sum(bucket.info.n_elems for bucket in found) == 11_689_512
     assert found[0].keys == (60,)  # the last layer's weight fills a bucket before its bias does
     assert {bucket.placement.algorithm for bucket in found} <= set(ALGORITHMS)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "workers", "share"),
+    ("n_bytes", "algorithm", "workers", "share"),
     [
-        ("naive", 2, 1),
-        ("naive", 5, TO_ALL_SHARE),
-        ("ring", 5, 1),
-        ("halving_doubling", 4, 1),
+        (30_000, "naive", 2, 1),
+        (30_000, "naive", 4, TO_ALL_SHARE),
+        (30_000, "halving_doubling", 5, 1),
+        (16 << 20, "ring", 5, 1),
     ],
 )
-def test_a_link_is_not_filled_where_all_send_to_all(algorithm: str, workers: int, share: float) -> None:
+def test_a_link_is_not_filled_where_all_send_to_all(n_bytes: int, algorithm: str, workers: int, share: float) -> None:
     """But by two hosts it is, and where hosts send to one other at a time."""
-    found = allreduce.predict(of_bytes(30_000), workers, LINK, FREE, StepSettings(algorithm=algorithm))
-    (bucket,) = buckets_of(of_bytes(30_000), hosts_of(workers, 1), StepSettings(algorithm=algorithm))
+    found = allreduce.predict(of_bytes(n_bytes), workers, LINK, FREE)
+    assert found.mode == f"allreduce {algorithm}"
+    (bucket,) = buckets_of(of_bytes(n_bytes), hosts_of(workers, 1))
     counts = [allreduce.counted(bucket, rank, hosts_of(workers, 1), {}) for rank in range(workers)]
     filled_s = max(sum(half.link_s(LINK)[0] for half in halves) for halves in counts)
     assert found.busy_s["link out"] == pytest.approx(filled_s / share)

@@ -20,9 +20,9 @@ import mpikv
 from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
 from mpikv.codecs.compression import KeyCompression
-from mpikv.commands.plan import allreduce, calibrate, hybrid, servers, units
-from mpikv.commands.plan.priced import Speed
-from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes, of_model
+from mpikv.commands.plan import allreduce, calibrate, options, servers
+from mpikv.commands.plan.step import Speed, StepSettings, Workload, of_bytes, of_model
+from mpikv.common import units
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.placement.costs import Costs, Link
@@ -54,9 +54,9 @@ def plan(*words: str) -> int:
         (units.duration, "2s", 2),
         (units.duration, "0us", 0),
         (units.duration, "5ns", 5e-9),
-        (units.counts, "8..1024", [8, 16, 32, 64, 128, 256, 512, 1024]),
-        (units.counts, "3..20,5, 6", [3, 6, 12, 5]),
-        (lambda text: [count(12) for count in units.server_counts(text)], "0,W/2,W,2W,4,w/5,3W/4,W/16",
+        (options.counts, "8..1024", [8, 16, 32, 64, 128, 256, 512, 1024]),
+        (options.counts, "3..20,5, 6", [3, 6, 12, 5]),
+        (lambda text: [count(12) for count in options.server_counts(text)], "0,W/2,W,2W,4,w/5,3W/4,W/16",
          [0, 6, 12, 24, 4, 2, 9, 1]),
     ],
 )  # fmt: skip
@@ -72,18 +72,20 @@ def test_what_is_read(read: Callable[[str], object], text: str, found: object) -
         (units.rate, "fast"),
         (units.duration, "20"),
         (units.duration, "-1us"),
-        (units.counts, "8.."),
-        (units.counts, "0"),
-        (units.counts, "16..8"),
-        (units.counts, ""),
-        (units.server_counts, "W/0"),
-        (units.server_counts, "many"),
-        (units.server_counts, ""),
-        (units.server_counts, "-1"),
+        (options.counts, "8.."),
+        (options.counts, "0"),
+        (options.counts, "16..8"),
+        (options.counts, ""),
+        (options.server_counts, "W/0"),
+        (options.server_counts, "many"),
+        (options.server_counts, ""),
+        (options.server_counts, "-1"),
     ],
 )
 def test_what_cannot_be_read(read: object, text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"none of the form|carries|whole number|downwards|no number"):
+    with pytest.raises(
+        (argparse.ArgumentTypeError, ValueError), match=r"none of the form|carries|whole number|downwards|no number"
+    ):
         read(text)  # type: ignore[operator]
 
 
@@ -130,6 +132,7 @@ def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "alexnet"], "resnet50"),
         (["--model", "lenet", "--bytes", "1M"], "not allowed with"),
         (["--per-host", "0"], "0 is less than 1"),
+        *(([option], f"{option} is gone: {instead}") for option, instead in options.GONE.items()),
         (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
         (["--workers", "8", "--servers", "8192", "--modes", "async"], "more than 4096 messages at a time"),
         (["--workers", "8", "--servers-take", "half"], "neither auto nor all"),
@@ -201,8 +204,7 @@ def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
     settings = StepSettings(servers=n_servers, synchronous=name == "dist_sync")
-    predict = hybrid.predict if settings.synchronous else servers.predict
-    found = predict(Workload("mixed", SHAPES), 3, LINK, Costs(), settings)
+    found = servers.predict(Workload("mixed", SHAPES), 3, LINK, Costs(), settings)
     assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
 
 
@@ -237,34 +239,14 @@ def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object],
 def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
     travels = compression.make(kind)
     settings = StepSettings(travels, speeds_of(travels), servers=2, synchronous=name == "dist_sync")
-    predict = hybrid.predict if settings.synchronous else servers.predict
-    found = predict(Workload("few", FEW), 2, LINK, Costs(), settings)
+    found = servers.predict(Workload("few", FEW), 2, LINK, Costs(), settings)
     assert (found.messages, found.sent_bytes) == counted(name, 2, 2, FEW, {**kind, "force": True})
-
-
-@pytest.mark.parametrize("kind", [None, *KINDS], ids=str)
-def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, object] | None) -> None:
-    """Each key by itself, and no optimizer, as in one `pushpull` of a list."""
-
-    def body(store: KVStore) -> tuple[int, int]:
-        store.set_gradient_compression(None if kind is None else {**kind, "force": True})
-        keys, grads = list(range(len(FEW))), [np.ones(shape, np.float32) for shape in FEW]
-        store.init(keys, grads)
-        store.pushpull(keys, grads)
-        return least_of_three(store, lambda: store.pushpull(keys, grads))
-
-    travels = compression.make(kind)
-    step = StepSettings(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
-    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), step)
-    config = Config(timeout_s=60, progress="calls", bucket_bytes=0)
-    stored = spawn_stores("dist_sync", 3, body, config=config, hosts=["h0", "h1", "h2"])
-    assert (found.messages, found.sent_bytes) == max(stored)
 
 
 def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
     travels = compression.make({"type": "2bit", "pull": "fp16"})
     speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
-    step = StepSettings(travels, bucketed=False, speeds=speeds)
+    step = StepSettings(travels, speeds=speeds)
     found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step)
     assert found.binds[0] == "core"
     assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
@@ -279,16 +261,12 @@ def test_a_compressed_plan_says_what_was_assumed(
 ) -> None:
     monkeypatch.setattr(calibrate, "speed_of", lambda codec: FAST)
     words = ["--bytes", "4M", *ONE, "--compression", "2bit"]
-    assert plan(*words, "--pull", "fp16", "--no-buckets", "--no-optimizer") == 0
+    assert plan(*words, "--pull", "fp16") == 0
     out = capsys.readouterr().out
     assert "ns for an element by TwoBit(threshold=0.5): encode 1, decode 2, add 3" in out
     assert plan(*words, "--json", str(tmp_path / "plan.json")) == 0
     settings = json.loads((tmp_path / "plan.json").read_text())["settings"]
-    assert (settings["compression"], settings["buckets"], settings["optimizer"]) == (
-        compression.make("2bit").text,
-        True,
-        True,
-    )
+    assert settings["compression"] == compression.make("2bit").text
     assert settings["codec_costs"]["TwoBit(threshold=0.5)"] == FAST._asdict()
 
 

@@ -10,8 +10,7 @@ from jobs import ROOT
 
 from mpikv.commands import models
 from mpikv.commands.plan import allreduce, servers
-from mpikv.commands.plan.outcome import PlannedStep
-from mpikv.commands.plan.workload import StepSettings, of_bytes, of_model
+from mpikv.commands.plan.step import PlannedStep, StepSettings, of_bytes, of_model
 from mpikv.placement.costs import Costs, Link
 
 LINK = Link(25e6, 100e-6, 9000)  # of all those measurements

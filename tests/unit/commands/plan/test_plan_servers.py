@@ -8,8 +8,7 @@ import pytest
 
 from mpikv.codecs import compression
 from mpikv.commands.plan import servers
-from mpikv.commands.plan.priced import Speed
-from mpikv.commands.plan.workload import StepSettings, Workload, of_bytes
+from mpikv.commands.plan.step import Speed, StepSettings, Workload, of_bytes
 from mpikv.placement.costs import MESSAGE_BYTES, Costs, Link, servers_s
 
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0)
@@ -49,12 +48,9 @@ def test_the_link_of_one_server_carries_the_bytes_of_all(workers: int) -> None:
 @pytest.mark.parametrize(
     ("n_servers", "more", "busy"),
     [
-        # 16 pieces of 1 MiB, of which a server has 4; one of the workers of each host sends all of them, or each does.
+        # 16 pieces of 1 MiB, of which a server has 4; one of the workers of each host sends all of them.
         (4, {}, {"worker link out": 16, "server link in": 16}),
         (4, {"per_host": 2}, {"worker link out": 16, "server link in": 16}),
-        (4, {"per_host": 2, "algorithm": "ring"}, {"worker link out": 32, "server link in": 32}),
-        # Two servers beside two workers: half of what these send stays, and half of what comes is from the other host.
-        (4, {"per_host": 2, "shared": True}, {"server link out": 16 + 16}),
         # One beside each worker: it sends three quarters, and answers three workers.
         (0, {"synchronous": False}, {"worker link out": 12 + 12}),
     ],
