@@ -137,26 +137,6 @@ def topk(ratio: float, whole_elems: int = 0) -> tuple[Encode, Decode]:
     return encode, decode
 
 
-def randomk(ratio: float, seed: int, push: int, values: list[Any]) -> bytes:
-    """The bytes of the push of this number, from 0."""
-    n = len(values)
-    k = min(n, max(1, math.ceil(Fraction(str(ratio)) * n)))
-    sent = []
-    for i in range(k):
-        begin, end = i * n // k, (i + 1) * n // k
-        drawn = _mix((_mix((_mix(seed) + push) % 2**64) + i) % 2**64)
-        sent.append(values[begin + (drawn >> 32) * (end - begin) // 2**32])
-    return struct.pack("<Q", push) + b"".join(f32(value).tobytes() for value in sent)
-
-
-def _mix(number: int) -> int:
-    """SplitMix64, as its authors print it."""
-    z = (number + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)
-
-
 def powersgd(values: list[Any], q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """P and the new Q, float32, of one step that begins with q, (columns, rank)."""
     columns, rank = q.shape

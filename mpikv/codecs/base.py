@@ -19,7 +19,6 @@ launches must not grow with the length. Encoded data begins at a multiple of 8 b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +29,7 @@ from mpikv.errors import MpikvError
 State = dict[str, HostArray]
 """What a codec remembers of a piece: arrays by name. "residual": (n,) float32, the values that no push has sent yet.
 
-The arrays are in the memory of the values (host or GPU), except those that `host_state` names.
+The arrays are in the memory of the values (host or GPU).
 """
 
 
@@ -43,7 +42,6 @@ class Codec(ABC):
 
     has_residual: ClassVar[bool] = False  # whether its own state keeps what it has lost, as error feedback does
     on_device: ClassVar[bool] = False  # whether its functions work on CuPy's arrays as they do on NumPy's
-    host_state: ClassVar[tuple[str, ...]] = ()  # names of the state's arrays that are NumPy's, wherever the values are
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
         """The dtype of the encoded data, if it is one number for each value of `dtype`. None: it is bytes."""
@@ -72,7 +70,7 @@ class Codec(ABC):
         return self
 
     def init(self, n_elems: int) -> State:
-        """Return the state before the first push of a piece of n values, in NumPy's arrays; see `state_on_device`."""
+        """Return the state before the first push of a piece of n values, in NumPy's arrays."""
         return {}
 
     @abstractmethod
@@ -109,8 +107,3 @@ class Codec(ABC):
         expected = self.wire_bytes(n_elems, self.wire_dtype(data.dtype) or np.dtype(np.float32))
         if data.nbytes != expected:
             raise MpikvError(f"{self!r}: {n_elems} values travel as {expected} bytes, and {data.nbytes} bytes are here")
-
-
-def state_on_device(codec: Codec, state: State, to_device: Callable[[HostArray], Any]) -> State:
-    """Return the state for values on a GPU. to_device: copies an array there, unless `host_state` names it."""
-    return {name: array if name in codec.host_state else to_device(array) for name, array in state.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,27 +51,12 @@ def as_float32(values: HostArray) -> HostArray:
         return values.astype(FLOAT32)
 
 
-def residual_of(n_elems: int) -> State:
-    """Return the state of a piece before its first push: a residual of zeros."""
-    return {"residual": np.zeros(n_elems, FLOAT32)}
-
-
 def zero_non_finite(residual: HostArray) -> None:
     """Set NaN and infinities to 0: no later push could send them, so they would stay in the residual for ever."""
     if not compiled.run("finite", residual):
         finite = np.isfinite(residual)
         if not (isinstance(finite, np.ndarray) and finite.all()):
             np.copyto(residual, np.float32(0), where=~finite)
-
-
-def in_float32(what: str, value: object, *, positive: bool) -> float:
-    """Check a number that is finite in float32, too, and more than 0 where asked. Raises ValueError or TypeError."""
-    found = number(what, value)
-    with np.errstate(over="ignore"):
-        rounded = np.float32(found)
-    if not np.isfinite(rounded) or (positive and rounded <= 0):
-        raise ValueError(f"{what} must {'be more than 0, and ' * positive}fit into float32, not {found:g}")
-    return found
 
 
 class InBlocks(Codec):
@@ -88,18 +74,15 @@ class InBlocks(Codec):
         return False
 
     def decode(self, data: HostArray, out: HostArray) -> None:
-        """Write each block."""
         for span, values in self._uncompiled(data, 1.0, fresh=True, out=out):
             out[span] = values
 
     def add(self, data: HostArray, out: HostArray) -> None:
-        """Add each block while it is in the cache."""
         for span, values in self._uncompiled(data, 1.0, fresh=False, out=out):
             total = out[span]
             total += values
 
     def subtract(self, data: HostArray, out: HostArray) -> None:
-        """Subtract each block while it is in the cache."""
         for span, values in self._uncompiled(data, -1.0, fresh=False, out=out):
             total = out[span]
             total -= values
@@ -119,10 +102,46 @@ class Numbers(InBlocks):
     """
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
-        """Add each number, widened."""
         loop = _LOOPS.get(data.dtype)
         return loop is not None and compiled.run(loop, data.view(np.uint16), np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """All as one block: NumPy widens them while it adds; for CuPy, which adds one dtype, they are cast."""
         yield slice(n_elems), data if isinstance(data, np.ndarray) else data.astype(sum_dtype(data.dtype), copy=False)
+
+
+@dataclass(frozen=True)
+class Threshold(InBlocks):
+    """The base of MXNet's two codecs: a few bits for each value, and a residual, from which what is sent is subtracted.
+
+    threshold: t. is_positive: whether it must be more than 0.
+    """
+
+    threshold: float = 0.5
+
+    has_residual = on_device = True
+    is_positive = True
+
+    def __post_init__(self) -> None:
+        what, found = f"{self.name}: threshold", number(f"{self.name}: threshold", self.threshold)
+        with np.errstate(over="ignore"):
+            rounded = np.float32(found)
+        if not np.isfinite(rounded) or (self.is_positive and rounded <= 0):
+            positive = "be more than 0, and " if self.is_positive else ""
+            raise ValueError(f"{what} must {positive}fit into float32, not {found:g}")
+        object.__setattr__(self, "threshold", found)
+
+    def init(self, n_elems: int) -> State:
+        return {"residual": np.zeros(n_elems, FLOAT32)}
+
+    def encode(self, values: HostArray, state: State) -> HostArray:
+        n, t = values.size, np.float32(self.threshold)
+        data = empty(values, self.wire_bytes(n, values.dtype), np.uint8)
+        if not compiled.run(self.name, values, state["residual"], t, data):
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._encode(values, state["residual"], t, data)
+        return data
+
+    @abstractmethod
+    def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
+        """Add the values to `residual`, write its codes into `data`, and subtract what they decode to from it."""

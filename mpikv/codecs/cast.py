@@ -31,16 +31,13 @@ class _Cast(Numbers):
     half: ClassVar[np.dtype[Any]]
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the half precision dtype."""
         return self.half
 
     @property
     def separate_elems(self) -> int:
-        """A block, since each value is encoded by itself."""
         return BLOCK_ELEMS
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """Two bytes for each value."""
         return 2 * n_elems
 
     def encode(self, values: HostArray, state: State) -> HostArray:

@@ -27,7 +27,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import BFLOAT16, HostArray
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, residual_of, spans, step_of, zero_non_finite
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, spans, step_of, zero_non_finite
 from mpikv.common.checks import shown
 
 STEPS = 2  # how many steps of the codec are encoded at a time: they still fit into the cache, for half the Python calls
@@ -47,35 +47,29 @@ class ErrorFeedback(Codec):
             raise TypeError(f"ErrorFeedback is put around a codec, not {shown(self.codec)}")
         if not takes_error_feedback(self.codec):
             raise ValueError(f"{self.codec!r} loses nothing, or keeps what it lost itself: leave ErrorFeedback out")
-        for name in ("name", "on_device", "host_state"):
+        for name in ("name", "on_device"):
             object.__setattr__(self, name, getattr(self.codec, name))
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-        """That of the inner codec, for the dtype it gets."""
         return self.codec.wire_dtype(_inner_dtype(dtype))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """Those of the inner codec, for the dtype it gets."""
         return self.codec.wire_bytes(n_elems, _inner_dtype(dtype))
 
     @property
     def row_elems(self) -> int:
-        """Those of the inner codec."""
         return self.codec.row_elems
 
     def for_shape(self, shape: tuple[int, ...]) -> ErrorFeedback:
-        """Return error feedback around the inner codec of that shape."""
         return replace(self, codec=self.codec.for_shape(shape))
 
     def init(self, n_elems: int) -> State:
-        """A residual of zeros, and the inner codec's state. Raises ValueError if that has a "residual" of its own."""
         inner = self.codec.init(n_elems)
         if "residual" in inner:
             raise ValueError(f"{self.codec!r} keeps a residual itself: let its class say `has_residual = True`")
-        return {**inner, **residual_of(n_elems)}
+        return {**inner, "residual": np.zeros(n_elems, FLOAT32)}
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Encode values + residual, and keep what that loses as the residual."""
         if _inner_dtype(values.dtype) != FLOAT32:
             return self.codec.encode(values, state)
         total = state["residual"]
@@ -103,19 +97,15 @@ class ErrorFeedback(Codec):
         return data
 
     def check(self, data: HostArray, n_elems: int) -> None:
-        """As the inner codec does."""
         self.codec.check(data, n_elems)
 
     def decode(self, data: HostArray, out: HostArray) -> None:
-        """As the inner codec does."""
         self.codec.decode(data, out)
 
     def add(self, data: HostArray, out: HostArray) -> None:
-        """As the inner codec does."""
         self.codec.add(data, out)
 
     def subtract(self, data: HostArray, out: HostArray) -> None:
-        """As the inner codec does."""
         self.codec.subtract(data, out)
 
 

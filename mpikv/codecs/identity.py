@@ -20,15 +20,12 @@ class Identity(Numbers):
     exact = rounds = on_device = True
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the values."""
         return dtype
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """The bytes of the values."""
         return n_elems * dtype.itemsize
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Return the array itself."""
         return values
 
 

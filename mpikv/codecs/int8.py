@@ -49,11 +49,9 @@ class Int8(InBlocks):
 
     @property
     def separate_elems(self) -> int:
-        """Whole blocks."""
         return max(BLOCK_ELEMS // self.block, 1) * self.block
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """One byte for each value, four for each block."""
         return n_elems + _SCALE.itemsize * -(-n_elems // self.block)
 
     def _rows(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray, HostArray]]:
@@ -77,7 +75,6 @@ class Int8(InBlocks):
             yield span, scales.view(_SCALE) if isinstance(data, np.ndarray) else scales, codes
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Scale and round each block."""
         data = empty(values, self.wire_bytes(values.size, values.dtype), np.uint8)
         if compiled.run(self.name, values, self.block, data):
             return data
@@ -107,11 +104,9 @@ class Int8(InBlocks):
         return data
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
-        """Add code times scale."""
         return compiled.run("int8 add", data, self.block, np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Yield code times scale."""
         scratch = empty(data, step_of(data, n_elems, self.separate_elems), FLOAT32)
         for span, scales, codes in self._rows(data, n_elems):
             values = scratch[: codes.size].reshape(codes.shape)

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.blocks import FLOAT32, as_float32, empty, spans, step_of, zero_non_finite
-from mpikv.codecs.threshold import Threshold
+from mpikv.codecs.blocks import FLOAT32, Threshold, as_float32, empty, spans, step_of, zero_non_finite
 
 _EIGHT = np.dtype((np.void, 8 * FLOAT32.itemsize))  # eight values, which are looked up and written as one item
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
@@ -39,7 +38,6 @@ class OneBit(Threshold):
     is_positive = False
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """One byte for eight values."""
         return (n_elems + 7) // 8
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:

@@ -61,7 +61,6 @@ class PowerSGD(InBlocks):
 
     @property
     def row_elems(self) -> int:
-        """The length of a row."""
         return self.columns or 1
 
     def for_shape(self, shape: tuple[int, ...]) -> PowerSGD:
@@ -81,17 +80,14 @@ class PowerSGD(InBlocks):
         return None if self.rank * sum(shape) >= n_elems else shape
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """The bytes of the factors, or of the values in float32."""
         shape = self.matrix(n_elems)
         return _FACTOR.itemsize * (n_elems if shape is None else self.rank * sum(shape))
 
     def init(self, n_elems: int) -> State:
-        """Q, with fixed numbers."""
         shape = self.matrix(n_elems)
         return {} if shape is None else {"q": _first_numbers(shape[1], self.rank, np.empty(0))}
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Do one step of the iteration, and return the factors."""
         if (shape := self.matrix(values.size)) is None:
             return as_float32(values).astype(_FACTOR).view(np.uint8)
         rows, columns = shape

@@ -23,13 +23,13 @@ from mpikv.codecs.identity import Identity
 from mpikv.codecs.int8 import Int8
 from mpikv.codecs.onebit import OneBit
 from mpikv.codecs.powersgd import PowerSGD
-from mpikv.codecs.randomk import RandomK
 from mpikv.codecs.topk import TopK
 from mpikv.codecs.twobit import TwoBit
 from mpikv.common.checks import flag, meant, shown
 
 ENTRY_POINTS = "mpikv.codecs"
 _FEEDBACK = "error_feedback"
+_GONE = {"randomk": "topk sends as few values, the largest ones, in twice the bytes"}
 
 _registry: dict[str, type[Codec]] = {}
 
@@ -52,7 +52,7 @@ def register(cls: CodecClass) -> CodecClass:
     return cls
 
 
-for _cls in (Identity, Float16, BFloat16, TwoBit, OneBit, Int8, TopK, RandomK, PowerSGD):
+for _cls in (Identity, Float16, BFloat16, TwoBit, OneBit, Int8, TopK, PowerSGD):
     register(_cls)
 
 
@@ -61,12 +61,19 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({*_registry, *(point.name for point in entry_points(group=ENTRY_POINTS))}))
 
 
+def classes() -> tuple[type[Codec], ...]:
+    """Return the classes that are registered."""
+    return tuple(_registry.values())
+
+
 def _class_of(name: str) -> type[Codec]:
     if name not in _registry:
         for point in entry_points(group=ENTRY_POINTS, name=name):
             register(point.load())
     if name not in _registry:
-        raise ValueError(f"unknown compression type {shown(name)}; known: {', '.join(names())}.{meant(name, names())}")
+        known = f"known: {', '.join(names())}"
+        instead = _GONE[name] if name in _GONE else meant(name, names()).strip()
+        raise ValueError(f"unknown compression type {shown(name)}; {known}. {instead}".rstrip())
     return _registry[name]
 
 

@@ -25,15 +25,16 @@ Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.base import State
+from mpikv.codecs.base import Codec, State
 from mpikv.codecs.blocks import as_float32, empty
-from mpikv.codecs.sparse import Sparse, count
-from mpikv.common.checks import whole
+from mpikv.common.checks import number, whole
 from mpikv.errors import MpikvError
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
@@ -43,41 +44,43 @@ _MOST_ELEMS = (1 << 32) - 1  # the longest piece: positions are uint32
 
 
 @dataclass(frozen=True)
-class TopK(Sparse):
+class TopK(Codec):
     """Sends the largest values. ratio: which share of them, more than 0 and at most 1.
 
     whole_elems: pieces of at most this many values are sent whole; 0: none.
     """
 
+    ratio: float = 0.01
     whole_elems: int = 0
 
     name = "topk"
+    on_device = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        ratio = number("topk: ratio", self.ratio)
+        if not 0 < ratio <= 1:
+            raise ValueError(f"topk: ratio must be more than 0 and at most 1, not {ratio:g}")
+        object.__setattr__(self, "ratio", ratio)
         object.__setattr__(self, "whole_elems", whole("topk: whole_elems", self.whole_elems, 0, _MOST_ELEMS))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """Those of a position and a value for each value that is sent; or those of all values, of a short piece."""
         if n_elems <= self.whole_elems:
             return n_elems * _VALUE.itemsize
-        return count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
+        return _count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
-        """Find and collect the largest values. Raises ValueError for 2^32 values and more."""
         if values.size > _MOST_ELEMS:
             raise ValueError(f"{self!r}: {values.size} values in one piece; there are positions for 2^32")
         values = as_float32(values)
         if values.size <= self.whole_elems:
             return values.astype(_VALUE).view(np.uint8)
-        positions = largest(values, count(self.ratio, values.size))
+        positions = largest(values, _count(self.ratio, values.size))
         data = empty(values, self.wire_bytes(values.size, values.dtype), np.uint8)
         data[: positions.size * _POSITION.itemsize].view(_POSITION)[...] = positions
         data[positions.size * _POSITION.itemsize :].view(_VALUE)[...] = values[positions]
         return data
 
     def check(self, data: HostArray, n_elems: int) -> None:
-        """Raise MpikvError if the length is wrong, or positions do not increase or go beyond the end."""
         super().check(data, n_elems)
         if n_elems <= self.whole_elems or not isinstance(data, np.ndarray):
             return
@@ -85,13 +88,38 @@ class TopK(Sparse):
         if positions.size and (positions[-1] >= n_elems or (positions[1:] <= positions[:-1]).any()):
             raise MpikvError(f"{self!r}: the positions do not increase, or go beyond the {n_elems} values")
 
-    def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
-        """Return the positions and the values in `data`. Raises MpikvError by `check`."""
+    def decode(self, data: HostArray, out: HostArray) -> None:
+        positions, values = self._sent(data, out.size)
+        out[...] = 0.0
+        out[positions] = values
+
+    def add(self, data: HostArray, out: HostArray) -> None:
+        positions, values = self._sent(data, out.size)
+        sums = out[positions] + values
+        out += 0.0  # `decode` and a sum would add 0.0 to all other elements, too, which turns -0.0 into 0.0
+        out[positions] = sums
+
+    def subtract(self, data: HostArray, out: HostArray) -> None:
+        positions, values = self._sent(data, out.size)
+        out[positions] -= values  # to subtract 0.0 from the others would change none of them
+
+    def _sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
+        """Return the positions, and the values there. Raises MpikvError for damaged data."""
         self.check(data, n_elems)
         if n_elems <= self.whole_elems:
             return np.arange(n_elems, like=data), data.view(_VALUE)
         positions, values = _fields(data)
         return positions.astype(np.int64), values
+
+
+@lru_cache(maxsize=1024)
+def _count(ratio: float, n_elems: int) -> int:
+    """How many of n values are sent: max(1, ceil(ratio n)), or 0 if n is 0.
+
+    `ratio` is taken as the decimal number that the user wrote: in floating point 0.07 * 100 is more than 7.
+    """
+    sent = Fraction(repr(ratio)) * n_elems
+    return min(n_elems, max(1, -(-sent.numerator // sent.denominator)))
 
 
 def _fields(data: HostArray) -> tuple[HostArray, HostArray]:

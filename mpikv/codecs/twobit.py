@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.blocks import FLOAT32, as_float32, empty, spans, step_of, zero_non_finite
-from mpikv.codecs.threshold import Threshold
+from mpikv.codecs.blocks import FLOAT32, Threshold, as_float32, empty, spans, step_of, zero_non_finite
 
 _FOUR = np.dtype((np.void, 4 * FLOAT32.itemsize))  # four values, which are looked up and written as one item
 _WORD = np.dtype("<u4")  # four codes of one element each, the first in the lowest byte
@@ -49,7 +48,6 @@ class TwoBit(Threshold):
     name = "2bit"
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """One byte for four values."""
         return (n_elems + 3) // 4
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:

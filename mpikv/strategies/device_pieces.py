@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.codecs.base import Codec, State, state_on_device
+from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
@@ -42,7 +42,7 @@ class DevicePieces(Pieces):
         return self._state_on_device(self._codec.init(n_elems))
 
     def _state_on_device(self, state: State) -> State:
-        return state_on_device(self._codec, state, self.space.from_host)
+        return {name: self.space.from_host(array) for name, array in state.items()}
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
         """Encode several pieces, each once. Returns their bytes, in device memory."""

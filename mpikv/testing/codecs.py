@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mpikv import codecs
 from mpikv.arrays.as_numpy import BFLOAT16, HostArray, sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec, State
@@ -30,7 +29,7 @@ _LEAST = Fraction(1, 1 << 150)  # half of the smallest float32
 
 
 def check_codec(codec: Codec, names: Mapping[str, Any] | None = None) -> None:
-    """Make all checks. names: what stands for names in `repr(codec)`, besides those of `mpikv.codecs` and its class.
+    """Make all checks. names: what stands for names in `repr(codec)`, besides the registered codecs and its class.
 
     Raises AssertionError.
 
@@ -50,7 +49,9 @@ def check_value(codec: Codec, names: Mapping[str, Any] | None = None) -> None:
     _require(is_dataclass(codec), f"{cls.__name__} is no dataclass")
     _require(hash(codec) == hash(codec), f"{codec!r} has no hash: make it a frozen dataclass")
     text = repr(codec)
-    again = eval(text, {**vars(codecs), cls.__name__: cls, **(names or {})})
+    classes: list[type[Codec]] = [*registry.classes(), ErrorFeedback, cls]
+    ours = {one.__name__: one for one in classes}
+    again = eval(text, {**ours, **(names or {})})
     _require(again == codec, f"repr is {text}, which makes {again!r}: not equal")
     _require(hash(again) == hash(codec), f"{codec!r} is equal to what its repr makes, and has another hash")
     if codec.name in registry.names():

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from mpikv.arrays import compiled
-from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Identity, Int8, OneBit, TwoBit
+from mpikv.codecs import Codec
+from mpikv.codecs.cast import BFloat16, Float16
+from mpikv.codecs.error_feedback import ErrorFeedback
+from mpikv.codecs.identity import Identity
+from mpikv.codecs.int8 import Int8
+from mpikv.codecs.onebit import OneBit
+from mpikv.codecs.twobit import TwoBit
 from mpikv.testing.stores import spawn_stores
 
 CODECS: tuple[Codec, ...] = (

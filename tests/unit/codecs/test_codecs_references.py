@@ -17,28 +17,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from mpikv import MpikvError, codecs
-from mpikv.codecs import (
-    Codec,
-    ErrorFeedback,
-    Float16,
-    Identity,
-    Int8,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    TopK,
-    TwoBit,
-    registry,
-    topk,
-)
+from mpikv import MpikvError
+from mpikv.codecs import Codec, registry, topk
 from mpikv.codecs.blocks import BLOCK_ELEMS
+from mpikv.codecs.cast import Float16
 from mpikv.codecs.compression import make, of_text
+from mpikv.codecs.error_feedback import ErrorFeedback
+from mpikv.codecs.identity import Identity
+from mpikv.codecs.int8 import Int8
+from mpikv.codecs.onebit import OneBit
+from mpikv.codecs.powersgd import PowerSGD
 from mpikv.codecs.residuals import cut_anew
+from mpikv.codecs.topk import TopK
+from mpikv.codecs.twobit import TwoBit
+from mpikv.testing import codecs as kit
 
 FIXTURES = Path(make_codecs.__file__).parent / "codecs"
 KEPT = {"powersgd_rows"}  # bytes of one codec more
-OURS = {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk", "powersgd"}
+OURS = {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "powersgd"}
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 VECTOR = np.array(
     [0.6, -0.6, 0.1, 0.5, -0.5, 0.49, -0.49, 2.0, 0, -3, 0.25, 0.75, 1, -1, 0.5, -0.5, 0.7, -0.2], np.float32
@@ -133,38 +129,6 @@ def test_two_bits_as_the_documents_give_them() -> None:
     codec, state = TwoBit(), TwoBit().init(VECTOR.size)
     found = [codec.encode(VECTOR, state).tobytes().hex() for _ in range(3)]
     assert found == ["e38323eec0", "e3bb2feec0", "e3bb23eee0"]
-
-
-# --- values that are drawn
-
-
-@pytest.mark.parametrize(("ratio", "seed"), [(0.01, 0), (0.3, 7), (1.0, 2**64 - 1)])
-@pytest.mark.parametrize("n", [0, 1, 2, 9, 100, 257])
-def test_randomk_is_its_definition(n: int, ratio: float, seed: int) -> None:
-    codec = RandomK(ratio, seed)
-    values = np.arange(1, n + 1, dtype=np.float32)
-    for start in (0, 2**64 - 2):
-        state = {"pushes": np.array([start], np.uint64)}
-        for push in (start, start + 1, (start + 2) % 2**64):
-            data = codec.encode(values, state)
-            assert data.tobytes() == reference.randomk(ratio, seed, push, list(values))
-            out = np.full(n, 9, np.float32)
-            codec.decode(data, out)
-            positions = codec.positions(push, n)
-            assert np.array_equal(positions, np.flatnonzero(out))
-            assert np.array_equal(out[positions], values[positions])
-
-
-def test_workers_draw_the_same_and_every_value_has_its_turn() -> None:
-    """1 of 10 for 1000 pushes: each value about 100 times; the bound is five standard deviations."""
-    one, other = RandomK(0.1, 3), RandomK(0.1, 3)
-    times = np.zeros(100, np.int64)
-    for push in range(1000):
-        positions = one.positions(push, 100)
-        assert np.array_equal(positions, other.positions(push, 100))
-        times[positions] += 1
-    assert abs(times - 100).max() < 5 * (1000 * 0.1 * 0.9) ** 0.5
-    assert not np.array_equal(one.positions(0, 100), RandomK(0.1, 4).positions(0, 100))
 
 
 # --- factors
@@ -336,7 +300,6 @@ def test_what_takes_error_feedback() -> None:
         "1bit",
         "int8",
         "topk",
-        "randomk",
         "powersgd",
         {"type": "2bit", "threshold": 0.25},
         {"type": "int8", "error_feedback": False, "block": 32},
@@ -349,8 +312,7 @@ def test_text_and_repr_make_it_again(params: Any) -> None:
     found = make(params)
     assert of_text(found.text) == found
     assert of_text(found.text).text == found.text
-    assert eval(repr(found.push), vars(codecs)) == found.push
-    assert hash(eval(repr(found.push), vars(codecs))) == hash(found.push)
+    kit.check_value(found.push)
 
 
 def test_equal_configurations_have_equal_texts() -> None:
@@ -396,8 +358,7 @@ def test_residuals_follow_their_elements_when_a_key_is_cut_anew() -> None:
         ({"type": "topk", "error_feedback": 1}, TypeError, "'error_feedback' is True or False"),
         ({"type": "2bit", "error_feedback": False}, TypeError, "takes threshold, not 'error_feedback'"),
         ({"type": "topk", "rate": 1}, TypeError, "takes ratio, whole_elems, error_feedback, not 'rate'"),
-        ({"type": "randomk", "seed": -1}, ValueError, "randomk: seed must be at least 0"),
-        ({"type": "randomk", "ratio": 2}, ValueError, "randomk: ratio must be more than 0 and at most 1"),
+        ("randomk", ValueError, "unknown compression type 'randomk'.*topk sends as few values"),
         ({"type": "powersgd", "rank": 0}, ValueError, "powersgd: rank must be at least 1"),
         ("3bit", ValueError, "unknown compression type '3bit'; known: 1bit, 2bit"),
     ],
