@@ -33,19 +33,14 @@ def speed_of(codec: Codec, piece_elems: int, pieces: int, turns: int) -> Speed:
     states, sums = [codec.init(piece_elems) for _ in range(pieces)], np.zeros_like(values)
     data = [codec.encode(value, state) for value, state in zip(values, states, strict=True)]
 
-    def encode() -> None:
-        for value, state in zip(values, states, strict=True):
-            codec.encode(value, state)
+    def elem_s(act: Callable[[int], object]) -> float:
+        return processor_s(lambda: list(map(act, range(pieces))), turns) / values.size
 
-    def decode() -> None:
-        for one, total in zip(data, sums, strict=True):
-            codec.decode(one, total)
-
-    def add() -> None:
-        for one, total in zip(data, sums, strict=True):
-            codec.add(one, total)
-
-    return Speed(*(processor_s(what, turns) / values.size for what in (encode, decode, add)))
+    return Speed(
+        elem_s(lambda i: codec.encode(values[i], states[i])),
+        elem_s(lambda i: codec.decode(data[i], sums[i])),
+        elem_s(lambda i: codec.add(data[i], sums[i])),
+    )
 
 
 def quick_speed_of(codec: Codec, n_elems: int) -> Speed:

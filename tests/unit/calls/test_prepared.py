@@ -93,39 +93,26 @@ def test_found(made, same):
     [
         (("w", X, None), ("v", X, None)),
         (("w", X, None), ("w", Y, None)),
-        (("w", X, None), ("w", X, X)),
         (("w", X, Y), ("w", X, None)),
-        (("w", X, Y), ("w", X, Z)),
         (("w", X, None), ("w", X[:], None)),
         (("w", X, None), (["w"], [X], None)),
         (("w", X, None), ("w", [X], None)),
         ((1, X, None), (True, X, None)),
-        ((1, X, None), (1.0, X, None)),
         (([1, 2], [X, Y], None), ([True, 2], [X, Y], None)),
-        (([1, 2], [X, Y], None), ([1.0, 2], [X, Y], None)),
         (([1, 2], [X, Y], None), ([2, 1], [X, Y], None)),
         ((["a", "b"], [X, Y], None), (["a", "b"], [Y, X], None)),
-        ((["a", "b"], [X, Y], None), (["a", "c"], [X, Y], None)),
         ((["a", "b"], [X, Y], None), (["a", "b"], [X, Y], [X, Y])),
-        ((["a", "b"], [X, Y], [X, Y]), (["a", "b"], [X, Y], None)),
         ((["a", "b"], [X, Y], [X, Y]), (["a", "b"], [X, Y], [X, Z])),
-        ((["a"], [X], [Y]), (["a"], [X, Y], None)),
         ((["a"], [X], [Y]), (["a"], [X], [[Y]])),
-        ((["a"], [X], [[Y, Z]]), (["a"], [X], [Y, Z])),
         ((["a", "b"], [X, Y], [[X], [Y]]), (["a", "b"], [X, Y], [[X], None, [Y]])),
         ((["a", "b"], [X, Y], [[X, Y], [Z]]), (["a", "b"], [X, Y], [[X], [Y, Z]])),
-        ((["a", "b"], [X, Y], None), (["a", "b"], [X], None)),
         ((["a", "b"], [X, Y], None), (["a"], [X, Y], None)),
         ((["a", "b"], [X, Y], None), (["a", "b"], {X.nbytes: X}, None)),
         # no call at all
         (("w", X, None), (None, X, None)),
-        (("w", X, None), (1.5, X, None)),
-        (("w", X, None), (("w",), X, None)),
         (("w", X, None), ("w", None, None)),
         ((["a"], [X], None), (["a"], X, None)),
-        ((["a"], [X], None), (["a"], [None], None)),
         ((["a"], [X], None), ([None], [X], None)),
-        ((["a"], [X], None), ([["a"]], [X], None)),
         ((["a"], [X], None), (["a"], [X], X)),
         ((["a"], [X], None), ([np.zeros(2)], [X], None)),
     ],
@@ -133,24 +120,6 @@ def test_found(made, same):
 def test_not_found(made, other):
     prepared, _ = known(made)
     assert prepared.find(*other) is None
-
-
-def test_lists_are_known_by_what_is_in_them_now():
-    values, outs = [X, Y], [X, Z]
-    prepared, call = known((["a", "b"], values, outs))
-    values[0], outs[0] = Z, Z
-    assert prepared.find(["a", "b"], values, outs) is None
-    assert prepared.find(["a", "b"], [X, Y], [X, Z]) is call
-
-
-def test_one_key_with_lists():
-    for value, out in (([X], None), (X, [Y, Z]), ([X], [Y])):
-        prepared, _ = known(("w", value, out))
-        for argument in (value, out):
-            if isinstance(argument, list):
-                argument[0] = Z
-        found = prepared.find("w", value, out)
-        assert found is None
 
 
 def test_an_array_in_another_shape_or_read_only_is_checked_anew():
@@ -196,13 +165,6 @@ def test_single_keys_beyond_the_limit_are_given_back():
     prepared, *calls = known(*((key, X, None) for key in range(n)))
     assert sum(call.released for call in calls) == 3
     assert prepared.find(n - 1, X, None) is calls[-1]
-
-
-def test_a_key_keeps_one_call():
-    prepared, first, second = known(("w", X, None), ("w", Y, None))
-    assert (first.released, second.released) == (1, 0)
-    assert prepared.find("w", X, None) is None
-    assert prepared.find("w", Y, None) is second
 
 
 def test_other_arrays_with_equal_values_are_other_arrays():

@@ -1,87 +1,28 @@
-"""A codec is how a push travels: the one there is costs nothing, and two of these tests' own go every way there is."""
+"""A codec is how a push travels: through servers and back, by every path, with each kind of codec."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
+import codecs_of_tests
 import numpy as np
 import pytest
 from store_modes import DTYPES, HYBRID, Mode, every_way, long_messages, mode_id
 
-from mpikv import ShapeMismatch, optimizers
-from mpikv.codecs import registry
-from mpikv.codecs.base import Codec, State
-from mpikv.codecs.compression import Compressions, KeyCompression, make
-from mpikv.codecs.identity import IDENTITY
+from mpikv import optimizers
+from mpikv.codecs.compression import KeyCompression, make
 from mpikv.strategies.client_key import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
 from mpikv.transports import wire
 
-FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
-
-
-@registry.register
-@dataclass(frozen=True)
-class Half(Codec):
-    """float32 as float16, which workers without servers can add, too; other dtypes as they are."""
-
-    name = "half"
-
-    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        return FLOAT16 if dtype == FLOAT32 else dtype
-
-    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        return n_elems * self.wire_dtype(dtype).itemsize
-
-    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
-        return values.astype(self.wire_dtype(values.dtype), copy=False)
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        np.copyto(out, data)
-
-
-@registry.register
-@dataclass(frozen=True)
-class Packed(Codec):
-    """Whole numbers from -7 to 7, two in a byte and a byte in front: to be decoded before they are added."""
-
-    name = "packed"
-
-    def wire_dtype(self, dtype: np.dtype[Any]) -> None:
-        return None
-
-    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        return 1 + (n_elems + 1) // 2
-
-    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
-        numbers = np.zeros(2 * ((values.size + 1) // 2), np.uint8)
-        numbers[: values.size] = values.astype(np.int8) + 8
-        return np.concatenate([np.array([42], np.uint8), numbers[::2] | numbers[1::2] << 4])
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        assert data.dtype == np.uint8
-        assert data[0] == 42
-        assert data.size == self.wire_bytes(out.size, out.dtype)
-        both = np.stack([data[1:] & 15, data[1:] >> 4], axis=1).reshape(-1)
-        out[...] = both[: out.size].astype(np.int8) - 8
-
-
-HALF, PACKED = Half(), Packed()
+REVERSED = codecs_of_tests.Reversed.name  # has to be decoded before it is added
 
 
 def small_numbers(n: int, worker: int = 0, round_: int = 0, dtype: Any = FLOAT32) -> np.ndarray:
     return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - (3 if np.dtype(dtype).kind != "u" else 0)).astype(dtype)
 
-
-def test_the_identity_copies_nothing() -> None:
-    values = np.ones(5, np.float32)
-    assert IDENTITY.encode(values, {}) is values
-
-
-# --- in a store
 
 PART_BYTES = 32
 SIZES = (1, 5, 8, 9, 40, 67)  # float32: 8 make a partition
@@ -89,9 +30,9 @@ MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_a
 MODES += (HYBRID[0], HYBRID[2])
 
 
-def forced(codec: str, **params: Any) -> KeyCompression:
+def forced(codec: str) -> KeyCompression:
     """Used although all ranks are on one host."""
-    return make({"type": codec, "force": True, **params})
+    return make({"type": codec, "force": True, **({"error_feedback": False} if codec == "fp16" else {})})
 
 
 def run(mode: Mode, body: Any, codec: str | KeyCompression, **changes: Any) -> list[Any]:
@@ -107,7 +48,7 @@ def run(mode: Mode, body: Any, codec: str | KeyCompression, **changes: Any) -> l
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("codec", ["none", "half", "packed"])
+@pytest.mark.parametrize("codec", ["none", "fp16", REVERSED])
 @pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_through_servers_and_back(mode: Mode, inline: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +71,7 @@ def test_through_servers_and_back(mode: Mode, inline: bool, codec: str, monkeypa
     assert run(mode, body, codec, partition_bytes=4096 if inline else PART_BYTES) == [expected] * W
 
 
-@pytest.mark.parametrize("codec", ["half", "packed"])
+@pytest.mark.parametrize("codec", ["fp16", REVERSED])
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in (FLOAT32, np.uint8)], ids=str)
 def test_other_dtypes(dtype: np.dtype[Any], codec: str) -> None:
     def body(store: Any) -> Any:
@@ -143,7 +84,7 @@ def test_other_dtypes(dtype: np.dtype[Any], codec: str) -> None:
     assert run(Mode("dist_sync", 2, 2), body, codec, partition_bytes=PART_BYTES) == [expected] * 2
 
 
-@pytest.mark.parametrize("codec", ["half", "packed"])
+@pytest.mark.parametrize("codec", ["fp16", REVERSED])
 def test_an_optimizer_that_needs_the_whole_value(codec: str) -> None:
     """The server decodes partitions into one array, and the key moves to one server when the optimizer is set."""
 
@@ -171,7 +112,7 @@ HEADER = wire.HEADER_BYTES
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize(("codec", "item_bytes"), [("none", 4), ("half", 2)])
+@pytest.mark.parametrize(("codec", "item_bytes"), [("none", 4), ("fp16", 2)])
 def test_messages_and_bytes(name: str, codec: str, item_bytes: int) -> None:
     """One worker's step with one server, by messages: a push is its header and its values, a pull a header alone."""
     partition_bytes = INLINE_BYTES * 4 // item_bytes  # as sent too long for the server to have to ask for it
@@ -201,70 +142,16 @@ def test_messages_and_bytes(name: str, codec: str, item_bytes: int) -> None:
 
 def test_keys_of_one_store_may_have_different_codecs() -> None:
     def body(store: Any) -> Any:
-        found = []
-        for codec in ("none", "half", "packed"):
+        found, keys = [], ["none", "fp16", REVERSED]
+        for codec in keys:
             store.session.compressions.of_new_keys = forced(codec)
             store.init(codec, np.zeros(40, np.float32))
         values = [small_numbers(40, store.rank)] * 3
         outs = [np.empty(40, np.float32) for _ in range(3)]
         for _ in range(2):
-            store.pushpull(["none", "half", "packed"], values, outs)
+            store.pushpull(keys, values, outs)
             found += [out.tolist() for out in outs]
         return found
 
     expected = sum(small_numbers(40, w) for w in range(2)).tolist()
     assert run(Mode("dist_sync", 2, 1), body, "none") == [[expected] * 6] * 2
-
-
-def test_workers_agree_on_it() -> None:
-    def body(store: Any) -> Any:
-        store.session.compressions = Compressions(forced("half" if store.rank else "none"))
-        with pytest.raises(ShapeMismatch, match=r"worker 0 .*: float32 \(5,\); worker 1 .*: float32 \(5,\) as .*half"):
-            store.init("w", np.zeros(5, np.float32))
-
-    spawn_stores("dist_sync", 2, body, num_servers=1)
-
-
-# --- without servers
-
-WAYS = (
-    Mode("dist_sync", 3, 0, "auto"),
-    Mode("dist_sync", 3, 0, "auto", "off"),
-    Mode("dist_sync", 3, 0, "naive"),
-    Mode("dist_sync", 1, 0),
-)
-
-
-@pytest.mark.parametrize("mode", WAYS, ids=mode_id)
-def test_workers_add_what_travels(mode: Mode) -> None:
-    """The same bits as with servers: each push is rounded once, and added in float32 in the order of the workers."""
-
-    def body(store: Any) -> Any:
-        numbers = np.random.default_rng(store.rank)
-        store.init(["v", "w"], [np.zeros(9, np.float32), np.zeros(67, np.float32)])
-        found = []
-        for step in range(4):
-            values = [numbers.standard_normal(n).astype(np.float32) for n in (9, 67)]
-            if step == 0:
-                store.push(["v", "w"], values)
-                store.pull(["v", "w"], values)
-            else:
-                store.pushpull(["v", "w"], values)
-            found += [value.tobytes() for value in values]
-        return found
-
-    half = forced("half", error_feedback=False)  # without servers, a push of a key does not know of the one before
-    halves = run(mode, body, half)
-    assert halves == run(mode._replace(servers=1, algorithm="auto"), body, half)
-    assert halves != run(mode, body, "none")
-
-
-def test_keys_that_travel_together_keep_their_codecs() -> None:
-    def body(store: Any) -> Any:
-        store.init(["v", "w"], [np.zeros(9, np.float32), np.zeros(67, np.float32)])
-        store.strategy.bucket(["v", "w"])
-        values = [np.full(n, 1 + 2**-20, np.float32) for n in (9, 67)]
-        store.pushpull(["v", "w"], values)
-        return [np.unique(value).tolist() for value in values]
-
-    assert run(Mode("dist_sync", 2, 0, "naive"), body, "half") == [[[2.0], [2.0]]] * 2

@@ -65,11 +65,6 @@ def leaves_zeros_out(self: Any, data: np.ndarray, out: np.ndarray) -> None:
     out[positions] = values
 
 
-def adds_twice(self: Any, data: np.ndarray, out: np.ndarray) -> None:
-    for _ in range(2):
-        Int8.add(self, data, out)
-
-
 def adds_sparsely(self: Any, data: np.ndarray, out: np.ndarray) -> None:
     """-0.0 + 0.0 is 0.0."""
     positions, values = self._sent(data, out.size)
@@ -108,31 +103,23 @@ def never_forgets(self: Any, values: np.ndarray, state: State) -> np.ndarray:
     return data
 
 
-def asserts(self: Any, data: np.ndarray, n_elems: int) -> None:
-    assert data.nbytes == self.wire_bytes(n_elems, np.dtype(np.float32))
-
-
 @pytest.mark.parametrize(
     ("codec", "check", "text"),
     [
         (wrong(Int8, __hash__=None), kit.check_value, "unhashable"),
-        (wrong(Int8, __repr__=lambda self: f"Int8(block={self.block})"), kit.check_value, "not equal"),
         (spoilt(Int8, lambda data, *_: np.append(data, np.uint8(0))), kit.check_sizes, "gave 1 bytes"),
         (spoilt(Int8, lambda _, values, __: values.fill(0)), kit.check_sizes, "encode changed the values"),
         (wrong(TopK, decode=leaves_zeros_out), kit.check_decoding, "where something else was before"),
-        (wrong(Int8, add=adds_twice), kit.check_decoding, "add is not decode and a sum"),
         (wrong(TopK, add=adds_sparsely), kit.check_decoding, "add is not decode and a sum"),
         (wrong(Int8, exact=True), kit.check_decoding, "says that it is exact"),
         (wrong(Int8, decode=writes_beyond), kit.check_decoding, "wrote beside the array"),
         (spoilt(Int8, reads_beyond), kit.check_repeats, "other bytes from other memory"),
         (spoilt(Int8, counts_elsewhere), kit.check_states, "a copy of the state gave other bytes"),
         (wrong(TwoBit, has_residual=False), kit.check_states, "does not say `has_residual = True`"),
-        (spoilt(TwoBit, lambda _, __, state: state["residual"].fill(0)), kit.check_feedback, "the residual is 0.0"),
         (spoilt(ErrorFeedback, owes_a_little_less, Int8()), kit.check_feedback, "is owed, and the residual is"),
         (wrong(TwoBit, encode=never_forgets), kit.check_not_finite, "nan stays in the residual"),
         (spoilt(Int8, shares_scratch), kit.check_threads, "threads at the same time gave other bytes"),
         (wrong(Int8, check=lambda *_: None), kit.check_damaged, "no error|not MpikvError"),
-        (wrong(Int8, check=asserts), kit.check_damaged, "AssertionError, not MpikvError"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -30,15 +30,11 @@ from mpikv.codecs.powersgd import PowerSGD
 from mpikv.codecs.residuals import cut_anew
 from mpikv.codecs.topk import TopK
 from mpikv.codecs.twobit import TwoBit
-from mpikv.testing import codecs as kit
 
 FIXTURES = Path(make_codecs.__file__).parent / "codecs"
 KEPT = {"powersgd_rows"}  # bytes of one codec more
 OURS = {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "powersgd"}
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
-VECTOR = np.array(
-    [0.6, -0.6, 0.1, 0.5, -0.5, 0.49, -0.49, 2.0, 0, -3, 0.25, 0.75, 1, -1, 0.5, -0.5, 0.7, -0.2], np.float32
-)
 MOST = float(np.finfo(np.float32).max)
 ODD = [MOST, -MOST, 0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-45, 1.2e-38, 3.4e38, -3.4e38, 0.5, -0.5, 63.5, 127.0]
 LENGTHS = (0, 1, 4, 9, 257)
@@ -125,12 +121,6 @@ def test_long_pieces_are_done_in_blocks(codec: Codec) -> None:
     assert same_bits(total, values + out)
 
 
-def test_two_bits_as_the_documents_give_them() -> None:
-    codec, state = TwoBit(), TwoBit().init(VECTOR.size)
-    found = [codec.encode(VECTOR, state).tobytes().hex() for _ in range(3)]
-    assert found == ["e38323eec0", "e3bb2feec0", "e3bb23eee0"]
-
-
 # --- factors
 
 
@@ -199,15 +189,6 @@ def test_powersgd_begins_anew() -> None:
         assert not out.any() if not values.any() else np.isnan(out).all()
 
 
-def test_powersgd_sends_short_pieces_as_they_are() -> None:
-    codec = PowerSGD(4)
-    for n in (0, 1, 10, 63):
-        values = np.arange(n, dtype=np.float32)
-        data = codec.encode(values, codec.init(n))
-        assert data.tobytes() == values.tobytes()
-    assert codec.wire_bytes(10_000, np.dtype(np.float32)) == 4 * 4 * 200
-
-
 # --- finding the largest
 
 
@@ -225,27 +206,6 @@ def test_the_largest_where_the_sample_misleads(n: int) -> None:
             assert np.array_equal(topk.largest(values, k), expected)
 
 
-def test_equal_values_are_not_all_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The k-th is looked for among few values, or among none: not among the zeros of a sparse gradient."""
-    looked: list[int] = []
-    among = topk.largest_among
-
-    def counted(magnitudes: Any, k: int, candidates: Any) -> Any:
-        looked.append(candidates.size)
-        return among(magnitudes, k, candidates)
-
-    monkeypatch.setattr(topk, "largest_among", counted)
-    rng, n = np.random.default_rng(0), 1 << 17
-    normal = rng.standard_normal(n, np.float32)
-    rows = np.where(np.arange(n) % 400 == 7, normal, np.float32(0))
-    steps = rng.integers(0, 4, n).astype(np.float32)
-    for values in (normal, rows, steps, np.zeros_like(normal), np.full_like(normal, -2)):
-        expected = np.sort(np.argsort(-np.abs(values), kind="stable")[: n // 100])
-        assert np.array_equal(topk.largest(values, n // 100), expected)
-    assert len(looked) == 1  # of those that are all different
-    assert n // 100 <= looked[0] < n // 50
-
-
 def test_a_share_is_what_the_user_wrote() -> None:
     """7 % of 100 are 7: in floating point, 0.07 * 100 is more."""
     assert math.ceil(0.07 * 100) == 8
@@ -255,21 +215,6 @@ def test_a_share_is_what_the_user_wrote() -> None:
         for percent in (1, 7, 29, 57, 100):
             expected = min(n, max(1, math.ceil(Fraction(percent, 100) * n)))
             assert TopK(percent / 100).wire_bytes(n, np.dtype(np.float32)) == 8 * expected
-
-
-# --- what is not finite
-
-
-@pytest.mark.parametrize("params", ["int8", "topk", "fp16", "bf16"])
-def test_who_adds_sees_what_is_not_finite(params: str) -> None:
-    """As loss scaling wants, where the format can say it."""
-    codec = registry.create(params)
-    for odd in (np.nan, np.inf):
-        values = np.ones(600, np.float32)
-        values[5] = odd
-        out = np.zeros(600, np.float32)
-        codec.decode(codec.encode(values, codec.init(600)), out)
-        assert not np.isfinite(out[5])
 
 
 # --- error feedback
@@ -293,33 +238,17 @@ def test_what_takes_error_feedback() -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        "none",
-        "fp16",
-        "bf16",
-        "2bit",
-        "1bit",
-        "int8",
-        "topk",
-        "powersgd",
+        *sorted(OURS),
         {"type": "2bit", "threshold": 0.25},
         {"type": "int8", "error_feedback": False, "block": 32},
         {"type": "topk", "error_feedback": True, "ratio": 0.5, "pull": "fp16"},
-        {"type": "fp16", "error_feedback": False},
     ],
     ids=str,
 )
-def test_text_and_repr_make_it_again(params: Any) -> None:
+def test_text_makes_it_again(params: Any) -> None:
     found = make(params)
     assert of_text(found.text) == found
     assert of_text(found.text).text == found.text
-    kit.check_value(found.push)
-
-
-def test_equal_configurations_have_equal_texts() -> None:
-    assert make("topk").text == make({"ratio": 0.01, "type": "topk", "error_feedback": True}).text
-    assert make({"type": "2bit", "threshold": np.float64(0.5)}).text == make("2bit").text
-    assert make({"type": "2bit", "threshold": 1}).text == make({"type": "2bit", "threshold": 1.0}).text
-    assert make({"type": "int8", "block": np.int32(256)}).text == make("int8").text
 
 
 def test_residuals_follow_their_elements_when_a_key_is_cut_anew() -> None:
@@ -369,12 +298,6 @@ def test_wrong_configurations(params: Any, error: type[Exception], text: str) ->
         registry.create(params)
 
 
-def test_a_damaged_length() -> None:
-    """The kit checks the others."""
-    with pytest.raises(MpikvError, match=r"Int8\(block=256\): 9 values travel as 13 bytes, and 12 bytes are here"):
-        Int8().decode(np.zeros(12, np.uint8), np.zeros(9, np.float32))
-
-
 def test_damaged_positions() -> None:
     codec = TopK(0.5)
     data = codec.encode(np.arange(4, dtype=np.float32), {})
@@ -390,12 +313,9 @@ def test_damaged_positions() -> None:
 
 @pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.json")), ids=lambda path: path.stem)
 def test_bytes_are_those_that_were_kept(path: Path) -> None:
+    assert {path.stem for path in FIXTURES.glob("*.json")} == set(make_codecs.CODECS) == OURS | KEPT
     kept = json.loads(path.read_text())
     codec = registry.create(kept["codec"])
     state = codec.init(make_codecs.N)
     for values, expected in zip(make_codecs.pushes(path.stem), kept["pushes"], strict=True):
         assert codec.encode(values, state).tobytes().hex() == expected
-
-
-def test_bytes_of_every_codec_are_kept() -> None:
-    assert {path.stem for path in FIXTURES.glob("*.json")} == set(make_codecs.CODECS) == OURS | KEPT

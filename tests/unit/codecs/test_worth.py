@@ -98,12 +98,9 @@ def test_cores_count() -> None:
             assert on_gpu.encodes
 
 
-def test_nothing_to_decide() -> None:
+def test_noise_decides_nothing() -> None:
     assert compared("none", "ab", "1gbit") is None
     assert compared({"type": "2bit", "force": True}, "ab", "1gbit") is None
-
-
-def test_noise_decides_nothing() -> None:
     assert not Worth(1.0, MARGIN).encodes
     assert Worth(1.0, MARGIN + 1e-9).encodes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from store_modes import Mode
 from mpikv import optimizers
 from mpikv.codecs.compression import make, wire_of
 from mpikv.config import Config
-from mpikv.optimizers.states_file import load_states
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 from mpikv.placement.on_servers import as_announced
@@ -55,45 +53,6 @@ def test_it_arrives(store: Any, W: int, shape: tuple[int, ...], optimizer: bool)
     assert store.stats()["encoded_bytes"] < 3 * W * 4 * np.prod(shape)
 
 
-@on(mode_of(2, 0), mode_of(2, 2))
-def test_states_are_kept_and_cut_anew(mode: Mode, tmp_path: Path) -> None:
-    """Saved and loaded: the same bits. With other workers all owe the same together, and Q is made anew."""
-    path, again, shape = tmp_path / "states", tmp_path / "again", (64, 12)
-
-    def push(store: Any, round_: int) -> Any:
-        store.push("w", np.random.default_rng((store.rank, round_)).standard_normal(shape, np.float32))
-        return store.pull("w")
-
-    def begun(store: Any, value: np.ndarray) -> None:
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
-        store.init("w", value)
-
-    def first(store: Any) -> Any:
-        begun(store, np.zeros(shape, F32))
-        _, before = push(store, 0), push(store, 1)
-        store.save_optimizer_states(path)
-        return before, push(store, 2).tobytes()
-
-    (before, expected), *_ = mode.run(first, **OPTIONS)
-
-    def resumed(store: Any) -> Any:
-        begun(store, before)
-        store.load_optimizer_states(path)
-        store.save_optimizer_states(again)
-        return push(store, 2).tobytes()
-
-    assert mode.run(resumed, **OPTIONS) == [expected] * mode.workers
-    mode_of(3, 1).run(resumed, **OPTIONS)
-    owed = [np.zeros(shape[0] * shape[1]) for _ in range(2)]
-    for total, states in zip(owed, (path, again), strict=True):
-        for part in load_states(states).codecs:
-            total[part.begin : part.end] += part.state["residual"]
-            assert part.begin % shape[1] == part.end % shape[1] == 0
-            assert part.state["q"].shape == (shape[1], RANK)
-    assert owed[0].any()
-    np.testing.assert_allclose(owed[1], owed[0], rtol=2.0**-22, atol=2.0**-22)
-
-
 @pytest.mark.parametrize("servers", [0, 1, 3])
 @pytest.mark.parametrize("shape", [(100, 7), (3, 1000), (64, 3, 3, 3)])
 def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
@@ -126,10 +85,3 @@ def test_few_long_rows_are_cut_as_without_a_shape(shape: tuple[int, ...], server
     assert placements[0] == placements[1]
     assert pieces[0] == pieces[1]
     assert len(pieces[0]) > 1
-
-
-def test_pieces_have_as_many_rows_as_columns() -> None:
-    """Factors of fewer rows would be as long as the rows."""
-    codec = make({"type": "powersgd"}).for_shape((4096, 25088)).push
-    assert piece_elems(codec, F32) == 25088 * 25088
-    assert codec.wire_bytes(2048 * 25088, F32) == 4 * 2 * (2048 + 25088)

@@ -12,14 +12,13 @@ import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_modes import Mode
 
 from mpikv import optimizers
 from mpikv.codecs import registry
 from mpikv.codecs.compression import make
 from mpikv.collectives.labelled import TRAILER_BYTES
 from mpikv.config import Config
-from mpikv.errors import ConfigError, StallError
+from mpikv.errors import ConfigError
 from mpikv.placement.keys import even_bounds
 from mpikv.strategies import pieces
 from mpikv.strategies.pieces import piece_elems
@@ -138,23 +137,6 @@ def test_half_precision_is_sent_uncompressed(dtype: Any, n: int, workers: int, m
     counts = expected_counts(identity, identity, dtype, n, workers, gathers=workers == 2)
     assert [sent for _, sent in found] == [[count] * 3 for count in counts]
     assert sum(n_bytes for _, n_bytes in counts) == 2 * (workers - 1) * 2 * n
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_half_precision_with_a_float32_master(dtype: Any) -> None:
-    """The bits are those of a server: the owner keeps the master weights, and rounds once what it sends."""
-
-    def body(store: Any) -> Any:
-        store.init("w", np.linspace(-1, 1, 40).astype(dtype))
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1e-4, momentum=0.9, multi_precision=True))
-        found = []
-        for round_ in range(20):
-            value = (numbers(40, store.rank, round_) / 1000).astype(dtype)
-            store.pushpull("w", value)
-            found.append(value.tobytes())
-        return found
-
-    assert run(3, body) == run(3, body, servers=1)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -397,19 +379,6 @@ def test_keys_of_a_bucket_have_one_codec() -> None:
     assert run(2, lambda store: body(store, together=True)) == run(2, lambda store: body(store, together=False))
 
 
-def test_callers_arrays_are_not_changed() -> None:
-    def body(store: Any) -> Any:
-        store.init("w", np.zeros(67, F32))
-        value, out = numbers(67, store.rank, 0), np.empty(67, F32)
-        before = value.tobytes()
-        for _ in range(2):  # the second time by a prepared call
-            store.pushpull("w", value, out)
-            assert value.tobytes() == before
-        return out.tobytes()
-
-    assert len(set(run(3, body, {"type": "fp16", "force": True}))) == 1
-
-
 def test_keys_on_a_gpu_are_copied() -> None:
     """A codec that cannot run on a GPU encodes on the host, with the bits of a key whose values are there."""
 
@@ -424,19 +393,3 @@ def test_keys_on_a_gpu_are_copied() -> None:
 
     mode = Mode("dist_sync", 3, device="host", codec=SIGN)
     assert mode.run(body) == mode._replace(device="").run(body)
-
-
-# --- what goes wrong
-
-
-def test_a_worker_that_does_not_push() -> None:
-    def body(store: Any) -> Any:
-        store.init("w", np.zeros(67, F32))
-        store.pushpull("w", np.ones(67, F32))
-        if store.rank != 1:
-            store.pushpull("w", np.ones(67, F32))
-
-    with pytest.raises(RankError) as caught:
-        run(3, body, "fp16", timeout_s=0.5)
-    stalls = [error for error in caught.value.errors.values() if isinstance(error, StallError)]
-    assert any("key 'w'" in str(error) and "round 2" in str(error) for error in stalls)
