@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpikv.groups.collective import allreduce
 from mpikv.groups.operators import OPERATORS
 from mpikv.testing.reference import ReferenceStore
 
@@ -255,7 +256,7 @@ def run(program: Program, worker: int, thread: int, stores: Sequence[Any], group
             check(call, value)
         else:
             value = mine(call)
-            request = group.allreduce([value], OPERATORS["sum"])
+            request = group.start(allreduce([value], OPERATORS["sum"]))
             if call.name == "allreduce":
                 request.wait()
                 check(call, value)

@@ -49,17 +49,13 @@ class CallItem(NamedTuple):
 
 
 class New(NamedTuple):
-    """A result that is a new array.
-
-    It has memory that the result is written to, and an array of the library that the new array is to belong to.
-    """
+    """A result that is a new array: the memory that it is written to, and an array of the library it is of."""
 
     memory: Array
     like: Array
     what: str
 
     def made(self) -> Array:
-        """Return the new array, once the result has been written."""
         on_host = isinstance(self.memory, np.ndarray)
         return new_like(self.memory, self.like, self.what) if on_host else adopted(self.memory, self.like)
 
@@ -88,7 +84,6 @@ class CallForms:
         self.key_type: type | None = None  # of all keys of the store, once there are any
 
     def where(self) -> str:
-        """Describe this worker, for errors."""
         return f"worker {self._session.rank} of {self._session.num_workers}"
 
     def key(self, key: Any) -> Key:
@@ -168,10 +163,7 @@ class CallForms:
         return found
 
     def totals(self, call: str, items: list[CallItem], op: Reduction = SUM) -> list[tuple[KeyInfo, SpaceArray]]:
-        """Check everything, and only then sum over devices, so that an error leaves nothing half sent.
-
-        The sums are new arrays of the keys' spaces.
-        """
+        """Check everything, and only then sum over devices into new arrays, so that an error leaves no half sent."""
         infos = [self.info(call, item.key) for item in items]
         for info, item in zip(infos, items, strict=True):
             for array in item.arrays:
@@ -195,10 +187,7 @@ class CallForms:
     def placed(
         self, call: str, keys: Keys, values: Values, place: Callable[[KeyInfo, Array], Array | New]
     ) -> tuple[Targets, Any]:
-        """Return where the results of each key go, and the form of what the call returns.
-
-        place: where the result of each array of `values` goes.
-        """
+        """Return where the results of each key go, by `place` of each array, and the form of what the call returns."""
         grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
 
         def one(key: Any, value: Any) -> Any:
@@ -212,7 +201,6 @@ class CallForms:
         return list(grouped.values()), form
 
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
-        """Make an array for a result."""
         what = f"{call}: the result of key {shown(info.key)}"
         space = self._session.spaces.device
         made = None
@@ -275,10 +263,8 @@ class CallForms:
         return items, targets, form
 
     def lent(self, items: list[CallItem], targets: Targets, *, in_place: bool) -> list[Entry] | None:
-        """Return the entries of a call that lends its arrays; None, with nothing done, where it has others than one
-        plain array of the host for each key, or arrays that overlap.
-
-        in_place: whether each result must come to the array that is pushed. Raises what is wrong with the arguments.
+        """Return the entries of a call that lends its arrays. None, with nothing done: it has others than one array
+        of the host for each key, or arrays that overlap. in_place: whether results must come to what is pushed.
         """
         if not self._strategy.lends:
             return None
@@ -296,10 +282,7 @@ class CallForms:
     def _known(
         self, items: list[CallItem], targets: Targets
     ) -> tuple[list[KeyInfo], list[SpaceArray], list[list[SpaceArray]]] | None:
-        """The keys of a call, their values and where results go, as arrays of their spaces. None: not all can be those.
-
-        Raises what is wrong with the arguments.
-        """
+        """A call's keys, their values and where results go, as arrays of their spaces. None: not all can be those."""
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
         if {len(item.arrays) for item in items} != {1}:

@@ -1,14 +1,13 @@
 """Collective calls on NumPy arrays that need no key of the caller's: allreduce, reduce_scatter, broadcast, allgather.
 
-The adapters for PyTorch and JAX share them. This file reads their arguments; groups/workers.py makes the calls. Every
-call compares what the workers brought, so that calls that differ are an error on every worker and not a wrong number or
-a wait without end.
+The adapters for PyTorch and JAX share them. This file reads their arguments; groups/workers.py makes the calls, and
+compares what the workers brought: calls that differ are an error on every worker.
 
 Cost of a call: one exchange among the workers (10 to 20 us on one host), two of an `allgather`, whose lengths come
 first; and a copy in and out. Between hosts a small exchange more, of what is compared.
 
 A worker that has joined (`join`) brings the text "join" in every call. So a call of the others is one in which workers
-differ: they exchange the texts, and make it again with zeros of those that have joined. This costs nothing before.
+differ: they exchange the texts, and make it again with zeros of those that have joined.
 """
 
 from __future__ import annotations
@@ -60,13 +59,6 @@ class CollectiveCalls:
     `root` and `name`; otherwise ShapeMismatch, which says who brought what, on every worker that is in such a call.
     `name` is only compared, and shown in errors. Calls block. Raises UnsupportedError for a `dist_async` store, and
     where the store has an optimizer for all keys, since it then gives no sums.
-
-    allreduce(arrays: Sequence[np.ndarray], op="sum", name=None) -> list[np.ndarray]
-    reduce_scatter(arrays: Sequence[np.ndarray], op="sum", name=None) -> list[np.ndarray]
-    broadcast(arrays: Sequence[np.ndarray], root=0, name=None) -> list[np.ndarray]
-    allgather(array: np.ndarray, name=None) -> np.ndarray
-    agree(lines: Sequence[str], what, error=ConfigError) -> None
-    join() -> int
     """
 
     def __init__(self, store: Any) -> None:
@@ -184,7 +176,6 @@ class CollectiveCalls:
         return max(worker for worker, count in enumerate(counts) if count == min(counts))
 
     def check_root(self, root: int) -> None:
-        """Raise TypeError or ValueError for what is no worker. Local."""
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
             raise TypeError(f"root is a worker's number, not {root!r}")
         if not 0 <= root < self.store.num_workers:
@@ -202,10 +193,7 @@ class CollectiveCalls:
 
     @contextmanager
     def _refusing(self, call: str) -> Iterator[None]:
-        """A block that reads arguments. What it refuses is a call that differs from those of the other workers.
-
-        For they may wait in theirs, and are to learn why. This worker does not wait for them.
-        """
+        """A block that reads arguments. What it refuses is told to the other workers, which may wait in their calls."""
         try:
             yield
         except Exception as error:
@@ -257,13 +245,11 @@ class CollectiveCalls:
         raise error(f"{what}: the workers differ. {difference(texts)}")
 
     def _lengths(self, mine: int, text: str) -> list[int]:
-        """Return what every worker brings in a call of which `text` says what it is."""
         lengths = np.full((self.store.num_workers, 1), mine, np.int64)
         self._run(collective.allgather([(lengths[self.store.rank].copy(), list(lengths))]), "allgather", text)
         return [int(length) for (length,) in lengths]
 
     def _gather(self, mine: HostArray, outs: Sequence[HostArray]) -> None:
-        """Write the bytes of every worker to its array of `outs`, which is as long."""
         blobs = [_bytes(out) for out in outs]
         blobs[self.store.rank][:] = mine
         self._run(collective.allgather([(mine, blobs)]), "allgather", f"bytes: {[blob.size for blob in blobs]}")

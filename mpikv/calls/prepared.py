@@ -1,10 +1,9 @@
 """Calls that come again and again with the same arrays, as a training loop's do: they are checked once, then known.
 
 A call is known by its keys and by the very array objects it was made with, in order. It is kept from its second coming
-on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys.
-Looking at everything again would cost as much as the call. So it is not noticed if a NumPy array in a list has been
-given another shape in place, or was made read-only, since it was pushed last. PyTorch's tensors are looked at each
-time, since `tensor.data =` and `set_` give them other memory.
+on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys. So it
+is not noticed if a NumPy array in a list has been given another shape in place, or was made read-only, since it was
+pushed last. PyTorch's tensors are looked at each time, since `tensor.data =` and `set_` give them other memory.
 
 Cost of finding a call: a comparison of identity per key; half a microsecond more for each tensor of PyTorch.
 """
@@ -38,7 +37,6 @@ class _Tensor(NamedTuple):
     dtype: Any
 
     def is_same(self) -> bool:
-        """Return whether the tensor still has the same memory, in the same form."""
         tensor = self.tensor
         return bool(
             tensor.data_ptr() == self.address
@@ -49,7 +47,6 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(arrays: Iterable[Any]) -> list[_Tensor]:
-    """Return the arrays that may be given other memory."""
     return [
         _Tensor(array, array.data_ptr(), array.shape, array.stride(), array.dtype)
         for array in arrays
@@ -80,7 +77,6 @@ class _Single:
         self.call = call
 
     def is_same(self, value: Any, out: Any) -> bool:
-        """Return whether a call with the same key is this one."""
         if value is not self.value or out is not self.out or value.shape != self.shape:
             return False
         target = value if out is None else out
@@ -106,7 +102,6 @@ class _List:
         self.call = call
 
     def is_same(self, keys: Any, value: Any, out: Any) -> bool:
-        """Return whether a call is this one."""
         return self._is_made_with(keys, value, out) and (not self.tensors or all(one.is_same() for one in self.tensors))
 
     def _is_made_with(self, keys: Any, value: Any, out: Any) -> bool:
@@ -202,7 +197,6 @@ class PreparedCalls:
             old_call.release()
 
     def clear(self) -> None:
-        """Let go of all calls."""
         for call in [*(known.call for known in self._singles.values()), *(known.call for known in self._lists)]:
             call.release()
         self._singles.clear()

@@ -27,7 +27,7 @@ PULL = "row_sparse_pull"
 
 
 class _Wanted(NamedTuple):
-    """One result of a `row_sparse_pull`: of which key, which rows, into what."""
+    """One result of a `row_sparse_pull`."""
 
     info: KeyInfo
     ids: Ids
@@ -42,7 +42,6 @@ class _Filled:
         self._done = False
 
     def test(self) -> bool:
-        """Whether the caller's arrays are filled."""
         if not self._done and self._request.test():
             self._sink.deliver(self._values.reshape(-1))
             self._done = True
@@ -56,7 +55,6 @@ class RowCalls:
         self._session, self._strategy, self._forms = session, strategy, forms
 
     def is_sparse(self, key: Any) -> bool:
-        """Whether a key of the store is row-sparse."""
         info = self._session.lookup(self._forms.key(key))
         return info is not None and info.sparse
 
@@ -71,7 +69,6 @@ class RowCalls:
     # --- init
 
     def new_key(self, item: CallItem) -> NewKey:
-        """A row-sparse key with its first rows, a copy. The value is sparse."""
         (value,) = item.arrays
         rows = total([RowSparse.of(value)])
         return NewKey(item.key, rows.shape, rows, HOST, sparse=True)
@@ -157,7 +154,6 @@ class RowCalls:
         return kept, [listed[i] for i in kept], those(out), those(like)
 
     def pull(self, keys: Keys, out: Any, row_ids: Any, priority: int) -> Any:
-        """`row_sparse_pull`; blocks."""
         several = isinstance(keys, (list, tuple))
         listed: Sequence[Any] = keys if several else [keys]  # type: ignore[assignment]
         outs = _spread("out", out, len(listed)) if several else [out]
@@ -178,7 +174,6 @@ class RowCalls:
         return form if several else form[0]
 
     def sparse_info(self, call: str, key: Any) -> KeyInfo:
-        """Return what is known of a key. UnsupportedError where it is dense."""
         info = self._forms.info(call, self._forms.key(key))
         if not info.sparse:
             raise UnsupportedError(
@@ -187,7 +182,6 @@ class RowCalls:
         return info
 
     def _wanted(self, key: Any, out: Any, row_ids: Any) -> list[_Wanted]:
-        """What one key's results are; one for each device, where there are lists."""
         info = self.sparse_info(PULL, key)
         if row_ids is None:
             raise ValueError(

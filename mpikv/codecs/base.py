@@ -1,19 +1,17 @@
 """The interface of a codec, which encodes the values that a worker pushes and decodes them where they are added.
 
-The values of a key are cut into pieces. A worker encodes and sends each piece by itself; the rank that adds it decodes
-it. All ranks agree on a key's codec when the key is initialised, so that no step sends lengths: both sides call
-`wire_bytes`.
+The values of a key are cut into pieces, each of which is encoded and sent by itself. All ranks agree on a key's codec
+when the key is initialised, so that no step sends lengths: both sides call `wire_bytes`.
 
-A codec is a value: a frozen dataclass whose fields are its configuration, so that `repr` can make it again and two with
-the same configuration are equal. What a codec remembers from push to push is a `State` of each piece of each key, which
-the caller keeps. A state is arrays by name, so that it can be saved, cut and sent like an optimizer's.
+A codec is a frozen dataclass whose fields are its configuration, so that `repr` can make it again and two with the same
+configuration are equal. What a codec remembers from push to push is a `State` of each piece of each key, which the
+caller keeps: arrays by name, so that it can be saved, cut and sent like an optimizer's.
 
-`decode` writes values in the dtype that the key is added in. So a push that arrives in fewer bits is decoded and
-widened in one pass. A push that arrives in that dtype is added without a copy and without `decode`.
+`decode` writes values in the dtype that the key is added in. A push that arrives in that dtype is added without it.
 
-Arrays are NumPy's or, for a codec with `on_device`, CuPy's on one GPU. The formulas are the same: NumPy's functions
-call CuPy's. On a GPU a codec must not read a value on the host, which would wait for the GPU, and its number of kernel
-launches must not grow with the length. Encoded data begins at a multiple of 8 bytes.
+Arrays are NumPy's or, for a codec with `on_device`, CuPy's on one GPU, by the same formulas: NumPy's functions call
+CuPy's. There a codec must not read a value on the host, which would wait for the GPU, and its number of kernel launches
+must not grow with the length. Encoded data begins at a multiple of 8 bytes.
 """
 
 from __future__ import annotations

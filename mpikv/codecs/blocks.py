@@ -1,9 +1,8 @@
-"""The base of codecs that work on one block of a piece at a time.
+"""The bases of codecs that work on one block of a piece at a time.
 
-A pass of NumPy over a long array waits for memory; one over a block that stays in a core's cache does not. So each of
-these codecs does all its passes over one block before it goes on to the next. On a GPU the piece is one block. Values
-are taken as float32: float64 is rounded to it, since it is encoded from float32 in any case; float16 and bfloat16 are
-widened.
+A pass of NumPy over a long array waits for memory; one over a block that stays in a core's cache does not. So all
+passes are done over one block before the next. On a GPU the piece is one block. Values are taken as float32: float64 is
+rounded to it, float16 and bfloat16 are widened.
 """
 
 from __future__ import annotations

@@ -37,11 +37,9 @@ class KeyCompression:
 
     @property
     def uncompressed(self) -> bool:
-        """Whether pushes and pulls are sent uncompressed."""
         return self.push == IDENTITY and self.pull == IDENTITY
 
     def for_shape(self, shape: tuple[int, ...]) -> KeyCompression:
-        """Return the compression of a key of this shape."""
         return replace(self, push=self.push.for_shape(shape), pull=self.pull.for_shape(shape))
 
     @property
@@ -111,7 +109,6 @@ class Compressions:
 
     @property
     def any(self) -> bool:
-        """Whether some key may be compressed."""
         return not self.of_new_keys.uncompressed or not all(one.uncompressed for one in self.of_keys.values())
 
     def set(self, found: KeyCompression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:

@@ -1,11 +1,7 @@
 """Codecs by name, and the registry in which users add their own.
 
-`create({'type': '2bit', 'threshold': 0.5})` makes a codec from its name and its configuration. A program adds a codec
-of its own by `register`; an installed package lists its class as an entry point of the group "mpikv.codecs". Every rank
-that encodes or decodes must know the codec, servers too.
-
-`create` puts error feedback around a codec that loses something and does not keep it itself, unless the parameter
-'error_feedback' is False.
+A program adds a codec of its own by `register`; an installed package lists its class as an entry point of the group
+"mpikv.codecs". Every rank that encodes or decodes must know the codec, servers too.
 """
 
 from __future__ import annotations

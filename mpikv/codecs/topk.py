@@ -2,24 +2,19 @@
 
 Of n values the k = max(1, ceil(ratio n)) that are largest by magnitude are sent; of equal ones the first. The encoded
 data is k positions in increasing order (uint32), then k values (float32), both little-endian. A value that is not sent
-decodes to 0; error feedback adds it to later pushes, until the sum is large enough.
+decodes to 0; error feedback adds it to later pushes, until the sum is large enough. NaN counts as larger than infinity;
+if there are more of both than k, error feedback keeps no residual of the rest.
 
 A piece of at most `whole_elems` values, 0 by default, is sent whole, in float32: biases and small layers are few bytes,
 and to send one value of them in each push costs accuracy.
 
-NaN counts as larger than infinity, and infinity as larger than any number: they are sent first and unchanged, so that
-the sum shows them. If there are more of them than k, error feedback keeps no residual of the rest.
-
 How they are found: from a sample of the values a magnitude is guessed that a few more than k values exceed. These are
 collected in one pass, and the k-th of them is found exactly. If fewer than k exceed it because many are equal to it, as
-the zeros of a sparse gradient, the first of those are taken, too. If the sample was misleading, and even these are
-fewer than k, the k-th of all values is found; the result is the same.
-
-On a GPU all values are sorted, since the steps above would have to read results on the host.
+the zeros of a sparse gradient, the first of those are taken, too; if the sample was misleading, the k-th of all values
+is found. On a GPU all values are sorted, since these steps would have to read results on the host.
 
 Wire: 8 k bytes; 4 n of a piece that is sent whole. State: none. Cost: three passes over the values, and work on about
-1.5 k of them.
-Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
+1.5 k of them. Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
 """
 
 from __future__ import annotations

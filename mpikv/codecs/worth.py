@@ -1,11 +1,11 @@
 """Whether encoding the values of a key is worth its time: decided once, when the key is initialised.
 
 What is compared are the seconds of a round in both forms, by the links' rates (placement/links.py) and what codec and
-messages cost a core (placement/costs.py). The bytes of the busiest link and the work of a worker's core are added up:
-a core that encodes does not compute. A key is encoded where that is faster by more than `MARGIN`.
+messages cost a core (placement/costs.py). The bytes of the busiest link and the work of a worker's core are added up: a
+core that encodes does not compute. A key is encoded where that is faster by more than `MARGIN`.
 
-With servers the bytes of pushes and answers go in opposite directions of the same links, at the same time but for what
-each waits for the other: the longer of the two counts, and `APART` of the shorter one.
+With servers pushes and answers go in opposite directions of the same links: the longer of the two counts, and `APART`
+of the shorter one, for what each waits for the other.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpikv.common.clock import Clock
 from mpikv.engine.backoff import Backoff
-from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.observe.stall import Waiting
-from mpikv.session.stalls import Stalls
-from mpikv.transports.base import Group
+
+if TYPE_CHECKING:
+    from mpikv.groups.group import RankGroup
 
 SPIN_S = 5e-3  # how long the caller alone moves a call through memory on, while it waits for other ranks
 
@@ -31,25 +31,6 @@ class Options(NamedTuple):
 DEFAULT = Options()
 
 
-class CallingGroup(Protocol):
-    """The group that a call belongs to. label: of this rank. stalls: is told of waits.
-
-    stalled: makes the error of a call that has waited too long.
-    """
-
-    group: Group
-    number: int
-    label: str
-    engine: Engine
-    timeout_s: float
-    stalls: Stalls
-    stalled: Callable[[GroupCall, float], BaseException]
-
-    def fail(self, call: GroupCall, error: BaseException) -> None:
-        """End a call that cannot be completed."""
-        ...
-
-
 class GroupCall:
     """One call. number: counts the group's calls, the same on all ranks; -1 for a message between two ranks.
 
@@ -58,7 +39,7 @@ class GroupCall:
     watch.py: how long it has waited since it began, and whether the other ranks have been asked about it.
     """
 
-    def __init__(self, group: CallingGroup, number: int, text: str, options: Options) -> None:
+    def __init__(self, group: RankGroup, number: int, text: str, options: Options) -> None:
         self.group, self.number, self.text = group, number, text
         self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
         self.finish = options.finish
@@ -76,14 +57,10 @@ class GroupCall:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended it, if one did."""
         return self.running.error
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it has ended, and return its result. Raises its error, or StallError after `timeout_s` seconds.
-
-        The limit of the group holds in any case.
-        """
+        """Block until it has ended, and return its result. Raises its error, or StallError after `timeout_s`."""
         if not self.running.done:
             engine = self.group.engine
             limit_s = float("inf") if timeout_s is None else timeout_s
@@ -108,7 +85,6 @@ class GroupCall:
             return True
 
     def ended(self) -> None:
-        """Call the callbacks of `when_done`."""
         for callback in self._callbacks:
             callback()
 

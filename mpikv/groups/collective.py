@@ -1,7 +1,6 @@
 """Descriptions of collective calls: the text that identifies a call, and what a rank does for it on either path.
 
-All ranks of a group make the same calls in the same order. Arrays are flat, contiguous, and not to be touched until the
-call is done.
+All ranks make the same calls in the same order. Arrays are flat, contiguous, and not to be touched meanwhile.
 """
 
 from __future__ import annotations

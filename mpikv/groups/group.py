@@ -1,39 +1,73 @@
-"""A group of ranks and its collective calls: their order, their paths and their time limits.
+"""A group of ranks and its collective calls: their order, their paths, their tags and their time limits.
 
-Each call has a number, the same on every rank, since all make the same calls in the same order. A call goes through
-memory where all ranks are on one host (shared.py), else by messages (messages.py). The caller moves a call through
-memory on itself while the other ranks keep up; the rest of it, and every call by messages, is moved on by the progress
-engine.
-
-A rank that waits for long asks the others how far they are (watch.py).
+Each call has a number, the same on every rank. A call goes through memory where all ranks are on one host (shared.py),
+else by messages (messages.py). The caller moves a call through memory on itself while the other ranks keep up; the rest
+of it, and every call by messages, is moved on by the progress engine.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.digests import digest
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Steps
 from mpikv.engine.running import Ended, Running
-from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError
-from mpikv.groups import collective
+from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.groups.call import DEFAULT, GroupCall, Options, spin
 from mpikv.groups.collective import Collective
 from mpikv.groups.messages import MessageCalls
-from mpikv.groups.operators import Operator
 from mpikv.groups.shared import MismatchError, SharedCalls
-from mpikv.groups.tags import WINDOW_BITS, GroupTags
 from mpikv.session.stalls import Stalls
 from mpikv.transports.base import Group
 
 ALL_LATER = -1  # in place of a call's number: this rank makes no more calls
+WINDOW_BITS = 5  # calls under way by messages at the same time: 32
+LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23
+MOST_COUNTED = 1 << 16  # pairs of rank and tag; of a program that goes on with new ones no message is counted
 REMEMBERED = 64  # calls whose texts are kept, to answer ranks that ask for the text of a call
+
+
+class GroupTags(NamedTuple):
+    """The layout of a tag: one bit for point-to-point, half of the others for the group, `low_bits` for the rest.
+
+    base: the bits of the group's number. user: the bit for point-to-point.
+    """
+
+    low_bits: int
+    base: int
+    user: int
+
+    @classmethod
+    def of(cls, max_tag: int, number: int) -> GroupTags:
+        """Return the tags of group `number`, from 1 on."""
+        bits = (max_tag + 1).bit_length() - 1
+        if bits < LEAST_BITS:
+            raise UnsupportedError(f"this MPI has tags up to {max_tag} only; process groups need {2**LEAST_BITS - 1}")
+        low_bits = (bits - 1) // 2
+        most = (1 << (bits - 1 - low_bits)) - 1
+        if number > most:
+            raise UnsupportedError(f"more than {most} process groups in one job: this MPI has tags up to {max_tag}")
+        return cls(low_bits, number << low_bits, 1 << (bits - 1))
+
+    def of_call(self, number: int, digest_: int) -> int:
+        """Return the tag for the messages of call `number`: its number and some bits of its digest.
+
+        Calls under way have different numbers; different calls of one number have, most probably, different digests.
+        """
+        bits = self.low_bits - WINDOW_BITS
+        return self.base | (number % (1 << WINDOW_BITS)) << bits | digest_ % (1 << bits)
+
+    def of_user(self, tag: int) -> int:
+        limit = (1 << self.low_bits) - 1
+        if not 0 <= tag <= limit:
+            raise ValueError(f"tag {tag} of a message: tags are 0 to {limit}")
+        return self.user | self.base | tag
 
 
 class RankGroup:
@@ -75,65 +109,10 @@ class RankGroup:
         self.texts: dict[int, str] = {}
         self._messages = MessageCalls(group, algorithm)
         self._order = threading.Lock()
-        self.sent: Counter[tuple[int, int]] = Counter()  # messages between two ranks, by the receiver and the tag
-        self._received: Counter[tuple[int, int]] = Counter()  # begun, by the sender and the tag
+        self._sent: dict[tuple[int, int], int] = {}  # messages between two ranks, by the receiver and the tag
+        self._received: dict[tuple[int, int], int] = {}  # receives that were begun, by the sender and the tag
         self._window: deque[GroupCall] = deque(maxlen=1 << WINDOW_BITS)  # the last calls by messages
         self._last: GroupCall | None = None  # the last call through memory
-
-    # --- collectives, which collective.py describes
-
-    def allreduce(self, arrays: Sequence[HostArray], operator: Operator, options: Options = DEFAULT) -> GroupCall:
-        """See `collective.allreduce`."""
-        return self._start(collective.allreduce(arrays, operator), options)
-
-    def reduce(
-        self, values: HostArray, out: HostArray, operator: Operator, root: int, options: Options = DEFAULT
-    ) -> GroupCall:
-        """See `collective.reduce`."""
-        return self._start(collective.reduce(values, out, operator, root), options)
-
-    def broadcast(self, arrays: Sequence[HostArray], root: int, options: Options = DEFAULT) -> GroupCall:
-        """See `collective.broadcast`."""
-        return self._start(collective.broadcast(arrays, root), options)
-
-    def allgather(
-        self, pairs: Sequence[tuple[HostArray, Sequence[HostArray]]], options: Options = DEFAULT
-    ) -> GroupCall:
-        """See `collective.allgather`. Raises ShapeMismatch for arrays that do not fit each other."""
-        for values, outs in pairs:
-            self._check_arrays("all_gather", values, outs)
-        return self._start(collective.allgather(pairs), options)
-
-    def reduce_scatter(
-        self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, options: Options = DEFAULT
-    ) -> GroupCall:
-        """See `collective.reduce_scatter`. Raises ShapeMismatch for arrays that do not fit each other."""
-        for arrays, out in pairs:
-            operator.check(out.dtype)
-            self._check_arrays("reduce_scatter", out, arrays)
-        return self._start(collective.reduce_scatter(pairs, operator), options)
-
-    def exchange(
-        self,
-        name: str,
-        outgoing: Mapping[int, HostArray],
-        incoming: Mapping[int, HostArray],
-        same: object,
-        options: Options = DEFAULT,
-    ) -> GroupCall:
-        """See `collective.exchange`."""
-        return self._start(collective.exchange(name, outgoing, incoming, same), options)
-
-    def barrier(self, options: Options = DEFAULT) -> GroupCall:
-        """See `collective.barrier`."""
-        return self._start(collective.barrier(), options)
-
-    def _check_arrays(self, name: str, one: HostArray, arrays: Sequence[HostArray]) -> None:
-        if len(arrays) != self.size:
-            raise ShapeMismatch(f"{name}: {len(arrays)} tensors for {self.size} ranks")
-        own = arrays[self.rank]
-        if one.size != own.size or any(array.dtype != one.dtype for array in arrays):
-            raise ShapeMismatch(f"{name}: {one.dtype} {one.size} does not fit {own.dtype} {own.size}")
 
     # --- point to point: calls that may end in any order
 
@@ -145,7 +124,7 @@ class RankGroup:
             yield self.group.isend(array, dest, found)
 
         with self._order:
-            self.sent[self.group.ranks[dest], tag] += 1
+            _count(self._sent, (self.group.ranks[dest], tag))
         return self._begin(self._prepare(GroupCall(self, -1, f"send to {dest} with tag {tag}", options), steps()))
 
     def receive(self, array: HostArray, source: int | None, tag: int, options: Options = DEFAULT) -> GroupCall:
@@ -157,13 +136,17 @@ class RankGroup:
         call = GroupCall(self, -1, f"recv from {sender} with tag {tag}", options)
         if source is not None:  # a receive from any rank may take the messages that others wait for: these need more
             from_ = self.group.ranks[source]
-            self._received[from_, tag] += 1
-            call.need = "sent", [self.number, from_, self.group.ranks[self.rank], tag, self._received[from_, tag]]
+            if (n := _count(self._received, (from_, tag))) is not None:
+                call.need = "sent", [self.number, from_, self.group.ranks[self.rank], tag, n]
         return self._begin(self._prepare(call, steps))
+
+    def has_sent(self, dest: int, tag: int, n: int) -> bool:
+        """Whether this rank has begun to send n messages with a tag; yes where that is not counted any more."""
+        return self._sent.get((dest, tag), 0) >= n or len(self._sent) >= MOST_COUNTED
 
     # --- how a call is made
 
-    def _start(self, described: Collective, options: Options) -> GroupCall:
+    def start(self, described: Collective, options: Options = DEFAULT) -> GroupCall:
         """Make a collective call: through memory where the ranks share one and the call allows it, else by messages."""
         text = described.text
         if self.failure is not None:
@@ -243,10 +226,9 @@ class RankGroup:
         call.running.fail(error)
 
     def refuse(self, error: BaseException) -> None:
-        """Count a collective call that this rank cannot make, since its arguments are wrong, and report it.
+        """Count a collective call that this rank cannot make, since its arguments are wrong, and report it. Local.
 
-        Ranks that have made the call wait for this one, and raise then; where all ranks refuse it, the group can still
-        be used. Local.
+        Ranks that have made it wait for this one, and raise then; where all refuse it, the group can still be used.
         """
         with self._order, self.engine.lock:
             self._count(f"a call with wrong arguments ({type(error).__name__}: {error})")
@@ -254,10 +236,7 @@ class RankGroup:
             self._report(self, self.calls, error)
 
     def _failed(self, error: BaseException) -> None:
-        """Make no more collective calls, and report the error to the other ranks.
-
-        Not reported are errors that every rank finds by itself: that calls differ, or that a rank does not make one.
-        """
+        """Make no more collective calls, and report the error to the other ranks, unless each finds it by itself."""
         if self.failure is None:
             self.failure = error
             if not isinstance(error, (MismatchError, StallError, PeerError)):
@@ -265,10 +244,7 @@ class RankGroup:
                     self._report(self, ALL_LATER, error)
 
     def failed_elsewhere(self, number: int, error: BaseException) -> None:
-        """Record that another rank does not make call `number`, or, for ALL_LATER, no more calls.
-
-        The caller holds the engine's lock.
-        """
+        """Record that another rank does not make call `number`, or, for ALL_LATER, any more. Under the engine's lock"""
         if number == ALL_LATER:
             self.failure = self.failure or error
         else:
@@ -291,8 +267,15 @@ class RankGroup:
                 self.shared.discard()
 
 
+def _count(counts: dict[tuple[int, int], int], pair: tuple[int, int]) -> int | None:
+    """Count a message of this rank and tag; None where there are too many of them."""
+    if len(counts) >= MOST_COUNTED:
+        return None
+    counts[pair] = counts.get(pair, 0) + 1
+    return counts[pair]
+
+
 def _after(call: GroupCall, before: GroupCall | None, steps: Steps[None]) -> Steps[None]:
-    """Run the steps of a call once the call before it is done."""
     if before is not None and not before.done:
         call.queued = True
         yield Ended(before.running)

@@ -1,11 +1,9 @@
 """The collectives of a group by messages, as generators: they run where the ranks share no memory.
 
 `allreduce` and `reduce_scatter` run the algorithms of `mpikv.collectives`, chosen by the same table as a store's. Calls
-that only move data are one `exchange`, in which each rank sends an array to each rank that is to have it. All arrays
-are flat and contiguous. A generator uses one tag. Ranks that run different calls under one tag would receive each
-other's messages, so each call has a tag of its own (tags.py), or ranks compare their calls first (workers.py).
-
-Cost per rank: `exchange` one message to and from each rank in its arguments; the others as their algorithm.
+that only move data are one `exchange`: one message to and from each rank in its arguments. All arrays are flat and
+contiguous. A generator uses one tag. Ranks that run different calls under one tag would receive each other's messages,
+so each call has a tag of its own (group.py), or ranks compare their calls first (workers.py).
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class MessageCalls:
         return self._receive_queues.setdefault(tag, ReceiveQueue(self.group, tag))
 
     def allreduce(self, arrays: Sequence[HostArray], operator: Operator, tag: int) -> Steps[None]:
-        """Combine each of `arrays` over all ranks, in place."""
         group = self.group
         for buf in arrays if group.size > 1 else ():
             if not buf.size:
@@ -78,19 +75,17 @@ class MessageCalls:
             np.copyto(out, wide, casting="unsafe")
 
     def broadcast(self, arrays: Sequence[HostArray], root: int, tag: int) -> Steps[None]:
-        """Copy the root's arrays to all ranks."""
         for array in arrays:
             yield from broadcast(self.group, array, root, tag)
 
     def allgather(self, pairs: Sequence[tuple[HostArray, Sequence[HostArray]]], tag: int) -> Steps[None]:
-        """Copy every rank's values to every rank. pairs: values, and one array for each rank."""
         for values, outs in pairs:
             yield from self.exchange(dict.fromkeys(range(self.group.size), values), dict(enumerate(outs)), tag)
 
     def reduce_scatter(
         self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, tag: int
     ) -> Steps[None]:
-        """Combine every rank's array number `rank` into `out`. pairs: an array for each rank, unchanged, and `out`."""
+        """Combine every rank's array number `rank` into `out`; the arrays stay as they are."""
         group = self.group
         for arrays, out in pairs:
             chunks = (0, *(int(end) for end in np.cumsum([array.size for array in arrays])))

@@ -1,8 +1,7 @@
 """The reductions that a process group knows, each a NumPy function of two arrays.
 
 float16 and bfloat16 are combined in float32 and rounded once. The mean of whole numbers is their sum divided and cut
-towards zero, as NCCL and Horovod have it. Where an operator is undefined for a dtype (the smaller of two complex
-numbers), that is an error before anything is sent.
+towards zero, as NCCL and Horovod have it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Operator(NamedTuple):
             raise UnsupportedError(f"{self.name} of {dtype}: it is defined for NumPy's kinds {', '.join(self.kinds)}")
 
     def adder(self, dtype: np.dtype[Any]) -> Adder:
-        """Return a function that combines all ranks' arrays of this dtype."""
         return adder_of(dtype, self.combine, self.finish if self.mean else None)
 
     def finish(self, total: HostArray, size: int) -> None:

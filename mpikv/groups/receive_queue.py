@@ -1,10 +1,8 @@
 """Receives of a group, matched with messages as MPI does it: by sender and tag, in the order of the receives.
 
-A message is taken off MPI's queue when it has arrived (a matched probe), so that its length is known before it is
-received: a message that is not as long as its buffer is an error. A receive with too short a buffer must not be posted:
-Open MPI (5.0.11) reports an error for it, but only after it has written the whole message past the buffer's end.
-
-Receives may be from any sender; each takes the first message that matches it and no earlier receive.
+A message is taken off MPI's queue when it has arrived (a matched probe), so that a message that is not as long as its
+buffer is an error. A receive with too short a buffer must not be posted: Open MPI (5.0.11) reports an error for it, but
+only after it has written the whole message past the buffer's end.
 
 Cost: one message; one probe per step of the engine for each tag that a receive waits for.
 """

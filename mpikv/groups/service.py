@@ -1,144 +1,163 @@
-"""Requests that any rank may send to any other at any time, answered by the other's progress engine.
+"""What ranks ask and tell each other beside the calls of their groups, by control messages (session/messages.py).
 
-There are two kinds: requests to the rank that keeps the rendezvous store (rendezvous.py), and `status`, by which a rank
-that waits for long asks the others how far they are. A request is one message: a line of JSON with the request's
-number, from which the tag of the answer follows, then the values. An answer has the same form. Answers that no call
-waits for any more are recognised by their number and dropped. Two messages have no answer: that a rank leaves, and that
-a call of a group has failed on it.
-
-Cost: two messages per request; one probe per step of the engine.
+One rank keeps the rendezvous store: keys and values that ranks exchange before they can form groups, as
+`torch.distributed` has it. By `status` a rank that waits for long asks the others how far they are. Two messages have
+no answer: that a rank leaves, and that a call of a group has failed on it. Answers that nobody waits for any more are
+dropped.
 """
 
 from __future__ import annotations
 
-import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+from mpikv.engine.operation import Predicate, Steps
+from mpikv.session.messages import ControlMessages, Message
 
-from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.operation import Operation, Predicate, Steps
-from mpikv.groups.rendezvous import RendezvousStore
-from mpikv.transports.base import Arrival, Transport
-
-SERVICE_TAG = 0
-REPLY_TAGS = range(2, 1024)  # 1 is that of control messages (session/messages.py)
 STORE_RANK = 0  # the rank that keeps the rendezvous store
-LEAVE, FAILED = "leave", "failed"
-
-Status = Callable[[dict[str, Any]], dict[str, Any] | None]
-
-
-def _packed(header: dict[str, Any], values: Sequence[bytes]) -> HostArray:
-    line = json.dumps({**header, "lengths": [len(value) for value in values]}).encode() + b"\n"
-    return np.frombuffer(line + b"".join(values), np.uint8)
+Status = dict[str, Any]
+Reply = Callable[[list[bytes]], None]
 
 
-def _unpacked(message: HostArray) -> tuple[dict[str, Any], list[bytes]]:
-    line, _, rest = message.tobytes().partition(b"\n")
-    header, values, at = json.loads(line), [], 0
-    for length in header["lengths"]:
-        values.append(rest[at : at + length])
-        at += length
-    return header, values
+class RendezvousStore:
+    """The keys with their values, and the requests that wait for a key. `add` keeps numbers as their digits."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: list[tuple[Sequence[str], Reply]] = []
+
+    def handle(self, verb: str, keys: Sequence[str], values: Sequence[bytes], reply: Reply) -> None:
+        """Handle one request. `reply` is called with the answer: now, or when the keys that `get` waits for exist.
+
+        Raises ValueError for a request that cannot be answered, and has changed nothing then.
+        """
+        held, answer = self._values, list[bytes]()
+        if verb == "get":
+            self._waiting.append((keys, reply))
+        elif verb == "set":
+            held.update(zip(keys, values, strict=True))
+        elif verb == "add":
+            before = held.get(keys[0], b"0")
+            try:
+                held[keys[0]] = b"%d" % (int(before) + int(values[0]))
+            except ValueError:
+                raise ValueError(f"add to the key {keys[0]!r}: its value is no number, but {before[:40]!r}") from None
+            answer = [held[keys[0]]]
+        elif verb == "append":
+            held[keys[0]] = held.get(keys[0], b"") + values[0]
+        elif verb == "compare_set":
+            expected, desired = values
+            if held.get(keys[0], b"") == expected:
+                held[keys[0]] = desired
+            # For a key that does not exist the answer is `expected`, as in PyTorch's stores.
+            answer = [held.get(keys[0], expected)]
+        elif verb == "check":
+            answer = [b"1" if all(key in held for key in keys) else b"0"]
+        elif verb == "delete":
+            answer = [b"0" if held.pop(keys[0], None) is None else b"1"]
+        elif verb == "count":
+            answer = [b"%d" % len(held)]
+        else:
+            raise ValueError(f"no request of this kind: {verb!r}")
+        if verb != "get":
+            reply(answer)
+        waiting, self._waiting = self._waiting, []
+        for wanted, waiter in waiting:
+            if all(key in held for key in wanted):
+                waiter([held[key] for key in wanted])
+            else:
+                self._waiting.append((wanted, waiter))
 
 
 class Service:
-    """One rank's side. status: called to answer `status` requests.
+    """One rank's side. failed: called when a call has failed on another rank, with rank, group, call and text."""
 
-    failed: called when another rank reports that a call has failed there, with rank, group, call and text.
-    """
+    status: Callable[[Status], Status | None]  # returns the answer to `status` requests; watch.py sets it
 
-    def __init__(self, transport: Transport, status: Status, failed: Callable[[int, int, int, str], None]) -> None:
-        self._transport, self._status, self._failed = transport, status, failed
-        self.store = RendezvousStore()
+    def __init__(self, messages: ControlMessages, failed: Callable[[int, int, int, str], None]) -> None:
+        self._messages, self._failed = messages, failed
+        self._rank, self._now_s = messages.workers.rank, messages.engine.clock.now_s
+        self._store = RendezvousStore()
         self._number = 0
-        self._sends: list[Operation] = []
+        self._answers: dict[int, Message | None] = {}  # to the requests under way, by their number
         # At STORE_RANK: the ranks that have left, each with how many calls of each group it has made.
         self.left: dict[int, dict[int, int]] = {}
+        messages.acts |= {
+            "store": self._on_store,
+            "status": self._on_status,
+            "answer": self._on_answer,
+            "leave": lambda source, message: self.left.update({source: dict(message["calls"])}),
+            "failed": lambda source, message: self._failed(source, *message["what"]),
+        }
 
     # --- answering
 
-    def serve(self) -> Steps[None]:
-        """Answer requests, for ever. To be run as a service of the engine."""
-        while True:
-            arrival = Arrival(self._transport, SERVICE_TAG)
-            yield arrival
-            message: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
-            yield arrival.incoming.receive(message)
-            self._handle(arrival.incoming.source, *_unpacked(message))
+    def _on_store(self, source: int, message: Message) -> None:
+        def reply(values: list[bytes]) -> None:
+            self._reply(source, message, values=_as_text(values))
 
-    def _handle(self, source: int, header: dict[str, Any], values: list[bytes]) -> None:
-        verb, number = header["verb"], header["number"]
+        try:
+            self._store.handle(message["verb"], message["keys"], [b64decode(one) for one in message["values"]], reply)
+        except ValueError as error:  # a mistake of the rank that asks, which raises it there
+            self._reply(source, message, error=str(error))
 
-        def reply(answer: list[bytes], **more: str) -> None:
-            self._send({"number": number, **more}, answer, source, REPLY_TAGS[number % len(REPLY_TAGS)])
+    def _on_status(self, source: int, message: Message) -> None:
+        self._reply(source, message, status=self.status(message["about"]))
 
-        if verb == "status":
-            reply([json.dumps(self._status(header["about"])).encode()])
-        elif verb == LEAVE:
-            self.left[source] = dict(header["calls"])
-        elif verb == FAILED:
-            self._failed(source, header["group"], header["call"], header["text"])
-        else:
-            try:
-                self.store.handle(verb, header["keys"], values, reply)
-            except ValueError as error:  # a mistake of the rank that asks, which raises it there
-                reply([], error=str(error))
+    def _reply(self, source: int, request: Message, **answer: Any) -> None:
+        self._messages.send(source, {"kind": "answer", "number": request["number"], **answer})
 
-    def _send(self, header: dict[str, Any], values: Sequence[bytes], rank: int, tag: int) -> None:
-        self._sends = [send for send in self._sends if not send.test()]
-        self._sends.append(self._transport.isend(_packed(header, values), rank, tag))
+    def _on_answer(self, _source: int, message: Message) -> None:
+        if message["number"] in self._answers:
+            self._answers[message["number"]] = message
 
     def report_failure(self, ranks: Sequence[int], group: int, call: int, text: str) -> None:
         """Report to these ranks that a call of a group has failed here. Local; the caller holds the engine's lock."""
         for rank in ranks:
-            header = {"verb": FAILED, "number": 0, "group": group, "call": call, "text": text}
-            self._send(header, (), rank, SERVICE_TAG)
+            self._messages.send(rank, {"kind": "failed", "what": [group, call, text]})
 
     # --- asking
 
     def ask(self, verb: str, keys: Sequence[str] = (), values: Sequence[bytes] = ()) -> Steps[list[bytes]]:
         """Send a request to the rendezvous store, and return its answer."""
-        if self._transport.rank != STORE_RANK:
-            return (yield from self._request(STORE_RANK, {"verb": verb, "keys": list(keys)}, values))
-        answers: list[list[bytes]] = []
-        self.store.handle(verb, keys, values, answers.append)
-        if not answers:
-            yield Predicate(lambda: bool(answers))
-        return answers[0]
+        if self._rank == STORE_RANK:
+            answers: list[list[bytes]] = []
+            self._store.handle(verb, keys, values, answers.append)
+            if not answers:
+                yield Predicate(lambda: bool(answers))
+            return answers[0]
+        request = {"kind": "store", "verb": verb, "keys": list(keys), "values": _as_text(values)}
+        answer = yield from self._request(STORE_RANK, request)
+        assert answer is not None
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return [b64decode(one) for one in answer["values"]]
 
-    def ask_status(self, rank: int, about: dict[str, Any], limit_s: float) -> Steps[dict[str, Any] | None]:
+    def ask_status(self, rank: int, about: Status, limit_s: float) -> Steps[Status | None]:
         """Return the status of `rank` (`CallWatch.status`); None if it has not answered within `limit_s`."""
-        answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
-        return json.loads(answer[0]) if answer else None
+        answer = yield from self._request(rank, {"kind": "status", "about": about}, limit_s)
+        return None if answer is None else answer["status"]
 
     def leave(self, calls: dict[int, int]) -> Steps[None]:
         """Report to STORE_RANK that this rank leaves. calls: how many calls of each group it has made."""
-        if self._transport.rank == STORE_RANK:
+        if self._rank == STORE_RANK:
             self.left[STORE_RANK] = calls
         else:
-            header = {"verb": LEAVE, "number": 0, "calls": list(calls.items())}
-            yield self._transport.isend(_packed(header, ()), STORE_RANK, SERVICE_TAG)
+            self._messages.send(STORE_RANK, {"kind": "leave", "calls": list(calls.items())})
+            yield Predicate(self._messages.sent)
 
-    def _request(
-        self, rank: int, header: dict[str, Any], values: Sequence[bytes], limit_s: float | None = None
-    ) -> Steps[list[bytes]]:
+    def _request(self, rank: int, message: Message, limit_s: float = float("inf")) -> Steps[Message | None]:
         self._number = number = self._number + 1
-        request = self._transport.isend(_packed({**header, "number": number}, values), rank, SERVICE_TAG)
-        now_s = self._transport.clock.now_s
-        deadline_s = None if limit_s is None else now_s() + limit_s
-        while True:
-            arrival = Arrival(self._transport, REPLY_TAGS[number % len(REPLY_TAGS)])
-            yield Predicate(lambda: arrival.test() or (deadline_s is not None and now_s() > deadline_s))  # noqa: B023
-            if arrival.incoming is None:
-                return []
-            message: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
-            yield arrival.incoming.receive(message)
-            answer, found = _unpacked(message)
-            if answer["number"] == number:
-                yield request
-                if "error" in answer:
-                    raise ValueError(answer["error"])
-                return found
+        answers, deadline_s = self._answers, self._now_s() + limit_s
+        answers[number] = None
+        self._messages.send(rank, {**message, "number": number})
+        try:
+            yield Predicate(lambda: answers[number] is not None or self._now_s() > deadline_s)
+            return answers[number]
+        finally:
+            del answers[number]
+
+
+def _as_text(values: Sequence[bytes]) -> list[str]:
+    return [b64encode(value).decode() for value in values]

@@ -1,11 +1,8 @@
 """The collectives of a group whose ranks share a host's memory, without a message.
 
-A call is a list of chunks, each of which goes through three steps on every rank (collectives/shared.py). Each rank has
-slots in the memory, one for a chunk:
-
-- fill: each rank copies into its slot the values that the others need;
-- sum: each rank combines its own range of all ranks' slots, and writes the result to its own array and into its slot;
-- drain: each rank copies the results of the others out of their slots.
+A call is a list of chunks, each of which goes through three steps on every rank (collectives/shared.py): each copies
+into its slot the values that the others need (fill), combines its own range of all slots into its array and its slot
+(sum), and copies the results of the others out of their slots (drain).
 
 Chunks are numbered through all calls of the group, and each rank counts how many it has filled, summed and drained, in
 words that all ranks read. So a rank may be ahead of the others by as many chunks as there are slots, even in the next
@@ -113,7 +110,6 @@ class SharedCalls:
     # --- plans. Arrays are flat and contiguous.
 
     def allreduce(self, arrays: Sequence[HostArray], operator: Operator) -> list[Chunk]:
-        """Combine each array over all ranks, in place."""
         return self._chunked(arrays, partial(self._allreduce, operator))
 
     def _allreduce(self, operator: Operator, i: int, values: HostArray) -> Chunk:
@@ -137,7 +133,6 @@ class SharedCalls:
         return chunk
 
     def reduce(self, values: HostArray, out: HostArray, operator: Operator, root: int) -> list[Chunk]:
-        """Combine `values` over all ranks into the root's `out`."""
         chunks = []
         for i, span in enumerate(_slices(values)):
             chunk, mine = Chunk(), values[span]
@@ -151,7 +146,6 @@ class SharedCalls:
         return chunks
 
     def broadcast(self, arrays: Sequence[HostArray], root: int) -> list[Chunk]:
-        """Copy the root's arrays to all ranks."""
         return self._chunked(arrays, partial(self._broadcast, root))
 
     def _broadcast(self, root: int, i: int, values: HostArray) -> Chunk:
@@ -163,7 +157,6 @@ class SharedCalls:
         return chunk
 
     def allgather(self, pairs: Sequence[tuple[HostArray, Sequence[HostArray]]]) -> list[Chunk]:
-        """Copy every rank's values to every rank. pairs: values, and for each rank an array as long as its values."""
         chunks: list[Chunk] = []
         for values, outs in pairs:
             before = len(chunks)
@@ -180,7 +173,6 @@ class SharedCalls:
         return chunks
 
     def reduce_scatter(self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator) -> list[Chunk]:
-        """Combine every rank's array number `rank` into `out`. pairs: one array for each rank, and `out`."""
         share_bytes = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES
         chunks: list[Chunk] = []
         for arrays, out in pairs:

@@ -1,12 +1,10 @@
 """Watches for calls of a group that wait too long, and asks the other ranks how far they are.
 
-When a call has waited MPIKV_STALL_WARN_S, at most ASK_AFTER_S, its rank asks all others. The call fails at once where
-another rank has made a different call under the same number, or has left the job before this call. At its time limit it
-fails with the names of the ranks that have not made it. Time during which the machine was stopped, or calls before it
-were under way, does not count. Who waits for whom is told as in a store (session/stalls.py).
-
-Cost: reading the clock, until a call has waited so long; then two messages per other rank, and again after 2, 4, 8
-times as long.
+When a call has waited MPIKV_STALL_WARN_S, at most ASK_AFTER_S, its rank asks all others, and again after 2, 4, 8 times
+as long. The call fails at once where another rank has made a different call under the same number, or has left the job
+before this call, and at its time limit with the names of the ranks that have not made it. Time during which the machine
+was stopped, or calls before it were under way, does not count. Who waits for whom is told as in a store
+(session/stalls.py).
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ ANSWER_S = 2.0  # a rank that is alive answers at once
 
 
 class CallWatch:
-    """Watches the calls of all groups of one rank. labels: the names of the transport's ranks in error messages.
-
-    warn_s: after how long the others are asked, if that is sooner than they are anyway.
-    """
+    """Watches the calls of all groups of one rank. labels: the names of the transport's ranks in error messages."""
 
     def __init__(
         self,
@@ -47,9 +42,10 @@ class CallWatch:
         self._engine, self._service, self._groups = engine, service, groups
         self._rank, self._labels = rank, labels
         self._warn_s, self.looks = warn_s, Looks()
+        service.status = self.status
 
     @look(None)
-    def status(self, about: dict[str, Any]) -> dict[str, Any] | None:
+    def status(self, about: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's answer to a rank that waits in a call. about: the numbers of that group and call.
 
         calls: how many this rank has made in the group; -1: it has left the group. text: of its call of that number.
@@ -65,7 +61,6 @@ class CallWatch:
         return {"calls": group.calls, "text": text, "now": now, "left": left}
 
     def serve(self) -> Steps[None]:
-        """Watch the calls, for ever. To be run as a service of the engine."""
         clock = self._engine.clock
         last_s = clock.now_s()
         while True:
@@ -126,7 +121,6 @@ class CallWatch:
     def stall(
         self, call: GroupCall, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
     ) -> StallError:
-        """Return the error of a call that has waited too long."""
         parts = [
             self._labels[rank]
             + (f" has made {max(0, answer['calls'])} calls, {answer['now']}" if answer else " does not answer")

@@ -1,14 +1,10 @@
 """The workers of a store as a group: collective calls without keys, one after another, each of which blocks.
 
-`in_turn` makes calls in a thread, in the order in which they were begun; a call that blocks comes after them.
-
-The workers' calls are compared first, by a digest of the call's text: through memory with the call's first chunk
-(shared.py), by messages in an allreduce of 16 bytes. Where digests differ, every worker raises MismatchError, no array
-is changed, and further calls can be made.
+`in_turn` makes calls in a thread, in the order in which they were begun; a call that blocks comes after them. Calls are
+compared first, by a digest of the call's text: through memory with the call's first chunk (shared.py), by messages in
+an allreduce of 16 bytes. Where digests differ, every worker raises MismatchError, and no array is changed.
 
 Waits have the store's limits and reports: a call counts as a push of a key, `CALLS_ID`.
-
-Cost: that of the call, and by messages that of the small allreduce.
 """
 
 from __future__ import annotations
@@ -98,7 +94,7 @@ class WorkersGroup:
     def _open(self, group: Group, waiting: Waiting) -> None:
         """Set up calls of these workers: through memory that worker 0 reserves where they share one, else by messages.
 
-        Collective, and no agreement of the workers, since another thread of this one may take part in one meanwhile.
+        No agreement of the workers, since another thread of this one may take part in one meanwhile.
         """
         session, found = self._session, None
         self._messages, self._shared = MessageCalls(group, session.members.config.host_algorithm), None

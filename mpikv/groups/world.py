@@ -1,8 +1,8 @@
-"""What the ranks of a job set up once for all their process groups.
+"""What the ranks of a job set up once for all their process groups, until the interpreter's end.
 
-`opened` returns the world of this process. The first call makes it, and all ranks of the job take part in that call: a
-duplicated communicator, the memory that the ranks of each host share, a progress engine, and a service by which ranks
-agree on further groups. It lives until the interpreter's end. `World` itself knows no MPI: thread ranks make theirs.
+The first call of `opened` makes the world of this process, and all ranks take part in it: a duplicated communicator,
+the memory that the ranks of each host share, a progress engine, and a service by which ranks agree on further groups.
+`World` itself knows no MPI: thread ranks make theirs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class World:
         self._early: dict[int, list[tuple[int, PeerError]]] = {}
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
-        self.service = Service(transport, self._status, self._failed)
         messages = ControlMessages(transport, Group(transport, range(self.size)), self.engine)
+        self.service = Service(messages, self._failed)
         self.activity = Activity(self.engine.clock, "process groups", self.labels[self.rank])
         self.activity.reached, self.activity.elsewhere = self._reached, ""
         questions = Questions(messages, self.activity, processes or [this_process()] * self.size, {})
@@ -74,7 +74,6 @@ class World:
         self._watch = CallWatch(
             self.engine, self.service, self.groups, self.rank, self.labels, warn_s=config.stall_warn_s
         )
-        self.engine.serve(self.service.serve(), "service")
         self.engine.serve(self._watch.serve(), "watch")
         self.sessions: list[object] = []  # what each init_process_group has made; their number keeps their keys apart
 
@@ -120,9 +119,6 @@ class World:
         else:
             self._early.setdefault(number, []).append((call, error))
 
-    def _status(self, about: dict[str, Any]) -> dict[str, Any] | None:
-        return self._watch.status(about)
-
     def _reached(self, item: Any) -> int:
         """Whether this rank has come to what others wait for (`GroupCall.need`); -1 where it does not take part."""
         what, (number, *which) = item
@@ -131,7 +127,7 @@ class World:
             calls = self._calls.get(number) if group is None else group.calls
             return -1 if calls is None else int(calls >= which[0])
         source, dest, tag, n = which
-        return -1 if source != self.rank or group is None else int(group.sent[dest, tag] >= n)
+        return -1 if source != self.rank or group is None else int(group.has_sent(dest, tag, n))
 
     def _shared(self, group: Group, number: int) -> SharedCalls | None:
         memory = self._memory
@@ -148,10 +144,9 @@ class World:
     def ask(
         self, verb: str, keys: Sequence[str], values: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> list[bytes]:
-        """Send a request to the rendezvous store (rendezvous.py), and return its answer. Blocks.
+        """Send a request to the rendezvous store, and return its answer. Blocks.
 
-        Raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S, and ValueError for a request that the store cannot
-        answer.
+        Raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S, and ValueError where the store cannot answer.
         """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         running = self.engine.start(self.service.ask(verb, keys, values), f"{verb} of {', '.join(keys)}")
@@ -168,10 +163,7 @@ class World:
         return StallError(f"{self.labels[self.rank]} waited {limit_s:g} s for {what} the keys {', '.join(keys)}")
 
     def close(self) -> None:
-        """Leave the job's groups.
-
-        The rank that keeps the rendezvous store waits until the others have left, at most MPIKV_TIMEOUT_S.
-        """
+        """Leave the job's groups. STORE_RANK waits until the others have left, at most MPIKV_TIMEOUT_S."""
         service, engine = self.service, self.engine
         for group in tuple(self.groups.values()):
             self.drop(group)
@@ -185,11 +177,9 @@ class World:
 
 
 def opened() -> World:
-    """Return the world of this process.
+    """Return the world of this process. The first call makes it, initialises MPI, and is collective over COMM_WORLD.
 
-    The first call initialises MPI if that has not been done, is collective over COMM_WORLD and blocks until all its
-    ranks have called it. Raises ConfigError where there is no MPI or ranks have different settings, StallError where
-    ranks do not call it.
+    Raises ConfigError where there is no MPI or ranks have different settings, StallError where ranks do not call it.
     """
     with _lock:
         guard = abort.guard()

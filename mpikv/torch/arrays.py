@@ -1,8 +1,7 @@
 """Converts tensors to NumPy arrays and back, without a copy if they are in host memory.
 
-bfloat16, which `Tensor.numpy` does not support, is converted as 16-bit integers. `Views` are the arrays of one
-collective call of `torch.distributed`: a tensor that is not contiguous in host memory is copied to memory that is, and
-outputs are copied back.
+`Views` are the arrays of one collective call of `torch.distributed`: a tensor that is not contiguous in host memory is
+copied to memory that is, and outputs are copied back.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is in host memory."""
     return bool(tensors.device_of(tensor).type == "cpu")
 
 
 def on_store(tensor: torch.Tensor, store: KVStore) -> bool:
-    """Return whether a tensor is on the GPU that the store uses."""
     return store.device is not None and gpu_of(tensor) == store.device
 
 
@@ -117,11 +114,9 @@ class Views:
 
     @property
     def copies(self) -> bool:
-        """Return whether `write_back` has something to do."""
         return bool(self._copies)
 
     def write_back(self) -> None:
-        """Copy the results into the tensors that have a copy on the host."""
         with torch.no_grad():
             for tensor, hosted in self._copies:
                 tensor.copy_(hosted)

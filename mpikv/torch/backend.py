@@ -1,9 +1,8 @@
 """The backend "mpikv" of `torch.distributed`: its registration, how ranks find each other, how a process group is made.
 
-Ranks find each other through MPI, without an address or a port. PyTorch needs a key-value store for that: ours sends
-requests to the first rank, by messages (groups/rendezvous.py). It is used for `mpikv://`, and if no `init_method` is
-given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. If a launcher of PyTorch
-has set them, PyTorch's own store is used.
+Ranks find each other through MPI, without an address or a port: for `mpikv://`, and if no `init_method` is given and
+PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are not all set. PyTorch's key-value store is ours
+then, `BoardStore`; if a launcher of PyTorch has set them, PyTorch's own is used.
 
 Every group of ranks has a number, unique in the job, which its first rank gets from a counter and writes into PyTorch's
 store.
@@ -51,10 +50,7 @@ def register() -> None:
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
-    """Make a process group of some ranks.
-
-    PyTorch calls it on each of them. Blocks until the group's first rank has called it.
-    """
+    """Make a process group of some ranks. PyTorch calls it on each; blocks until the first rank has called it."""
     world = opened()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     _check(world, ranks, options)
@@ -81,9 +77,8 @@ def _check(world: World, ranks: list[int], options: Any) -> None:
 
 
 class BoardStore(dist.Store):
-    """The rendezvous store as PyTorch's key-value store. prefix: of all its keys.
-
-    Methods also have the names that PyTorch's C++ code uses.
+    """The rendezvous store (groups/service.py) as PyTorch's key-value store, whose methods also have the names that
+    PyTorch's C++ code uses. prefix: of all keys.
     """
 
     def __init__(self, world: World, prefix: str) -> None:
@@ -97,58 +92,42 @@ class BoardStore(dist.Store):
         return self._world.ask(verb, [self._prefix + key for key in keys], packed, limit_s)
 
     def set(self, key: str, value: Any) -> None:
-        """Set a key."""
         self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value; waits until it is set."""
         return self._ask("get", [key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
         return int(self._ask("add", [key], b"%d" % amount)[0])
 
     def append(self, key: str, value: Any) -> None:
-        """Append to a value."""
         self._ask("append", [key], value)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a key if its value is the expected one, and return its value.
-
-        A key that does not exist is set if the expected value is empty.
-        """
         return self._ask("compare_set", [key], expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these keys are set."""
         return self._ask("check", keys)[0] == b"1"
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys are set."""
         self._ask("get", keys, timeout_s=None if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key. Returns whether it existed."""
         return self._ask("delete", [key])[0] == b"1"
 
     def num_keys(self) -> int:
-        """Return how many keys there are, those with other prefixes included."""
         return int(self._ask("count", [])[0])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys; waits until all are set."""
         return self._ask("get", keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Set several keys."""
         self._ask("set", keys, *values)
 
     def has_extended_api(self) -> bool:
-        """Return True: there are `append`, `multi_get` and `multi_set`."""
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of every wait."""
         self._limit_s = min(timeout.total_seconds(), self._world.config.timeout_s)
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815

@@ -1,13 +1,11 @@
 """Buckets: flat arrays with the gradients of several parameters, one after another.
 
-A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it in place: in
-host memory, or on the store's GPU for parameters that are there. Each parameter has a view of one bucket, a tensor with
-the parameter's own strides, which becomes its `grad`; on a GPU a copy of it does. If buckets are compressed, the tail
-has a key of its own, which is not.
+A bucket is one key of the store, in memory of `store.zeros`, which workers of one host add in place, or on the store's
+GPU. Each parameter has a view of one bucket, a tensor with the parameter's own strides, which becomes its `grad`; on a
+GPU a copy of it does. If buckets are compressed, the tail has a key of its own, which is not.
 
 A program may keep a gradient, clear `grad`, and run another backward pass. Before a view is written again, it checks
-whether its memory is still referred to. If so, the bucket continues in new memory, and the kept gradient does not
-change.
+whether its memory is still referred to; if so, the bucket continues in new memory.
 
 Gradients of one bucket may be computed in several streams of a GPU. A bucket notes the streams in which its memory was
 written, and a stream that uses all of it waits for these. The host does not wait.
@@ -48,7 +46,6 @@ class Form(NamedTuple):
 
     @property
     def n_elems(self) -> int:
-        """The number of elements of the parameter."""
         return int(torch.Size(self.size).numel())
 
 
@@ -113,7 +110,6 @@ class GradientBucket:
 
     @property
     def tail(self) -> HostArray:
-        """The memory of the tail, at the end of the bucket."""
         tail: HostArray = self.flat[self.flat.size - self._tail_elems :]
         return tail
 
@@ -133,7 +129,6 @@ class GradientBucket:
             self._streams = {current.cuda_stream: current}
 
     def end_round(self, trained: HostArray) -> None:
-        """Prepare for the next round. trained: whether a parameter will have a gradient, by its number."""
         self.sent, self.request = False, None
         self.missing = sum(bool(trained[i]) for i in self.views)
         for view in self.views.values():
@@ -156,7 +151,6 @@ class GradientView:
         self.make_tensor()
 
     def make_tensor(self) -> None:
-        """Make the tensor in the bucket's present memory."""
         form, flat, begin = self._form, self.bucket.flat, self._begin
         self._was_grad = False  # whether the tensor was a `grad`, which the program may have kept
         if not self.bucket.on_gpu:
@@ -166,7 +160,6 @@ class GradientView:
 
     @property
     def is_grad(self) -> bool:
-        """Whether the tensor is the parameter's `grad`."""
         return self._parameter.grad is self.tensor
 
     def copy_grad(self, scale: float, *, as_grad: bool = False) -> None:

@@ -1,9 +1,8 @@
 """Buffers of a module, such as the statistics of a batch normalisation, kept equal to one worker's.
 
-At the start all of them become worker 0's. Those that have changed when the first pass ends are sent with the gradients
-from then on, in the tail (tail.py). The others, such as masks, are compared with a copy in each pass, since PyTorch's
-version counters miss the changes of a batch normalisation; if one has changed, all others are sent by a broadcast.
-Buffers that the module gets later are each worker's own.
+At the start all become worker 0's. Those that have changed when the first pass ends are sent with the gradients from
+then on, in the tail (tail.py). The others, such as masks, are compared with a copy in each pass, since PyTorch's
+version counters miss changes; if one has changed, all others are sent. Later buffers are each worker's own.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Buffers:
         self._remembered: list[bytes] = []  # the values of the other buffers
 
     def remember(self) -> None:
-        """Keep a copy of the other buffers, with which later values are compared."""
         self._remembered = self._values()
 
     def _values(self) -> list[bytes]:
@@ -61,7 +59,6 @@ class Buffers:
         return now if now.shape == first.shape else None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the present tensors of all buffers that there were at the start."""
         return self._now(self._names)
 
     def check(self) -> None:
@@ -86,7 +83,6 @@ class Buffers:
         return sum(view.size for view in self._views())
 
     def collect(self) -> HostArray:
-        """Return the bytes of the buffers in the tail. Local."""
         return np.concatenate([np.empty(0, np.uint8), *self._views()])
 
     def deliver(self, content: HostArray) -> None:
@@ -109,17 +105,14 @@ class Buffers:
         return self._tail_views
 
     def others_changed(self) -> bool:
-        """Return whether buffers that are not in the tail have changed on this worker. Local."""
         return bool(self._outside_tail) and self._values() != self._remembered
 
     def broadcast_others(self, root: int) -> None:
-        """Copy worker `root`'s buffers that are not in the tail to every worker. Collective, blocks."""
         broadcast(self._calls, self._now(self._outside_tail), root, "buffers")
         self.remember()
 
 
 def _in_place(buffer: torch.Tensor) -> bool:
-    """Return whether a buffer's bytes can be written in place."""
     return arrays.in_host_memory(buffer) and bool(buffer.is_contiguous())
 
 
@@ -132,8 +125,7 @@ def _form(tensor: torch.Tensor | None) -> str:
 def check(calls: CollectiveCalls, named: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
     """Check that one worker's tensors can be written on the others. Collective, blocks.
 
-    Raises on every worker, with the tensor's name: ShapeMismatch if forms differ, UnsupportedError for sparse tensors
-    and those without values.
+    Raises on every worker: ShapeMismatch if forms differ, UnsupportedError for sparse tensors and those without values.
     """
     lines = [f"{name}: {_form(None if tensor.is_meta else tensor)}" for name, tensor in named]
     calls.agree(lines, what, ShapeMismatch)

@@ -43,8 +43,15 @@ def allreduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Te
     Arguments: average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0,
     postscale_factor=1.0, process_set=global_process_set. Raises UnsupportedError for sparse tensors and Adasum.
 
-    >>> mt.allreduce(torch.ones(2), prescale_factor=3.0, store=kv.create('local'))
-    tensor([3., 3.])
+    >>> one, store = torch.ones(2), kv.create('local')
+    >>> mt.allreduce(one, prescale_factor=3.0, store=store), mt.grouped_allreduce([one], op=mt.Sum, store=store)
+    (tensor([3., 3.]), [tensor([1., 1.])])
+    >>> mt.allreduce_(one, store=store), mt.grouped_allreduce_([one], store=store)
+    (tensor([1., 1.]), [tensor([1., 1.])])
+    >>> begun = [mt.allreduce_async(one, store=store), mt.grouped_allreduce_async([one], store=store)]
+    >>> begun += [mt.allreduce_async_(one, store=store), mt.grouped_allreduce_async_([one], store=store)]
+    >>> [mt.synchronize(handle) for handle in begun]
+    [tensor([1., 1.]), [tensor([1., 1.])], tensor([1., 1.]), [tensor([1., 1.])]]
     """
     return grouped_allreduce([tensor], *arguments, **options)[0]
 
@@ -57,66 +64,38 @@ def grouped_allreduce(
     *arguments: Any,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """Do what `allreduce` does, with several tensors.
-
-    >>> mt.grouped_allreduce([torch.ones(2)], op=mt.Sum, store=kv.create('local'))
-    [tensor([1., 1.])]
-    """
+    """Do what `allreduce` does, with several tensors. Example: see `allreduce`."""
     return _compressed(_allreduce(average, name, *arguments, **options), _tensors("allreduce", tensors), compression)
 
 
 def allreduce_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Do what `allreduce` does, into the tensor.
-
-    >>> mt.allreduce_(torch.ones(2), store=kv.create('local'))
-    tensor([1., 1.])
-    """
+    """Do what `allreduce` does, into the tensor. Example: see `allreduce`."""
     return grouped_allreduce_([tensor], *arguments, **options)[0]
 
 
 def grouped_allreduce_(tensors: Tensors, *arguments: Any, **options: Any) -> list[torch.Tensor]:
-    """Do what `allreduce` does, into several tensors.
-
-    >>> mt.grouped_allreduce_([torch.ones(2)], store=kv.create('local'))
-    [tensor([1., 1.])]
-    """
+    """Do what `allreduce` does, into several tensors. Example: see `allreduce`."""
     results = _allreduce(*arguments, **options).make(_tensors("allreduce", tensors))
     return [set_(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
 
 
 def allreduce_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `allreduce` does.
-
-    >>> mt.synchronize(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `allreduce` does. Example: see `allreduce`."""
     return begun(_allreduce(*arguments, **options), _tensors("allreduce", [tensor]))
 
 
 def allreduce_async_(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `allreduce_` does.
-
-    >>> mt.synchronize(mt.allreduce_async_(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `allreduce_` does. Example: see `allreduce`."""
     return begun(_allreduce(*arguments, **options), _tensors("allreduce", [tensor]), into=[tensor])
 
 
 def grouped_allreduce_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `grouped_allreduce` does.
-
-    >>> mt.synchronize(mt.grouped_allreduce_async([torch.ones(2)], store=kv.create('local')))
-    [tensor([1., 1.])]
-    """
+    """Begin what `grouped_allreduce` does. Example: see `allreduce`."""
     return begun(_allreduce(*arguments, **options), _tensors("allreduce", tensors), result=list)
 
 
 def grouped_allreduce_async_(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `grouped_allreduce_` does.
-
-    >>> mt.synchronize(mt.grouped_allreduce_async_([torch.ones(2)], store=kv.create('local')))
-    [tensor([1., 1.])]
-    """
+    """Begin what `grouped_allreduce_` does. Example: see `allreduce`."""
     return begun(_allreduce(*arguments, **options), _tensors("allreduce", tensors), into=tensors, result=list)
 
 
@@ -146,8 +125,13 @@ def reducescatter(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torc
     Rows that cannot be shared out evenly go to the first workers, one each. Arguments: name=None,
     compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0.
 
-    >>> mt.reducescatter(torch.ones(2), store=kv.create('local'))
+    >>> one, store = torch.ones(2), kv.create('local')
+    >>> mt.reducescatter(one, store=store), mt.grouped_reducescatter([one], store=store)
+    (tensor([1., 1.]), [tensor([1., 1.])])
+    >>> mt.synchronize(mt.reducescatter_async(one, store=store))
     tensor([1., 1.])
+    >>> mt.synchronize(mt.grouped_reducescatter_async([one], store=store))
+    [tensor([1., 1.])]
     """
     return grouped_reducescatter([tensor], *arguments, **options)[0]
 
@@ -159,29 +143,17 @@ def grouped_reducescatter(
     *arguments: Any,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """Do what `reducescatter` does, with several tensors.
-
-    >>> mt.grouped_reducescatter([torch.ones(2)], store=kv.create('local'))
-    [tensor([1., 1.])]
-    """
+    """Do what `reducescatter` does, with several tensors. Example: see `reducescatter`."""
     return _compressed(_reducescatter(name, *arguments, **options), _rows("reducescatter", tensors), compression)
 
 
 def reducescatter_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `reducescatter` does, without `compression`.
-
-    >>> mt.synchronize(mt.reducescatter_async(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `reducescatter` does, without `compression`. Example: see `reducescatter`."""
     return begun(_reducescatter(*arguments, **options), _rows("reducescatter", [tensor]))
 
 
 def grouped_reducescatter_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `grouped_reducescatter` does, without `compression`.
-
-    >>> mt.synchronize(mt.grouped_reducescatter_async([torch.ones(2)], store=kv.create('local')))
-    [tensor([1., 1.])]
-    """
+    """Begin what `grouped_reducescatter` does, without `compression`. Example: see `reducescatter`."""
     return begun(_reducescatter(*arguments, **options), _rows("reducescatter", tensors), result=list)
 
 
@@ -193,36 +165,28 @@ def allgather(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Te
 
     Arguments: name=None, process_set=global_process_set.
 
-    >>> mt.allgather(torch.ones(2), store=kv.create('local'))
-    tensor([1., 1.])
+    >>> one, store = torch.ones(2), kv.create('local')
+    >>> mt.allgather(one, store=store), mt.grouped_allgather([one], store=store)
+    (tensor([1., 1.]), [tensor([1., 1.])])
+    >>> begun = mt.allgather_async(one, store=store), mt.grouped_allgather_async([one], store=store)
+    >>> [mt.synchronize(handle) for handle in begun]
+    [tensor([1., 1.]), [tensor([1., 1.])]]
     """
     return grouped_allgather([tensor], *arguments, **options)[0]
 
 
 def grouped_allgather(tensors: Tensors, *arguments: Any, **options: Any) -> list[torch.Tensor]:
-    """Do what `allgather` does, with several tensors.
-
-    >>> mt.grouped_allgather([torch.ones(2)], store=kv.create('local'))
-    [tensor([1., 1.])]
-    """
+    """Do what `allgather` does, with several tensors. Example: see `allgather`."""
     return blocking(_allgather(*arguments, **options), _rows("allgather", tensors))
 
 
 def allgather_async(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `allgather` does.
-
-    >>> mt.synchronize(mt.allgather_async(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `allgather` does. Example: see `allgather`."""
     return begun(_allgather(*arguments, **options), _rows("allgather", [tensor]))
 
 
 def grouped_allgather_async(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `grouped_allgather` does.
-
-    >>> mt.synchronize(mt.grouped_allgather_async([torch.ones(2)], store=kv.create('local')))
-    [tensor([1., 1.])]
-    """
+    """Begin what `grouped_allgather` does. Example: see `allgather`."""
     return begun(_allgather(*arguments, **options), _rows("allgather", tensors), result=list)
 
 
@@ -234,37 +198,29 @@ def broadcast(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: 
 
     Arguments: name=None, process_set=global_process_set.
 
-    >>> mt.broadcast(torch.ones(2), root_rank=0, store=kv.create('local'))
-    tensor([1., 1.])
+    >>> one, store = torch.ones(2), kv.create('local')
+    >>> mt.broadcast(one, root_rank=0, store=store), mt.broadcast_(one, 0, store=store)
+    (tensor([1., 1.]), tensor([1., 1.]))
+    >>> begun = mt.broadcast_async(one, 0, store=store), mt.broadcast_async_(one, 0, store=store)
+    >>> [mt.synchronize(handle) for handle in begun]
+    [tensor([1., 1.]), tensor([1., 1.])]
     """
     return blocking(_broadcast(root_rank, *arguments, **options), _tensors("broadcast", [tensor]))[0]
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Do what `broadcast` does, into the tensor.
-
-    >>> mt.broadcast_(torch.ones(2), root_rank=0, store=kv.create('local'))
-    tensor([1., 1.])
-    """
+    """Do what `broadcast` does, into the tensor. Example: see `broadcast`."""
     (result,) = _broadcast(root_rank, *arguments, **options).make(_tensors("broadcast", [tensor]))
     return set_(tensor, result)
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `broadcast` does.
-
-    >>> mt.synchronize(mt.broadcast_async(torch.ones(2), 0, store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `broadcast` does. Example: see `broadcast`."""
     return begun(_broadcast(root_rank, *arguments, **options), _tensors("broadcast", [tensor]))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `broadcast_` does.
-
-    >>> mt.synchronize(mt.broadcast_async_(torch.ones(2), 0, store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `broadcast_` does. Example: see `broadcast`."""
     return begun(_broadcast(root_rank, *arguments, **options), _tensors("broadcast", [tensor]), into=[tensor])
 
 
@@ -278,19 +234,18 @@ def alltoall(tensor: torch.Tensor, splits: Splits = None, *arguments: Any, **opt
     the length of each worker's slice in it. Arguments: name=None, process_set=global_process_set. Cost: all workers'
     tensors are sent to every worker.
 
-    >>> mt.alltoall(torch.tensor([5, 6, 7]), splits=[3], store=kv.create('local'))
+    >>> store = kv.create('local')
+    >>> mt.alltoall(torch.tensor([5, 6, 7]), splits=[3], store=store)
     (tensor([5, 6, 7]), tensor([3], dtype=torch.int32))
+    >>> mt.synchronize(mt.alltoall_async(torch.ones(2), store=store))
+    tensor([1., 1.])
     """
     found = blocking(_alltoall(tensor, splits, *arguments, **options), [tensor])
     return found[0] if splits is None else tuple(found)
 
 
 def alltoall_async(tensor: torch.Tensor, splits: Splits = None, *arguments: Any, **options: Any) -> Handle:
-    """Begin what `alltoall` does.
-
-    >>> mt.synchronize(mt.alltoall_async(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
-    """
+    """Begin what `alltoall` does. Example: see `alltoall`."""
     call = _alltoall(tensor, splits, *arguments, **options)
     return begun(call, [tensor]) if splits is None else begun(call, [tensor], result=tuple)
 
@@ -301,18 +256,15 @@ def alltoall_async(tensor: torch.Tensor, splits: Splits = None, *arguments: Any,
 def synchronize(handle: Handle) -> Any:
     """Return the result of an `_async` call, or raise its error. Blocks until the call has ended.
 
-    >>> mt.synchronize(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
-    tensor([1., 1.])
+    >>> handle = mt.allreduce_async(torch.ones(2), store=kv.create('local'))
+    >>> mt.synchronize(handle), mt.poll(handle)
+    (tensor([1., 1.]), True)
     """
     return _checked(handle)()
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether an `_async` call has ended. Local.
-
-    >>> mt.poll(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
-    True
-    """
+    """Return whether an `_async` call has ended. Local. Example: see `synchronize`."""
     return _checked(handle).future.done()
 
 

@@ -1,8 +1,7 @@
 """Horovod's compressions: objects that convert a tensor before a call and its result afterwards.
 
 Those of `Compression` are also dicts for `set_gradient_compression`, so that a store's codec does the same for
-gradients, in whole buckets. Any other object with `compress` and `decompress` will do in a call and in a
-`DistributedOptimizer`, which then makes a call for the gradients.
+gradients, in whole buckets. With any other object a `DistributedOptimizer` makes a call for the gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The default store, for calls without a `store`, as all calls of Horovod are.
+"""The default store, for calls without a `store`, as all of Horovod's are: a state of the process.
 
-It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it. Since Horovod's `init`,
-`rank`, `allreduce` and the like name no store, it must be a state of the process.
+It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -32,9 +31,11 @@ def init(store: KVStore | None = None) -> None:
     """Make the default store, or use `store` as such. Collective, blocks. Does nothing if there is one already.
 
     >>> mt.init(kv.create('local'))  # without an argument: a dist_sync store over all ranks
-    >>> mt.rank(), mt.size(), mt.local_rank(), mt.local_size()
-    (0, 1, 0, 1)
+    >>> mt.rank(), mt.size(), mt.local_rank(), mt.local_size(), mt.default_store()
+    (0, 1, 0, 1, <KVStore local: worker 0 of 1>)
     >>> mt.shutdown()
+    >>> mt.is_initialized()
+    False
     """
     if is_initialized() and (store is None or calls_of(None).store is store):
         return
@@ -49,22 +50,12 @@ def init(store: KVStore | None = None) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether there is a default store. Local.
-
-    >>> mt.is_initialized()
-    False
-    """
+    """Return whether there is a default store. Local. Example: see `init`."""
     return _default.calls is not None
 
 
 def shutdown() -> None:
-    """Close the default store. Collective, blocks. Does nothing if there is none.
-
-    >>> mt.init(kv.create('local'))
-    >>> mt.shutdown()
-    >>> mt.is_initialized()
-    False
-    """
+    """Close the default store. Collective, blocks. Does nothing if there is none. Example: see `init`."""
     calls, _default.calls = _default.calls, None
     if calls is not None:
         calls.store.close()
@@ -82,58 +73,29 @@ def calls_of(store: KVStore | None) -> CollectiveCalls:
 def default_store() -> KVStore:
     """Return the store that calls without `store` use.
 
-    It is made if there is none yet, and the call is collective then.
-
-    >>> mt.init(kv.create('local'))
-    >>> mt.default_store()
-    <KVStore local: worker 0 of 1>
-    >>> mt.shutdown()
+    It is made if there is none yet, and the call is collective then. Example: see `init`.
     """
     return calls_of(None).store
 
 
 def rank() -> int:
-    """Return this worker's number in the default store. Makes it as `default_store` does.
-
-    >>> mt.init(kv.create('local'))
-    >>> mt.rank()
-    0
-    >>> mt.shutdown()
-    """
+    """Return this worker's number in the default store. Makes it as `default_store` does. Example: see `init`."""
     return calls_of(None).store.rank
 
 
 def size() -> int:
-    """Return how many workers the default store has. Makes it as `default_store` does.
-
-    >>> mt.init(kv.create('local'))
-    >>> mt.size()
-    1
-    >>> mt.shutdown()
-    """
+    """Return how many workers the default store has. Makes it as `default_store` does. Example: see `init`."""
     return calls_of(None).store.num_workers
 
 
 def local_rank() -> int:
-    """Return this worker's number among those of its host. Makes the default store as `default_store` does.
-
-    >>> mt.init(kv.create('local'))
-    >>> mt.local_rank()
-    0
-    >>> mt.shutdown()
-    """
+    """Return this worker's number among those of its host. Makes the default store. Example: see `init`."""
     calls_of(None)
     return _default.local[0]
 
 
 def local_size() -> int:
-    """Return how many workers of the default store are on this host. Makes it as `default_store` does.
-
-    >>> mt.init(kv.create('local'))
-    >>> mt.local_size()
-    1
-    >>> mt.shutdown()
-    """
+    """Return how many workers of the default store are on this host. Makes it. Example: see `init`."""
     calls_of(None)
     return _default.local[1]
 

@@ -1,9 +1,9 @@
 """Horovod's allreduce, broadcast and allgather of tensors on the store's GPU, without a copy to the host.
 
-As in `CollectiveCalls`, workers first compare the shapes and dtypes of their tensors. Values are then pushed and pulled
-under a few keys that are reused: one for each dtype and size class, whose memory is the store's, on the GPU. Long
-tensors are exchanged in steps of 4 MiB, short ones are padded with zeros. Broadcast and allgather are sums of bytes, to
-which all workers but one add zero.
+Workers first compare the shapes and dtypes of their tensors. Values are then pushed and pulled under a few keys that
+are reused: one for each dtype and size class, whose memory is the store's, on the GPU. Long tensors are exchanged in
+steps of 4 MiB, short ones are padded with zeros. Broadcast and allgather are sums of bytes, to which all workers but
+one add zero.
 
 Cost of a call: one small exchange in host memory, an exchange for each step, and a copy in and out on the GPU.
 """
@@ -29,10 +29,7 @@ LEAST_BYTES = 64
 
 
 def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, name: str | None) -> list[torch.Tensor]:
-    """Return the workers' tensors combined by `op`, as new tensors. Collective, blocks. op: of `KVStore.pushpull`.
-
-    float16 and bfloat16 are combined in float32, and rounded once.
-    """
+    """Return the workers' tensors combined by `op`, as new tensors. float16 and bfloat16 are combined in float32."""
     forms = ", ".join(f"{dtype_name(one)} {tuple(one.shape)}" for one in tensors)
     _check_call(calls, f"allreduce({op}, {name!r}) on a GPU of {forms}")
     results: dict[int, torch.Tensor] = {}
@@ -63,7 +60,6 @@ def everywhere(calls: CollectiveCalls, tensors: Sequence[torch.Tensor]) -> bool:
 def broadcast(
     calls: CollectiveCalls, tensors: Sequence[torch.Tensor], root: int, name: str | None
 ) -> list[torch.Tensor]:
-    """Return worker `root`'s tensors, of any dtypes, as new tensors. Collective, blocks."""
     calls.check_root(root)
     forms = ", ".join(f"{one.dtype} {tuple(one.shape)}" for one in tensors)
     _check_call(calls, f"broadcast(root {root}, {name!r}) on a GPU of {forms}")
@@ -76,7 +72,6 @@ def broadcast(
 
 
 def allgather(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Return all workers' tensors concatenated, as a new tensor. Collective, blocks."""
     if not tensor.ndim:
         raise ValueError("allgather: a tensor without dimensions cannot be put behind others; give it one")
     rest = tuple(tensor.shape[1:])
@@ -108,7 +103,6 @@ def _from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) ->
 
 
 def _add(store: KVStore, flat: torch.Tensor, op: str) -> None:
-    """Combine the workers' values by `op`, in place."""
     step = STEP_BYTES // flat.itemsize
     for begin in range(0, flat.numel(), step):
         values = flat[begin : begin + step]

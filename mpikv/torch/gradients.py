@@ -8,22 +8,15 @@ that all workers share, all buckets are added in one call at the end, without a 
 
 In a `DistributedModel` that view becomes the `grad` as soon as it is written, so that autograd's memory for the
 gradient is free, and in the processor's cache, for the next one. What PyTorch adds to such a view later in the same
-pass would lack the factor. This only happens if a pass runs inside another one. So when passes.py has detected that in
-a model, its gradients are kept until the round ends, as those of a `DistributedOptimizer` are, whose rounds end in
-`step`.
-
-Gradients on the store's GPU stay there: buckets are in its memory, and all work on them is put into streams, so that no
-backward pass waits for the host. The tail is then a key of its own in host memory. So it is if gradients are
-compressed, since flags and buffers are sent uncompressed.
+pass would lack the factor, which happens only if a pass runs inside another one. So when passes.py has detected that,
+gradients are kept until the round ends, as those of a `DistributedOptimizer` are, whose rounds end in `step`.
 
 A round is complete when every worker has called `finish`. Its result for each parameter:
 
 - used by some workers: the sum, to which workers that did not use it add the `grad` that they had, or zero;
-- used by none: its `grad` does not change;
+- used by none: its `grad` does not change (if compressed, its sum is pushed again: `UnusedSums`);
 - trained on some workers and frozen on others: ConfigError on all;
 - frozen before, and trained from now on: it is exchanged in this round, and gets a bucket if it has none.
-
-If gradients are compressed, the sums of parameters that no worker has used are pushed again (`UnusedSums`).
 
 Buckets of which all parameters are frozen are not sent. Names, shapes and dtypes were compared before.
 
@@ -46,8 +39,9 @@ from mpikv.arrays.reductions import SUM
 from mpikv.calls.keyless import CollectiveCalls, difference
 from mpikv.calls.request import Request
 from mpikv.codecs.compression import make
+from mpikv.common import checks
 from mpikv.create.notices import warn_of_codec
-from mpikv.errors import ConfigError, PeerError, UnsupportedError
+from mpikv.errors import ConfigError, PeerError, ShapeMismatch, UnsupportedError
 from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
@@ -124,7 +118,6 @@ class Gradients:
     # --- during a backward pass
 
     def note(self, i: int) -> None:
-        """Note that parameter i got a gradient that is not exchanged yet."""
         self._used[i] = True
 
     def ready(self, i: int) -> None:
@@ -163,7 +156,6 @@ class Gradients:
             bucket.request = Request(session, call.start())
 
     def _entries(self, keys: Sequence[str], flats: Sequence[Any]) -> list[Entry]:
-        """Return the entries of a call that adds these arrays in place."""
         infos = self._store.session.infos
         return [Entry(infos[key], flat, None, (flat,)) for key, flat in zip(keys, flats, strict=True)]
 
@@ -362,6 +354,23 @@ class Gradients:
             bucket.end_round(self._trained)
 
 
+def agreed(
+    calls: CollectiveCalls, what: str, named: Sequence[tuple[str, torch.nn.Parameter]], settings: str, **options: Any
+) -> Gradients:
+    """Make gradients of the same parameters and options on all workers. Collective, blocks; ConfigError, ShapeMismatch.
+
+    what: the class that has them. settings: its arguments as text, but those in `options`, which are of `Gradients`.
+    """
+    if (bucket_bytes := options["bucket_bytes"]) is not None:
+        options["bucket_bytes"] = checks.whole("bucket_bytes", bucket_bytes, 1)
+    name = f"{what.removeprefix('Distributed').lower()}{calls.store.session.new_namespace()}"
+    found = Gradients(calls, name, named, **options)
+    settings += f", bucket_bytes={bucket_bytes}, compression={found.compression.text}"
+    calls.agree([settings], f"the arguments of {what}")
+    calls.agree(found.lines(), f"the parameters of {what}", ShapeMismatch)
+    return found
+
+
 def _give_back(spares: Spares, sets: list[tuple[int, str, list[GradientBucket]]], prepared: list[PreparedCall]) -> None:
     """Give back the keys of buckets whose gradients are freed, unless they are compressed or being sent."""
     for i, sizes, found in sets:
@@ -376,10 +385,9 @@ def _give_back(spares: Spares, sets: list[tuple[int, str, list[GradientBucket]]]
 class UnusedSums:
     """Sums of compressed parameters that no worker has used, and what was pushed for them; by the parameter's number.
 
-    A codec sends values of earlier pushes, too, from its residual. A bucket also contains parameters that no worker has
-    used in this round, so that no worker takes their sum. So that these values are not lost, each worker subtracts in
-    the next round what it pushed in this one, and worker 0 pushes the sum again. Memory: twice the gradients of
-    parameters that are in a bucket but not used.
+    A codec sends values of earlier pushes, too, from its residual. So that these are not lost with a sum that nobody
+    takes, each worker subtracts in the next round what it pushed in this one, and worker 0 pushes the sum again.
+    Memory: twice the gradients of parameters that are in a bucket but not used.
     """
 
     def __init__(self) -> None:
@@ -387,10 +395,7 @@ class UnusedSums:
         self._corrections: dict[int, torch.Tensor] = {}  # to be added to the next push
 
     def fill(self, i: int, view: torch.Tensor, *, used: bool) -> None:
-        """Add the correction of the round before to a push, which is in `view`. used: whether this worker used it.
-
-        Only what was pushed without the correction is subtracted later.
-        """
+        """Add the correction of the round before to a push, which is in `view`. used: whether this worker used it."""
         if not used:
             self._pushed[i] = view.clone()
         if i in self._corrections:
@@ -407,5 +412,4 @@ class UnusedSums:
         self._corrections[i] = correction.nan_to_num_(0.0, 0.0, 0.0)
 
     def end_round(self) -> None:
-        """Forget what was pushed in this round."""
         self._pushed.clear()

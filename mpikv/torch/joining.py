@@ -1,8 +1,7 @@
 """Horovod's join: a worker that has no more data takes part in the others' steps and calls until all have joined.
 
 It takes part in the rounds of the DistributedOptimizer that has stepped last, with gradients of zero, and says so in
-the tail of the gradients; the round in which all workers say it is the last one. At the same time a thread takes part
-in allreduces (calls/keyless.py). Nothing of it costs anything before a worker joins.
+the tail of the gradients; at the same time a thread takes part in allreduces (calls/keyless.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """DistributedModel: a module whose gradients are the mean over all workers when `backward` returns.
 
-    model = DistributedModel(net, kv.create("dist_sync"))
-    loss_fn(model(x), y).backward()
-    optimizer.step()
-
 Except for its forward pass it behaves as the wrapped module: parameters, buffers and submodules are the same objects
 under the same names, so that `state_dict`, `named_parameters`, `train` and optimizers work on the module itself.
 
-How gradients are exchanged: gradients.py. When: passes.py. Buffers: buffers.py. Uneven data: join.py.
+How gradients are exchanged: gradients.py. When: passes.py. Buffers: buffers.py. Uneven data: uneven.py.
 """
 
 from __future__ import annotations
@@ -18,11 +14,11 @@ from typing import Any
 
 import torch
 
-from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import arrays, buffers
 from mpikv.torch.default import calls_of
-from mpikv.torch.gradients import Gradients
+from mpikv.torch.gradients import agreed
 from mpikv.torch.passes import Passes
 from mpikv.torch.uneven import Join
 from mpikv.trainer.torch_parameter import added_parameters
@@ -63,6 +59,9 @@ class DistributedModel(torch.nn.Module):
     >>> model(torch.ones(4, 2)).mean().backward()
     >>> model.weight.grad, model.module, sorted(model.state_dict())
     (tensor([[1., 1.]]), Linear(in_features=2, out_features=1, bias=True), ['bias', 'weight'])
+    >>> model.train(False).training, model.apply(print) is model  # as the module's own
+    Linear(in_features=2, out_features=1, bias=True)
+    (False, True)
     """
 
     def __init__(
@@ -79,10 +78,6 @@ class DistributedModel(torch.nn.Module):
             raise TypeError(f"module is a torch.nn.Module, not {type(module).__name__}")
         if isinstance(module, DistributedModel):
             raise TypeError("module is a DistributedModel already")
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, type(None))):
-            raise TypeError(f"bucket_bytes is a number of bytes, not {bucket_bytes!r}")
-        if bucket_bytes is not None and bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         super().__init__()
         calls = calls_of(store)
         store = calls.store
@@ -98,24 +93,17 @@ class DistributedModel(torch.nn.Module):
             tensors = [*module.parameters(), *(kept.tensors() if with_buffers else ())]
             buffers.broadcast(calls, [tensor.data for tensor in tensors], root, "parameters and buffers")
 
-        gradients = Gradients(
+        gradients = agreed(
             calls,
-            f"model{store.session.new_namespace()}",
+            "DistributedModel",
             named,
+            f"average={bool(average)}, sync_buffers={bool(sync_buffers)}",
             scale=1 / store.num_workers if average else 1.0,
             bucket_bytes=bucket_bytes,
             compression=compression,
             buffers=kept if sync_buffers else None,
             views_as_grads=True,
         )
-        calls.agree(
-            [
-                f"average={bool(average)}, compression={gradients.compression.text}, bucket_bytes={bucket_bytes}, "
-                f"sync_buffers={bool(sync_buffers)}"
-            ],
-            "the arguments of DistributedModel",
-        )
-        calls.agree(gradients.lines(), "the parameters of DistributedModel", ShapeMismatch)
         for own, value in (
             ("_wrapped", module),
             ("_gradients", gradients),
@@ -242,22 +230,13 @@ class DistributedModel(torch.nn.Module):
         delattr(self._wrapped, name)
 
     def train(self, mode: bool = True) -> DistributedModel:
-        """Do what the module's own `train` does. Local.
-
-        >>> mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local')).train(False).training
-        False
-        """
+        """Do what the module's own `train` does. Local."""
         self._wrapped.train(mode)
         object.__setattr__(self, "training", mode)
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> DistributedModel:
-        """Do what the module's own `apply` does, and return this model. Local.
-
-        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
-        >>> model is model.apply(lambda module: None)
-        True
-        """
+        """Do what the module's own `apply` does, and return this model. Local."""
         self._wrapped.apply(fn)
         return self
 

@@ -1,10 +1,5 @@
 """DistributedOptimizer: an optimizer that steps with the gradients of all workers, as Horovod's does.
 
-    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), store=store)
-    broadcast_parameters(net.state_dict(), store=store)
-    loss_fn(net(x), y).backward()
-    optimizer.step()
-
 Gradients are sent during the backward pass (gradients.py); `step`, or `synchronize` before it, waits for the sums. What
 the program does to a gradient in between would be lost, so it is an error (`_Sent`). The result is an instance of a
 class derived from the optimizer's, with the same groups and the same state, so that schedulers accept it.
@@ -16,21 +11,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpikv import kv
 from mpikv.calls.keyless import CollectiveCalls
-from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
+from mpikv.common import checks
+from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import arrays
 from mpikv.torch.arrays import is_dense
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.compression import Compressor
-from mpikv.torch.gradient_calls import GradientCalls
-from mpikv.torch.gradients import Gradients
+from mpikv.torch.gradients import Gradients, agreed
 from mpikv.torch.joining import has_stepped
 from mpikv.torch.passes import is_last
 from mpikv.torch.process_sets import ProcessSet, calls_in
+from mpikv.torch.tensor_calls import Allreduce
 from mpikv.trainer.hooks import Hooks, add_hooks, remove_hooks
 
 _SAMPLE_ELEMS = 1024
@@ -149,7 +146,7 @@ class _Exchanging:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many gradients of a parameter are added before a step, from the next round on. Local."""
-        self._mpikv_passes = _passes(passes)
+        self._mpikv_passes = checks.whole("backward_passes_per_step", passes, 1)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do what the optimizer's own does. RuntimeError between `backward` and `step`, while gradients are sent."""
@@ -190,6 +187,40 @@ class _Sent:
         return (self._values() != self._sample).any()
 
 
+class GradientCalls:
+    """In place of `gradients`, with a compression object of the program's own: an exchange by a call, in `step`.
+
+    Workers first tell each other which gradients they have; a worker without one that others have adds zero. op: 'mean'
+    or 'sum'. Cost per round: a small exchange, and one of all gradients, which are copied in and out.
+    """
+
+    def __init__(self, gradients: Gradients, op: str, compression: Compressor) -> None:
+        self.calls, self.forms, self.parameters = gradients.calls, gradients.forms, gradients.parameters
+        self.steps = gradients.steps
+        self._compression, self._call = compression, Allreduce(self.calls, "gradients", op)
+        self.fired: dict[int, None] = {}
+
+    def note(self, i: int) -> None:
+        """Do nothing: a gradient counts when it is ready."""
+
+    def ready(self, i: int) -> None:
+        """Note that the gradient of parameter i is complete for this round. Local."""
+        self.fired[i] = None
+
+    def finish(self) -> None:
+        """Exchange the gradients of this round. Collective, blocks."""
+        used = np.zeros(len(self.parameters), np.int8)
+        used[list(self.fired)] = 1
+        (used,) = self.calls.allreduce([used], "max", "which gradients there are")
+        chosen = [self.parameters[i] for i in np.flatnonzero(used)]
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in chosen]
+        sent = [self._compression.compress(grad.detach()) for grad in grads]
+        results = self._call.make([one for one, _ in sent])
+        for parameter, result, (_, ctx) in zip(chosen, results, sent, strict=True):
+            parameter.grad = self._compression.decompress(result, ctx)
+        self.fired.clear()
+
+
 def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -209,7 +240,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
 
     named_parameters: names for errors, of all parameters of the optimizer; None: they are numbered. compression,
     bucket_bytes: see DistributedModel; or an object with `compress` and `decompress`: gradients are then sent in `step`
-    (gradient_calls.py). A store may stand in its place, too. backward_passes_per_step: how many gradients of a
+    A store may stand in its place, too. backward_passes_per_step: how many gradients of a
     parameter are added on each worker before. op: Average or Sum. process_set: the workers that share gradients; on
     others the result is an optimizer like any. store: `dist_sync` or `local`; default as in `init`. Accepted as in
     Horovod, not used: gradient_predivide_factor, since gradients are multiplied by 1 / number of workers before they
@@ -232,7 +263,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         raise TypeError("optimizer is a DistributedOptimizer already")
     if op not in (Average, Sum):
         raise UnsupportedError(f"op is Average or Sum; got {op!r}")
-    passes = _passes(backward_passes_per_step)
+    passes = checks.whole("backward_passes_per_step", backward_passes_per_step, 1)
     if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1 and op != Average):
         raise ValueError("gradient_predivide_factor is above 0, and other than 1 for op=Average only")
     if isinstance(compression, KVStore):
@@ -241,23 +272,16 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     calls = CollectiveCalls(kv.create("local")) if alone else calls_in(process_set, store)
     by_calls = isinstance(compression, Compressor) and not isinstance(compression, Mapping)
     named = _named(optimizer, named_parameters)
-    gradients = Gradients(
+    kind_of_compression = f", compression={type(compression).__name__}" if by_calls else ""
+    gradients = agreed(
         calls,
-        f"optimizer{calls.store.session.new_namespace()}",
+        "DistributedOptimizer",
         named,
+        f"op={op}, backward_passes_per_step={passes}{kind_of_compression}",
         scale=1 / calls.store.num_workers if op == Average else 1.0,
         bucket_bytes=bucket_bytes,
         compression=None if by_calls else compression,
     )
-    calls.agree(
-        [
-            f"op={op}, backward_passes_per_step={passes}, bucket_bytes={bucket_bytes}, compression="
-            f"{type(compression).__name__ if by_calls else gradients.compression.text}"
-        ],
-        "the arguments of DistributedOptimizer",
-        ConfigError,
-    )
-    calls.agree(gradients.lines(), "the parameters of DistributedOptimizer", ShapeMismatch)
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (_Exchanging, kind), {"__module__": kind.__module__}))
     found.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
@@ -275,14 +299,6 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         found._mpikv_hooks = add_hooks(found, _Exchanging, gradients.parameters)  # noqa: SLF001 - this module's own
         arrays.warn_of_host_memory("DistributedOptimizer", gradients.parameters, calls.store, 2)
     return found
-
-
-def _passes(number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"backward_passes_per_step is a number, not {number!r}")
-    if number < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {number}")
-    return number
 
 
 def _named(

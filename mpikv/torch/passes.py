@@ -1,12 +1,11 @@
 """Detects when a backward pass begins, when each gradient is complete, and when the pass ends.
 
-A pass is one run of PyTorch's autograd engine. It begins when the first hook is called: for the gradient of the forward
-pass's result, or for a parameter. A hook of each parameter is called when PyTorch has added to its `grad`. At the end
-the engine calls a callback. If the program has added a hook of its own to a parameter, which runs after ours, the
-gradient is taken at the end of the pass. A pass inside another one (checkpointing with use_reentrant=True) counts as a
-section of the outer one, to which the result's gradient belongs; a parameter may then get several gradients before the
-outer one ends. A pass that ends by an error calls no callback. It is detected at the next forward pass, which then
-completes its round, so that the workers stay in step.
+A pass is one run of PyTorch's autograd engine. It begins when the first hook is called, of the forward pass's result or
+of a parameter, and ends with a callback of the engine. If the program has added a hook of its own to a parameter, which
+runs after ours, the gradient is taken at the end of the pass. A pass inside another one (checkpointing with
+use_reentrant=True) counts as a section of the outer one; a parameter may then get several gradients before that ends. A
+pass that ends by an error calls no callback: the next forward pass completes its round, so that the workers stay in
+step.
 
 Hooks run in the thread in which the gradient is computed; on a CPU that is the one that called `backward`.
 """
@@ -38,7 +37,6 @@ class Passes:
         self.hooks = add_hooks(self, Passes, gradients.parameters)
 
     def detach(self) -> None:
-        """Take off all hooks of parameters: nothing is exchanged from now on. Local."""
         remove_hooks(self.hooks)
         self._gradients.steps.stop()
 

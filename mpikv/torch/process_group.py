@@ -1,8 +1,7 @@
-"""A process group of `torch.distributed` over the ranks of MPI.
+"""A process group of `torch.distributed` over the ranks of MPI, with the names of several versions of PyTorch.
 
 Each method checks its tensors, converts them to arrays, makes one call of a `RankGroup` (groups/group.py), and returns
-a `CallWork`. Methods have the names of several versions of PyTorch: from 2.13 on `_allgather_base` is called
-`all_gather_single`, and so on.
+a `CallWork`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, ReduceOp
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.errors import UnsupportedError
+from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.groups import collective as collectives
 from mpikv.groups.call import GroupCall, Options
+from mpikv.groups.collective import Collective
 from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.world import World
@@ -50,23 +52,21 @@ HELD_WORKS = 0 if VERSION >= (2, 7) else 8
 
 
 class NamedBackend(Backend):
-    """A group's backend for PyTorch's C++ code, with a name and without any function.
+    """A group's backend for PyTorch's C++ code, with a name and without any function: no call reaches it.
 
-    No call reaches it, since calls are made on the group. PyTorch asks a group's backend what it supports from 2.14 on,
-    and keeps the group's flight recorder in it from 2.15 on; before, a backend could not be made in Python.
+    PyTorch asks a group's backend what it supports from 2.14 on, and keeps the group's flight recorder in it from 2.15
+    on; before, a backend could not be made in Python.
     """
 
     supports_coalescing = supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
 
     def name(self) -> str:
-        """Return the backend's name, "mpikv"."""
         return "mpikv"
 
     getBackendName = name  # noqa: N815 - PyTorch's name
 
 
 def operator_of(op: Any) -> Operator:
-    """Return the operator of a ReduceOp. Raises UnsupportedError."""
     for known, name in _OPERATORS:
         if op == known:
             return OPERATORS[name]
@@ -119,7 +119,6 @@ class MpiProcessGroup(dist.ProcessGroup):
     # --- names; rank and size are the base class's
 
     def name(self) -> str:
-        """Return the backend's name, "mpikv"."""
         return "mpikv"
 
     getBackendName = name  # noqa: N815 - PyTorch's name
@@ -127,19 +126,15 @@ class MpiProcessGroup(dist.ProcessGroup):
     # The base class keeps names in its C++ backend, which this class does not have.
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set PyTorch's name of the group."""
         self._names["name"] = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return PyTorch's name of the group."""
         return self._names["name"]
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the text that says what the group is for."""
         self._names["description"] = description
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the text that says what the group is for."""
         return self._names["description"]
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -156,87 +151,77 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @collective
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
-        """Combine each tensor over all ranks, in place."""
         if any(tensor.layout != torch.strided for tensor in tensors):
             for tensor in tensors:
                 sparse.allreduce(self._group, tensor, _operator(opts))
             return CallWork([], tensors, self._completer.submit)
         views = Views()
         arrays = views.write(tensors)
-        return self._work_of(views, tensors, opts, lambda o: self._group.allreduce(arrays, _operator(opts), o))
+        return self._made(views, tensors, opts, collectives.allreduce(arrays, _operator(opts)))
 
     allreduce_coalesced = allreduce
 
     @collective
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
-        """Combine over all ranks into the root's tensor."""
         views, (tensor,) = Views(), tensors
         (array,) = (views.write if opts.rootRank == self.rank() else views.read)([tensor])
-        return self._work_of(
-            views, tensors, opts, lambda o: self._group.reduce(array, array, _operator(opts), opts.rootRank, o)
-        )
+        return self._made(views, tensors, opts, collectives.reduce(array, array, _operator(opts), opts.rootRank))
 
     @collective
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
         """Combine the inputs of all ranks; rank i's output becomes the combination of all inputs i."""
         views, pairs = Views(), []
         for output, ins in zip(outputs, inputs, strict=True):
-            same_kind("reduce_scatter", [output, *ins])
+            self._fits("reduce_scatter", output, ins)
             pairs.append((views.read(ins), views.write([output])[0]))
-        return self._work_of(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
+        return self._made(views, outputs, opts, collectives.reduce_scatter(pairs, _operator(opts)))
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> CallWork:
-        """Do what `reduce_scatter` does, with one tensor in which all inputs are concatenated."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     @collective
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> CallWork:
-        """Do what `reduce_scatter_single` does, with several tensors."""
         views, pairs = Views(), []
         for output, whole in zip(outputs, wholes, strict=True):
             same_kind("reduce_scatter", [output, whole])
             pairs.append((self._slices(views.read([whole])[0], output.numel()), views.write([output])[0]))
-        return self._work_of(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
+        return self._made(views, outputs, opts, collectives.reduce_scatter(pairs, _operator(opts)))
 
     # --- collectives without a reduction
 
     @collective
     def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
-        """Copy the root's tensors to all ranks."""
         views = Views()
         arrays = (views.read if opts.rootRank == self.rank() else views.write)(tensors)
-        return self._work_of(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
+        return self._made(views, tensors, opts, collectives.broadcast(arrays, opts.rootRank))
 
     @collective
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Copy every rank's input to every rank, one output for each rank."""
         views, pairs = Views(), []
         for outs, tensor in zip(outputs, inputs, strict=True):
-            same_kind("all_gather", [tensor, *outs])
+            self._fits("all_gather", tensor, outs)
             pairs.append((views.read([tensor])[0], views.write(outs)))
         flat = [out for outs in outputs for out in outs]
-        return self._work_of(views, flat, opts, lambda o: self._group.allgather(pairs, o))
+        return self._made(views, flat, opts, collectives.allgather(pairs))
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Do what `allgather` does, but `outputs` has one list for each rank, with an output for each input."""
         return self.allgather([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CallWork:
-        """Do what `allgather` does, into one tensor in which all outputs are concatenated."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     @collective
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
-        """Do what `all_gather_single` does, with several tensors."""
         views, pairs = Views(), []
         for output, tensor in zip(outputs, inputs, strict=True):
             same_kind("all_gather", [output, tensor])
             pairs.append((views.read([tensor])[0], self._slices(views.write([output])[0], tensor.numel())))
-        return self._work_of(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
+        return self._made(views, outputs, opts, collectives.allgather(pairs))
 
     @collective
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
-        """Copy every rank's input to the root, one output for each rank."""
         views, (tensor,), root = Views(), inputs, opts.rootRank
         incoming: dict[int, HostArray] = {}
         if self.rank() == root:
@@ -245,7 +230,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         outgoing = {root: views.read([tensor])[0]}
         same = f"to {root} of {tensor.dtype}"  # a wrong length is detected by the rank that receives
         flat = [out for outs in outputs for out in outs]
-        return self._work_of(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
+        return self._made(views, flat, opts, collectives.exchange("gather", outgoing, incoming, same))
 
     @collective
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
@@ -257,13 +242,10 @@ class MpiProcessGroup(dist.ProcessGroup):
             outgoing = dict(enumerate(views.read(inputs[0])))
         incoming = {root: views.write([tensor])[0]}
         same = f"from {root} of {tensor.dtype}"
-        return self._work_of(
-            views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o)
-        )
+        return self._made(views, outputs, opts, collectives.exchange("scatter", outgoing, incoming, same))
 
     @collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
-        """Send input i to rank i, and receive output i from rank i; their lengths may differ."""
         for what in (outputs, inputs):
             same_kind("all_to_all", what)
             if len(what) != self.size():
@@ -271,9 +253,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         views = Views()
         outgoing, incoming = dict(enumerate(views.read(inputs))), dict(enumerate(views.write(outputs)))
         same = f"of {inputs[0].dtype}"
-        return self._work_of(
-            views, outputs, opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
-        )
+        return self._made(views, outputs, opts, collectives.exchange("all_to_all", outgoing, incoming, same))
 
     @collective
     def all_to_all_single(
@@ -285,31 +265,26 @@ class MpiProcessGroup(dist.ProcessGroup):
         outgoing = dict(enumerate(self._split(views.read([tensor])[0], tensor, input_splits)))
         incoming = dict(enumerate(self._split(views.write([output])[0], output, output_splits)))
         same = f"of {tensor.dtype}"
-        return self._work_of(
-            views, [output], opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
-        )
+        return self._made(views, [output], opts, collectives.exchange("all_to_all", outgoing, incoming, same))
 
     @collective
     def barrier(self, opts: Any = None) -> CallWork:
-        """Return a work that is done when all ranks have called this."""
-        return self._work_of(Views(), [], opts, self._group.barrier)
+        return self._made(Views(), [], opts, collectives.barrier())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks. The error names all missing ranks, whatever `wait_all_ranks` is."""
         limit_s = None if timeout is None else timeout.total_seconds()
-        self._group.barrier(Options(limit_s)).wait()
+        self._group.start(collectives.barrier(), Options(limit_s)).wait()
 
     # --- point to point
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> CallWork:
-        """Send a tensor to a rank of the group."""
         self._check_rank("send: the destination", dest)
         views, (tensor,) = Views(), tensors
         (array,) = views.read([tensor])
         return self._work_of(views, tensors, None, lambda o: self._group.send(array, dest, tag, o))
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> CallWork:
-        """Receive a tensor of exactly this size from a rank of the group."""
         if source is not None:
             self._check_rank("recv: the source", source)
         views, (tensor,) = Views(), tensors
@@ -317,7 +292,6 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._work_of(views, tensors, None, lambda o: self._group.receive(array, source, tag, o))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> CallWork:
-        """Receive a tensor from any rank; the work's `_source_rank` returns which one."""
         return self.recv(tensors, None, tag)
 
     # --- names of other versions of PyTorch
@@ -343,13 +317,15 @@ class MpiProcessGroup(dist.ProcessGroup):
     # --- shutdown
 
     def shutdown(self) -> None:
-        """Free the group's resources; calls that are under way fail."""
         self._world.drop(self._group)
         self._completer.shutdown(wait=False)
 
     abort = shutdown
 
     # --- helpers
+
+    def _made(self, views: Views, result: Tensors, opts: Any, described: Collective) -> CallWork:
+        return self._work_of(views, result, opts, partial(self._group.start, described))
 
     def _work_of(self, views: Views, result: Tensors, opts: Any, make: Callable[[Options], GroupCall]) -> CallWork:
         timeout = getattr(opts, "timeout", None)
@@ -375,6 +351,14 @@ class MpiProcessGroup(dist.ProcessGroup):
                 f"a tensor of {n_elems} elements for each of {self.size()} ranks is not one of {array.size}"
             )
         return [array[i * n_elems : (i + 1) * n_elems] for i in range(self.size())]
+
+    def _fits(self, name: str, tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise where there is not one tensor for each rank, this rank's as long as its other one."""
+        same_kind(name, [tensor, *tensors])
+        if len(tensors) != self.size():
+            raise ShapeMismatch(f"{name}: {len(tensors)} tensors for {self.size()} ranks")
+        if (own := tensors[self.rank()]).numel() != tensor.numel():
+            raise ShapeMismatch(f"{name}: {tensor.numel()} elements do not fit {own.numel()}")
 
     def _one_each(self, name: str, tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         same_kind(name, [tensor, *tensors])

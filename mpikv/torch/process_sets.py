@@ -81,8 +81,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     they bring different ranks.
 
     >>> mt.init(kv.create('local'))
-    >>> mt.add_process_set([0])
-    ProcessSet(process_set_id=1, ranks=[0])
+    >>> added = mt.add_process_set([0])
+    >>> added.process_set_id, mt.remove_process_set(added), mt.remove_process_set(added)
+    (1, True, False)
     >>> mt.shutdown()
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -101,10 +102,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Close the store of a set. Collective over all workers of the default store, blocks.
 
-    Returns False for one that is not added, and for `global_process_set`, which stay as they are.
-
-    >>> mt.remove_process_set(mt.ProcessSet([0]))
-    False
+    Returns False for one that is not added, and for `global_process_set`, which stay as they are. Example: see
+    `add_process_set`.
     """
     if not process_set.process_set_id:
         return False

@@ -1,8 +1,7 @@
 """Keys of gradients that are freed, and their memory, for the next gradients of the same sizes.
 
-A store forgets no key. So a model that is wrapped later takes the keys of one that was dropped, if all workers have
-dropped it, and no tensor refers to the memory any more on any of them. Keys with a codec, whose states belong to what
-was sent, are not taken again.
+A store forgets no key. So a model that is wrapped later takes the keys of one that all workers have dropped, if no
+tensor refers to the memory any more. Keys with a codec, whose states belong to what was sent, are not taken again.
 
 Cost: one small exchange when keys are made, if there were others before.
 """
@@ -37,7 +36,6 @@ class Spares:
 
     @classmethod
     def of(cls, store: KVStore) -> Spares:
-        """Return those of a store."""
         found: Spares = vars(store).setdefault("_torch_spares", cls())
         return found
 

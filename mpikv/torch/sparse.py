@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.groups import collective
 from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import Operator
 from mpikv.torch.arrays import flat_array_of
@@ -32,7 +33,7 @@ def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
     # The number of entries, the number of sparse dimensions, and the shape, which the group itself does not compare.
     own = np.array([mine._nnz(), dims, *mine.shape], np.int64)
     of_ranks = [np.zeros_like(own) for _ in range(size)]
-    group.allgather([(own, of_ranks)]).wait()
+    group.start(collective.allgather([(own, of_ranks)])).wait()
     for rank, other in enumerate(of_ranks):
         if not np.array_equal(other[1:], own[1:]):
             theirs, sparse = tuple(other[2:].tolist()), int(other[1])
@@ -44,7 +45,8 @@ def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
     indices = [torch.empty((dims, n), dtype=torch.int64) for n in entries]
     values = [torch.empty((n, *mine.values().shape[1:]), dtype=mine.dtype) for n in entries]
     pairs = (mine.indices().contiguous(), indices), (mine.values().contiguous(), values)
-    group.allgather([(flat_array_of(one), [flat_array_of(out) for out in outs]) for one, outs in pairs]).wait()
+    flat = [(flat_array_of(one), [flat_array_of(out) for out in outs]) for one, outs in pairs]
+    group.start(collective.allgather(flat)).wait()
     total = torch.sparse_coo_tensor(
         torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
     ).coalesce()

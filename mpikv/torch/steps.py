@@ -1,16 +1,15 @@
 """Keeps the steps of all workers' optimizers of `torch.optim` alike, so that equal gradients give equal weights.
 
-Every worker steps with an optimizer of its own. If their settings differ (learning rates and all else in their groups),
-weights become different though all gradients are equal. So a digest of the settings is sent with the gradients of the
-next round (tail.py). A closure returns the mean loss over the workers, since a line search decides by it. What else
-workers may do differently, such as to load weights, shows in the weights, whose sums and norms are compared now and
-then.
+Every worker steps with an optimizer of its own. So a digest of their settings (learning rates and all else in their
+groups) is sent with the gradients of the next round (tail.py). A closure returns the mean loss over the workers, since
+a line search decides by it. What else may differ, such as weights that were loaded, shows in the weights, whose sums
+and norms are compared now and then.
 
-A model does not know its optimizers. PyTorch calls `_before_step` before each step of any optimizer of the process, and
+A model does not know its optimizers: PyTorch calls `_before_step` before each step of any optimizer of the process, and
 the models with parameters of that optimizer note its settings.
 
-Cost: some 10 us for each group and step; one small exchange for each call of a closure; in one of 100 rounds another
-one, and each parameter is read.
+Cost: some 10 us for each group and step; a small exchange for each call of a closure; in one of 100 rounds another one,
+and each parameter is read.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class Steps:
                 _all.add(self)
 
     def stop(self) -> None:
-        """Note no steps from now on."""
         with _lock:
             _all.discard(self)
 

@@ -4,9 +4,8 @@ It has a number for each worker: its backward pass ended early, or it has joined
 have changed that are not in the tail; three for each parameter: it is trained, it is frozen, it was used; two for each
 bit of a digest of the optimizers' settings (steps.py): it is 1, it is 0. The buffers of one worker are at its end.
 
-The tail consists of float32 numbers, which are added over the workers like gradients. A flag is set if its sum is not
-zero. Two bytes of the buffers are one whole number below 65536, to which the other workers add zero, so that all bytes
-arrive exactly.
+Its float32 numbers are added over the workers like gradients. A flag is set if its sum is not zero. Two bytes of the
+buffers are one whole number below 65536, to which the others add zero, so that all bytes arrive exactly.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class GradientTail:
             tail[self._flags :] = even.view(np.uint16)
 
     def read(self, tail: HostArray) -> RoundOutcome:
-        """Return the flags in the sum over the workers."""
         n = self._n_workers
         trained, frozen, used = tail[n + 1 : self._digest].reshape(3, self._n_params) > 0
         ones, zeros = tail[self._digest : self._flags].reshape(2, -1) > 0

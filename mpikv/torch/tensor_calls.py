@@ -1,9 +1,8 @@
 """Horovod's collective calls on tensors, a class for each kind: what is exchanged, and how a gradient flows back.
 
 Values are given to the collective calls of a store as NumPy arrays, or exchanged on the store's GPU (gpu_calls.py).
-`blocking` makes a call at once, and records it for autograd; `begun` lets a thread of the store make it. Gradients are
-those of Horovod: where a result is the same on all workers, the mean of all workers' gradients of it, so that a loss
-that every worker computes from it counts once.
+Gradients are those of Horovod: where a result is the same on all workers, the mean of all workers' gradients of it, so
+that a loss that every worker computes from it counts once.
 """
 
 from __future__ import annotations
@@ -63,6 +62,9 @@ class Allreduce(TensorCall):
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
         if self.op not in ("mean", "sum"):
             raise UnsupportedError(f"no gradient flows through a call with op={self.op!r}")
+        return self._back(gradients)
+
+    def _back(self, gradients: Tensors) -> list[torch.Tensor]:
         return self.make(gradients)
 
 
@@ -72,9 +74,7 @@ class ReduceScatter(Allreduce):
     def _combine(self, tensors: Tensors) -> list[torch.Tensor]:
         return _beside(tensors, self.calls.reduce_scatter([array_of(one) for one in tensors], self.op, self.name))
 
-    def back(self, gradients: Tensors) -> list[torch.Tensor]:
-        if self.op not in ("mean", "sum"):
-            raise UnsupportedError(f"no gradient flows through a call with op={self.op!r}")
+    def _back(self, gradients: Tensors) -> list[torch.Tensor]:
         factor = self.before * self.after * (self.calls.store.num_workers if self.op == "sum" else 1)
         return [_scaled(gathered(self.calls, gradient, self.name), factor) for gradient in gradients]
 
@@ -145,7 +145,6 @@ class SparseAllreduce(TensorCall):
 
 
 def gathered(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Return the workers' tensors concatenated. Collective, blocks."""
     if gpu_calls.everywhere(calls, [tensor]):
         return gpu_calls.allgather(calls, tensor, name)
     return _beside([tensor], [calls.allgather(array_of(tensor), name)])[0]

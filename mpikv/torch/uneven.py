@@ -1,10 +1,9 @@
 """Uneven data: a worker that has no more batches takes part in the others' rounds until no worker has any.
 
 Inside `join` the workers exchange the numbers of examples of their batches when the first gradient of a round is
-computed. The gradients are then weighted by these numbers, so that the update is the mean over all examples. A worker
-without data counts 0 examples, and takes part in the rounds of the others with gradients of zero, until no worker has
-data. Then every worker gets the parameters, buffers and, if given, the states of optimizer and scheduler of a worker
-that had data to the end.
+computed, and gradients are weighted by them, so that the update is the mean over all examples. A worker without data
+counts 0 examples, and brings gradients of zero. In the end every worker gets the parameters, buffers and, if given, the
+states of optimizer and scheduler of a worker that had data to the end.
 
 Cost: one exchange of two numbers per worker and round, inside `join` only; at the end, if some worker ran out of data
 before others, one broadcast of the model.
@@ -78,7 +77,6 @@ class Join:
 
     @contextmanager
     def joined(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Iterator[None]:
-        """See `DistributedModel.join`."""
         if self.active:
             raise RuntimeError("join inside join of the same model")
         self._calls.agree([], "join")

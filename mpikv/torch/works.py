@@ -1,8 +1,7 @@
 """The work object that an asynchronous call of `torch.distributed` returns, and its future.
 
-`wait` itself advances the transfers. A future is made when it is first asked for, and completed by a separate thread:
-functions that are chained to it may make further calls and wait for them, and the thread that advances transfers must
-never wait.
+A future is made when it is first asked for, and completed by a separate thread: functions that are chained to it may
+make further calls and wait for them, and the thread that advances transfers must never wait.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ COMPLETERS = 64  # the most threads: the functions chained to as many futures ma
 
 
 def completer() -> ThreadPoolExecutor:
-    """Return the executor that completes futures.
-
-    It starts a thread only if there is a future to complete and no thread is free.
-    """
+    """Return the executor that completes futures; it starts a thread only where there is one to complete."""
     return ThreadPoolExecutor(COMPLETERS, "futures")
 
 
@@ -46,23 +42,18 @@ class CallWork(Work):
         return True
 
     def synchronize(self) -> None:
-        """Do what `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all calls are done, with or without an error."""
         return all(call.done for call in self.calls)
 
     def is_success(self) -> bool:
-        """Return whether all calls are done without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the calls, if there is one."""
         return next((call.error for call in self.calls if call.error is not None), None)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the output tensors."""
         return self._result
 
     def source_rank(self) -> int:
@@ -83,7 +74,6 @@ class CallWork(Work):
         return self._future
 
     def get_future_result(self) -> Any:
-        """Return what `get_future` does."""
         return self.get_future()
 
     def _complete(self, i: int) -> None:

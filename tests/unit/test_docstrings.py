@@ -3,8 +3,9 @@
 Examples are in the form of `doctest`, and each is complete: it needs no other one. It runs in an empty directory of its
 own, with the names that `mpikv`, `mpikv.torch` and `mpikv.jax` say at their top.
 
-A public class or function has an example. A public method or property has one of its own, or is used in one of its
-class, or points to another method whose example uses it. A method of a public base class is shown there.
+A public class or function has an example, or points to another one whose example uses it. A public method or property
+has one of its own, or is used in one of its class, or points to another method whose example uses it. A method of a
+public base class is shown there.
 """
 
 from __future__ import annotations
@@ -100,8 +101,12 @@ def is_shown(one: Public) -> bool:
     """Whether it has an example, or is used in one of its class, or of the method that its docstring points to."""
     if examples(one.value):
         return True
+    pointed_to = re.findall(r"Example:\s+see\s+`(\w+)`", one.value.__doc__)
+    if not one.holders:
+        others = [vars(sys.modules[one.value.__module__])[name] for name in pointed_to]
+        return any(re.search(rf"\b{one.value.__name__}\b", e.source) for other in others for e in examples(other))
     for holder in one.holders:
-        pointed = [vars(holder).get(name) for name in re.findall(r"Example:\s+see\s+`(\w+)`", one.value.__doc__)]
+        pointed = [vars(holder).get(name) for name in pointed_to]
         for value in (holder, vars(holder).get(one.name), *pointed):
             text = "".join(example.source for example in examples(getattr(value, "__func__", value)))
             if re.search(rf"\b{one.name}\b", text):

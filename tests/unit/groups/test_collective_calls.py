@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from on_workers import on
 from store_modes import DTYPES, Mode, mode_id
 
 from mpikv import kv, optimizers
@@ -58,58 +59,48 @@ def test_every_op_and_dtype(mode: Mode) -> None:
     mode.run(body)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_broadcast_is_exact_for_every_dtype_and_root(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        calls = CollectiveCalls(store)
-        for root in range(mode.workers):
-            special = np.array([-0.0, np.nan, np.inf, 1e-45], np.float32)
-            mine = [special * 1, np.array([True, False]), np.array([1 + 2j]), np.arange(3)[::-1], *_arrays(root)]
-            if store.rank != root:
-                mine = [np.full_like(array, 1) for array in mine]
-            found = calls.broadcast(mine, root, name="all")
-            expected = [special, np.array([True, False]), np.array([1 + 2j]), np.arange(3)[::-1], *_arrays(root)]
-            for one, other in zip(found, expected, strict=True):
-                assert (one.dtype, one.shape) == (other.dtype, other.shape)
-                assert one.tobytes() == np.ascontiguousarray(other).tobytes()
-        assert calls.broadcast([]) == []
-
-    mode.run(body)
+@on(*MODES)
+def test_broadcast_is_exact_for_every_dtype_and_root(store: Any, W: int) -> None:
+    calls = CollectiveCalls(store)
+    for root in range(W):
+        special = np.array([-0.0, np.nan, np.inf, 1e-45], np.float32)
+        mine = [special * 1, np.array([True, False]), np.array([1 + 2j]), np.arange(3)[::-1], *_arrays(root)]
+        if store.rank != root:
+            mine = [np.full_like(array, 1) for array in mine]
+        found = calls.broadcast(mine, root, name="all")
+        expected = [special, np.array([True, False]), np.array([1 + 2j]), np.arange(3)[::-1], *_arrays(root)]
+        for one, other in zip(found, expected, strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert one.tobytes() == np.ascontiguousarray(other).tobytes()
+    assert calls.broadcast([]) == []
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_allgather_of_different_lengths(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        calls = CollectiveCalls(store)
-        for dtype, rest in (("float32", ()), ("int64", (2,)), ("bool", (3, 2)), ("float32", (0,))):
-            pieces = [np.full((2 * rank, *rest), rank).astype(dtype) for rank in range(mode.workers)]
-            found = calls.allgather(pieces[store.rank])
-            np.testing.assert_array_equal(found, np.concatenate(pieces))
-            assert found.dtype == np.dtype(dtype)
-        np.testing.assert_array_equal(
-            calls.allgather(np.full((1, 1), store.rank, ml_dtypes.bfloat16)).reshape(-1), np.arange(mode.workers)
-        )
-
-    mode.run(body)
+@on(*MODES)
+def test_allgather_of_different_lengths(store: Any, W: int) -> None:
+    calls = CollectiveCalls(store)
+    for dtype, rest in (("float32", ()), ("int64", (2,)), ("bool", (3, 2)), ("float32", (0,))):
+        pieces = [np.full((2 * rank, *rest), rank).astype(dtype) for rank in range(W)]
+        found = calls.allgather(pieces[store.rank])
+        np.testing.assert_array_equal(found, np.concatenate(pieces))
+        assert found.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(
+        calls.allgather(np.full((1, 1), store.rank, ml_dtypes.bfloat16)).reshape(-1), np.arange(W)
+    )
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
-def test_long_values_and_no_keys(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+@on(*MODES)
+def test_long_values_and_no_keys(store: Any, W: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keyless, "PIECE_BYTES", 10_000)  # of a broadcast by messages
-
-    def body(store: Any) -> None:
-        calls, values = CollectiveCalls(store), np.arange(200_001, dtype=np.float64)  # longer than the chunks in memory
-        (found,) = calls.allreduce([values])
-        np.testing.assert_array_equal(found, mode.workers * values)
-        (found,) = calls.broadcast([values + store.rank], mode.workers - 1)
-        np.testing.assert_array_equal(found, values + mode.workers - 1)
-        assert not store.session.infos
-
-    mode.run(body)
+    calls, values = CollectiveCalls(store), np.arange(200_001, dtype=np.float64)  # longer than the chunks in memory
+    (found,) = calls.allreduce([values])
+    np.testing.assert_array_equal(found, W * values)
+    (found,) = calls.broadcast([values + store.rank], W - 1)
+    np.testing.assert_array_equal(found, values + W - 1)
+    assert not store.session.infos
 
 
-@pytest.mark.parametrize("mode", [THREE, Mode("dist_sync", 2, 1)], ids=mode_id)
-def test_what_differs_is_an_error_on_every_worker(mode: Mode) -> None:
+@on(THREE, Mode("dist_sync", 2, 1))
+def test_what_differs_is_an_error_on_every_worker(store: Any, W: int) -> None:
     differing = [
         (lambda calls, rank: calls.allreduce([np.ones(2 + (rank == 1))]), r"float64 \(3,\)"),
         (lambda calls, rank: calls.allreduce([np.ones(2, np.int32 if rank == 1 else np.int64)]), "int32"),
@@ -120,61 +111,36 @@ def test_what_differs_is_an_error_on_every_worker(mode: Mode) -> None:
         (lambda calls, rank: calls.allgather(np.ones((1, 2 + rank))), "any, 3"),
         (lambda calls, rank: calls.allreduce([np.ones(2)], name="ab"[rank == 1]), "'b'"),
     ]
-
-    def body(store: Any) -> None:
-        calls = CollectiveCalls(store)
-        for call, text in differing:
-            with pytest.raises(ShapeMismatch, match=text):
-                call(calls, store.rank)
-            assert calls.allreduce([np.ones(1)])[0] == mode.workers  # nothing is left over
-        with pytest.raises(ConfigError, match=r"the model: .* worker 0.*: b; worker 1: c"):
-            calls.agree(["a", "bc"[store.rank == 1]], "the model")
-        calls.agree(["a"], "the model")
-
-    mode.run(body)
+    calls = CollectiveCalls(store)
+    for call, text in differing:
+        with pytest.raises(ShapeMismatch, match=text):
+            call(calls, store.rank)
+        assert calls.allreduce([np.ones(1)])[0] == W  # nothing is left over
+    with pytest.raises(ConfigError, match=r"the model: .* worker 0.*: b; worker 1: c"):
+        calls.agree(["a", "bc"[store.rank == 1]], "the model")
+    calls.agree(["a"], "the model")
 
 
-@pytest.mark.parametrize("mode", [THREE, Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1)], ids=mode_id)
-def test_what_one_worker_refuses_is_an_error_on_every_worker(mode: Mode) -> None:
+@on(THREE, Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 1))
+def test_what_one_worker_refuses_is_an_error_on_every_worker(store: Any, W: int) -> None:
     """Also as the first of all calls. Who has refused one can make the next one, and all may refuse one."""
     refused = [
         (lambda calls, bad: calls.allreduce([np.ones(2, bool if bad else np.float32)]), UnsupportedError, "allreduce"),
         (lambda calls, bad: calls.allgather(np.ones(() if bad else 2)), ValueError, "allgather"),
         (lambda calls, bad: calls.broadcast([np.ones(2)], 9 if bad else 0), ValueError, "broadcast"),
     ]
-
-    def body(store: Any) -> None:
-        calls = CollectiveCalls(store)
-        for call, error, name in refused:
-            if store.rank == 1:
-                with pytest.raises(error):
-                    call(calls, True)
-            else:
-                with pytest.raises(ShapeMismatch, match=f"worker 1.*: {name}, which it refuses: {error.__name__}: "):
-                    call(calls, False)
-            assert calls.allreduce([np.ones(1)])[0] == mode.workers  # nothing is left over
+    calls = CollectiveCalls(store)
+    for call, error, name in refused:
+        if store.rank == 1:
             with pytest.raises(error):
                 call(calls, True)
-            assert calls.allreduce([np.ones(1)])[0] == mode.workers
-
-    mode.run(body)
-
-
-@pytest.mark.parametrize("mode", [THREE, Mode("dist_sync", 3, memory="off")], ids=mode_id)
-def test_a_first_call_that_a_thread_makes_is_no_circle_with_what_the_others_are_in(mode: Mode) -> None:
-    def body(store: Any) -> None:
-        calls = CollectiveCalls(store)
-        if store.rank:
-            store.barrier()
-            assert calls.allreduce([np.ones(1)])[0] == 3
-            return
-        begun = store.workers_group.in_turn.begin(lambda: calls.allreduce([np.ones(1)]))
-        while not all(f"in {'barrier' if one.rank else 'allreduce'}" in one.doing for one in store.workers):
-            assert not begun.done()
-        store.barrier()
-        assert begun.result()[0] == 3
-
-    mode.run(body)
+        else:
+            with pytest.raises(ShapeMismatch, match=f"worker 1.*: {name}, which it refuses: {error.__name__}: "):
+                call(calls, False)
+        assert calls.allreduce([np.ones(1)])[0] == W  # nothing is left over
+        with pytest.raises(error):
+            call(calls, True)
+        assert calls.allreduce([np.ones(1)])[0] == W
 
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=mode_id)
@@ -206,18 +172,15 @@ def test_workers_that_have_joined_bring_zeros(mode: Mode) -> None:
     mode.run(body)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@on(*MODES)
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_reduce_scatter_is_the_rows_of_an_allreduce(mode: Mode, op: str) -> None:
-    def body(store: Any) -> None:
-        calls, n = CollectiveCalls(store), mode.workers
-        for rows in (0, 1, n, 2 * n + 1):
-            mine = [(np.arange(rows * 3).reshape(rows, 3) * (store.rank + 1)).astype(dtype) for dtype in DTYPES]
-            found = calls.reduce_scatter(mine, op, "rows")
-            for one, whole in zip(found, calls.allreduce(mine, op), strict=True):
-                np.testing.assert_array_equal(one, np.array_split(whole, n)[store.rank], strict=True)
-
-    mode.run(body)
+def test_reduce_scatter_is_the_rows_of_an_allreduce(store: Any, W: int, op: str) -> None:
+    calls, n = CollectiveCalls(store), W
+    for rows in (0, 1, n, 2 * n + 1):
+        mine = [(np.arange(rows * 3).reshape(rows, 3) * (store.rank + 1)).astype(dtype) for dtype in DTYPES]
+        found = calls.reduce_scatter(mine, op, "rows")
+        for one, whole in zip(found, calls.allreduce(mine, op), strict=True):
+            np.testing.assert_array_equal(one, np.array_split(whole, n)[store.rank], strict=True)
 
 
 def test_bad_arguments() -> None:
@@ -245,32 +208,26 @@ def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="KVStore"):
         CollectiveCalls("dist_sync")  # type: ignore[arg-type]
 
-
-def test_asynchronous_stores_are_refused() -> None:
-    def body(store: Any) -> None:
+    def asynchronous(store: Any) -> None:
         with pytest.raises(UnsupportedError, match="dist_sync"):
             CollectiveCalls(store)
 
-    Mode("dist_async", 2).run(body)
+    Mode("dist_async", 2).run(asynchronous)
 
 
-@pytest.mark.parametrize("mode", MODES[2:], ids=mode_id)
-def test_who_has_closed_is_not_waited_for(mode: Mode) -> None:
+@on(*MODES[2:], timeout_s=3600)
+def test_who_has_closed_is_not_waited_for(store: Any) -> None:
     """However long the time limit is, and `close` says nothing that was said."""
-
-    def body(store: Any) -> None:
-        calls = CollectiveCalls(store)
-        calls.allreduce([np.ones(1)])
-        if store.rank != 1:
-            with pytest.raises(PeerError, match=r"allreduce of .*worker 1 on localhost closed its store"):
-                calls.allreduce([np.ones(1)])
-            with pytest.raises(MpikvError, match="an earlier collective call of this store has failed"):
-                calls.agree(["a"], "the model")
-        store.close()
-        with pytest.raises(MpikvError, match="allgather on a closed store"):
-            calls.allgather(np.ones(1))
-
-    mode.run(body, timeout_s=3600)
+    calls = CollectiveCalls(store)
+    calls.allreduce([np.ones(1)])
+    if store.rank != 1:
+        with pytest.raises(PeerError, match=r"allreduce of .*worker 1 on localhost closed its store"):
+            calls.allreduce([np.ones(1)])
+        with pytest.raises(MpikvError, match="an earlier collective call of this store has failed"):
+            calls.agree(["a"], "the model")
+    store.close()
+    with pytest.raises(MpikvError, match="allgather on a closed store"):
+        calls.allgather(np.ones(1))
 
 
 @pytest.mark.parametrize("mode", MODES[2:], ids=mode_id)

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import threading
 import time
-from functools import partial, reduce
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
+from on_workers import taken_of
 
 from mpikv.collectives import shared
 from mpikv.common.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Predicate
-from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
-from mpikv.groups import group as group_module
-from mpikv.groups.call import Options, spin
-from mpikv.groups.group import RankGroup
+from mpikv.groups.call import Options
+from mpikv.groups.collective import allgather, allreduce, barrier, broadcast, exchange, reduce, reduce_scatter
+from mpikv.groups.group import WINDOW_BITS, GroupTags, RankGroup
 from mpikv.groups.operators import OPERATORS
-from mpikv.groups.service import REPLY_TAGS
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
-from mpikv.groups.tags import WINDOW_BITS, GroupTags
 from mpikv.groups.world import World
 from mpikv.session import stalls
 from mpikv.testing.groups import spawn_groups
-from mpikv.testing.ranks import RankError
+from mpikv.transports import wire
 from mpikv.transports.threads import Fabric
 
 SUM = OPERATORS["sum"]
@@ -53,6 +52,16 @@ def run(way: str, size: int, body, *, clock=MACHINE_CLOCK, **config):
     settings = Config(timeout_s=20, **settings, **config)
     fabric = Fabric(size, hosts and tuple(hosts[:size]), clock)
     return spawn_groups(size, body, hosts=fabric.hosts, config=settings, fabric=fabric)
+
+
+def each_rank(size: int, *ways: str, **config):
+    """The test is what each rank of a group of this size does, in each of these ways."""
+
+    def ranks(worker, given) -> None:
+        run(given["way"], size, lambda world, group: worker(group, world=world), **config)
+
+    mark = pytest.mark.parametrize("way", ways)
+    return lambda test: mark(taken_of(test, ranks, "way", brings=["world"]))
 
 
 def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int = 1, begin=lambda: True) -> list:
@@ -84,9 +93,9 @@ def test_allreduce_of_all_sizes(way: str, size: int) -> None:
     def body(world: World, group: RankGroup):
         arrays = [values(group.rank, n) for n in SIZES]
         for array in arrays:
-            group.allreduce([array], SUM).wait()
+            group.start(allreduce([array], SUM)).wait()
         together = [values(group.rank, n) for n in SIZES]
-        group.allreduce(together, SUM).wait()
+        group.start(allreduce(together, SUM)).wait()
         return arrays, together
 
     for arrays, together in run(way, size, body):
@@ -116,10 +125,10 @@ def test_operators_and_dtypes(way: str, name: str) -> None:
         for dtype in dtypes:
             array = own(group.rank, dtype)
             if fits(dtype):
-                group.allreduce([array], operator).wait()
+                group.start(allreduce([array], operator)).wait()
             else:
                 with pytest.raises(UnsupportedError, match=name):
-                    group.allreduce([array], operator)
+                    group.start(allreduce([array], operator))
             results.append(array)
         return results
 
@@ -128,7 +137,7 @@ def test_operators_and_dtypes(way: str, name: str) -> None:
             if fits(dtype):
                 exact = "float32" if dtype in (np.float16, ml_dtypes.bfloat16) else dtype
                 parts = [own(rank, dtype).astype(exact) for rank in range(size)]
-                expected = reduce(operator.combine, parts)
+                expected = functools.reduce(operator.combine, parts)
                 # astype cuts the means of whole numbers towards zero.
                 expected = (expected / size if operator.mean else expected).astype(dtype)
                 np.testing.assert_allclose(result.astype("complex128"), expected.astype("complex128"), rtol=1e-6)
@@ -143,23 +152,23 @@ def test_what_moves_and_what_is_combined_at_one_rank(way: str, size: int) -> Non
         for n in SIZES:
             root = (size - 1) // 2
             array = values(me, n)
-            group.broadcast([array], root).wait()
+            group.start(broadcast([array], root)).wait()
             np.testing.assert_array_equal(array, values(root, n))
             array = values(me, n)
-            group.reduce(array, array, SUM, root).wait()
+            group.start(reduce(array, array, SUM, root)).wait()
             if me == root:
                 np.testing.assert_array_equal(array, sum(values(rank, n) for rank in range(size)))
             else:
                 np.testing.assert_array_equal(array, values(me, n))
             outs = [np.zeros(n, "float32") for _ in range(size)]
-            group.allgather([(values(me, n), outs)]).wait()
+            group.start(allgather([(values(me, n), outs)])).wait()
             parts, out = [values(me + dest, n) for dest in range(size)], np.zeros(n, "float32")
-            group.reduce_scatter([(parts, out)], SUM).wait()
+            group.start(reduce_scatter([(parts, out)], SUM)).wait()
             np.testing.assert_array_equal(out, sum(values(rank + me, n) for rank in range(size)))
             for rank in range(size):
                 np.testing.assert_array_equal(outs[rank], values(rank, n))
                 np.testing.assert_array_equal(parts[rank], values(me + rank, n))  # as they were
-            group.barrier().wait()
+            group.start(barrier()).wait()
 
     run(way, size, body)
 
@@ -171,15 +180,15 @@ def test_parts_of_different_lengths(way: str) -> None:
     def body(world: World, group: RankGroup):
         me = group.rank
         outs = [np.zeros(n, "float32") for n in lengths]
-        group.allgather([(values(me, lengths[me]), outs)]).wait()
+        group.start(allgather([(values(me, lengths[me]), outs)])).wait()
         for rank in range(size):
             np.testing.assert_array_equal(outs[rank], values(rank, lengths[rank]))
         parts, out = [values(me, n) for n in lengths], np.zeros(lengths[me], "float32")
-        group.reduce_scatter([(parts, out)], SUM).wait()
+        group.start(reduce_scatter([(parts, out)], SUM)).wait()
         np.testing.assert_array_equal(out, sum(values(rank, lengths[me]) for rank in range(size)))
         sent = {rank: values(10 * me + rank, me + rank) for rank in range(size)}
         got = {rank: np.zeros(me + rank, "float32") for rank in range(size)}
-        group.exchange("all_to_all", sent, got, "").wait()
+        group.start(exchange("all_to_all", sent, got, "")).wait()
         for rank in range(size):
             np.testing.assert_array_equal(got[rank], values(10 * rank + me, me + rank))
 
@@ -205,7 +214,11 @@ def test_slots_are_not_filled_again_while_a_slow_rank_still_reads(monkeypatch, s
         for i, n in enumerate((9, long, 9, 9, 5000, 9, long)):
             array, other = np.full(n, float(i + group.rank)), np.full(n, -1.0 - group.rank)
             outs = [np.zeros(n) for _ in range(3)]
-            calls = [group.broadcast([array], i % 3), group.allgather([(other, outs)]), group.allreduce([array], SUM)]
+            calls = [
+                group.start(broadcast([array], i % 3)),
+                group.start(allgather([(other, outs)])),
+                group.start(allreduce([array], SUM)),
+            ]
             for call in calls:
                 call.wait()
             assert set(array) == {3.0 * (i + i % 3)}
@@ -214,68 +227,32 @@ def test_slots_are_not_filled_again_while_a_slow_rank_still_reads(monkeypatch, s
     run("memory", 3, body)
 
 
-@pytest.mark.parametrize("way", ["memory", "messages"])
-def test_many_calls_under_way_in_any_order_of_groups(way: str) -> None:
+@each_rank(2, "memory", "messages")
+def test_many_calls_under_way_in_any_order_of_groups(group: RankGroup, world: World) -> None:
     """Rank 0 starts the calls of two groups one after another, rank 1 the other way round; nobody waits before."""
-
-    def body(world: World, group: RankGroup):
-        other = world.group(range(2), 2, 20)
-        groups = (group, other) if group.rank == 0 else (other, group)
-        arrays = {one.number: [np.full(9, 1.0 + i) for i in range(80)] for one in groups}
-        calls = [one.allreduce([array], SUM) for one in groups for array in arrays[one.number]]
-        for call in reversed(calls):
-            call.wait()
-        for one in groups:
-            assert [array[0] for array in arrays[one.number]] == [2.0 + 2 * i for i in range(80)]
-
-    run(way, 2, body)
-
-
-def test_calls_that_wait_for_earlier_ones_are_left_alone(monkeypatch) -> None:
-    """A step of the engine costs nothing for each of them."""
-    advance, ready, found = Running.advance, threading.Event(), []
-    count = 0
-
-    def counted(running: Running) -> bool:
-        nonlocal count
-        count += running.name.startswith("all_reduce")
-        return advance(running)
-
-    monkeypatch.setattr(Running, "advance", counted)
-
-    def body(world: World, group: RankGroup):
-        assert group.rank == 0 or ready.wait(20)
-        arrays = [np.full(9, 1.0 + i) for i in range(80)]
-        calls = [group.allreduce([array], SUM) for array in arrays]
-        if group.rank == 0:
-            before = count
-            for _ in range(100):
-                group.engine.step()
-            found.append(count - before)
-            ready.set()
-        for call in reversed(calls):
-            call.wait()
-        assert [array[0] for array in arrays] == [2.0 + 2 * i for i in range(80)]
-
-    run("messages", 2, body)
-    assert found[0] <= 80
-
-
-def test_a_rank_that_waits_in_a_receive_is_met_by_a_call_made_before_the_send() -> None:
-    def body(world: World, group: RankGroup):
-        array, message = np.ones(3), np.array([7.0])
-        if group.rank == 0:
-            call = group.allreduce([array], SUM)
-            group.send(message, 1, 0).wait()
-        else:
-            got = np.zeros(1)
-            group.receive(got, 0, 0).wait()
-            assert got[0] == 7
-            call = group.allreduce([array], SUM)
+    other = world.group(range(2), 2, 20)
+    groups = (group, other) if group.rank == 0 else (other, group)
+    arrays = {one.number: [np.full(9, 1.0 + i) for i in range(80)] for one in groups}
+    calls = [one.start(allreduce([array], SUM)) for one in groups for array in arrays[one.number]]
+    for call in reversed(calls):
         call.wait()
-        assert array[0] == 2
+    for one in groups:
+        assert [array[0] for array in arrays[one.number]] == [2.0 + 2 * i for i in range(80)]
 
-    run("memory", 2, body)
+
+@each_rank(2, "memory")
+def test_a_rank_that_waits_in_a_receive_is_met_by_a_call_made_before_the_send(group: RankGroup) -> None:
+    array, message = np.ones(3), np.array([7.0])
+    if group.rank == 0:
+        call = group.start(allreduce([array], SUM))
+        group.send(message, 1, 0).wait()
+    else:
+        got = np.zeros(1)
+        group.receive(got, 0, 0).wait()
+        assert got[0] == 7
+        call = group.start(allreduce([array], SUM))
+    call.wait()
+    assert array[0] == 2
 
 
 def test_groups_of_some_ranks() -> None:
@@ -283,47 +260,43 @@ def test_groups_of_some_ranks() -> None:
         mine = [0, 3] if world.rank in (0, 3) else [2, 1]
         part = world.group(mine, 2 if 0 in mine else 3, 20)
         array = np.full(5, float(world.rank))
-        part.allreduce([array], SUM).wait()
-        group.barrier().wait()
+        part.start(allreduce([array], SUM)).wait()
+        group.start(barrier()).wait()
         return array[0], part.rank
 
     assert run("memory", 4, body) == [(3, 0), (3, 1), (3, 0), (3, 1)]
     assert run("mixed", 4, body) == [(3, 0), (3, 1), (3, 0), (3, 1)]
 
 
-def test_messages_between_two_ranks() -> None:
-    def body(world: World, group: RankGroup):
-        if group.rank == 0:
-            for tag, number in ((1, 10.0), (2, 20.0), (1, 11.0)):
-                group.send(np.full(2, number), 1, tag).wait()
-            group.send(np.full(70_000, 30.0), 1, 3).wait()
-            got = np.zeros(1)
-            assert sorted(group.receive(got, None, 4).wait() for _ in range(2)) == [1, 2]
-        else:
-            if group.rank == 1:
-                got = [np.zeros(2) for _ in range(3)]
-                calls = [group.receive(array, 0, tag) for array, tag in zip(got, (2, 1, 1), strict=True)]
-                long = np.zeros(70_000)
-                group.receive(long, None, 3).wait()
-                assert long[-1] == 30
-                for call in reversed(calls):
-                    assert call.wait() == 0
-                assert [array[1] for array in got] == [20, 10, 11]
-            group.send(np.zeros(1), 0, 4).wait()
-
-    run("memory", 3, body)
+@each_rank(3, "memory")
+def test_messages_between_two_ranks(group: RankGroup) -> None:
+    if group.rank == 0:
+        for tag, number in ((1, 10.0), (2, 20.0), (1, 11.0)):
+            group.send(np.full(2, number), 1, tag).wait()
+        group.send(np.full(70_000, 30.0), 1, 3).wait()
+        got = np.zeros(1)
+        assert sorted(group.receive(got, None, 4).wait() for _ in range(2)) == [1, 2]
+    else:
+        if group.rank == 1:
+            got = [np.zeros(2) for _ in range(3)]
+            calls = [group.receive(array, 0, tag) for array, tag in zip(got, (2, 1, 1), strict=True)]
+            long = np.zeros(70_000)
+            group.receive(long, None, 3).wait()
+            assert long[-1] == 30
+            for call in reversed(calls):
+                assert call.wait() == 0
+            assert [array[1] for array in got] == [20, 10, 11]
+        group.send(np.zeros(1), 0, 4).wait()
 
 
+@each_rank(2, "memory")
 @pytest.mark.parametrize("n", [3, 70_000])
-def test_a_message_of_another_length_is_an_error_of_who_receives_it(n: int) -> None:
-    def body(world: World, group: RankGroup):
-        if group.rank == 0:
-            group.send(np.zeros(n), 1, 0).wait()
-        else:
-            with pytest.raises(ShapeMismatch, match=rf"rank 0 of the group has {8 * n} bytes, .* has 16"):
-                group.receive(np.zeros(2), 0, 0).wait()
-
-    run("memory", 2, body)
+def test_a_message_of_another_length_is_an_error_of_who_receives_it(group: RankGroup, n: int) -> None:
+    if group.rank == 0:
+        group.send(np.zeros(n), 1, 0).wait()
+    else:
+        with pytest.raises(ShapeMismatch, match=rf"rank 0 of the group has {8 * n} bytes, .* has 16"):
+            group.receive(np.zeros(2), 0, 0).wait()
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
@@ -336,42 +309,29 @@ def test_different_calls_are_an_error_on_all_ranks(way: str, different: str) -> 
         operator = OPERATORS["max" if last and different == "operator" else "sum"]
         array = np.ones(n, dtype)
         broadcasts = last and different == "call"
-        make = partial(group.broadcast, [array], 0) if broadcasts else partial(group.allreduce, [array], operator)
+        made = broadcast([array], 0) if broadcasts else allreduce([array], operator)
         with pytest.raises((MismatchError, PeerError), match="same calls in the same order"):
-            make().wait()
+            group.start(made).wait()
         told.append(group.rank)
         with pytest.raises(MpikvError, match="not in step any more"):
-            group.barrier()
+            group.start(barrier())
 
     run_while_time_passes(way, 3, body, lookers=3, until=3)
-
-
-def test_who_finds_that_calls_differ_tells_the_others() -> None:
-    """Whoever asks later may find nobody there any more."""
-
-    def body(told: list, world: World, group: RankGroup):
-        call = group.allreduce([np.ones(4 + group.rank)], SUM)
-        call.asked = group.rank == 1  # so it will not ask
-        with pytest.raises((MismatchError, PeerError), match="same calls in the same order"):
-            call.wait()
-        told.append(group.rank)
-
-    run_while_time_passes("messages", 2, body, lookers=2, until=2)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_who_is_missing_is_named(way: str) -> None:
     def body(told: list, world: World, group: RankGroup):
-        group.barrier().wait()
+        group.start(barrier()).wait()
         if group.rank != 1:
             with pytest.raises(
                 StallError,
                 match=r"rank \d of 3 on localhost waited 0.5 s, its timeout in all_reduce \(sum\) of float32 4 \(call"
                 r" 2\) .* missing: rank 1 of 3 on localhost has made 1 calls",
             ):
-                group.allreduce([np.ones(4, "float32")], SUM, SOON).wait()
+                group.start(allreduce([np.ones(4, "float32")], SUM), SOON).wait()
             told.append(group.rank)
-        world.group(range(3), 2, 20).barrier().wait()  # all are there until both have asked
+        world.group(range(3), 2, 20).start(barrier()).wait()  # all are there until both have asked
 
     run_while_time_passes(way, 3, body, lookers=3, until=2)
 
@@ -391,13 +351,13 @@ def waits_for_it(printed: list[str], word: str) -> None:
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_who_is_late_is_told_as_in_a_store(way: str, printed: list[str]) -> None:
     def body(world: World, group: RankGroup):
-        group.barrier().wait()
+        group.start(barrier()).wait()
         if group.rank == 1:
             waits_for_it(printed, " for rank 1 on localhost")
-        group.allreduce([np.ones(4, "float32")], SUM).wait()
+        group.start(allreduce([np.ones(4, "float32")], SUM)).wait()
         if group.rank == 0:
             waits_for_it(printed, "going on, after a stall of")
-        group.barrier().wait()
+        group.start(barrier()).wait()
 
     run(way, 3, body, stall_warn_s=0.5)
     table = next(text for text in printed if " for rank 1 on localhost" in text)
@@ -422,7 +382,7 @@ def test_ranks_that_wait_for_each_other_learn_of_it_at_once(way: str, program: s
             groups["3"] = world.group((1, 2), 3, 60)
 
         def call(one: str) -> None:
-            made = group.receive(np.zeros(2), (group.rank + 1) % 3, 0) if one == "<" else groups[one].barrier()
+            made = group.receive(np.zeros(2), (group.rank + 1) % 3, 0) if one == "<" else groups[one].start(barrier())
             made.wait()
 
         def calls() -> None:
@@ -455,26 +415,6 @@ def test_messages_that_are_under_way_are_no_circle(printed: list[str]) -> None:
     assert run("memory", 2, body, stall_warn_s=0.2) == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_a_rank_may_be_asked_while_it_makes_calls() -> None:
-    """Whoever asks must not go through what a call changes."""
-
-    def body(world: World, group: RankGroup):
-        class Late(int):
-            """A number of which it turns out only after a call of this rank whether it is another one."""
-
-            __hash__ = int.__hash__
-
-            def __eq__(self, other: object) -> bool:
-                group.barrier().wait()
-                return int(self) == other
-
-        for _ in range(3):
-            group.barrier().wait()
-        return [world._status({"group": 1, "call": Late(number)})["text"] for number in (2, 1000)]
-
-    assert run("memory", 1, body) == [["barrier", None]]
-
-
 @pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("leaver", [0, 1], ids=["the holder of the board", "another rank"])
 def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> None:
@@ -484,37 +424,17 @@ def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> 
     def body(told: list, world: World, group: RankGroup):
         if group.rank == 0:
             holders.append(world)
-        group.barrier().wait()
+        group.start(barrier()).wait()
         if group.rank != leaver:
             said = rf"call 2 of .*, but rank {leaver} of 3 on localhost has left the job after 1 calls"
             with pytest.raises(PeerError, match=said):
-                group.allreduce([np.ones(4, "float32")], SUM).wait()
+                group.start(allreduce([np.ones(4, "float32")], SUM)).wait()
             told.append(group.rank)
             both = Predicate(lambda: len(told) == 2)  # time goes on as long as two look at the clock
             world.engine.wait(both, 60, lambda: StallError("the other has not heard"))
 
     has_left = lambda: bool(holders) and leaver in holders[0].service.left  # noqa: E731
     run_while_time_passes(way, 3, body, lookers=2, until=2, begin=has_left)
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_who_has_left_after_its_part_is_not_to_blame(dropped: bool) -> None:
-    def body(told: list, world: World, group: RankGroup):
-        arrays = {rank: np.zeros(1) for rank in (1, 2)}
-        if group.rank == 0:
-            group.exchange("gather", {}, arrays, "").wait()
-            told.append(0)
-            return [arrays[rank][0] for rank in arrays]
-        if group.rank == 2:  # late
-            clock = world.engine.clock
-            come_s = clock.now_s() + 10
-            world.engine.wait(Predicate(lambda: clock.now_s() > come_s), 60, lambda: StallError("time stands still"))
-        group.exchange("gather", {0: np.ones(1)}, {}, "").wait()
-        if dropped:
-            world.drop(group)
-        return None
-
-    assert run_while_time_passes("messages", 3, body, lookers=2)[0] == [1, 1]
 
 
 def test_a_message_that_nobody_sends_is_an_error() -> None:
@@ -537,8 +457,8 @@ def test_the_limit_of_a_call_begins_when_the_calls_before_it_have_ended(way: str
         if group.rank == 1:
             come_s = clock.now_s() + 5
             world.engine.wait(Predicate(lambda: clock.now_s() > come_s), 60, lambda: StallError("time stands still"))
-        calls = [group.allreduce([np.ones(2)], SUM) for _ in range(n)]
-        last = group.allreduce([array := np.ones(2)], SUM, SOON)
+        calls = [group.start(allreduce([np.ones(2)], SUM)) for _ in range(n)]
+        last = group.start(allreduce([array := np.ones(2)], SUM), SOON)
         for call in (*calls, last):
             call.wait()
         told.append(group.rank)
@@ -547,35 +467,11 @@ def test_the_limit_of_a_call_begins_when_the_calls_before_it_have_ended(way: str
     assert run_while_time_passes(way, 2, body, lookers=2, until=2) == [[2, 2]] * 2
 
 
-def test_a_call_that_cannot_begin_is_not_polled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each of a thousand calls that are begun at once costs the time that a caller polls for."""
-    polled: list[str] = []
-
-    def noted(running: Running, clock: object) -> None:
-        polled.append(running.name)
-        spin(running, clock)
-
-    monkeypatch.setattr(group_module, "spin", noted)
-    begun = threading.Event()
-
-    def body(world: World, group: RankGroup):
-        if group.rank == 1:
-            assert begun.wait(60)
-        calls = [group.allreduce([np.ones(n)], SUM) for n in range(1, 6)]
-        begun.set()
-        for call in calls:
-            call.wait()
-
-    run("memory", 2, body)
-    assert polled[0] == "all_reduce (sum) of float64 1"
-    assert polled.count("all_reduce (sum) of float64 5") < 2
-
-
 def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
     def body(told: list, world: World, group: RankGroup):
         array = np.ones(2)
         if group.rank == 0:
-            call = group.allreduce([array], SUM)
+            call = group.start(allreduce([array], SUM))
             with pytest.raises(StallError, match=r"waited 0.05 s, its timeout in all_reduce"):
                 call.wait(0.05)
             told.append(0)
@@ -583,35 +479,19 @@ def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
             call.wait()
         else:
             group.receive(np.zeros(1), 0, 0).wait()
-            group.allreduce([array], SUM).wait()
+            group.start(allreduce([array], SUM)).wait()
         assert array[0] == 2
 
     run_while_time_passes("memory", 2, body, lookers=2)
 
 
-def test_a_destroyed_group_refuses_calls() -> None:
-    def body(world: World, group: RankGroup):
-        group.allreduce([np.ones(3)], SUM).wait()
-        group.close()
-        with pytest.raises(MpikvError, match="destroyed"):
-            group.barrier()
-
-    run("memory", 2, body)
-
-
-def test_bad_arguments() -> None:
-    def body(world: World, group: RankGroup):
-        with pytest.raises(ShapeMismatch, match="2 tensors for 1 ranks"):
-            group.allgather([(np.ones(2), [np.ones(2), np.ones(2)])])
-        with pytest.raises(ShapeMismatch, match="does not fit"):
-            group.reduce_scatter([([np.ones(3)], np.ones(2))], SUM)
-        with pytest.raises(ValueError, match="tags are 0 to"):
-            group.send(np.ones(1), 0, 1 << 40)
-        with pytest.raises(ValueError, match="tags are 0 to"):
-            group.receive(np.ones(1), 0, -1)
-        group.barrier().wait()  # none of these was a call
-
-    run("memory", 1, body)
+@each_rank(1, "memory")
+def test_bad_arguments(group: RankGroup) -> None:
+    with pytest.raises(ValueError, match="tags are 0 to"):
+        group.send(np.ones(1), 0, 1 << 40)
+    with pytest.raises(ValueError, match="tags are 0 to"):
+        group.receive(np.ones(1), 0, -1)
+    group.start(barrier()).wait()  # none of these was a call
 
 
 def test_tags_do_not_meet() -> None:
@@ -621,36 +501,11 @@ def test_tags_do_not_meet() -> None:
         tags = [one.of_call(number, 12345) for one in (first, second) for number in range(32)]
         tags += [one.of_user(tag) for one in (first, second) for tag in (0, 1, 2**first.low_bits - 1)]
         assert len(set(tags)) == len(tags)
-        assert all(1 + max(REPLY_TAGS) <= tag <= max_tag for tag in tags)
+        assert all(wire.TAG_BUNDLES < tag <= max_tag for tag in tags)
     with pytest.raises(UnsupportedError, match="32767"):
         GroupTags.of(32767, 1)
     with pytest.raises(UnsupportedError, match="2047 process groups"):
         GroupTags.of(2**23 - 1, 2048)
-
-
-@pytest.mark.parametrize("way", ["memory", "messages"])
-def test_the_board(way: str) -> None:
-    def body(told: list, world: World, group: RankGroup):
-        me = group.rank
-        world.ask("set", [f"key {me}"], [b"value"])
-        assert world.ask("get", [f"key {rank}" for rank in range(3)]) == [b"value"] * 3
-        world.ask("add", ["sum"], [b"2"])
-        group.barrier().wait()
-        assert world.ask("add", ["sum"], [b"0"]) == [b"6"]
-        assert world.ask("check", ["sum", "none"]) == [b"0"]
-        assert world.ask("compare_set", [f"c {me}"], [b"", b"new"]) == [b"new"]
-        assert world.ask("compare_set", [f"c {me}"], [b"old", b"other"]) == [b"new"]
-        world.ask("append", [f"c {me}"], [b"\n\0er"])
-        assert world.ask("get", [f"c {me}"]) == [b"new\n\0er"]
-        assert world.ask("delete", [f"c {me}"]) == [b"1"]
-        assert world.ask("delete", [f"c {me}"]) == [b"0"]
-        with pytest.raises(StallError, match=r"waited 0.05 s for another rank to set the keys nowhere"):
-            world.ask("get", ["nowhere"], timeout_s=0.05)
-        told.append(group.rank)
-        assert world.ask("get", ["sum"]) == [b"6"]  # the answer to this one, and not a late one
-        world.group(range(3), 2, 20).barrier().wait()  # who has been told looks at the clock until all have
-
-    run_while_time_passes(way, 3, body, lookers=3, until=3)
 
 
 @pytest.mark.parametrize("tell", [RankGroup.refuse, RankGroup._failed])
@@ -662,10 +517,10 @@ def test_a_failure_that_is_told_before_the_group_is_there(tell) -> None:
         if world.rank == 1:
             tell(world.group(range(2), 2, timeout_s=20), error)
             world.ask("set", ["after it"], [b""])  # rank 0 answers one after the other
-        group.barrier().wait()
+        group.start(barrier()).wait()
         if world.rank == 0:
             with pytest.raises(PeerError, match="has failed on rank 1 of 2 on localhost: ValueError: no list"):
-                world.group(range(2), 2, timeout_s=20).barrier().wait()
+                world.group(range(2), 2, timeout_s=20).start(barrier()).wait()
 
     spawn_groups(2, body, config=Config(timeout_s=20))
 
@@ -674,20 +529,10 @@ def test_a_request_that_the_board_cannot_answer_is_the_askers_error() -> None:
     def body(world, group):
         if world.rank == 0:
             world.ask("set", ["word"], [b"no number"])
-        group.barrier().wait()
+        group.start(barrier()).wait()
         with pytest.raises(ValueError, match="add to the key 'word': its value is no number, but b'no number'"):
             world.ask("add", ["word"], [b"1"])
-        group.barrier().wait()
+        group.start(barrier()).wait()
         assert world.ask("get", ["word"]) == [b"no number"]
 
     spawn_groups(2, body, config=Config(timeout_s=20))
-
-
-@pytest.mark.thorough
-def test_an_error_of_one_rank_is_raised_by_spawn() -> None:
-    def body(world: World, group: RankGroup):
-        if group.rank == 1:
-            raise RuntimeError("mine")
-
-    with pytest.raises(RankError, match="mine"):
-        run("memory", 2, body, progress="thread")
