@@ -51,7 +51,7 @@ def files(folder: str, *names: str) -> list[str]:
 # The tests that depend on versions most, which a run without options makes with the oldest and the newest, too.
 OLDEST = files("unit", "arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
 NEWEST = files("unit", "jax*", "data", "image*", "codecs_compiled", "bench_report", "library", "trainer_torch")
-NEWEST_JOBS = files("mpirun", "torch_backend", "torch_ddp", "jax_jobs")
+NEWEST_JOBS = files("mpirun", "torch_backend", "jax_jobs")
 SELECTED = {"oldest": OLDEST, "newest": OLDEST + NEWEST + NEWEST_JOBS}
 
 

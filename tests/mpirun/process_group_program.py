@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from datetime import timedelta
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import mpikv.torch  # noqa: F401 - registers the backend
+import mpikv.torch as mt  # registers the backend
 from mpikv import kv
 
 STEPS = 20
@@ -51,7 +50,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trains() -> None:
-    """DDP over mpikv and over Gloo, ZeRO and fully_shard give the same; a store in the same program, too."""
+    """DDP over mpikv and over Gloo, ZeRO, fully_shard and mpikv.torch give the same; a store in this program, too."""
     gloo = dist.new_group(backend="gloo")
     model = DistributedDataParallel(net())
     result = train(model, sgd(model))
@@ -73,6 +72,11 @@ def trains() -> None:
     sharded()
 
     store = kv.create("dist_sync")
+    own = net()
+    same(result, train(mt.DistributedModel(own, store, bucket_bytes=500), sgd(own)))
+    own = net()
+    optimizer = mt.DistributedOptimizer(sgd(own), own.named_parameters(), store=store, bucket_bytes=500)
+    same(result, train(own, optimizer))
     store.init("w", np.zeros(5, np.float32))
     store.pushpull("w", value := np.ones(5, np.float32))
     assert value.tolist() == [dist.get_world_size()] * 5
@@ -145,29 +149,10 @@ def ends() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def mismatched() -> None:
-    """Rank 1 brings another shape."""
-    dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 4))
-
-
-def circle() -> None:
-    """Rank 1 is in a barrier of a store, the others are in one of the group."""
-    with kv.create("dist_sync") as store:
-        (store.barrier if dist.get_rank() == 1 else dist.barrier)()
-        (dist.barrier if dist.get_rank() == 1 else store.barrier)()
-
-
-def stalls() -> None:
-    """Rank 1 does not come, and lives."""
-    if dist.get_rank() == 1:
-        time.sleep(600)
-    dist.all_reduce(torch.ones(1))
-
-
 def main(case: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("mpikv", timeout=timedelta(seconds=2 if case == "stalls" else 60))
-    cases = {one.__name__: one for one in (trains, raises, leaves, ends, mismatched, circle, stalls)}
+    dist.init_process_group("mpikv", timeout=timedelta(seconds=60))
+    cases = {one.__name__: one for one in (trains, raises, leaves, ends)}
     cases[case]()
     # No destroy_process_group: a program may just end.
 

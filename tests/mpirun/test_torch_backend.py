@@ -39,21 +39,10 @@ def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
         ("raises", rf"\[rank 1 of 3 {HOST}\] RuntimeError: not my day"),
         ("leaves", rf"\[rank 1 of 3 {HOST}\] sys.exit\(3\) while there was a process group"),
         ("ends", rf"PeerError: rank [02] of 3 {HOST} waits in all_reduce .*, but rank 1 of 3 {HOST} has left the job"),
-        ("mismatched", r"MismatchError: rank .* made another call than rank"),
-        (
-            "circle",
-            r"StallError: .* Deadlock: .*(barrier, call 1 of process group 1 at .* waits for worker 1 .* in barrier at|"
-            r"in barrier at .* waits for rank \d of 3 .* in barrier, call 1 of process group 1 at)",
-        ),
-        (
-            "stalls",
-            rf"StallError: rank [02] of 3 {HOST} waited 2 s, its timeout in all_reduce \(sum\) of float32 1 .*"
-            rf"missing: rank 1 of 3 {HOST} has made 0 calls",
-        ),
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_says_why(case: str, said: str) -> None:
-    job = run(3, PROGRAM, case, MPIKV_STALL_WARN_S="1" if case == "circle" else "off")
+    job = run(3, PROGRAM, case, MPIKV_STALL_WARN_S="off")
     assert job.status != 0, job.output
     assert re.search(said, job.stderr), job.output
 
@@ -64,5 +53,4 @@ def test_pytorchs_own_tests() -> None:
     names = HERE / "pytorch_tests.txt"
     job = run(3, SUITE, "--list", str(names))
     assert job.status == 0, job.output
-    wanted = [line for line in names.read_text().splitlines() if line and not line.startswith("#")]
-    assert sorted(re.findall(r"passed (test_\w+)", job.stdout)) == sorted(wanted), job.output
+    assert sorted(re.findall(r"passed (test_\w+)", job.stdout)) == sorted(names.read_text().split()), job.output

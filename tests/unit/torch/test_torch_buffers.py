@@ -124,9 +124,7 @@ def other_dtype(net: Any) -> None:
 
 
 @on(*nets.TWO)
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("change", [longer, gone, other_dtype])
+@pytest.mark.parametrize(("who", "first", "change"), [((0,), 2, longer), ((1,), 0, gone), ((0, 1), 2, other_dtype)])
 def test_a_buffer_that_gets_another_form(store: Any, who: Any, first: int, change: Any) -> None:
     """An error that names it and what to do; the others learn whose pass has ended."""
     steps, mine = iter(range(9)), store.rank in who

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import codec_references
@@ -18,7 +17,7 @@ from store_modes import Mode, modes  # noqa: E402
 from torch_on_gpu import OnGpus  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
-from mpikv import Trainer, kv, optimizers  # noqa: E402
+from mpikv import Trainer, optimizers  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
 
 MODES = (nets.HERE, Mode("dist_sync", 2, 1, hosts="abc"), Mode("dist_sync", 3, hosts="abc"))
@@ -34,39 +33,6 @@ def parts(names: str = "abc", n: int = 3) -> Any:
 
 
 # --- what arrives
-
-
-@modes(*MODES)
-def test_gradients_with_rows_have_buckets_of_their_own(mode: Mode) -> None:
-    """Those of rank 1 arrive by powersgd as they are; together in one array they would not."""
-    workers, steps = mode.workers, range(3)
-
-    def net() -> Any:
-        made = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 40, bias=False))
-        for parameter in made.parameters():
-            parameter.data = torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape).cos()
-        return made
-
-    def inputs(worker: int, step: int) -> Any:
-        return torch.linspace(-1, 1, 30)[None] * (worker + step + 1)
-
-    def gradients(made: Any, given: Any) -> list[Any]:
-        made.zero_grad()
-        made(given).sum().backward()
-        return [parameter.grad.clone() for parameter in made.parameters()]
-
-    def body(store: Any) -> Any:
-        model = mt.DistributedModel(net(), store, average=False, compression=forced("powersgd"))
-        found = [gradients(model, inputs(store.rank, step)) for step in steps]
-        codecs = [info.codec for info in store.session.infos.values() if "powersgd" in info.codec]
-        return found, sorted(json.loads(codec)["columns"] for codec in codecs)
-
-    expected = [gradients(net(), torch.cat([inputs(one, step) for one in range(workers)])) for step in steps]
-    for found, columns in mode.run(body):
-        assert columns == [0, 20, 30]
-        for grads, those in zip(found, expected, strict=True):
-            for grad, one in zip(grads, those, strict=True):
-                assert torch.linalg.norm(grad - one) < 2.0**-16 * torch.linalg.norm(one)
 
 
 @modes(*MODES)
@@ -163,19 +129,6 @@ def test_what_was_sent_of_parameters_that_nobody_used_comes_again(store: Any) ->
     assert taken == 6 * store.num_workers
 
 
-@on(*MODES)
-def test_numbers_that_are_not_finite_do_not_stay(store: Any) -> None:
-    """A block of int8 that has one arrives as NaN, with what nobody has used in it."""
-    model = mt.DistributedModel(parts("ab"), store, compression=forced("int8"))
-    model(a=[float("inf"), 1.0, 1.0]).backward()
-    assert model.b.grad is None
-    assert torch.isnan(model.a.grad).all()
-    for _ in range(2):
-        model.zero_grad()
-        model(a=[127.0] * 3, b=[127.0] * 3).backward()
-        np.testing.assert_allclose(nets.grads_of(model), 127.0, rtol=1e-6)
-
-
 # --- what is never compressed
 
 
@@ -198,21 +151,6 @@ def test_flags_and_errors_are_those_without(store: Any) -> None:
     net.c.requires_grad_(True)
     model(a=[1.0] * 3, c=[1.0] * 3).backward()
     assert net.c.grad is not None
-
-
-@on(*MODES)
-def test_join_weighs_examples(store: Any) -> None:
-    net = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(net.weight)
-    model = mt.DistributedModel(net, store, compression=forced("fp16"))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    with model.join(optimizer):
-        for _ in range(store.rank + 1):
-            model(torch.full((2, 1), 2.0**store.rank)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    rates = {2: [(1 + 2) / 2, 2], 3: [(1 + 2 + 4) / 3, (2 + 4) / 2, 4]}[store.num_workers]
-    assert net.weight.item() == pytest.approx(-0.5 * sum(rates), rel=1e-3)
 
 
 @on(*MODES)
@@ -285,10 +223,3 @@ def test_arguments(store: Any, way: str) -> None:
     store.set_gradient_compression({"type": "fp16"} if store.rank else None)
     with pytest.raises(ConfigError, match="compression="):
         nets.wrapped(way, net, store)
-
-
-def test_a_store_of_one_process_sends_nothing() -> None:
-    with kv.create("local") as store:
-        model = mt.DistributedModel(parts("a"), store, compression=forced("1bit"))
-        model(a=[3.0] * 3).backward()
-        assert model.a.grad.tolist() == [3.0] * 3

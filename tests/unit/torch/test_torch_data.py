@@ -29,20 +29,3 @@ def test_every_epoch_has_its_order(options: dict[str, object]) -> None:
             found = [int(i) - 1000 for batch in loader for i in batch]
             assert found == _order(part, epoch)
     assert _order(0, 0) != _order(0, 1)
-
-
-def test_an_epoch_that_is_left_early_does_not_touch_the_next() -> None:
-    sampler = SplitSampler(N, PARTS, 1)
-    loader = torch_data.DataLoader(range(N), batch_size=2, sampler=sampler, num_workers=1, persistent_workers=True)
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        for _, batch in zip(range(2), loader, strict=False):
-            assert len(batch) == 2
-    sampler.set_epoch(7)
-    assert [int(i) for batch in loader for i in batch] == _order(1, 7)
-
-
-def test_batches_from_a_batch_sampler() -> None:
-    batches = torch_data.BatchSampler(SplitSampler(N, PARTS, 2), batch_size=4, drop_last=True)
-    loader = torch_data.DataLoader(range(N), batch_sampler=batches)
-    assert [batch.tolist() for batch in loader] == [_order(2, 0)[i : i + 4] for i in range(0, 12, 4)]

@@ -102,24 +102,6 @@ def test_keys_of_what_was_dropped_are_taken_again(store: Any, way: str, again: b
 
 
 @on(*nets.TWO)
-def test_keys_of_parameters_that_were_frozen_at_first_are_taken_again_too(store: Any) -> None:
-    """They were made later than the others, and one call adds both."""
-    counts = []
-    for _ in range(4):
-        net = linear()
-        net.bias.requires_grad_(False)
-        model = mt.DistributedModel(net, store)
-        for _ in range(3):
-            backward(model, store)
-            assert net.weight.grad.tolist() == [[1.5, 1.5]]
-            net.bias.requires_grad_(True)
-        assert net.bias.grad.tolist() == [1.0]
-        counts.append(len(store.session.infos))
-        del net, model
-    assert len(set(counts)) == 1
-
-
-@on(*nets.TWO)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_an_optimizer_that_is_made_anew(store: Any, passes: int) -> None:
     """While a scheduler keeps the older ones, which exchange nothing any more, and say so."""
@@ -172,16 +154,3 @@ def test_models_that_share_a_part_both_stay(store: Any) -> None:
         mean = mt.allreduce(head.weight.grad, store=store)
         torch.testing.assert_close(head.weight.grad, mean)
         torch.testing.assert_close(trunk.weight.grad, head.weight.detach() * torch.full((1, 2), 1.5))
-
-
-@on(*nets.TWO)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_two_trainers_of_one_net(store: Any, overlap: bool) -> None:
-    net = linear()
-    trainers = [Trainer(net, "sgd", {"learning_rate": 1.0}, kvstore=store, overlap=overlap) for _ in range(2)]
-    for _ in range(3):
-        before = net.weight.detach().clone()
-        backward(net, store)
-        trainers[1].step()
-        torch.testing.assert_close(before - net.weight, torch.full((1, 2), 1.5))
-    assert max(n_hooks(net)) <= 2

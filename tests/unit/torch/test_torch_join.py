@@ -99,9 +99,7 @@ def test_accumulated_batches_count_together(store: Any) -> None:
 
 
 @on(*MODES[:2])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("way", ["module", "method", "weights"])
+@pytest.mark.parametrize(("way", "who", "first"), [("module", (0,), 0), ("method", (1,), 1), ("weights", (0, 1), 1)])
 def test_a_pass_whose_examples_are_not_counted_is_an_error_on_all(store: Any, way: str, who: Any, first: int) -> None:
     class Net(torch.nn.Linear):
         def training_step(self, x: Any) -> Any:
@@ -145,24 +143,3 @@ def test_join_twice_and_errors_inside(store: Any) -> None:
         model(torch.ones(1, 1)).sum().backward()
     with model.join(), pytest.raises(Exception, match="no tensor argument"):
         model()
-
-
-@on(nets.HERE)
-def test_inside_a_step_costs_one_small_exchange_more(store: Any) -> None:
-    """That optimizers are compared costs none."""
-    model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
-    optimizer = _plain(model)
-
-    def calls(n: int = 2) -> int:
-        """Of the last of some steps."""
-        for _ in range(n):
-            before = store.stats()
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-        after = store.stats()
-        return sum(after[name] - before[name] for name in ("direct_calls", "declined_calls"))
-
-    assert calls() == 1
-    with model.join():
-        assert calls() == 2
-    assert calls(1) == 1

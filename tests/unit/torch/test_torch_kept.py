@@ -14,13 +14,11 @@ torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
 from on_workers import on  # noqa: E402
-from store_modes import Mode, modes  # noqa: E402
 from torch_nets import Parts  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv import kv  # noqa: E402
 from mpikv.errors import UnsupportedError  # noqa: E402
-from mpikv.strategies.direct import Direct  # noqa: E402
 
 KEEP = {
     "itself": lambda grad: grad,
@@ -28,43 +26,6 @@ KEEP = {
     "view": lambda grad: grad.view(-1),
     "numpy": lambda grad: grad.numpy(),
 }
-
-
-@on(*nets.TWO)
-def test_a_kept_gradient_beside_some_that_add_up(store: Any) -> None:
-    """Nothing of what PyTorch adds up in the bucket is lost when the bucket goes to other memory."""
-    model = mt.DistributedModel(Parts(), store)
-    mine = store.rank + 1.0
-    model(mine).backward()
-    kept = [model.a.grad, model.b.grad]
-    model.a.grad = None
-    model(mine, "bac").backward()  # b and c are added in place
-    assert [p.grad[0].item() for p in model.parameters()] == [1.5, 3.0, 3.0]
-    assert kept[0].tolist() == [1.5, 1.5]
-    assert kept[1] is not None
-    model.a.grad = None
-    model(mine, "b" if store.rank else "c").backward()  # nobody uses a
-    assert model.a.grad is None
-    assert [p.grad[0].item() for p in (model.b, model.c)] == [4.0, 3.5]
-    assert kept[0].tolist() == [1.5, 1.5]
-
-
-@modes(*nets.TWO)
-def test_on_one_worker_alone(mode: Mode) -> None:
-    def body(store: Any) -> Any:
-        model = mt.DistributedModel(nets.seeded(nets.Net), store)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kept = []
-        for step in range(6):
-            optimizer.zero_grad()
-            nets.loss_of(model(nets.batch(step, store.rank))).backward()
-            if store.rank and step % 2:
-                kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-        assert all(torch.equal(one, value) for one, value in kept)
-        return nets.snapshot(model)
-
-    nets.same_on_all(mode.run(body))
 
 
 @on(nets.HERE)
@@ -76,18 +37,6 @@ def test_without_one_the_memory_stays_the_stores(store: Any) -> None:
         model(1.0).backward()
         seen.add(model.a.grad.data_ptr())
     assert len(seen) == 1
-
-
-@on(*nets.TWO)
-def test_with_a_distributed_optimizer(store: Any) -> None:
-    net, optimizer = nets.wrapped("optimizer", Parts(), store)
-    kept = []
-    for step in (1, 2, 3):
-        optimizer.zero_grad()
-        net(step * (store.rank + 1.0)).backward()
-        optimizer.step()
-        kept.append(net.a.grad)
-    assert [one[0].item() for one in kept] == [1.5, 3.0, 4.5]
 
 
 # --- what programs do with gradients: the same as in PyTorch alone. An action has the module, the input, what holds
@@ -209,33 +158,6 @@ def test_programs_have_the_gradients_of_one_process(store: Any, program: str, ke
     expected = results_of(program, Parts(dtype=dtype), 1.5)
     model = mt.DistributedModel(Parts(dtype=dtype), store, sync_buffers=False)
     assert results_of(program, model, store.rank + 1.0, keep) == expected
-
-
-@pytest.mark.parametrize("program", ["cleared", "zeroed", "synchronized late"])
-def test_where_workers_come_too_late_for_one_call_of_all(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = results_of(program, Parts(), 1.5)
-    monkeypatch.setattr(Direct, "run", lambda *_: False)
-
-    def body(store: Any) -> None:
-        assert results_of(program, mt.DistributedModel(Parts(), store), store.rank + 1.0) == expected
-        assert store.stats()["direct_calls"] == 0
-
-    nets.HERE.run(body)
-
-
-@on(*nets.TWO)
-def test_what_hooks_see_of_autograd_stays_as_it_is(store: Any) -> None:
-    model = mt.DistributedModel(Parts(), store)
-    seen: list[tuple[Any, float]] = []
-    mine = store.rank + 1.0
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: seen.append((grad, grad[0].item())))
-    for step in range(1, 5):
-        model.zero_grad(set_to_none=step % 2 == 0)
-        model(step * mine).backward()
-        assert [p.grad[0].item() for p in model.parameters()] == [1.5 * step] * 3
-    assert [one.tolist() for one, _ in seen] == [[value] * len(one) for one, value in seen]
-    assert [value for _, value in seen] == [step * mine for step in range(1, 5) for _ in range(3)]
 
 
 @on(nets.HERE)
