@@ -12,6 +12,7 @@ import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_modes import Mode
 
 from mpikv import optimizers
 from mpikv.codecs import registry
