@@ -1,48 +1,36 @@
-"""Stores on thread ranks of one host, with and without shared memory: however a call looks, the bits are equal."""
+"""Stores on thread ranks with and without shared memory: however a call looks, the bits are those of messages."""
 
 from __future__ import annotations
 
 import functools
 
-import ml_dtypes
 import numpy as np
 from on_workers import taken_of
 
 from mpikv.config import Config
 from mpikv.testing.stores import spawn_stores
 
-F32 = np.float32
-DTYPES = tuple(
-    np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
-)
-TIMEOUT_S = 20.0
-LARGE = 200_000  # float32: several chunks
-
-
-def run(workers, body, **changes):
-    return spawn_stores("dist_sync", workers, body, config=Config(**{"timeout_s": TIMEOUT_S, **changes}))
-
 
 def bits(value):
     """A result in a form that compares bit by bit."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, (list, tuple)):
-        return [bits(one) for one in value]
-    return value
+    return [bits(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def both_ways(workers, body, *, direct=True, **changes):
-    """What `body(store)` yields with shared memory must be what it yields with messages, added in rank order.
+def both_ways(workers, body, *, direct=True, hosts=None, **changes):
+    """What `body(store)` yields with shared memory must be what it yields with messages, on every worker.
 
     direct: whether calls must have gone the direct way, on every worker; None: it does not matter.
     """
+    config = Config(**{"timeout_s": 20.0, **changes})
 
     def counted(store):
         return [bits(one) for one in body(store) or ()], store.stats().get("direct_calls", 0)
 
-    messages = [result for result, _ in run(workers, counted, algorithm="naive", **changes)]
-    shared = run(workers, counted, **changes)
+    off = config.with_(shared_memory="off") if hosts else config.with_(algorithm="naive")  # they add in the same order
+    messages = [result for result, _ in spawn_stores("dist_sync", workers, counted, config=off, hosts=hosts)]
+    shared = spawn_stores("dist_sync", workers, counted, config=config, hosts=hosts)
     assert [result for result, _ in shared] == messages
     if direct is not None:
         assert [calls > 0 for _, calls in shared] == [direct] * workers, [calls for _, calls in shared]
@@ -53,7 +41,7 @@ def alike(workers, *, direct=True, **changes):
     return lambda body: taken_of(body, lambda worker, given: both_ways(workers, worker, direct=direct, **changes))
 
 
-def numbers(store, n, seed=0, dtype=F32):
+def numbers(store, n, seed=0, dtype=np.float32):
     """Values whose sum shows the order of adding."""
     return values_of(store.rank, n, seed, np.dtype(dtype)).copy()
 
@@ -65,20 +53,12 @@ def values_of(rank, n, seed, dtype):
     return (random.standard_normal(n) * powers).astype(dtype)
 
 
-def refused(call, *arguments, **named):
-    """The kind of error of a call, and its text."""
-    try:
-        call(*arguments, **named)
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
-
-
 CALLS = ("list", "singles", "turned", "push and pull", "async", "new arrays", "lists inside", "tuples", "out", "outs")
 
 
 def exchange(store, form, keys, values, outs):
-    """One step of all keys in one of many ways; afterwards the results are in `values`."""
+    """One step of all keys in one of many forms; afterwards the results are in `values`."""
+    copies = [value.copy() for value in values]
     if form == "list":
         store.pushpull(keys, values)
     elif form == "tuples":
@@ -92,23 +72,17 @@ def exchange(store, form, keys, values, outs):
         store.push(keys, values)
         store.pull(keys, values)
     elif form == "async":
-        requests = [store.pushpull_async(key, value) for key, value in zip(keys, values, strict=True)]
-        for request in requests:
+        for request in [store.pushpull_async(key, value) for key, value in zip(keys, values, strict=True)]:
             request.wait()
-    elif form == "new arrays":
-        copies = [value.copy() for value in values]
-        store.pushpull(list(keys), copies)
-        for value, copy in zip(values, copies, strict=True):
-            value[...] = copy
     elif form == "lists inside":
         store.pushpull(keys, [[value] for value in values])
-    elif form == "out":
-        store.pushpull(keys, values, outs)
-        for value, out in zip(values, outs, strict=True):
-            value[...] = out
     else:
-        others = [np.empty_like(out) for out in outs]
-        store.pushpull(keys, values, [[out, other] for out, other in zip(outs, others, strict=True)])
-        for value, out, other in zip(values, outs, others, strict=True):
-            assert out.tobytes() == other.tobytes()
+        if form == "new arrays":
+            store.pushpull(list(keys), outs := copies)
+        elif form == "out":
+            store.pushpull(keys, values, outs)
+        else:
+            store.pushpull(keys, values, [[out, copy] for out, copy in zip(outs, copies, strict=True)])
+            assert [out.tobytes() for out in outs] == [copy.tobytes() for copy in copies]
+        for value, out in zip(values, outs, strict=True):
             value[...] = out

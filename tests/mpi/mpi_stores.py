@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from on_workers import full, uniform
 
 from mpikv import Config, kv
 
+__all__ = ["full", "modes", "numbers", "on_workers", "uniform"]
 TIMEOUT_S = 30.0
 
 
@@ -37,12 +39,7 @@ def modes(comm: Any) -> list[tuple[str, int]]:
     return [(name, n) for name in ("dist_sync", "dist_async") for n in servers]
 
 
-def full(value: float, *shape: int, dtype: Any = np.float32) -> Any:
-    return np.full(shape, value, dtype)
-
-
-def uniform(array: Any) -> float:
-    """The one value of an array whose parts may have had different owners."""
-    values = np.unique(np.asarray(array, np.float64)).tolist()
-    assert len(values) == 1, values
-    return float(values[0])
+def numbers(rank: int, n: int, seed: int) -> Any:
+    """Values whose sum shows the order of adding."""
+    random = np.random.default_rng([rank, n, seed])
+    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(np.float32)

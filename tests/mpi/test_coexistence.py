@@ -214,13 +214,3 @@ def test_many_stores_one_after_another(comm, algorithm):
             store.init(keys, [full(turn, 2)] * len(keys))
             store.pushpull(59, value := full(1, 2))
             assert uniform(value) == comm.Get_size()
-
-
-@pytest.mark.mpi
-def test_local_stores_beside(comm):
-    local = kv.create("local")
-    with kv.create("dist_sync", comm=comm, config=SETTINGS) as store:
-        for one in (local, store):
-            one.init("w", full(0, 3))
-            one.push("w", full(1, 3))
-        assert (uniform(local.pull("w")), uniform(store.pull("w"))) == (1.0, comm.Get_size())

@@ -6,17 +6,12 @@ import os
 
 import numpy as np
 import pytest
-from mpi_stores import on_workers
+from mpi_stores import numbers, on_workers
 
 from mpikv import optimizers
 from mpikv.hostmemory import segment
 
 LARGE = 300_001
-
-
-def numbers(store, n, seed):
-    random = np.random.default_rng([store.rank, n, seed])
-    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(np.float32)
 
 
 def exchange(store):
@@ -26,21 +21,21 @@ def exchange(store):
     found = []
     for seed in range(4):
         for array in arrays:
-            array[:] = numbers(store, array.size, seed)
+            array[:] = numbers(store.rank, array.size, seed)
         store.pushpull(["large", "small"], arrays)
         found += [array.tobytes() for array in arrays]
         keys = ["large", "small"] if store.rank % 2 else ["small", "large"]
         for key in keys:  # in another order, and without waiting
-            store.push(key, numbers(store, LARGE if key == "large" else 3, 10 + seed))
+            store.push(key, numbers(store.rank, LARGE if key == "large" else 3, 10 + seed))
         found += [store.pull("large").tobytes(), store.pull("small").tobytes()]
         out = np.empty(LARGE, np.float32)
-        request = store.pushpull_async("late", numbers(store, LARGE, seed), out)
+        request = store.pushpull_async("late", numbers(store.rank, LARGE, seed), out)
         store.barrier()
         request.wait()
         found.append(out.tobytes())
     store.set_optimizer(optimizers.create("adam"))
     for seed in range(2):
-        value = numbers(store, LARGE, seed)
+        value = numbers(store.rank, LARGE, seed)
         store.pushpull("large", value)
         found.append(value.tobytes())
     return [hash(bits) for bits in found], store.stats().get("shared_bytes", 0) > 0

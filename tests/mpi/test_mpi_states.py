@@ -41,7 +41,7 @@ def test_goes_on_with_other_numbers(comm, name, tmp_path):
 
     def start(store, values):
         for key, shape in SHAPES.items():
-            store.init(key, full(2, *shape) if values is None else values[key])
+            store.init(key, full(2, shape) if values is None else values[key])
         store.set_optimizer(MAKERS[name]())
 
     def whole(store):

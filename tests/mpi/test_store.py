@@ -1,203 +1,76 @@
-"""The distributed stores between processes: each kind, against plain arithmetic and the local store."""
+"""The distributed stores between processes: each kind goes through the checks that all modes go through."""
 
 from __future__ import annotations
 
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
-from mpi_stores import full, modes, on_workers, uniform
+from mpi_stores import full, modes, numbers, on_workers, uniform
+from store_checks import every_check
+from store_modes import BOUND, Mode
 
-from mpikv import Config, ConfigError, KeyNotInitialized, ShapeMismatch, kv, optimizers
-from mpikv.testing.reference import ReferenceStore
-
-DTYPES = tuple(
-    np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
-)
-SHAPES = ((), (0,), (1,), (2, 3), (7, 11), (4099,))
-BOUND = 50
-GRID = [(f"{dtype}{shape}", dtype, shape) for dtype in DTYPES for shape in SHAPES]
-
-
-def value_of(dtype, shape, worker, round_, device):
-    n = int(np.prod(shape, dtype=int))
-    return ((np.arange(n) * 3 + worker + 2 * round_ + device) % 4).reshape(shape).astype(dtype)
+from mpikv import Config, ConfigError, RowSparse, kv, optimizers
+from mpikv.testing.paths import DTYPES, check_path
 
 
 @pytest.mark.mpi
-def test_grid(comm):
-    """Every dtype and shape in every kind of store, several devices, two rounds."""
-    for name, servers in modes(comm):
+def test_values(comm):
+    for i, (name, servers) in enumerate(modes(comm)):
+
+        def run(body, name=name, servers=servers):
+            return on_workers(comm, name, body, num_servers=servers, bigarray_bound_elems=BOUND, partition_bytes=1000)
+
         workers = comm.Get_size() - servers
-        reference = ReferenceStore(workers, synchronous=name == "dist_sync", update=lambda w, g: w + g)
-        for key, dtype, shape in GRID:
-            reference.init(key, np.ones(shape, dtype))
-            for round_ in range(2):
-                for worker in range(workers):
-                    reference.push(worker, key, [value_of(dtype, shape, worker, round_, d) for d in range(2)])
-
-        def body(store):
-            store.set_optimizer(optimizers.create("test"))
-            keys = [key for key, _, _ in GRID]
-            store.init(keys, [np.full(shape, store.rank == 0, dtype) for _, dtype, shape in GRID])
-            for round_ in range(2):
-                for key, dtype, shape in GRID:
-                    store.push(key, [value_of(dtype, shape, store.rank, round_, device) for device in range(2)])
-            store.barrier()
-            outs = [np.empty(shape, dtype) for _, dtype, shape in GRID]
-            store.pull(keys, outs)
-            return outs
-
-        for outs in on_workers(comm, name, body, num_servers=servers, bigarray_bound_elems=BOUND):
-            for (key, _, _), out in zip(GRID, outs, strict=True):
-                np.testing.assert_array_equal(out, reference.pull(0, key), err_msg=f"{name}, {servers} servers, {key}")
+        check_path(run, workers, dtypes=DTYPES[i % 4 :: 4], synchronous=name == "dist_sync")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_arithmetic_of_mxnets_tests(comm, dtype):
-    shapes, rate, rounds = ((2, 3), (1200, 1200), (1211, 1211)), 2, 2
-    for name, servers in modes(comm)[:: 2 if comm.Get_size() > 2 else 1]:
-        W = comm.Get_size() - servers
-
-        def body(store, settle=name == "dist_async"):
-            store.set_optimizer(optimizers.create("test", rescale_grad=rate))
-            store.init(list(range(3)), [np.ones(shape, dtype) for shape in shapes])
-            found = []
-            for _ in range(rounds):
-                for key, shape in enumerate(shapes):
-                    store.push(key, np.full(shape, store.rank + 1, dtype))
-                if settle:
-                    store.barrier()
-                found.append([uniform(store.pull(key)) for key in range(3)])
-                if settle:
-                    store.barrier()
-            return found
-
-        expected = [[1.0 + rate * W * (W + 1) // 2 * (i + 1)] * 3 for i in range(rounds)]
-        assert on_workers(comm, name, body, num_servers=servers) == [expected] * W
-
-
-@pytest.mark.mpi
-def test_same_bits(comm):
-    """Of all workers, of two runs, and of servers as of the naive algorithm with the same number of workers."""
-    size = comm.Get_size()
-
-    def bits(group, servers, algorithm):
-        def body(store):
-            numbers = np.random.default_rng([3, store.rank])
-            store.init(["w", "b"], [full(0.5, 1001), full(0.5, 3)])
-            store.set_optimizer(optimizers.create("adam", learning_rate=0.01))
-            found = []
-            for _ in range(3):
-                time.sleep(0.001 * ((store.rank * 7) % 3))
-                store.push("w", numbers.standard_normal(1001).astype(np.float32))
-                store.push("b", numbers.standard_normal(3).astype(np.float32))
-                found.append(store.pull("w").tobytes() + store.pull("b").tobytes())
-            return found
-
-        options = {"num_servers": servers, "algorithm": algorithm, "bigarray_bound_elems": BOUND}
-        results = on_workers(group, "dist_sync", body, **options)
-        assert all(result == results[0] for result in results)
-        return results[0]
-
-    for algorithm in ("naive", "ring", "halving_doubling"):
-        assert bits(comm, 0, algorithm) == bits(comm, 0, algorithm)
-    for servers in range(1, size):
-        workers = comm.Split(0 if comm.Get_rank() < size - servers else 1)
-        alone = bits(workers, 0, "naive") if comm.Get_rank() < size - servers else None
-        workers.Free()
-        together = bits(comm, servers, "auto")
-        assert alone in (None, together)
-
-
-@pytest.mark.mpi
-def test_orders_and_rounds_ahead(comm):
-    keys = list("abcde")
-
-    for name, servers in modes(comm):
-
-        def body(store):
-            order = [str(key) for key in np.random.default_rng(store.rank).permutation(keys)]
-            store.set_optimizer(optimizers.create("test"))
-            for key in order:
-                store.init(key, full(0, 3000))
-            for round_ in range(4):
-                for key in order[::-1]:
-                    store.push_async(key, full(round_, 3000), priority=round_)
-                time.sleep(0.002 * store.rank)
-            store.wait_all()
-            store.barrier()
-            requests = {key: store.pull_async(key) for key in order}
-            return [uniform(requests[key].wait()) for key in keys]
-
-        W = comm.Get_size() - servers
-        assert on_workers(comm, name, body, num_servers=servers, bigarray_bound_elems=BOUND) == [[6.0 * W] * 5] * W
-
-
-@pytest.mark.mpi
-def test_requests_under_way(comm):
-    for name, servers in modes(comm):
-        if name == "dist_async":
-            continue
-
-        def body(store):
-            store.set_optimizer(optimizers.create("test"))
-            store.init("w", full(0, 20_000))
-            time.sleep(0.01 * store.rank)
-            requests = [(store.push("w", full(1, 20_000)), store.pull_async("w"))[1] for _ in range(5)]
-            return [uniform(request.wait()) for request in requests]
-
-        W = comm.Get_size() - servers
-        expected = [float(W * (i + 1)) for i in range(5)]
-        assert on_workers(comm, name, body, num_servers=servers) == [expected] * W
-
-
-@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # of np.matrix
 @pytest.mark.parametrize("progress", ["thread", "calls"])
-def test_progress_and_learning_rate(comm, progress):
+def test_every_check(comm, progress):
     for name, servers in modes(comm):
-
-        def body(store):
-            store.init("w", full(0, 500))
-            optimizer = optimizers.create("sgd", learning_rate=1.0)
-            store.set_optimizer(optimizer)
-            for rate in (1.0, 2.0, 4.0):
-                optimizer.learning_rate = rate
-                value = full(1, 500)
-                store.pushpull("w", value)
-                store.barrier()
-            return uniform(store.pull("w"))
-
-        W = comm.Get_size() - servers
-        options = {"num_servers": servers, "progress": progress, "bigarray_bound_elems": BOUND}
-        assert on_workers(comm, name, body, **options) == [-7.0 * W] * W
+        mode = Mode(name, comm.Get_size() - servers, servers)
+        options = {"num_servers": servers, "bigarray_bound_elems": BOUND, "progress": progress}
+        on_workers(comm, name, lambda store, mode=mode: every_check(store, mode), **options)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
-def test_optimizers_against_the_local_store(comm, name):
-    def gradient(worker, round_):
-        return ((np.arange(240) * 5 + 3 * worker + round_) % 7 - 3).astype(np.float32).reshape(24, 10)
+def test_optimizers_give_the_same_bits_everywhere(comm, name):
+    """On all workers, with any number of servers, with the naive algorithm; and those of the local store, of sums."""
+    size = comm.Get_size()
+    options = {"learning_rate": 0.1, **({"momentum": 0.9} if name == "sgd" else {})}
 
-    for servers in range(comm.Get_size()):
-        W = comm.Get_size() - servers
-        local = kv.create("local")
-        local.init("w", full(2, 24, 10))
-        local.set_optimizer(optimizers.create(name, learning_rate=0.1))
-        for round_ in range(3):
-            local.push("w", sum(gradient(worker, round_) for worker in range(W)))
-
+    def bits(group, servers, algorithm="auto"):
         def body(store):
-            store.init("w", full(2, 24, 10))
-            store.set_optimizer(optimizers.create(name, learning_rate=0.1))
-            for round_ in range(3):
-                store.push("w", gradient(store.rank, round_))
-            return store.pull("w").tobytes()
+            store.init(["w", "b"], [full(0.5, 1001), full(0.5, 3)])
+            store.set_optimizer(optimizer := optimizers.create(name, **options))
+            for step in range(3):
+                optimizer.learning_rate = 0.1 * (step + 1)
+                time.sleep(0.001 * ((store.rank * 7) % 3))
+                store.push(["w", "b"], [numbers(store.rank, 1001, step), numbers(store.rank, 3, step)])
+            return [one.tobytes() for one in store.pull(["w", "b"])]
 
-        options = {"num_servers": servers, "bigarray_bound_elems": BOUND}
-        assert on_workers(comm, "dist_sync", body, **options) == [local.pull("w").tobytes()] * W
+        results = on_workers(
+            group, "dist_sync", body, num_servers=servers, algorithm=algorithm, bigarray_bound_elems=BOUND
+        )
+        assert results == [results[0]] * len(results)
+        return results[0]
+
+    for servers in range(1, size):
+        is_worker = comm.Get_rank() < size - servers
+        workers = comm.Split(0 if is_worker else 1)
+        alone = bits(workers, 0, "naive") if is_worker else None
+        workers.Free()
+        assert alone in (None, bits(comm, servers))
+    local = kv.create("local")
+    local.init("w", full(0.5, 1001))
+    local.set_optimizer(optimizer := optimizers.create(name, **options))
+    for step in range(3):
+        optimizer.learning_rate = 0.1 * (step + 1)
+        local.push("w", [numbers(rank, 1001, step) for rank in range(size)])
+    assert bits(comm, 0, "naive")[0] == local.pull("w").tobytes()
 
 
 def own_rule(weight, grad, state):
@@ -226,34 +99,35 @@ def test_callables_reach_the_owners(comm):
             assert on_workers(comm, name, body, num_servers=servers) == [expected] * W
 
 
-@pytest.mark.mpi(min_size=2)
-def test_mistakes_reach_every_worker(comm):
+@pytest.mark.mpi
+def test_row_sparse_keys(comm):
+    """MXNet's arithmetic, beside a dense key."""
+    shape = (1211, 300)
+
+    def weight(workers, row, rounds):
+        return 1 + sum((r + 1) * 2 * rounds for r in range(workers) if r % 2 == row)
+
     for name, servers in modes(comm):
-        W = comm.Get_size() - servers
-        if W < 2:
-            continue
 
         def body(store):
-            store.set_optimizer(optimizers.create("test"))
-            with pytest.raises(ShapeMismatch) as caught:
-                store.init("bad", full(0, 3 + (store.rank == 1)))
-            text = str(caught.value)
-            with pytest.raises(ConfigError, match="worker 1 on"):
-                store.set_optimizer(optimizers.create("sgd", learning_rate=1.0 + (store.rank == 1)))
-            with pytest.raises(KeyNotInitialized, match="bad"):
-                store.pull("bad")
-            store.init("good", full(1, 3))
-            with pytest.raises(KeyError):
-                store.init("good", full(1, 3))
-            with pytest.raises(ShapeMismatch):
-                store.push("good", full(1, 4))
+            store.set_optimizer(optimizers.create("test", rescale_grad=2))
+            store.init(["rows", "dense"], [RowSparse.of(full(1, shape)), full(0, 5)])
+            found = []
+            for _ in range(3):
+                mine = RowSparse([store.rank % 2], full(store.rank + 1, (1, shape[1])), shape)
+                store.push(["rows", "dense"], [mine, full(1, 5)])
+                store.barrier()
+                rows = store.row_sparse_pull("rows", row_ids=[1210, 1, 0, 1])
+                found.append([np.unique(row).tolist() for row in rows.values])
+                store.barrier()
+            store.push("rows", full(1, shape))  # 1.4 MB, all rows
             store.barrier()
-            return text, uniform(store.pull("good"))
+            whole = store.pull("rows", ignore_sparse=False)
+            return found, np.unique(whole[2:]).tolist()
 
-        results = on_workers(comm, name, body, num_servers=servers)
-        assert results == [results[0]] * W
-        for part in ("'bad'", "worker 0 on ", "worker 1 on ", "(3,)", "(4,)"):
-            assert part in results[0][0]
+        workers = comm.Get_size() - servers
+        rounds = [[[weight(workers, p, i)] for p in (0, 1)] + [[1]] for i in (1, 2, 3)]
+        assert on_workers(comm, name, body, num_servers=servers) == [(rounds, [1 + 2 * workers])] * workers
 
 
 @pytest.mark.mpi
@@ -297,46 +171,6 @@ def test_the_default_is_the_world(comm):
 
 
 @pytest.mark.mpi
-def test_partitions(comm):
-    """Large values in partitions, in place, from lists, pushed ahead of the others; small ones beside them."""
-    partition_elems = (1 << 18) // 4
-    sizes = (5, partition_elems, partition_elems + 1, 3 * partition_elems + 77, 0)
-
-    def value(n, worker, round_):
-        return ((np.arange(n) * 3 + worker + 2 * round_) % 4).astype(np.float32)
-
-    for name, servers in modes(comm):
-        workers = comm.Get_size() - servers
-
-        def body(store):
-            keys = [str(n) for n in sizes]
-            store.init(keys, [np.zeros(n, np.float32) for n in sizes])
-            store.set_optimizer(optimizers.create("test"))
-            for round_ in range(5):
-                arrays = [value(n, store.rank, round_) for n in sizes]
-                if round_ < 2:
-                    store.push(keys, arrays, priority=round_)
-                    for array in arrays:
-                        array.fill(-1)
-                elif round_ == 2 or store.rank == 0:
-                    store.pushpull(keys, arrays)
-                else:
-                    requests = [
-                        store.pushpull_async(key, array, np.empty_like(array), priority=-i)
-                        for i, (key, array) in enumerate(zip(keys, arrays, strict=True))
-                    ]
-                    for request in reversed(requests):
-                        request.wait()
-            store.barrier()
-            return store.pull(keys)
-
-        expected = [sum(value(n, worker, round_) for worker in range(workers) for round_ in range(5)) for n in sizes]
-        for outs in on_workers(comm, name, body, num_servers=servers, partition_bytes=4 * partition_elems):
-            for out, right in zip(outs, expected, strict=True):
-                np.testing.assert_array_equal(out, right, err_msg=f"{name}, {servers} servers")
-
-
-@pytest.mark.mpi
 def test_a_value_that_is_to_be_cut_into_tens_of_thousands_of_pieces(comm):
     """By messages, which MPI may have to look through by the thousand: seconds, and not minutes."""
     n = 180_000
@@ -346,12 +180,11 @@ def test_a_value_that_is_to_be_cut_into_tens_of_thousands_of_pieces(comm):
         def body(store):
             store.init("w", np.zeros(n, np.float32))
             store.set_optimizer(optimizers.create("test"))
-            value = np.full(n, store.rank + 1, np.float32)
-            store.push("w", value)
-            store.push("w", value)
+            for _ in range(2):
+                store.push("w", full(store.rank + 1, n))
             store.barrier()
-            return store.pull("w")
+            return uniform(store.pull("w"))
 
         changes = {"partition_bytes": 16, "shared_memory": "off"}
-        for out in on_workers(comm, "dist_async", body, num_servers=servers, **changes):
-            np.testing.assert_array_equal(out, workers * (workers + 1), err_msg=f"{servers} servers")
+        found = on_workers(comm, "dist_async", body, num_servers=servers, **changes)
+        assert found == [workers * (workers + 1)] * workers

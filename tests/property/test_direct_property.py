@@ -5,15 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from grids import examples
+from direct_stores import CALLS, both_ways, exchange, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpikv import optimizers
 from mpikv.collectives.shared_plans import Interval, Region, cut, range_of
-from mpikv.config import Config
 from mpikv.hostmemory.segment import aligned
-from mpikv.testing.reference import add
-from mpikv.testing.stores import spawn_stores
 
 DTYPES = ("float16", "float32", "float64", "int8", "int32")
 
@@ -87,71 +85,49 @@ def test_parts_cover_everything_in_whole_cache_lines(size, n_elems, itemsize):
 
 # --- a store under any series of calls
 
-KEYS = {"a": 3, "b": 100, "c": 5000, "d": 1}
+KEYS = {"a": (3,), "b": (10, 10), "c": (5000,), "d": (), "e": (2, 0), "f": (90_000,)}
+OPTIMIZERS = {"": {}, "sgd": {"learning_rate": 0.1, "momentum": 0.9}, "lamb": {}}
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=6, unique=True),  # the keys of a step
+        st.booleans(),  # whether all workers make the same call, with the same kind of arrays
+        st.lists(st.sampled_from(CALLS), min_size=4, max_size=4),  # the call of each worker, and its arrays
+        st.lists(st.sampled_from(["own", "shared", "every other shared", "new"]), min_size=4, max_size=4),
+    ),
+    min_size=1,
+    max_size=6,
+)
 
 
-@st.composite
-def programs(draw):
-    """Workers, dtype, and rounds: in each the keys in groups, and for each worker how it makes the calls."""
-    workers = draw(st.integers(2, 3))
-    rounds = []
-    for _ in range(draw(st.integers(1, 6))):
-        chosen = draw(st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=4, unique=True))
-        same = draw(st.booleans())
-        how = draw(st.sampled_from(["list", "singles", "async", "push"]))
-        hows = [how if same else draw(st.sampled_from(["list", "turned", "async", "push"])) for _ in range(workers)]
-        arrays = [draw(st.sampled_from(["own", "shared", "new", "out"])) for _ in range(workers)]
-        rounds.append((chosen, hows, arrays if draw(st.booleans()) else arrays[:1] * workers))
-    return workers, draw(st.sampled_from(DTYPES)), rounds
-
-
-def value_of(worker, round_, key, dtype):
-    random = np.random.default_rng([worker, round_, ord(key)])
-    return (random.standard_normal(KEYS[key]) * 30).astype(dtype)
-
-
-@settings(max_examples=examples(60))
-@given(programs())
-def test_any_series_of_calls(program):
-    workers, dtype, rounds = program
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["aa", "aaa", "aab", "abab"]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([*OPTIMIZERS]),
+    st.sampled_from(["thread", "calls"]),
+    STEPS,
+)
+def test_any_series_of_calls(hosts, dtype, optimizer, progress, steps):
+    """The bits of messages, also where some workers make other calls than others."""
+    dtype = "float32" if optimizer else dtype
 
     def body(store):
         keys = sorted(KEYS)
-        store.init(keys, [np.zeros(KEYS[key], dtype) for key in keys])
-        own = {key: np.zeros(KEYS[key], dtype) for key in keys}
-        outs = {key: np.zeros(KEYS[key], dtype) for key in keys}
-        shared = dict(zip(keys, store.zeros([(KEYS[key],) for key in keys], dtype), strict=True))
-        found = []
-        for round_, (chosen, hows, arrays) in enumerate(rounds):
-            how, kind = hows[store.rank], arrays[store.rank]
-            order = chosen[::-1] if how == "turned" else chosen
-            held = {"own": own, "shared": shared, "new": {key: np.empty(KEYS[key], dtype) for key in order}, "out": own}
-            values = [held[kind][key] for key in order]
-            for key, value in zip(order, values, strict=True):
-                value[:] = value_of(store.rank, round_, key, dtype)
-            targets = [outs[key] for key in order] if kind == "out" else values
-            if how in ("list", "turned"):
-                store.pushpull(order, values, targets)
-            elif how == "singles":
-                for key, value, target in zip(order, values, targets, strict=True):
-                    store.pushpull(key, value, target)
-            elif how == "async":
-                requests = [store.pushpull_async(*one) for one in zip(order, values, targets, strict=True)]
-                for request in requests:
-                    request.wait()
-            else:
-                store.push(order, values)
-                store.pull(order, targets)
-            step = {key: target.tobytes() for key, target in zip(order, targets, strict=True)}
-            found.append([step[key] for key in sorted(chosen)])
-            found.append([store.pull(key).tobytes() for key in keys])
-        return found
+        store.init(keys, [np.full(KEYS[key], 0.5).astype(dtype) for key in keys])
+        if optimizer:
+            store.set_optimizer(optimizers.create(optimizer, **OPTIMIZERS[optimizer]))
+        own, outs = ({key: np.zeros(KEYS[key], dtype) for key in keys} for _ in range(2))
+        shared = dict(zip(keys, store.zeros([KEYS[key] for key in keys], dtype), strict=True))
+        arrays = {"own": own, "shared": shared, "every other shared": {**own, **dict([*shared.items()][::2])}}
+        for i, (chosen, alike, calls, kinds) in enumerate(steps):
+            rank = 0 if alike else store.rank
+            held = arrays.get(kinds[rank]) or {key: np.zeros(KEYS[key], dtype) for key in keys}
+            for j, key in enumerate(chosen):
+                held[key][...] = (numbers(store, held[key].size, 10 * i + j) % 100).reshape(KEYS[key]).astype(dtype)
+            values = [held[key] for key in chosen]
+            # Only one whole call meets another one whole: who makes single calls has the others do so, too.
+            call = calls[rank] if alike or calls[rank] != "singles" else "async"
+            exchange(store, call, chosen, values, [outs[key] for key in chosen])
+            yield [values, store.pull(keys)]
 
-    values = {key: np.zeros(KEYS[key], dtype) for key in KEYS}
-    expected = []
-    for round_, (chosen, _, _) in enumerate(rounds):
-        for key in chosen:
-            values[key] = add([value_of(worker, round_, key, dtype) for worker in range(workers)])
-        expected.append([values[key].tobytes() for key in sorted(chosen)])
-        expected.append([values[key].tobytes() for key in sorted(KEYS)])
-    assert spawn_stores("dist_sync", workers, body, config=Config(timeout_s=20.0)) == [expected] * workers
+    both_ways(len(hosts), body, direct=None, hosts=hosts if "b" in hosts else None, progress=progress)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from on_workers import full, on, uniform
-from store_modes import ADDING, FEW_ASYNC, FEW_ON_DEVICE, HYBRID, Mode
+from store_modes import ADDING, FEW_ASYNC, FEW_ON_DEVICE, HYBRID, TWO_HOSTS, Mode
 
 from mpikv import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError, optimizers
 from mpikv.arrays.as_numpy import host_view
@@ -23,7 +23,7 @@ SYNC = (
         Mode("dist_sync", 3, 2),
         Mode("dist_sync", 3, 2, memory="off"),
     ),
-    *(HYBRID[0], ADDING[0], FEW_ON_DEVICE[0]),
+    *(TWO_HOSTS, HYBRID[0], ADDING[0], FEW_ON_DEVICE[0]),
 )
 LIMIT_S = 0.5
 

@@ -1,83 +1,53 @@
-"""Blocking `pushpull` through shared memory in every form of the call: the bits are those of messages.
+"""Calls through the memory of a host: what they cost, where values are, what goes wrong; arrays of `store.zeros`.
 
-Each body runs twice, with shared memory and without, and must give the same; the run with it must also have gone the
-direct way where the test says so.
+tests/property/test_direct_property.py has the bits, of any series of calls.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from direct_stores import CALLS, F32, alike, bits, both_ways, exchange, numbers, refused
+from direct_stores import alike, bits, numbers
+from on_workers import counted, full, on, uniform
+from store_modes import DTYPES, FEW_ASYNC, LOCAL, Mode
 
-from mpikv import ShapeMismatch, UnsupportedError, optimizers
+from mpikv import MpikvError, ShapeMismatch, StallError, UnsupportedError, optimizers
+from mpikv.collectives import shared as sums
+from mpikv.hostmemory.common_calls import CommonCalls
+
+F32 = np.float32
+LARGE = 200_000  # float32: several chunks
+TWO = Mode("dist_sync", 2)
+EITHER = (TWO, Mode("dist_sync", 2, memory="off"))  # with and without shared memory
+
+
+def refused(call, *arguments):
+    """The kind of error of a call, and its text."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+# --- arguments
 
 
 @pytest.mark.parametrize("first", [0.0, -0.0, 1.0, np.nan])
 @alike(2, direct=False)
 def test_first_values_have_their_bits(store, first):
     """Zeros are not written to memory that begins as zeros."""
-    values = [np.full(5, value, F32) for value in (first, 2.0)]
+    values = [full(first, 5), full(2.0, 5)]
     store.init(["a", "b"], values)
     yield (found := store.pull(["a", "b"]))
     assert bits(found) == bits(values)
-
-
-SHAPES = {"a": (3,), "b": (5, 7), "c": (), "d": (2, 0), "e": (1000,), "f": (90_000,)}
-
-
-def mixed_forms(forms_of, optimizer=None):
-    """Every other key has an array of the store."""
-
-    def body(store):
-        keys = list(SHAPES)
-        store.init(keys, [np.full(shape, 0.5, F32) for shape in SHAPES.values()])
-        if optimizer is not None:
-            store.set_optimizer(optimizers.create(optimizer[0], **optimizer[1]))
-        values = store.zeros(list(SHAPES.values()))
-        outs = [np.zeros(shape, F32) for shape in SHAPES.values()]
-        values[::2] = [np.zeros_like(out) for out in outs[::2]]
-        for step, form in enumerate(forms_of(store)):
-            for i, value in enumerate(values):
-                value[...] = numbers(store, value.size, step * 10 + i).reshape(value.shape)
-            exchange(store, form, keys, values, outs)
-            yield [values, store.pull(keys)]
-
-    return body
-
-
-@pytest.mark.parametrize("form", CALLS)
-def test_every_form_on_all_workers(form):
-    direct = form not in ("push and pull", "async")
-    both_ways(2, mixed_forms(lambda store: [form] * 4), direct=direct)
-
-
-@pytest.mark.parametrize("other", [form for form in CALLS if form != "list"])
-def test_one_worker_makes_another_call_than_the_others(other):
-    """In some steps, so that calls that meet and calls that do not follow each other."""
-
-    def forms(store):
-        return ["list", other if store.rank == 1 else "list", "list", other if store.rank == 0 else "list"]
-
-    both_ways(2, mixed_forms(forms))
-
-
-@pytest.mark.parametrize("optimizer", [None, ("sgd", {"learning_rate": 0.1, "momentum": 0.9}), ("lamb", {})])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_forms_on_three_workers(seed, optimizer):
-    def forms(store):
-        common = np.random.default_rng(seed)
-        mine = np.random.default_rng([seed, store.rank])
-        for _ in range(8):
-            together, form = common.random() < 0.5, common.choice(CALLS)
-            yield str(form if together else mine.choice([one for one in CALLS if one != "singles"]))
-
-    # Without a progress thread other transfers move on in calls only, those that wait for the others among them.
-    progress = "calls" if seed == 2 else "thread"
-    both_ways(3, mixed_forms(forms, optimizer), direct=None, progress=progress)
-
-
-# --- arguments
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -97,8 +67,7 @@ def test_arrays_that_change_between_calls(store, shared):
         store.pushpull(["a", "b"], values)
         yield values
     for step in range(6):
-        value = np.full(6, step + store.rank, F32)  # likely at the address of the one before
-        store.pushpull("a", value)
+        store.pushpull("a", value := full(step + store.rank, 6))  # likely at the address of the one before
         yield value
         del value
     one, out = [make()], [make()]
@@ -112,47 +81,25 @@ def test_arrays_that_change_between_calls(store, shared):
         yield out[0]
 
 
-@alike(2, direct=False)
-def test_arguments_that_cannot_go_the_direct_way(store):
-    store.init("w", np.zeros((4, 6), F32))
+@pytest.mark.parametrize("odd", [None, 0, 1])
+@alike(2, direct=None)
+def test_arrays_that_cannot_go_the_direct_way(store, odd):
+    """On all workers, or on one."""
+    store.init(["v", "w"], [np.zeros((4, 6), F32)] * 2)
+    mine = odd in (None, store.rank)
     for _ in range(3):
         value = np.arange(24, dtype=F32).reshape(4, 6) + store.rank
         outs = [np.zeros((4, 6), np.float64), np.zeros((4, 6), np.int32), np.zeros((6, 4), F32).T]
         outs.append(np.zeros((8, 6), F32)[::2])
-        for out in outs:
-            store.pushpull("w", value, out)
-            yield out
-        store.pushpull("w", value, outs)
-        for strided in (np.asfortranarray(value), np.repeat(value, 2, 0)[::2]):
+        for out in outs if mine else [np.zeros((4, 6), F32) for _ in outs]:
+            store.pushpull(["v", "w"], [value, value], [np.zeros((4, 6), F32), out])
+            yield out.astype(F32)
+        for strided in (np.asfortranarray(value), np.repeat(value, 2, 0)[::2]) if mine else (value, value.copy()):
             store.pushpull("w", strided)
-            yield strided
-        store.pushpull("w", [value, value], outs[0])
-        yield outs[0]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@alike(2)
-def test_one_worker_cannot_go_the_direct_way(store, rank):
-    store.init(["v", "w"], [np.zeros((4, 6), F32)] * 2)
-    values = [np.zeros((4, 6), F32) for _ in range(2)]
-    outs = [np.zeros((4, 6), np.float64 if store.rank == rank else F32) for _ in range(2)]
-    for step in range(3):
-        for i, value in enumerate(values):
-            value[...] = numbers(store, 24, step * 2 + i).reshape(4, 6)
-        store.pushpull(["v", "w"], values, outs)
-        yield outs
-        store.pushpull("v", values[0])
-        yield values[0]
-
-
-@alike(2, direct=None)
-def test_other_places_in_shared_memory_on_each_worker(store):
-    mine, other = store.zeros([(50,), (50,)])[:: 1 if store.rank else -1]
-    store.init("w", np.zeros(50, F32))
-    for step in range(3):
-        mine[:], other[:] = numbers(store, 50, step), 7
-        store.pushpull("w", mine)
-        yield mine, other
+            yield np.array(strided)
+        store.pushpull("w", [value, value] if mine else value, out := np.zeros((4, 6), F32))
+        yield out
+        store.pushpull("v", value)
 
 
 @alike(2)
@@ -164,21 +111,12 @@ def test_wrong_arguments_are_refused_after_the_right_ones_were_prepared(store):
         store.pushpull(1, xs[0])
         store.pushpull([1], [xs[0]], [xs[1]])
     sent = store.stats()["messages_sent"]
-    bad = [refused(store.pushpull, [key, 2], xs)[0] for key in (True, 1.0, None, "1", [1], np.zeros(2))]
-    bad += [refused(store.pushpull, key, xs[0])[0] for key in (True, 1.0, "1", None, [1])]
-    assert bad[:6] == [TypeError] * 6
-    for call in (
-        ([1], xs),
-        ([1, 2], xs, xs[:1]),
-        ([1, 2], xs[:1]),
-        ([2, 1, 2], xs),
-        (1, 3.0),
-        (1, xs[0], np.ones(6, F32)),
-    ):
-        bad.append(refused(store.pushpull, *call)[0])
-    for value in (np.ones((3, 2), F32), np.ones((2, 3), np.float64)):
-        bad.append(refused(store.pushpull, 1, value)[0])
-    assert None not in bad
+    wrong = [([key, 2], xs) for key in (True, 1.0, None, "1", [1], np.zeros(2))]
+    assert [refused(store.pushpull, *one)[0] for one in wrong] == [TypeError] * 6
+    wrong = [(key, xs[0]) for key in (True, 1.0, "1", None, [1])]
+    wrong += [([1], xs), ([1, 2], xs, xs[:1]), ([1, 2], xs[:1]), ([2, 1, 2], xs), (1, 3.0), (1, xs[0], np.ones(6, F32))]
+    wrong += [(1, np.ones((3, 2), F32)), (1, np.ones((2, 3), np.float64))]
+    assert None not in [refused(store.pushpull, *one)[0] for one in wrong]
     xs[0].shape = (3, 2)
     assert refused(store.pushpull, 1, xs[0])[0] is ShapeMismatch
     xs[0].shape = (2, 3)
@@ -191,17 +129,14 @@ def test_wrong_arguments_are_refused_after_the_right_ones_were_prepared(store):
     yield xs
 
 
-# --- arrays that overlap
-
-
 @pytest.mark.parametrize("optimizer", [False, True])
 @alike(3)
 def test_what_lies_between_the_arrays_is_not_touched(store, optimizer):
-    """Views of one shared array, with less than a cache line between them, and in the rest of it."""
+    """Views of one shared array, with less than a cache line between them, elsewhere in it on another worker."""
     flat = store.zeros(100)
     parts = [flat[:10], flat[12:20], flat[25:26], flat[26:30], flat[32:48], flat[70:]]
     keys = list("abcdef")
-    store.init(keys, [np.zeros_like(part) for part in parts])
+    store.init([*keys, "moved"], [*(np.zeros_like(part) for part in parts), np.zeros(20, F32)])
     if optimizer:
         store.set_optimizer(optimizers.create("test"))
     for step in range(3):
@@ -209,3 +144,368 @@ def test_what_lies_between_the_arrays_is_not_touched(store, optimizer):
         every = 1 if step else 2
         store.pushpull(keys[::every], parts[::every])
         yield flat
+        store.pushpull("moved", flat[store.rank : store.rank + 20])
+        yield flat
+
+
+# --- what they cost
+
+NAMES = ("messages_sent", "direct_calls", "bytes_copied", "bytes_added")
+
+
+@pytest.mark.usefixtures("patient")
+@on(TWO, Mode("dist_sync", 4))
+def test_the_steady_state_sends_nothing(store, W):
+    """n(p-1)/p bytes copied in and added and n copied out; in place n(p-1)/p of both; see collectives/shared."""
+    n = 1 << 17
+    n_bytes, part = 4 * n, 4 * n * (W - 1) // W
+    own, shared, tiny = np.zeros(n, F32), store.zeros(n), np.zeros(100, F32)
+    store.init(["own", "shared", "tiny"], [own, own, tiny])
+    for key, array, copied, added in (
+        ("own", own, part + n_bytes, part),
+        ("shared", shared, part, part),
+        ("tiny", tiny, 800, 400 * (W - 1)),  # each for itself: in, to the result, and all others' values added
+    ):
+        for _ in range(3):
+            store.pushpull(key, array)
+        found = counted(store, lambda: [store.pushpull(key, array) for _ in range(5)], *NAMES)  # noqa: B023 - at once
+        assert found == [0, 5, 5 * copied, 5 * added], key
+    store.set_optimizer(optimizer := optimizers.create("sgd", learning_rate=0.1))
+
+    def steps(n):
+        for step in range(n):
+            optimizer.learning_rate = 0.1 * step
+            store.pushpull(["own", "shared"], [own, shared])
+
+    steps(3)
+    assert counted(store, lambda: steps(5), *NAMES[:2]) == [0, 5]
+
+
+@on(*EITHER)
+def test_a_call_that_did_not_meet_is_counted_and_sends(store, mode):
+    value = np.ones(10, F32)
+    store.init("w", value)
+
+    def call():
+        if store.rank == 0:
+            store.push("w", value)
+            store.pull("w")
+        else:
+            store.pushpull("w", value)
+
+    met = counted(store, call, "direct_calls", "declined_calls", "messages_sent")
+    assert met[:2] == [0, store.rank if mode.memory == "auto" else 0]
+    assert met[2] > 0 or mode.memory == "auto"
+    assert ("direct_calls" in store.stats()) == (mode.memory == "auto")
+
+
+@on(Mode("dist_sync", 4, hosts="aabb"))
+def test_what_hosts_hold(store):
+    """Two values of a rank at most, of which others read one; the result once for the host."""
+    value = np.ones(LARGE, F32)
+    store.init("w", value)
+    assert store.stats()["held_bytes"] == 0
+    for array in (value, store.zeros(LARGE)):
+        store.pushpull("w", array)
+        assert store.stats()["held_bytes"] == 4 * LARGE
+    assert store.stats()["shared_bytes"] == 4 * LARGE
+
+
+def test_memory_that_is_too_small(monkeypatch):
+    """What has no place in it goes by messages, and `empty` gives ordinary arrays; the rest is as before."""
+    monkeypatch.setattr("mpikv.hostmemory.segment.memory_size_bytes", lambda: 1 << 18)
+
+    def body(store):
+        store.init(keys := ["small", "large", "last"], [np.zeros(n, F32) for n in (10, LARGE, 20)])
+        arrays, found = [store.zeros(10), store.zeros(LARGE), store.zeros(20)], []
+        for seed in range(2):
+            for array in arrays:
+                array[:] = numbers(store, array.size, seed)
+            store.pushpull(keys, arrays)
+            found += [bits(array) for array in arrays]
+        return found, store.stats().get("shared_bytes", 0)
+
+    by_messages = Mode("dist_sync", 4, memory="off", hosts="aabb").run(body)
+    results = Mode("dist_sync", 4, hosts="aabb").run(body)
+    assert [found for found, _ in results] == [by_messages[0][0]] * 4
+    assert {held for _, held in results} == {30 * 4}
+
+
+# --- updates, and where the value is
+
+
+@alike(2, timeout_s=3.0)
+def test_an_attribute_that_cannot_be_sent(store, patient):
+    """It raises before anything is pushed; the worker can go on, and nobody has waited for it in vain."""
+    store.init(["v", "w"], [np.zeros(10, F32)] * 2)
+    store.set_optimizer(optimizer := optimizers.create("sgd", learning_rate=1.0))
+    value = np.empty(10, F32)
+    for step in range(5):
+        value[:] = 1
+        if step == 2 and store.rank == 1:
+            optimizer.lr_mult["w"] = F32(1)  # JSON has no such number
+            assert refused(store.pushpull, "w", value)[0] is TypeError
+            del optimizer.lr_mult["w"]
+            store.push("w", value)
+            store.pull("w", value)
+        else:
+            store.pushpull("w", value)
+        assert uniform(value) == -2.0 * (step + 1)
+
+
+@on(TWO)
+def test_the_array_is_the_value_until_the_next_push(store, patient):
+    x = store.zeros(8)
+    store.init("w", x)
+    x[:] = store.rank + 1
+    for _ in range(2):
+        store.pushpull("w", x)
+    assert uniform(store.pull("w")) == 6
+    x += 1
+    assert uniform(store.pull("w")) == 7
+    store.pushpull("w", full(1, 8))
+    x += 1
+    assert uniform(store.pull("w")) == 2
+    alive = [numbers(store, 8, step) for step in range(6)]
+    for value in alive:  # new ones in every step are given back
+        store.pushpull("w", value)
+    references = [weakref.ref(one) for one in alive]
+    del alive, value
+    gc.collect()
+    assert [one() for one in references] == [None] * 6
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@alike(2)
+def test_an_array_that_is_let_go(store, times):
+    """`pull` gives the last sum also when the array is the program's no more, and when all others are pushed anew."""
+    x, keep = store.zeros(2000), store.zeros(2000)
+    store.init(["v", "w"], [np.zeros(2000, F32)] * 2)
+    for step in range(times):
+        x[:] = numbers(store, 2000, step)
+        store.pushpull("w", x)
+    del x
+    gc.collect()
+    yield store.pull("w")
+    for step in range(6):
+        value = keep if step < 3 else np.empty(2000, F32)
+        value[:] = numbers(store, 2000, 100 + step)
+        store.pushpull("v" if step < 3 else "w", value)
+        yield store.pull("w")
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@alike(2)
+def test_pulls_and_pushes_under_way_between_direct_calls(store, optimizer):
+    """A call has to wait for the pushes of its key, since it is a later round; one of another key has not."""
+    store.init(["v", "w"], [np.zeros(300, F32), np.zeros(LARGE, F32)])
+    if optimizer:
+        store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
+    value, other = np.zeros(LARGE, F32), store.zeros(300)
+    for step in range(6):
+        value[:] = numbers(store, LARGE, step)
+        pulls = []
+        for i in range(0 if step % 3 else 3):
+            store.push_async("w", numbers(store, LARGE, 10 * step + i))
+            pulls.append(store.pull_async("w"))
+            other[:] = i
+            store.pushpull("v", other)
+        store.pushpull("w", value)  # known from its second coming on
+        yield [pull.wait() for pull in pulls]
+        yield value
+        store.pull("v", outs := [np.zeros(300, np.float64), np.zeros(600, F32)[::2]])
+        yield [np.array(out) for out in outs], store.pull_async(["w", "v"]).wait()
+        store.pull("v", other)  # the array that is its value
+
+
+def test_a_store_does_not_see_the_other_ones_memory():
+    """Two stores with the same keys, one inside the other's body."""
+    together, firsts = threading.Barrier(2), [None, None]
+
+    def inner(second):
+        first = firsts[second.rank]
+        x, y = first.zeros(50), second.zeros(50)
+        for store in (first, second):
+            store.init("w", x)
+        for step in range(5):
+            x[:], y[:] = 1 + step, 10 * first.rank
+            first.pushpull("w", x)
+            second.pushpull("w", y)
+            second.pushpull("w", x)  # in the other one's memory: an ordinary array here
+            first.pushpull("w", foreign := full(1, 50))
+            assert [uniform(one) for one in (x, y, foreign)] == [4 * (1 + step), 10, 2]
+
+    def outer(first):
+        firsts[first.rank] = first
+        if together.wait(20) == 0:
+            TWO.run(inner)
+        together.wait(20)
+
+    TWO.run(outer)
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@on(TWO, timeout_s=1.0)
+def test_an_optimizer_that_raises(store, owner, patient):
+    """It raises at the owner; the others do not get a wrong sum, then or later; every later call says what ended it."""
+
+    def failing(weight, grad, state):
+        state = 1 if state is None else state + 1
+        if state == 3:
+            raise ZeroDivisionError("in the user's optimizer")
+        weight += grad
+        return state
+
+    for key in ("other", "w") if owner else ("w", "other"):  # a function's key has one owner, by its number
+        store.init(key, np.zeros(LARGE, F32))
+    store.set_optimizer(failing)
+    for expected in (2, 4):
+        store.pushpull("w", value := np.ones(LARGE, F32))
+        assert uniform(value) == expected
+    first, second = (refused(store.pushpull, "w", np.ones(LARGE, F32)) for _ in range(2))
+    assert first[0] is (ZeroDivisionError if store.rank == owner else StallError)
+    assert second[0] is MpikvError
+    text = f"pushpull: an earlier call ended half-way on this worker ({first[0].__name__}: {first[1]})"
+    assert second[1].startswith(text)
+    with contextlib.suppress(Exception):
+        store.close()
+
+
+@pytest.mark.parametrize("where", ["adding", "deciding"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, where, victim):
+    """Ctrl-C in the middle of a call, which the program survives: later calls raise, or are right."""
+    if where == "adding":
+        request.getfixturevalue("patient")  # else nobody may come to it
+    owner, name = (sums, "add_all") if where == "adding" else (CommonCalls, "_await")
+    original, hit = getattr(owner, name), threading.Event()
+
+    def interrupted(*arguments):
+        if threading.current_thread().name == f"rank {victim}" and armed.is_set() and not hit.is_set():
+            hit.set()
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    armed = threading.Event()
+    monkeypatch.setattr(owner, name, interrupted)
+
+    def body(store):
+        found = {}
+        store.init("w", np.zeros(LARGE, F32))
+        for step in range(6):
+            if step == 2 and store.rank == victim:
+                armed.set()
+            elif step == 2 and where == "deciding":
+                time.sleep(0.1)  # so that the other one waits for it
+            try:
+                store.pushpull("w", value := numbers(store, LARGE, step))
+                found[step] = value.tobytes()
+            except KeyboardInterrupt:
+                assert store.rank == victim
+            except MpikvError:
+                if store.rank != victim:
+                    break  # it has waited its time
+        with contextlib.suppress(Exception):
+            store.close()
+        return found
+
+    expected = Mode("dist_sync", 2, 0, "naive").run(body)[0]
+    for result in TWO.run(body, timeout_s=0.8):
+        assert result.items() <= expected.items()  # no wrong sum
+    assert hit.is_set()
+
+
+# --- `store.empty` and `store.zeros`
+
+
+@on(*EITHER)
+def test_wrong_arguments_of_empty(store):
+    for shape in (3.0, "3", None, True, {}, [(2, 3), 4], [(2, 3), (1.5,)], (2, None), object()):
+        assert refused(store.empty, shape)[0] is TypeError
+    for shape in (-1, (2, -1), [(1,), (3, -2)]):
+        assert refused(store.zeros, shape)[0] is ValueError
+    for dtype in ("complex64", object, ">f4", "nonsense", "U3"):
+        assert refused(store.zeros, 3, dtype)[0] is UnsupportedError
+    for shape in ((2**40, 2**40), (2**62,), (2**70,), 2**50, [(2**50,), (3,)]):  # more than there is
+        kind, text = refused(store.zeros, shape)
+        assert issubclass(kind, (MpikvError, ValueError, MemoryError))
+        assert text
+        store.barrier()
+    for first, second in (
+        *(([one], [other]) for one, other in (((3,), (4,)), ((2, 3), (3, 2)), ([(3,), (4,)], [(4,), (3,)]))),
+        ([3, "float32"], [3, "int32"]),
+    ):
+        kind, text = refused(store.empty, *second) if store.rank == 1 else refused(store.zeros, *first)
+        assert kind is ShapeMismatch, (kind, text)
+        assert "worker 0 on localhost" in text
+        assert "worker 1 on localhost" in text
+        store.barrier()
+    store.init("w", x := store.zeros(3))
+    x[:] = 1
+    store.pushpull("w", x)
+    assert x.tolist() == [2.0] * 3
+
+
+@on(*EITHER)
+def test_shapes_and_dtypes_of_empty(store):
+    for shape in (3, (3,), [3], [2, 3], (2, 3), (), 0, (0, 3), np.int64(4), (np.int32(2), 1)):
+        for make in (store.empty, store.zeros):
+            array = make(shape)
+            assert (array.dtype, array.shape) == (F32, np.zeros(shape).shape)
+            assert array.flags.c_contiguous
+            assert array.flags.writeable
+    for dtype in DTYPES:
+        assert store.zeros(5, dtype).dtype == store.zeros(5, str(dtype)).dtype == dtype
+    several = store.zeros([(2, 3), (0,), (), (7,)], dtype="int64")
+    assert type(several) is list
+    assert not any(array.any() for array in several)
+    assert [array.shape for array in several] == [(2, 3), (0,), (), (7,)]
+
+
+@on(Mode("dist_sync", 3))
+def test_arrays_of_one_list_lie_side_by_side_and_do_not_overlap(store):
+    shapes = [(3,), (5, 5), (), (1000,), (16,), (1,)]
+    lists = store.empty(shapes), store.empty(shapes, "int8")
+    for i, array in enumerate(lists[0] + lists[1]):
+        array[...] = i + 10 * store.rank
+    store.barrier()
+    assert [uniform(array) for array in lists[0] + lists[1]] == [i + 10 * store.rank for i in range(12)]
+    for arrays in lists:
+        for one, after in pairwise(arrays):
+            begin, end = (array.__array_interface__["data"][0] for array in (one, after))
+            assert 0 <= end - begin - one.nbytes < 64
+
+
+def test_memory_stays_valid_after_close():
+    def body(store):
+        arrays = store.zeros([(1000,), (7,)])
+        store.init(["a", "b"], arrays)
+        for array in arrays:
+            array[:] = store.rank + 1
+        for _ in range(2):
+            store.pushpull(["a", "b"], arrays)
+        store.close()
+        for call, *arguments in ((store.pushpull, ["a", "b"], arrays), (store.empty, 3), (store.zeros, 3)):
+            assert refused(call, *arguments)[0] is MpikvError
+        return arrays
+
+    results = TWO.run(body)
+    gc.collect()
+    for arrays in results:
+        assert [uniform(array) for array in arrays] == [6, 6]
+        arrays[0][:] = 5
+        assert arrays[0].sum() == 5000
+
+
+@on(*LOCAL, FEW_ASYNC[0])
+def test_empty_in_stores_that_share_nothing(store, W):
+    store.set_optimizer(optimizers.create("test"))
+    store.init(["a", "b"], arrays := store.zeros([(3,), (2, 2)]))
+    for array in arrays:
+        array[:] = 1
+    store.pushpull(["a", "b"], arrays)
+    store.barrier()
+    assert [uniform(one) for one in store.pull(["a", "b"])] == [W, W]
