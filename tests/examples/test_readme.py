@@ -56,7 +56,8 @@ ALLOWED = {
     "diff": {"part of"},
     "output": {"printed by"},
 }
-README_WORDS = 1300  # at most, outside of fenced blocks and comments; tables, headings and addresses of links count
+# Words at most, outside of fenced blocks and comments; tables and headings count. docs/: without ADRs and paths.
+README_WORDS, DOCS_WORDS = 1150, 30_000
 
 # Commands that are not executed here, by what they begin with, and why.
 NOT_RUN = {
@@ -359,10 +360,14 @@ print(json.dumps(said))
 """
 
 
-def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    prose = re.sub(r"<!--.*?-->", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.DOTALL)
-    assert 300 < len(prose.split()) <= README_WORDS
+def words(document: Path) -> int:
+    fenced = re.compile(r"^```.*?^```|<!--.*?-->", re.DOTALL | re.MULTILINE)
+    return len(re.findall(r"\S*\w\S*", fenced.sub("", document.read_text())))
+
+
+def test_the_documents_are_short() -> None:
+    assert 300 < words(ROOT / "README.md") <= README_WORDS
+    assert sum(map(words, (ROOT / "docs").glob("*.md"))) <= DOCS_WORDS
 
 
 def test_every_variable_stands_in_the_settings_with_its_default() -> None:

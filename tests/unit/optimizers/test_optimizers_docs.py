@@ -1,4 +1,4 @@
-"""What is declared of optimizers is what is seen of them. The tables of docs/optimizers.md are written by
+"""What is declared of optimizers is what is seen of them. The tables of docs/reference/optimizers.md are written by
 
 python tests/unit/optimizers/test_optimizers_docs.py
 """
@@ -21,7 +21,7 @@ from mpikv import optimizers
 from mpikv.optimizers import Adam, Array, Optimizer, Scalar, number
 from mpikv.optimizers.schedules import SCHEDULES, Scheduler
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "optimizers.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "optimizers.md"
 BEGIN, END = "<!-- from the declarations -->\n", "<!-- until here -->\n"
 
 
