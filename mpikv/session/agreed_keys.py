@@ -1,34 +1,44 @@
-"""Keys as the workers of a store agree on them: by name, in whatever order each of them initialises its own.
+"""What the workers of a store agree on: keys, the optimizers that update them, and what each push is made under.
 
-Every worker proposes its new keys. The first verdict on a key begins it here: its number, and what the strategy has
-reserved for it, are the same everywhere. An `init` may return before all workers have come to that key (agreement.py);
-if they turn out to disagree, the next use of the key raises the error.
+Every worker proposes its new keys, by name, in whatever order it initialises them. The first verdict on a key begins it
+here: its number, and what the strategy has reserved for it, are the same everywhere. An `init` may return before all
+workers have come to that key (agreement.py); if they turn out to disagree, the next use of the key raises the error.
+All workers bring equal optimizers to `set_optimizer`; an error names what differs. Afterwards each push carries a label
+(labels.py), which is compared in its round.
 
-Cost: two messages per worker and `init`, however many keys it has.
+Cost: two messages per worker and `init`, however many keys it has; two per worker and `set_optimizer`, and in the first
+step of a trainer; none for a push.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 from mpikv.arrays import compiled
 from mpikv.arrays.as_numpy import dtype_of
+from mpikv.codecs import compression
 from mpikv.codecs.compression import KeyCompression
 from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.worth import Worth, worth_of
 from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, MpikvError
+from mpikv.engine.operation import Steps
+from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.observe.stall import INIT, Waiting
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement import described
+from mpikv.placement.described import several
 from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import Labels, PushLabel
 from mpikv.placement.members import Members
-from mpikv.session.agreement import Disagreement, Item, Name
-from mpikv.session.base import NewKey
+from mpikv.session.agreement import ROUND, Decision, Disagreement, Item, Name
+from mpikv.session.base import NewKey, Updater
 from mpikv.session.collective import CollectiveSession
-from mpikv.session.proposals import Decision
 from mpikv.spaces.named import Spaces
 
 
@@ -77,13 +87,15 @@ def check_pull(call: str, key: Key, travels: KeyCompression) -> None:
         )
 
 
-class KeySession(CollectiveSession):
-    """A session of several workers that agree on keys; `Workers` is all of it.
+class AgreedSession(CollectiveSession):
+    """A session of several workers that agree on keys and on what updates them; `Workers` is all of it.
 
-    most_keys: for how many the transport has tags.
+    most_keys: for how many the transport has tags. on_attributes: bring attributes of an optimizer that have changed to
+    owners: slot, number, attributes.
     """
 
     members: Members
+    on_attributes: list[Callable[[int, int, dict[str, Any]], None]]
 
     def __init__(self, name: str, stop_file: str, spaces: Spaces | None, most_keys: int) -> None:
         super().__init__(name, stop_file, spaces)
@@ -199,3 +211,68 @@ class KeySession(CollectiveSession):
             self.given.note(error, () if info is None else (info.id,))
             raise
         return info
+
+    # --- optimizers
+
+    def agree_on_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> tuple[int, list[int], bytes]:
+        """All workers bring equal optimizers. Returns the slot, the keys' numbers and the pickled optimizer."""
+        try:
+            pickled = cloudpickle.dumps(optimizer)
+        except Exception as error:
+            name = type(optimizer).__name__
+            raise ConfigError(f"set_optimizer: {name} cannot be pickled for its owners: {error}") from error
+        for info in self.infos.values() if keys is None else [self.infos[key] for key in keys]:
+            if keys is not None or self.slot_of(info) == DEFAULT_SLOT:
+                check_pull("set_optimizer", info.key, compression.of_text(info.codec))
+        self._compare(optimizer, keys)
+        slot, key_ids = self.serve(optimizer, keys)
+        self.attributes.watch(slot, optimizer)
+        self.log.job(lambda: self._described(optimizer, keys))
+        return slot, key_ids, pickled
+
+    def _described(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> str:
+        which = "all keys that have no other one" if keys is None else several(len(keys), "key")
+        on_servers = self.members.path == "servers"
+        owners = several(len(self.members.owners), "server") if on_servers else "the workers, each for its shards"
+        return f"optimizer {type(optimizer).__name__} updates {which}: it goes to {owners}"
+
+    def _compare(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        config = json.dumps(optimizer.config(), sort_keys=True)
+        self.agree("set_optimizer", [config, None if keys is None else list(keys)], "set_optimizer")
+
+    def agree_on_own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> tuple[int, list[int]]:
+        """All workers bring equal optimizers, to update these keys with by themselves. The slot, the keys' numbers."""
+        self._compare(optimizer, keys)
+        slot, key_ids = self.new_slot([self.infos[key] for key in keys])
+        exact = any(self.infos[key].dtype.kind in "iu" for key in keys)
+        self.attributes.watch(slot, optimizer, exact=exact, scales=False)
+        return slot, key_ids
+
+    # --- labels
+
+    def under(self, info: KeyInfo) -> PushLabel:
+        """What a push of this key is made under now; attributes that are new under its number go to owners. Local."""
+        exact, slot = not self.synchronous or self.num_workers == 1 or info.dtype.kind in "iu", self.slot_of(info)
+        under, attributes = self.attributes.push_label(slot, exact=exact)
+        if attributes is not None:
+            for take in self.on_attributes:
+                take(slot, under.number, attributes)
+        return under
+
+    def different(self, info: KeyInfo, round_: int, labels: Labels) -> Steps[ConfigError]:
+        """The error of a round that workers have pushed under different labels, as all of them know. Worker 0 says what
+        differs. For the engine.
+        """
+        proposal = self.agreeing.propose([(ROUND, info.id, [info.key, round_, labels])])
+        yield proposal
+        return proposal.decisions[ROUND, info.id].exception()  # type: ignore[return-value]
+
+    def agree_on_factor(self, key: Key) -> None:
+        """Owners apply worker 0's factor of now to this key, and those beside it, from now on. Collective, blocks."""
+        slot, optimizer = self.slot_of(self.infos[key]), self.attributes
+        waiting = Waiting("the first step", agreed=("factor", self._count("factor")))
+        optimizer.agree(slot, self.agreeing.agree("factor", slot, optimizer.own_factor(slot), waiting))
+
+    def set_updater(self, updater: Updater) -> None:
+        """Not here: the owner is another process."""
+        raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")

@@ -14,9 +14,8 @@ from typing import Any
 
 from mpikv.errors import MpikvError, StallError
 from mpikv.observe.stall import Waiting
-from mpikv.session.agreement import Agreement, Item, Name, Verdict
+from mpikv.session.agreement import Agreement, Decision, Item, Name, Proposal, Verdict
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.proposals import Decision, Proposal
 from mpikv.session.stopping import Stopping
 from mpikv.session.waits import Waits
 

@@ -7,7 +7,7 @@ Disagreement, which becomes the same error on every worker.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpikv.codecs.identity import IDENTITY
@@ -62,18 +62,16 @@ def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str])
     return None
 
 
-def _bucket_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([f"{sum(map(len, payload))} keys in {len(payload)} buckets" for payload in payloads], labels)
-        raise Disagreement(ConfigError, f"trainers with different trained parameters on different workers: {brought}")
-    return None
+def _same(what: str, shown_as: Callable[[Any], str]) -> Rule:
+    """Make a rule by which all bring the same."""
 
+    def rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+        if any(payload != payloads[0] for payload in payloads):
+            brought = grouped([shown_as(payload) for payload in payloads], labels)
+            raise Disagreement(ConfigError, f"{what} on different workers: {brought}")
+        return None
 
-def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([", ".join(map(str, payload)) or "none" for payload in payloads], labels)
-        raise Disagreement(ConfigError, f"a step with different parameters frozen on different workers: {brought}")
-    return None
+    return rule
 
 
 def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
@@ -140,8 +138,10 @@ RULES: Mapping[str, Rule] = {
     "set_optimizer": _optimizer_rule,
     "barrier": first,
     "empty": _empty_rule,
-    "bucket": _bucket_rule,
-    "skip": _skip_rule,
+    "bucket": _same(
+        "trainers with different trained parameters", lambda own: f"{sum(map(len, own))} keys in {len(own)} buckets"
+    ),
+    "skip": _same("a step with different parameters frozen", lambda own: ", ".join(map(str, own)) or "none"),
     ROUND: _round_rule,
     "factor": first,
     "set_optimizer in place": first,

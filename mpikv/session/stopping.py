@@ -16,20 +16,6 @@ from mpikv.session.stop import Leader, Order, StopAnswer, StopReader
 from mpikv.session.waits import Waits
 
 
-class HeldRead:
-    """A request: the read of `stop_requested` that waits for the workers' decision."""
-
-    def __init__(self, reader: StopReader) -> None:
-        self._reader = reader
-        self.says: bool | None = None
-
-    def test(self) -> bool:
-        """Whether it may return."""
-        if self.says is None:
-            self.says, _ = self._reader.read()
-        return self.says is not None
-
-
 class Stopping:
     """One worker's end. common_steps: whether all workers make the same steps (synchronous stores)."""
 
@@ -113,8 +99,13 @@ class Stopping:
             self._answer(answer)
             if says is None:
                 says, _ = self._reader.read()  # the answer may have been the last one that was missing
+        said = [says]
+
+        def decided() -> bool:
+            if said[0] is None:
+                said[0], _ = self._reader.read()
+            return said[0] is not None
+
         if says is None:
-            held = HeldRead(self._reader)
-            self._waits.wait(held, Waiting("stop_requested"))
-            says = held.says
-        return bool(says)
+            self._waits.wait(Predicate(decided), Waiting("stop_requested"))
+        return bool(said[0])

@@ -24,8 +24,7 @@ from mpikv.observe.stall import INIT, Waiting
 from mpikv.placement import device_paths
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.session.agreed_keys import KeyEvents
-from mpikv.session.agreed_optimizers import OptimizerSession
+from mpikv.session.agreed_keys import AgreedSession, KeyEvents
 from mpikv.session.agreeing import Agreeing
 from mpikv.session.agreement import Agreement
 from mpikv.session.base import Pending
@@ -48,7 +47,7 @@ CALLS_ID, CALLS_NAME = -(1 << 31), "collective calls"  # as if they were pushes 
 REPORTS = 64  # each is a question to all workers, answered within milliseconds
 
 
-class Workers(OptimizerSession):
+class Workers(AgreedSession):
     """The session of one worker of several. links: the transport through memory to servers of this host, if any.
 
     compressions: default none. store_id: tells it from the other stores of a job. processes: of all ranks, default this

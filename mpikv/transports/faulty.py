@@ -28,29 +28,13 @@ Route = tuple[int, int]  # source and tag
 
 
 class KilledError(MpikvError):
-    """This rank has died, as its script says.
-
-    >>> from mpikv.testing.ranks import spawn
-    >>> from mpikv.transports.faulty import Death, Faults, FaultyFabric
-    >>> fabric = FaultyFabric(1, lambda rank: Faults(death=Death(sends=0)))
-    >>> spawn(1, lambda transport: transport.isend(np.ones(2), 0, 7), fabric=fabric)
-    Traceback (most recent call last):
-    mpikv.testing.ranks.RankError: rank 0: KilledError: rank 0 of 1 was killed after 0 messages, ...
-    """
+    """This rank has died, as its script says."""
 
 
 class Gate:
     """Holds messages that come from `source` (None: anybody) under `tag` (None: any) until it is opened.
 
     asked: set once a rank has asked for something that it holds. Several ranks, and a test, may use it at once.
-
-    >>> from mpikv.transports.faulty import Gate
-    >>> gate = Gate(tag=7)
-    >>> gate.holds((0, 7)), gate.holds((0, 8))
-    (True, False)
-    >>> gate.open()
-    >>> gate.holds((0, 7))
-    False
     """
 
     def __init__(self, *, source: int | None = None, tag: int | None = None) -> None:
@@ -75,10 +59,6 @@ class Death(NamedTuple):
     """A rank dies when it has sent `sends` messages: every call of its transport then raises `KilledError`.
 
     silent: instead of raising, it sends and receives nothing any more, and no request of its own is ever done.
-
-    >>> from mpikv.transports.faulty import Death
-    >>> Death(sends=3)
-    Death(sends=3, silent=False)
     """
 
     sends: int
@@ -91,14 +71,6 @@ class Faults:
 
     seed: of the delays; with None nothing is late by chance. most_looks: how many looks later something comes at most.
     gates: hold messages that come to this rank. death: when it dies; None: never.
-
-    >>> from mpikv.testing.stores import spawn_stores
-    >>> from mpikv.transports.faulty import Faults, FaultyFabric
-    >>> def body(store):
-    ...     store.init('g', np.zeros(2))
-    ...     return store.pushpull('g', np.ones(2), out=np.empty(2))
-    >>> spawn_stores('dist_sync', 2, body, fabric=FaultyFabric(2, lambda rank: Faults(seed=7)))
-    [None, None]
     """
 
     seed: int | None = None
@@ -141,17 +113,7 @@ class _DelayedReceive(Waking):
 
 
 class FaultyTransport:
-    """One rank of `inner`, with the faults of its script.
-
-    >>> from mpikv.transports.faulty import Death, Faults, FaultyTransport
-    >>> from mpikv.transports.threads import Fabric
-    >>> transport = FaultyTransport(Fabric(1).rank(0), Faults(death=Death(sends=1, silent=True)))
-    >>> transport.lives()
-    True
-    >>> receive, send = transport.irecv(np.empty(2), 0, 7), transport.isend(np.ones(2), 0, 7)
-    >>> transport.lives(), transport.poll(), transport.probe(7), receive.test(), transport.close()
-    (False, None, None, False, None)
-    """
+    """One rank of `inner`, with the faults of its script."""
 
     local: None = None  # all are messages
 
@@ -243,13 +205,7 @@ class FaultyTransport:
 
 
 class FaultyFabric(Fabric):
-    """Thread ranks with faults. faults: makes the script of each rank from its number; hosts, clock: as of `Fabric`.
-
-    >>> from mpikv.testing.ranks import spawn
-    >>> from mpikv.transports.faulty import Faults, FaultyFabric
-    >>> spawn(2, lambda transport: transport.size, fabric=FaultyFabric(2, lambda rank: Faults(seed=rank)))
-    [2, 2]
-    """
+    """Thread ranks with faults. faults: makes the script of each rank from its number; hosts, clock: as of `Fabric`."""
 
     def __init__(
         self,
@@ -262,10 +218,5 @@ class FaultyFabric(Fabric):
         self._faults = faults
 
     def rank(self, rank: int) -> Transport:
-        """Make the transport of one rank.
-
-        >>> from mpikv.transports.faulty import Faults, FaultyFabric
-        >>> FaultyFabric(2, lambda rank: Faults()).rank(1).rank
-        1
-        """
+        """Make the transport of one rank."""
         return FaultyTransport(super().rank(rank), self._faults(rank))

@@ -6,24 +6,15 @@ None of them moves by itself: each `test` first lets the transport handle the re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Operation
 
-
-class Mover(Protocol):
-    """What these requests need of their transport."""
-
-    def poll(self) -> None:
-        """Handle the records that have come."""
-        ...
-
-    def match(self, receiving: Receiving, arrived: Arrived) -> None:
-        """Give this message to this receive."""
-        ...
+if TYPE_CHECKING:
+    from mpikv.transports.memory import LocalTransport
 
 
 class _Polled:
@@ -34,7 +25,7 @@ class _Polled:
 
     __slots__ = ("_transport", "done")
 
-    _transport: Mover
+    _transport: LocalTransport
     done: bool
 
     def test(self) -> bool:
@@ -49,7 +40,7 @@ class Backlogged(_Polled):
 
     __slots__ = ("record",)
 
-    def __init__(self, transport: Mover, record: tuple[int, int, int, int, Any]) -> None:
+    def __init__(self, transport: LocalTransport, record: tuple[int, int, int, int, Any]) -> None:
         self._transport = transport
         self.record = record
         self.done = False
@@ -60,7 +51,7 @@ class Sending(_Polled):
 
     __slots__ = ("at", "data", "dest")
 
-    def __init__(self, transport: Mover, dest: int, data: HostArray) -> None:
+    def __init__(self, transport: LocalTransport, dest: int, data: HostArray) -> None:
         self._transport = transport
         self.dest = dest
         self.data = data
@@ -73,7 +64,7 @@ class Receiving(_Polled):
 
     __slots__ = ("_at", "_give_back", "buf", "n_bytes", "view")
 
-    def __init__(self, transport: Mover, buf: HostArray | None, n_bytes: int) -> None:
+    def __init__(self, transport: LocalTransport, buf: HostArray | None, n_bytes: int) -> None:
         self._transport = transport
         self.buf = buf
         self.n_bytes = n_bytes
@@ -109,7 +100,7 @@ class Arrived:
 
     def __init__(
         self,
-        transport: Mover,
+        transport: LocalTransport,
         source: int,
         n_bytes: int,
         *,

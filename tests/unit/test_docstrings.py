@@ -37,12 +37,10 @@ MODULES = (
     "mpikv.optimizers",
     "mpikv.errors",
     "mpikv.config",
-    "mpikv.common.clock",
     "mpikv.testing.groups",
     "mpikv.testing.ranks",
     "mpikv.testing.reference",
     "mpikv.testing.stores",
-    "mpikv.transports.faulty",
 )
 FRAMEWORKS = {"mpikv.torch": "torch", "mpikv.jax": "jax"}
 """Modules that need another library, by its name."""
