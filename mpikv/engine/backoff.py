@@ -23,8 +23,7 @@ LONGEST_TURN = 0.05
 class Backoff:
     """Poll, then yield, then sleep in steps that grow up to `last_nap_s`.
 
-    sleep: sleeps for so many seconds, or less if something comes meanwhile; None: the clock's `sleep`, which never ends
-    sooner.
+    sleep: sleeps for so many seconds, or less if something comes meanwhile; None: the clock's, which never ends sooner.
     """
 
     def __init__(
@@ -33,17 +32,13 @@ class Backoff:
         sleep: Callable[[float], None] | None = None,
         clock: Clock = MACHINE_CLOCK,
     ) -> None:
-        self._last_nap_s = last_nap_s
-        self._sleep = sleep
-        self._clock = clock
-        self._turn = 0
+        self._last_nap_s, self._sleep, self._clock, self._turn = last_nap_s, sleep, clock, 0
 
     def reset(self) -> None:
         """Begin anew, since something has moved.
 
-        Polling comes first again, unless it took several naps until something moved: the next thing will take as long,
-        so the next `pause` sleeps at once. With a `sleep` that ends sooner polling always comes first: messages through
-        memory come one close behind the other.
+        Polling comes first again, unless it took several naps until something moved: the next thing will take as long.
+        With a `sleep` that ends sooner it always comes first: messages through memory come one close behind the other.
         """
         short = self._turn <= POLLS + YIELDS + SHORT_NAPS or self._sleep is not None
         self._turn = 0 if short else POLLS + YIELDS

@@ -6,10 +6,7 @@ Open MPI nor MPICH moves a message on by itself while Python computes, so a thre
 caller does. A thread holds one lock while it steps, so all MPI calls of a store come from one thread at a time.
 
 Some requests wake the generator that waits for them (`Waking`): the engine leaves such a generator alone until it has
-been woken, and then finds it in a queue. Other requests cannot do that, and the engine asks these in every step.
-
-Cost: a step is one `test` for each service, each generator that has been woken and each one that has to be asked,
-however many are under way. An idle engine wakes `1 / IDLE_NAP_S` times a second.
+been woken, and then finds it in a queue. The others it asks in every step.
 """
 
 from __future__ import annotations
@@ -72,12 +69,11 @@ class Lock:
 
 
 class Engine:
-    """Moves the transfers of one store on.
+    """threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
 
-    threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE. on_fatal: called
-    with the exception when a service ends by one, which must never happen. poll: called in each step; it finds out what
-    is done, and wakes whoever waits for that; usually a transport's. clock: measures how long waits last. around: a
-    context for whoever holds the lock: a GPU's stream; None: there is none.
+    on_fatal: called with the exception when a service ends by one. poll: called in each step; it finds out what is
+    done, and wakes whoever waits for that; usually a transport's. around: a context for whoever holds the lock: a GPU's
+    stream.
     """
 
     def __init__(
@@ -89,16 +85,13 @@ class Engine:
         clock: Clock = MACHINE_CLOCK,
         around: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        self._poll = poll
-        self.clock = clock
-        self._around = around
+        self._poll, self.clock, self._around, self._on_fatal = poll, clock, around, on_fatal
         self._lock: threading.RLock | Lock = threading.RLock() if around is None else Lock(around)
         self._rung = threading.Event()  # ends the naps of who waits for a GPU
         self._running: dict[Running[Any], None] = {}  # in the order of their start
         self._woken: deque[Running[Any]] = deque()
         self._asked: dict[Running[Any], None] = {}
         self._services: list[Running[Any]] = []
-        self._on_fatal = on_fatal
         self._callers = 0  # threads inside `wait`, which step by themselves
         self._wake = threading.Event()
         self._stopped = False

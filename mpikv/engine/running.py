@@ -17,23 +17,20 @@ RESUMES = 64  # of one generator in a row: a server with messages always waiting
 class Running(Waking, Generic[T]):
     """A generator under way, moved on by its engine. It is a request with a result, and wakes those who wait for it.
 
-    queue: where it puts itself when it is woken, so that the engine finds it. asked: whether the request that it waits
-    for wakes nobody, so that the engine has to resume it again and again to find out whether the request is done.
-    started: whether nobody but who tests it learns of its error, so that the engine keeps it for the end of the store.
+    queue: where it puts itself when it is woken. asked: whether the request that it waits for wakes nobody, so that the
+    engine has to resume it again and again. started: whether nobody but who tests it learns of its error, so that the
+    engine keeps it for the end of the store.
     """
 
     def __init__(
         self, steps: Steps[T], name: str, queue: deque[Running[Any]] | None = None, *, started: bool = False
     ) -> None:
-        self.name = name
-        self.done = False
+        self.name, self.queue, self.started, self.done = name, queue, started, False
         self.result: T | None = None
         self.error: BaseException | None = None
-        self.started = started
         self.raised = False  # whether `test` has raised it
         self.woken = True  # something has happened since it was last moved on
         self.asked = True
-        self.queue = queue
         self._steps = steps
         self._waiting_for: Operation | None = None
         self._waiters: list[Waiter] = []

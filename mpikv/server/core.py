@@ -45,10 +45,8 @@ class ServerCore:
     """All keys of one server, and the requests that wait.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: allocates the memory
-    of values; default: memory of this process. space: that of these arrays. device: the space of the worker that an
-    asynchronous server runs in: keys in that space are kept and updated there. codecs: makes a key's codecs from their
-    text. recorder: gets the updates. timeline: answers requests about them. requests: how many have come.
-    counts_rounds: see `Policy`.
+    of values. space: that of these arrays. device: the space of the worker that an asynchronous server runs in: keys in
+    that space are kept and updated there. timeline: answers requests about it. counts_rounds: see `Policy`.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class ServerCore:
         return fetch.shard.target(fetch.push, fetch.partition)
 
     def _after(self, events: list[Event]) -> list[Event]:
-        """Count the partitions to be fetched; where none is on its way, handle the requests that waited for that."""
+        """Count the partitions to be fetched; where none is on its way, handle what waited for that."""
         self._count_fetches(events)
         if self._flushes:
             ready = [waiting for waiting in self._flushes if not self._expected[waiting[0]]]
@@ -156,7 +154,7 @@ class ServerCore:
     # --- data
 
     def _batch(self, worker: int, requests: Sequence[tuple[wire.Header, HostArray]]) -> Batch | None:
-        """Return the common reply to the pulls of one message, which have one reply tag; None for fewer than two."""
+        """The common reply to the pulls of one message, which have one reply tag; None for fewer than two."""
         pulls = [header for header, _ in requests if header.kind in (wire.PULL, wire.PUSHPULL)]
         return Batch(worker, pulls[0].reply_tag, pulls[0].priority, len(pulls)) if len(pulls) > 1 else None
 
@@ -167,10 +165,8 @@ class ServerCore:
         if header.kind != wire.PULL:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
-            uncompressed, by_loopback = (
-                bool(header.flags & wire.UNCOMPRESSED_ANSWER),
-                bool(header.flags & wire.LOOPBACK_ANSWER),
-            )
+            uncompressed = bool(header.flags & wire.UNCOMPRESSED_ANSWER)
+            by_loopback = bool(header.flags & wire.LOOPBACK_ANSWER)
             tag, version, priority = header.reply_tag, header.round, header.priority
             events += shard.pull(PendingPull(worker, tag, version, priority, batch, index, uncompressed, by_loopback))
         return events

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class ServerReply(NamedTuple):
-    """Send `data` to `worker` with `tag`. The array does not change before `block.release()` is called.
+    """Send `data` to `worker`. The array does not change before `block.release()` is called.
 
-    ready: a request that is done when the values are in `data`; None: they are there. Such requests are done in order.
+    ready: a request that is done when the values are in `data`. Such requests are done in order.
     """
 
     worker: int
@@ -56,13 +56,10 @@ class Batch:
     """The answers to several pulls of one message: one reply, sent when all of them are complete."""
 
     def __init__(self, worker: int, tag: int, priority: int, count: int) -> None:
-        self._worker = worker
-        self._tag = tag
-        self._priority = priority
+        self._worker, self._tag, self._priority, self._missing = worker, tag, priority, count
         self._answers: list[list[HostArray]] = [[] for _ in range(count)]
         self._blocks: list[ReadableMemory] = []  # memory that answers are still being copied to
         self._ready: Operation | None = None  # done when the last of these copies is
-        self._missing = count
 
     def add(self, index: int, values: HostArray) -> None:
         self._answers[index].append(values.copy().view(np.uint8))
@@ -100,10 +97,10 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class PendingPull:
-    """A pull of one shard. version: the version that it waits for. partition: the next partition to be answered.
+    """A pull of one shard. version: the one that it waits for. partition: the next one to be answered.
 
-    batch, index: the reply that its answer is a part of, and which one it is there. uncompressed: the answer is sent
-    without the key's codec. by_loopback: it is passed on in device memory, within the process.
+    batch, index: the reply that its answer is a part of, and which one it is there. by_loopback: it is passed on in
+    device memory, within the process.
     """
 
     worker: int

@@ -3,8 +3,7 @@
 `serve` is a generator, so that the same loop runs by itself in a server rank, and beside other transfers in a worker's
 progress engine. For each worker `WINDOW` partitions are on their way here at a time, and as many replies to it. All
 others wait in queues, larger priorities first. So a partition is received into memory that has just been used, and is
-still in the cache. Partitions of workers that share memory with the server are not received at all where they can be
-added in the workers' memory.
+still in the cache. Partitions of workers that share memory with the server are added in that memory, if possible.
 
 A server rank that has received nothing for the time limit sends the workers a ping. They may compute for longer than
 that, but their progress threads answer.
@@ -95,7 +94,7 @@ class _Traffic:
         self._copied: deque[Operation] = deque()
 
     def test(self) -> bool:
-        """Return whether a message or a partition has arrived, or a reply has been sent that others waited for."""
+        """Whether a message or a partition has arrived, or a reply has been sent that others waited for."""
         self._receive_next()
         found = self._complete
         for peer in self._peers:
@@ -123,7 +122,7 @@ class _Traffic:
         return incoming.receive(data), worker, data
 
     def _release_sent(self) -> bool:
-        """Release the memory of sent replies. Returns whether others can be sent now, or none is left."""
+        """Release the memory of sent replies. Whether others can be sent now, or none is left."""
         freed = False
         for peer in self._peers:
             while peer.sending and peer.sending[0][0].test():
@@ -143,13 +142,13 @@ class _Traffic:
         return self._local is None or self._local.flushed
 
     def last(self) -> Operation:
-        """Return the request to wait for when only replies are left."""
+        """What to wait for when only replies are left."""
         if self._sending or self._copying:
             return self
         return self._copied[0] if self._copied else Predicate(self._flushed)
 
     def handle(self) -> None:
-        """Handle the messages and partitions that have arrived, and start the transfers that the core asks for."""
+        """Handle what has arrived, and start the transfers that the core asks for."""
         for _ in self._peers:  # up to one message of each, so that partitions do not wait for long
             if self._message is None or not self._complete:
                 break
@@ -190,7 +189,8 @@ class _Traffic:
                     peer.copying.append(event)
                     self._copying += 1
             elif isinstance(event, Refusal):
-                self._refuse(event)
+                for peer in self._peers:
+                    self._tell(peer, {"kind": "refused", **event._asdict()})
             else:
                 peer = self._peers[event.push.worker]
                 if self._paces and not peer.fetches:  # it shares the link from now on, wherever the others are
@@ -206,10 +206,6 @@ class _Traffic:
             shard.turn = round_, self._order
         return shard.turn[1]
 
-    def _refuse(self, refusal: Refusal) -> None:
-        for peer in self._peers:
-            self._tell(peer, {"kind": "refused", **refusal._asdict()})
-
     def _tell(self, peer: _WorkerLink, message: dict[str, Any]) -> None:
         control = self._transport if self._local is None else self._local.inner
         self._keep(control.isend(wire.control(message), peer.rank, wire.TAG_CONTROL))
@@ -221,7 +217,7 @@ class _Traffic:
             self._drop_sent_copies(KEPT_COPIES // 2)
 
     def _borrowed(self, peer: _WorkerLink, request: Receiving, fetch: Fetch) -> HostArray:
-        """Return a partition in its worker's memory; a copy where many are held there, or it cannot stay there."""
+        """A partition in its worker's memory; a copy where many are held there, or it cannot stay there."""
         assert fetch.shard is not None
         assert request.view is not None
         data = request.view.view(fetch.push.format.dtype)
@@ -265,13 +261,8 @@ class _Traffic:
                 peer.receiving.append((self._loopback.receive(array, tag), fetch, array))
                 continue
             if self._local is not None and fetch.shard is not None and self._local.reaches(peer.rank):
-                peer.receiving.append(
-                    (
-                        self._local.borrow(fetch.shard.partition_bytes(fetch.push, fetch.partition), peer.rank, tag),
-                        fetch,
-                        None,
-                    )
-                )
+                n_bytes = fetch.shard.partition_bytes(fetch.push, fetch.partition)
+                peer.receiving.append((self._local.borrow(n_bytes, peer.rank, tag), fetch, None))
                 continue
             array = self._core.target(fetch)
             peer.receiving.append((self._transport.irecv(array, peer.rank, tag), fetch, array))
@@ -283,7 +274,6 @@ class _Traffic:
             self._send(peer, heappop(peer.replies)[2])
 
     def _drop_sent_copies(self, left: int) -> None:
-        """Drop the requests of copied replies that have been sent, where there are more than `left`."""
         while len(self._copied) > left and self._copied[0].test():
             self._copied.popleft()
 
@@ -311,10 +301,7 @@ class _Traffic:
 def serve(
     transport: Transport, workers: Sequence[int], core: ServerCore, loopback: Loopback | None = None
 ) -> Steps[None]:
-    """Answer requests until every worker has closed the store. workers: their ranks, in order.
-
-    loopback: the transfers of the worker in this process, where there is one.
-    """
+    """Answer requests until every worker has closed the store. loopback: of the worker in this process, if any."""
     traffic = _Traffic(transport, workers, core, loopback)
     recorder = core.recorder
     while not core.finished:
@@ -337,8 +324,7 @@ def run_server(
 ) -> None:
     """Serve in this thread until the end. Raises what the core raises, and StallError when all workers are silent.
 
-    asked_to_stop: returns who or what has asked this rank to end the program after its step, or None; it is sent to
-    worker 0 once.
+    asked_to_stop: who or what has asked this rank to end the program after its step; it is sent to worker 0 once.
     """
     running = Running(serve(transport, workers, core), "server")
     clock, local = transport.clock, transport.local

@@ -6,11 +6,10 @@ partitions are received into arrays that were used before, the last one first, w
 A reply is sent straight from the value's own memory. Until it has been sent, the value must not change:
 `ReadableMemory` counts the messages that read it, and an update that comes earlier is written to a copy.
 
-On a host whose workers share memory with the server all arrays are in that memory, so that workers read values where
-they are. Their pushes are used by reference: a push stays in its worker's memory until it has been added, and nothing
-is ever written there.
+On a host whose workers share memory with the server all arrays are in that memory, and pushes are used by reference: a
+push stays in its worker's memory until it has been added, and nothing is ever written there.
 
-Cost: free arrays are kept, `Pool.held_bytes` in all; that never grows beyond what was in use at one time.
+Free arrays are kept, `Pool.held_bytes` in all; that never grows beyond what was in use at one time.
 """
 
 from __future__ import annotations
@@ -28,24 +27,20 @@ class Source(Protocol):
     """An allocator of memory that other ranks can read."""
 
     def take(self, n_bytes: int) -> HostArray | None:
-        """Return (n_bytes,) of uint8; None when there is not enough left."""
-        ...
+        """(n_bytes,) of uint8; None when there is not enough left."""
 
     def give(self, array: HostArray) -> None:
         """Give back what `take` returned."""
-        ...
 
 
 class Pool:
-    """A pool of arrays by their size. held_bytes: of all arrays that it has made and not freed, in use or not.
+    """Arrays by their size. source: allocates their memory, where other ranks are to read it.
 
-    space: that of the arrays. source: allocates their memory, where other ranks are to read it.
+    held_bytes: of all arrays that it has made and not freed, in use or not.
     """
 
     def __init__(self, source: Source | None, space: Space) -> None:
-        self.held_bytes = 0
-        self._space = space
-        self._source = source
+        self.held_bytes, self._space, self._source = 0, space, source
         self._free: dict[int, list[HostArray]] = {}
         self._referred: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
 
@@ -76,7 +71,6 @@ class Pool:
         self._referred[id(array)] = (array, give_back)
 
     def own(self, array: HostArray) -> HostArray:
-        """Return `array`, or a copy of it where it is in another rank's memory."""
         if id(array) not in self._referred:
             return array
         copy = self.copy(array)
@@ -84,7 +78,7 @@ class Pool:
         return copy
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
-        """Return `how(total, other)`, in the memory of `total` unless that is another rank's; both are given back."""
+        """`how(total, other)`, in the memory of `total` unless that is another rank's; both are given back."""
         out = total if id(total) not in self._referred else self.take(total.size, total.dtype)
         how(total, other, out=out)
         if out is not total:
@@ -115,10 +109,8 @@ class ReadableMemory:
     __slots__ = ("_give", "_retired", "array", "readers")
 
     def __init__(self, array: HostArray, give: Callable[[HostArray], None]) -> None:
-        self.array = array
-        self.readers = 0
-        self._give = give
-        self._retired = False
+        self.array, self.readers = array, 0
+        self._give, self._retired = give, False
 
     def retire(self) -> None:
         """Give the memory back once the last reader is done: the value is in other memory from now on."""

@@ -19,11 +19,11 @@ Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
 class RoundUpdate(NamedTuple):
-    """A gradient to apply: one array, or the sum of two, and the number of the attributes to apply it with.
+    """A gradient to apply, and the number of the attributes to apply it with.
 
-    terms: these arrays, in the dtype of sums. The last addition is left to the code that applies the sum: an optimizer
-    adds block by block, and uses each block while it is in the cache. op: the reduction in place of the sum. pushed:
-    each worker's attributes and reduction, where these must be equal.
+    terms: one array, or two of which the last addition is left to the code that applies the sum: an optimizer adds
+    block by block, and uses each block while it is in the cache. op: the reduction in place of the sum. pushed: each
+    worker's attributes and reduction, where these must be equal.
     """
 
     terms: Sequence[HostArray]
@@ -33,7 +33,7 @@ class RoundUpdate(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """One worker's gradient (1-D, in the dtype of the sum), with its attributes and its reduction."""
+    """One worker's gradient (1-D, in the dtype of the sum)."""
 
     gradient: HostArray
     attributes: AttributesId
@@ -52,36 +52,31 @@ class Policy(Protocol):
     counts: bool
 
     def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
-        """Take one worker's contribution, which the policy owns from now on; returns what is to be applied now."""
-        ...
+        """Take one worker's contribution, which the policy owns from now on. What is to be applied now."""
 
     def regrouped(self, others: Sequence[Any], cut: Cut, count: int) -> Sequence[Policy]:
-        """Return the policies of `count` new units, for a key whose units are cut anew.
+        """The policies of `count` new units, for a key whose units are cut anew.
 
         This policy and `others` are those of the old units, in order; all have taken the same pushes. cut: joins arrays
         of the old units and cuts them for the new ones.
         """
-        ...
 
 
 class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
 
-    It gets only gradients of the round under way, one per worker. A gradient is added once those of all workers before
-    have been: at most W-1 wait, usually few.
+    It gets only gradients of the round under way, one per worker: at most W-1 wait for those before, usually few.
     """
 
     counts = True
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self._next_worker = 0
+        self._num_workers, self._next_worker = num_workers, 0
         self._total: HostArray | None = None
         self._early: dict[int, Contribution] = {}
         self._pushed: list[tuple[AttributesId, Reduction]] = []  # of the gradients that have been added
 
     def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
-        """Add a gradient to the round; the last worker's completes it."""
         if worker != self._next_worker:
             self._early[worker] = contribution
             return None
@@ -101,7 +96,6 @@ class Synchronous:
         return None
 
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
-        """Return policies with the same sums, cut anew."""
         everyone = (self, *others)
         totals = [unit._total for unit in everyone if unit._total is not None]  # noqa: SLF001 - of the same class
         new_totals = cut(totals) if totals else [None] * count

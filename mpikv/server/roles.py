@@ -2,11 +2,8 @@
 
 There are three placements. `spread`: the servers are spread evenly over all hosts, and so are the bytes on the hosts'
 links. `hosts`: all ranks of some hosts, so that processors and links of these serve no worker. `last`: the last
-ranks, wherever they run. Rank 0 stays a worker as long as there is another rank to take. Every rank computes the same
-from the same list of hosts; how the launcher numbers the ranks (in blocks, cyclically, hosts of different sizes) does
-not matter to the first two.
-
-Cost: one pass over the ranks, and for `hosts` over the hosts that could be chosen.
+ranks, wherever they run. Rank 0 stays a worker as long as there is another rank to take. How the launcher numbers the
+ranks does not matter to the first two.
 """
 
 from __future__ import annotations
@@ -31,10 +28,8 @@ class Roles(NamedTuple):
 def assign(hosts: Sequence[str], num_servers: int, placement: str = "spread") -> Roles:
     """Choose `num_servers` of the ranks as servers. hosts: the host of each rank; placement: one of `PLACEMENTS`.
 
-    `spread`: on each host in turn the last rank that is still a worker becomes a server. `hosts`: all ranks of some
-    hosts, the last ones where there is a choice, never those of rank 0's host. `last`: the last ranks. Raises
-    ConfigError when no worker would be left, or when no set of whole hosts has exactly so many ranks; the text says
-    which numbers work.
+    Raises ConfigError when no worker would be left, or when no set of whole hosts has exactly so many ranks; the text
+    says which numbers work.
     """
     size = len(hosts)
     if placement not in PLACEMENTS:
@@ -70,7 +65,7 @@ def _spread(hosts: Sequence[str], num_servers: int) -> set[int]:
 
 
 def _whole_hosts(hosts: Sequence[str], num_servers: int) -> set[int]:
-    """Return all ranks of some hosts except the first one; the last hosts where there are several choices."""
+    """All ranks of some hosts except the first one; the last hosts where there are several choices."""
     members = topology(hosts).hosts
     # possible[i]: the numbers of ranks of all sets of the hosts 1..i
     possible = [{0}]

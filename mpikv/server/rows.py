@@ -1,12 +1,11 @@
 """Row-sparse keys at an owner of ranges of their rows: takes pushes, adds and updates rows, and answers pulls.
 
 A pure state machine, like the core from which it gets requests. Every worker's push of a round is sent to every owner,
-with the rows that the owner has; often there are none. The policies of dense keys are used for these, too: rows are
-added in the order of the workers, so that the bits are the same every time, and an update is made when all workers have
-pushed (synchronous) or at each push. A push that is a round ahead waits here. A pull is answered when the round that it
-needs is done.
+with the rows that the owner has; often there are none. The policies are those of dense keys: rows are added in the
+order of the workers, and updated when all have pushed (synchronous) or at each push. A push that is a round ahead waits
+here. A pull is answered when the round that it needs is done.
 
-Cost: memory for the rows that exist (optimizers/row_table.py), and for the pushes of rounds that are not complete.
+Memory: the rows that exist (optimizers/row_table.py), and the pushes of rounds that are not complete.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class RowShard:
     # --- pushes
 
     def push(self, worker: int, header: Header, written: HostArray) -> list[Event]:
-        """Handle a worker's next push: take it now, or, where it is of a later round, when that round begins."""
+        """Take a worker's next push now, or, where it is of a later round, when that round begins."""
         self._pushed[worker] += 1
         attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
         self._waiting[worker].append((attributes, self._rows_in(written, sum_dtype(self.info.dtype))))
@@ -132,7 +131,6 @@ class RowShard:
         return self._answer()
 
     def _answer(self) -> list[Event]:
-        """Answer the pulls whose round is done; in an asynchronous store all of them."""
         counts, events, later = self._policy.counts, list[Event](), []
         for worker, header, ids in self._pulls:
             if counts and self._version < header.round:

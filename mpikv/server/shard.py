@@ -64,21 +64,15 @@ class Push:
 
     inline: the whole payload, if that came with the header; else the partitions are fetched under `tag`. fetched,
     arrived: how many partitions have been requested, and have arrived. joined: the array for all partitions, if the
-    unit consists of several. format: how partitions are sent. by_loopback: whether they are passed on in device memory,
-    within the process.
+    unit consists of several.
     """
 
     def __init__(
         self, worker: int, round_: int, header: Header, inline: HostArray | None, format_: PartitionFormat
     ) -> None:
-        self.format = format_
-        self.worker = worker
-        self.round = round_
+        self.worker, self.round, self.inline, self.format = worker, round_, inline, format_
         self.attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
-        self.tag = header.payload_tag
-        self.priority = header.priority
-        self.op = BY_CODE[header.op]
-        self.inline = inline
+        self.tag, self.priority, self.op = header.payload_tag, header.priority, BY_CODE[header.op]
         self.by_loopback = bool(header.flags & LOOPBACK_PUSH)
         self.fetched = self.arrived = 0
         self.joined: HostArray | None = None
@@ -104,10 +98,9 @@ class Unit:
 
 
 class ServedShard:
-    """A key's shard on this server.
+    """begin: its first element in the key. labels: the workers' names in errors. pushers: the workers that push it.
 
-    begin: its first element in the key. labels: the workers' names in errors. pushers: the workers that push it, in the
-    order in which their gradients are added. policy(n): makes the policy of a new unit with so many pushers.
+    Their gradients are added in that order. policy(n): makes the policy of a new unit with so many pushers.
     """
 
     def __init__(
@@ -127,13 +120,9 @@ class ServedShard:
         labels: Sequence[str],
         recorder: Recorder,
     ) -> None:
-        self.info, self._recorder = info, recorder
-        self.begin = begin
-        self._n = values.size
+        self.info, self.begin, self._n, self._recorder = info, begin, values.size, recorder
         self.partitions = partitions(0, values.size, partition_elems)
-        self._owner = owner
-        self._pool = pool
-        self._copies = copies
+        self._owner, self._pool, self._copies = owner, pool, copies
         self._incoming = pool if copies is None else copies  # memory that gradients are received into
         self._values = pool if copies is None else copies.values  # memory for sums and values
         self._labels, self._order = labels, {worker: i for i, worker in enumerate(pushers)}
@@ -227,7 +216,7 @@ class ServedShard:
     # --- pushes
 
     def push(self, worker: int, header: Header, inline: HostArray | None) -> list[Event]:
-        """Handle a worker's next push: take it now, or, where it is of a later round, when that round begins."""
+        """Take a worker's next push now, or, where it is of a later round, when that round begins."""
         format_ = self._uncompressed if header.flags & UNCOMPRESSED_PUSH else self._encoded
         if inline is not None and inline.size != (n_bytes := format_.codec.wire_bytes(self._n, self.info.dtype)):
             raise MpikvError(
@@ -262,7 +251,7 @@ class ServedShard:
         return events
 
     def borrows(self, push: Push) -> bool:
-        """Return whether partitions can stay in their workers' memory: not where they are joined without decoding."""
+        """Whether partitions can stay in their workers' memory: not where they are joined without decoding."""
         return push.format.decodes or (self._apart and self._copies is None)
 
     @property
@@ -281,7 +270,7 @@ class ServedShard:
         return self._array_for(push, partition)
 
     def _array_for(self, push: Push, partition: int) -> HostArray:
-        """Return memory for a partition in the dtype of the sum: its own, or a range of the push's `joined` array."""
+        """Memory for a partition in the dtype of the sum: its own, or a range of the push's `joined` array."""
         begin, end = self.partitions[partition]
         memory = self._values if push.by_loopback else self._incoming
         if self._apart:
@@ -391,7 +380,7 @@ class ServedShard:
         return events
 
     def _encode(self, unit: Unit, begin: int, values: HostArray) -> HostArray:
-        """Return a partition as it is sent, encoded once for all workers that pull this version."""
+        """A partition as it is sent, encoded once for all workers that pull this version."""
         found = unit.encoded.get(begin)
         if found is None:
             if (state := unit.pull_states.get(begin)) is None:
@@ -403,7 +392,7 @@ class ServedShard:
         return found
 
     def _serve(self, pull: PendingPull, events: list[Event]) -> bool:
-        """Answer the partitions of one pull whose version exists, in order. Returns whether the pull is complete."""
+        """Answer the partitions of one pull whose version exists, in order. Returns whether it is complete."""
         while pull.partition < len(self.partitions):
             unit = self._unit(pull.partition)
             if (unit.version if self._counts else unit.seen[pull.worker]) < pull.version:

@@ -2,11 +2,8 @@
 
 A push adds the gradient to the key's queue. A queue does one round after another. A round is a reduce-scatter, after
 which each worker holds the sum of the shard it owns; the optimizer on that shard; and an allgather of the new values.
-This is an allreduce with the optimizer in the middle, and the optimizer's state exists once over all workers, not once
-per worker. A pull waits until the queue has done the round of this worker's last push, and copies the value out.
-
-Cost per round and worker of W: the chosen algorithm's reduce-scatter and allgather. Memory: the value, one buffer for
-each push in progress, 1/W of the optimizer's state.
+This is an allreduce with the optimizer in the middle, whose state exists once over all workers. A pull waits until the
+queue has done the round of this worker's last push, and copies the value out.
 """
 
 from __future__ import annotations
@@ -57,10 +54,7 @@ class AllreduceStrategy(WorkersStrategy):
         nccl: NcclComm | None = None,
         speaker: Speaker | None = None,
     ) -> None:
-        """members: the workers. serve_rows: makes the service that owns this worker's rows of row-sparse keys.
-
-        speaker: where servers own parts of keys.
-        """
+        """serve_rows: makes the service that owns this worker's rows. speaker: where servers own parts of keys."""
         super().__init__(session)
         self.rows = WorkersRows(session, serve_rows)
         self.keys = PlacedKeys(session, members, memory, self.rows, nccl=nccl, speaker=speaker)
@@ -90,10 +84,7 @@ class AllreduceStrategy(WorkersStrategy):
     # --- push and pull
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        """Take the direct path if it is the path of all keys and the caller lends its arrays; else the keys' queues.
-
-        What needs whole values always goes through the queues.
-        """
+        """Take the direct path if it is that of all keys and the caller lends its arrays; else the keys' queues."""
         queued = QueuedCall(self.keys, self._session, entries, op)
         if op.whole:
             for entry in entries:
@@ -110,7 +101,6 @@ class AllreduceStrategy(WorkersStrategy):
         return direct.prepare(entries, op, queued) or queued
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """Reserve a block of the host's memory. Returns the range of it that belongs to this worker."""
         found = self.reserve(n_bytes)
         begin = self._session.agree("empty", [text, None if found is None else found[1]], "empty")
         hosts = self.keys.hosts
@@ -153,10 +143,9 @@ class AllreduceStrategy(WorkersStrategy):
     # --- buckets
 
     def bucket(self, keys: Sequence[Key]) -> BucketedKeys:
-        """Put keys that were never pushed into buckets.
+        """A key is sent by itself where its value is in memory that all workers share, it has a communicator of its own,
 
-        Each key is sent by itself where keys cannot share a buffer: their values are in memory that all workers share,
-        each key has a communicator of its own, or an optimizer needs all elements of a key at one owner.
+        or an optimizer needs all elements of it at one owner.
         """
         session = self._session
         buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)

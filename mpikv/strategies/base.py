@@ -1,8 +1,7 @@
 """The interface of a strategy, which decides who adds the pushed arrays, when, and where the optimizer runs.
 
 The store passes flat arrays to it, one per key and call, already summed over this worker's devices. Every call returns
-its transfers as requests, each with a description for error texts, so that blocking and `_async` calls share one path.
-The session does what is the same in every mode (session/base.py). Methods that most modes do not need have a default.
+its transfers as requests, so that blocking and `_async` calls share one path.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def wait_for_all(
 ) -> None:
     """Wait for all keys of a call, even if one is refused: the arrays of the others are in use until they are done.
 
-    refuses: whether an error is of this key alone; any other is raised at once. Blocks. Raises the first refusal.
+    refuses: whether an error is of this key alone; any other is raised at once.
     """
     refused: ConfigError | None = None
     for one in pending:
@@ -57,12 +56,11 @@ def wait_for_all(
 
 
 class Entry(NamedTuple):
-    """One key of a call: the array to push, and where to write the value that is pulled.
+    """One key of a call.
 
-    total: (n,), in the key's space; None: nothing is pushed. sink: where the pulled value is written; None: nothing is
-    pulled. outs: given in place of `sink` when a call pushes and pulls: the caller's flat arrays to write to. The
-    caller then lends `outs` and `total`: it does not touch them until the call has ended. None: the strategy may keep
-    and change `total`.
+    total: what is pushed, (n,), in the key's space; None: nothing. sink: where the pulled value is written; None: it is
+    not pulled. outs: in place of `sink` when a call pushes and pulls: the caller's flat arrays. The caller then lends
+    `outs` and `total`: it does not touch them until the call has ended. None: the strategy may keep and change `total`.
     """
 
     info: KeyInfo
@@ -74,8 +72,7 @@ class Entry(NamedTuple):
 class Sink:
     """The caller's arrays, one or several, that one pulled value is written to. Made in the thread that makes the call.
 
-    `buffer()` returns contiguous host memory for the value in the key's dtype: one of the caller's arrays if possible.
-    `deliver(value)` writes the value into every array, except the one that is the buffer and has it already.
+    `deliver` writes the value into every array, except the one that is the `buffer()` and has it already.
     """
 
     def __init__(self, info: KeyInfo, outs: Sequence[Any], spaces: Spaces) -> None:
@@ -84,7 +81,7 @@ class Sink:
         self._direct: HostArray | None = None  # the caller's array that is the buffer
 
     def buffer(self) -> HostArray:
-        """Host memory for the flat value, (n,): one of the caller's arrays, or new memory if none of them fits."""
+        """Contiguous host memory for the value, (n,): one of the caller's arrays, or new if none of them fits."""
         for out in self._outs:
             if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
                 self._direct = out
@@ -94,13 +91,12 @@ class Sink:
 
     @property
     def space_names(self) -> set[str]:
-        """The names of the memory spaces (host, device) that the caller's arrays are in."""
         return {self._spaces.space_of(out) for out in self._outs}
 
     def deliver(self, value: SpaceArray, on_host: HostArray | None = None) -> None:
         """Write the flat value into every array. value: in the key's space or in host memory.
 
-        on_host: a copy of the value in host memory, for arrays that are there, if the value exists in both memories.
+        on_host: a copy of it in host memory, for arrays that are there, if the value exists in both memories.
         """
         for out in self._outs:
             if out is not self._direct:
@@ -110,10 +106,7 @@ class Sink:
 
 
 class PreparedCall(ABC):
-    """A call whose arguments have been checked. It can be started again whenever the caller passes the same arrays.
-
-    valid: whether it may still be started.
-    """
+    """A call whose arguments have been checked. It can be started again for the same arrays while it is `valid`."""
 
     valid = True
 
@@ -136,10 +129,8 @@ class BucketedKeys(Protocol):
     def skip(self, keys: Sequence[Key]) -> None:
         """Leave these keys out of the next round on all workers, so that other keys of their buckets need not wait.
 
-        Collective if they differ from those of the last round, and ConfigError if workers name different keys. Else
-        local.
+        Collective if they differ from those of the last round, and ConfigError if workers name different keys.
         """
-        ...
 
 
 class SparseKeys(Protocol):
@@ -176,16 +167,15 @@ class Strategy(ABC):
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Prepare a call that pushes, pulls or does both, the same for all keys. Local; never blocks, nor does `start`.
 
-        A pull returns the value after this worker's last push. op: how the workers' arrays are combined; another one
-        than SUM only in a call that pushes and pulls keys that no optimizer updates. waits: whether the caller waits
-        right after it has started the call. The engine then need not run the call in the background, and workers of
-        one host may make it together.
+        A pull returns the value after this worker's last push. op: another one than SUM only in a call that pushes and
+        pulls keys that no optimizer updates. waits: whether the caller waits right after it has started the call. The
+        engine then need not run the call in the background, and workers of one host may make it together.
         """
 
     def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:
-        """Put keys that are always pushed together, in this order, into buckets. None: each key is sent by itself.
+        """Put keys that are always pushed together, in this order, into buckets, before any of them is pushed.
 
-        To be called before any of them is pushed. Collective, blocks.
+        None: each key is sent by itself. Collective, blocks.
         """
         return None
 
@@ -196,8 +186,7 @@ class Strategy(ABC):
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:  # noqa: B027 - one worker has none
         """Check, now and at each push, that all workers update these keys with the same optimizer.
 
-        For keys that workers update by themselves while the store only sums. Collective, blocks. Raises ConfigError on
-        every worker where optimizers differ.
+        For keys that workers update by themselves. Collective, blocks. ConfigError on all where optimizers differ.
         """
 
     @abstractmethod
@@ -240,10 +229,7 @@ class Strategy(ABC):
         return None
 
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
-        """Send servers that are ranks of their own a request about timelines, and return their answers. Blocks.
-
-        number: which of them; None: all.
-        """
+        """Send servers that are ranks of their own (number: one of them) a request about timelines. Blocks."""
         return []
 
     def stats(self) -> dict[str, int]:

@@ -2,8 +2,6 @@
 
 A round of a bucket is complete, and starts, when each of its keys has been pushed once more. A key that is not trained
 any more must be skipped in each round, or the other keys of its bucket would wait for it.
-
-Memory: that of a queue, and one buffer that is kept to be used again.
 """
 
 from __future__ import annotations
@@ -137,10 +135,7 @@ class Bucket(RoundQueue):
 
 
 def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[int, RoundQueue]) -> list[Bucket]:
-    """Divide keys, in this order, into buckets; a key alone gets none. Collective, blocks until all keys have values.
-
-    ConfigError on every worker where workers name different keys.
-    """
+    """Divide keys, in this order, into buckets; a key alone gets none. Collective, blocks until all have values."""
     on_gpu = [info.space == DEVICE for info in infos]
     groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos], on_gpu=on_gpu)
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")

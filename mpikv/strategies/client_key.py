@@ -33,8 +33,7 @@ INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying 
 class Route(NamedTuple):
     """How one shard, elements [begin, end) of a key, is sent to its owner.
 
-    pieces: their bounds in the key's value. inline: whether it is sent behind its header, in one message. n_bytes: the
-    bytes of a push of it, as they are sent.
+    pieces: their bounds in the key's value. inline: sent behind its header, in one message. n_bytes: of a push as sent.
     """
 
     owner: int
@@ -46,10 +45,7 @@ class Route(NamedTuple):
 
 
 class PieceMessages(NamedTuple):
-    """Used instead of an array for a push that is already encoded, or an answer that is decoded later, on a GPU.
-
-    by_piece: the message of each piece.
-    """
+    """In place of an array: the messages of a push that is encoded already, or of an answer decoded later, on a GPU."""
 
     by_piece: Mapping[Span, HostArray]
 
@@ -57,7 +53,7 @@ class PieceMessages(NamedTuple):
 class AnswerBuffer:
     """Receives the answers to a pull of one key, piece by piece, into `array`, (n,) in the key's dtype.
 
-    encoded: decodes the answers; None: they are received uncompressed, directly into the array.
+    encoded: decodes them; None: they are received uncompressed, directly into the array.
     """
 
     def __init__(self, array: HostArray | PieceMessages, encoded: Pieces | None) -> None:
@@ -84,10 +80,9 @@ class AnswerBuffer:
 class ClientKey:
     """One key as its client sees it.
 
-    codecs: makes its codecs from their text. space: the space of its values on this worker; None: host memory. encoded:
-    the pieces of pushes, with the codec's states. returned: the pieces of answers that are decoded in host memory.
-    can_ask_small: whether `Client.ask_small` can push and pull it. recorder: gets what is encoded and decoded. pushers:
-    the workers that push it; none: all.
+    space: of its values on this worker. encoded: the pieces of pushes, with the codec's states. returned: the pieces of
+    answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can do it. pushers: the workers
+    that push it; none: all.
     """
 
     def __init__(
@@ -137,16 +132,15 @@ class ClientKey:
         return self.encoded.encode(total, (begin, end))
 
     def encodes_on_device(self, *, uncompressed: bool) -> bool:
-        """Whether a push is encoded on the GPU, before it is copied to the host. uncompressed: it is not encoded."""
+        """Whether a push is encoded on the GPU, before it is copied to the host."""
         return isinstance(self.encoded, DevicePieces) and not uncompressed
 
     @cached_property
     def returned_in_space(self) -> Pieces:
-        """The pieces of answers that are decoded in `space`."""
         return pieces_in(self._space, self.info, self.compression.pull, self._recorder)
 
     def decodes_on_device(self, *, uncompressed: bool) -> bool:
-        """Whether an answer is decoded on the GPU, after it has been copied there. uncompressed: it is not encoded."""
+        """Whether an answer is decoded on the GPU, after it has been copied there."""
         return isinstance(self.returned_in_space, DevicePieces) and not uncompressed
 
     # --- states
@@ -167,7 +161,7 @@ class ClientKey:
         return AnswerBuffer(array, None if uncompressed else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
-        """The messages that give each owner its shard and the shard's first values: server, header, payload."""
+        """The messages that give each owner its shard's first values: server, header, payload."""
         info = self.info
         for shard in self.placement.shards:
             text: dict[str, Any] = {
@@ -175,8 +169,6 @@ class ClientKey:
                 "shape": info.shape,
                 "dtype": str(info.dtype),
                 "begin": shard.begin,
-            }
-            text |= {
                 "part": self.placement.partition_elems,
                 "version": self.pushed,
                 "codec": info.codec,

@@ -2,13 +2,10 @@
 
 A call that can take this path becomes a `DirectCall`, which is kept and used again when the caller passes the same
 arrays again. At each call the workers find out whether all of them make the same one (hostmemory/common_calls.py). If
-so, they make it together, without a message; if not, the call goes through the keys' queues. Both paths add in the
-order of the ranks, so the bits are the same.
+so, they make it together, without a message; if not, the call goes through the keys' queues, with the same bits.
 
 The newest value of a key is at its place in shared memory, once for all workers. After a call that added in place it is
 in the arrays of that call instead, until another kind of push copies it to the key's place.
-
-Memory: scratch, see collectives/shared.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ from mpikv.strategies.queues import DirectCallRecord, RoundQueue
 
 
 class Direct:
-    """The direct path of one worker.
-
-    Direct calls and copies to a key's place are numbered events, so that it is known which was the last.
-    """
+    """One worker's. Direct calls and copies to a key's place are numbered events, so that the last one is known."""
 
     def __init__(self, session: Workers, host_keys: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
         self._session = session
@@ -84,7 +78,6 @@ class Direct:
     # --- memory
 
     def scratch(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Private memory of this worker, used by one key after another."""
         n_bytes = n_elems * dtype.itemsize
         if self._scratch.size < n_bytes:
             self._scratch = np.empty(aligned(n_bytes), np.uint8)
@@ -272,9 +265,8 @@ class Direct:
     def _number_attributes(self, call: DirectCall) -> int | None:
         """Number the optimizers' changed attributes. Returns a digest of the labels under which the call pushes.
 
-        Where labels differ between workers, so do the digests of their calls. The calls then go through the keys'
-        queues, which compare labels; the attributes keep their numbers there. None: the call must go through the
-        queues, because this worker's values have to be scaled in a copy.
+        Where labels differ between workers, so do the digests, and the calls go through the keys' queues, which compare
+        labels. None: it must go there, because this worker's values have to be scaled in a copy.
         """
         self._numbers = {}
         label = 0
@@ -295,9 +287,8 @@ class Direct:
 class DirectCall(DirectCallRecord, PreparedCall):
     """One prepared direct call.
 
-    plan: makes the steps of this worker from the parity of the call's number. digest: identifies the call, to compare
-    it with those of other workers. hash: of its keys. slots: the slots of its keys' optimizers, each with one of its
-    keys.
+    plan: makes the steps of this worker from the parity of the call's number. digest: identifies the call, on all
+    workers. hash: of its keys. slots: of its keys' optimizers, each with one of its keys.
     """
 
     def __init__(
@@ -343,7 +334,6 @@ class DirectCall(DirectCallRecord, PreparedCall):
         return True
 
     def start(self, priority: int = 0) -> list[Pending]:
-        """Make the call together with the others, which blocks; else start it through the keys' queues."""
         return [] if self._direct.run(self) else self._fallback.start(priority)
 
     def wait(self, pending: Sequence[Pending]) -> None:

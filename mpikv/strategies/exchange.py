@@ -1,9 +1,9 @@
 """A worker's messages to servers and their answers.
 
 How a shard is sent is fixed when the workers agree on the key. A small shard is sent behind its header; all small
-shards of a call for one server share one message. A large shard is sent in pieces, directly from the array that it is
-in or from the codec's output, and the server fetches one piece after another. Answers have the same pieces and are
-received directly into the caller's array; the answers to small shards that shared a message share one message, too.
+shards of a call for one server share one message, and so do their answers. A large shard is sent in pieces, directly
+from the array that it is in or from the codec's output, and the server fetches one piece after another. Answers have
+the same pieces and are received directly into the caller's array.
 
 Servers on the same host get the same messages through shared memory (transports/memory.py).
 
@@ -84,10 +84,9 @@ class InPlace(NamedTuple):
 class Item(NamedTuple):
     """One key of a call, or those of its shards that are sent in the same manner.
 
-    total: what is pushed, flat, in host memory or in memory that MPI can send from; sink: where the answer goes;
-    routes: the shards; round: how often the key has been pushed, this push included; attributes: the number of the
-    optimizer's attributes. op: how the totals of all workers are combined. flags: of the header: whether the push and
-    the answer are uncompressed, whatever the key's codec.
+    total: what is pushed, flat, in host memory or in memory that MPI can send from. round: how often the key has been
+    pushed, this push included. attributes: their number. op: how the totals of all workers are combined. flags: of the
+    header: whether the push and the answer are uncompressed, whatever the key's codec.
     """
 
     key: ClientKey
@@ -160,16 +159,10 @@ def wait_for_tags(session: Workers, client: Client, replies: int, payloads: int 
 
 
 class BatchTransfer:
-    """The one transfer of several keys of a call. It is done when all of them are.
-
-    check: raises when the wait for a key can never end; it is called for all keys, whichever is waited for.
-    """
+    """The one transfer of several keys of a call. check: raises when the wait for a key can never end."""
 
     def __init__(self, request: Operation, waitings: Sequence[Waiting], check: Callable[[Waiting], None]) -> None:
-        self.request = request
-        self._waitings = waitings
-        self._check = check
-        self._tests = 0
+        self.request, self._waitings, self._check, self._tests = request, waitings, check, 0
 
     def test(self) -> bool:
         if self.request.test():

@@ -41,7 +41,7 @@ class _Both:
         self._error: Exception | None = None
 
     def test(self) -> bool:
-        """See `Operation`. An error in the caller's arrays concerns this call alone, and stays."""
+        """An error in the caller's arrays concerns this call alone, and stays."""
         if not self._done and all(part.test() for part in self._parts):
             self._done = True
             try:
@@ -54,10 +54,10 @@ class _Both:
 
 
 class HybridCall(PreparedCall):
-    """One call with keys of both kinds, or with divided ones.
+    """One call with keys of both kinds, or with divided ones. Valid until a key gets another cut.
 
     ring, servers: the calls of the parts. kinds: for each key, whether it has a part of the ring's call, and of the
-    servers'; deliver: brings its value to the caller's arrays. Valid until a key gets another cut.
+    servers'; deliver: brings its value to the caller's arrays.
     """
 
     def __init__(
@@ -101,8 +101,6 @@ class HybridCall(PreparedCall):
 
 
 class HybridStrategy(WorkersStrategy):
-    """The strategy of one worker. ring, servers: those that it divides keys between."""
-
     def __init__(self, session: Workers, ring: AllreduceStrategy, servers: PsStrategy) -> None:
         super().__init__(session)
         self.ring, self.servers, self.rows = ring, servers, servers.rows
@@ -158,7 +156,6 @@ class HybridStrategy(WorkersStrategy):
         return {**self.ring.events.pushes(), **self.servers.events.pushes()}
 
     def propose(self, values: Sequence[NewKey]) -> None:
-        """Both keep the values; which of them needs which is known when the keys begin."""
         self.ring.propose([new for new in values if not new.sparse])
         self.servers.propose(values)
 
@@ -279,7 +276,7 @@ class HybridStrategy(WorkersStrategy):
         return self.servers.ask_servers(request, number)
 
     def stats(self) -> dict[str, Any]:
-        """Both; what both count is added. servers_take: the servers' share of each key, by its name."""
+        """What both count is added. servers_take: the servers' share of each key, by its name."""
         of_ring, found = self.ring.stats(), dict(self.servers.stats())
         dense = [info for info in self._session.in_order() if not info.sparse and info.n_elems]
         found["servers_take"] = {str(info.key): 1 - self._cuts[info.id] / info.n_elems for info in dense}

@@ -1,7 +1,4 @@
-"""The codec of one key, and its state from one round to the next, on whichever path each round is done.
-
-Where owners send new values back encoded, they keep the exact values of their shards for their next update.
-"""
+"""The codec of one key, and its state from one round to the next, on whichever path each round is done."""
 
 from __future__ import annotations
 
@@ -22,11 +19,10 @@ from mpikv.transports.base import Group
 
 
 class KeyCodec:
-    """The codec of one key.
+    """pushed, returned: encode values that are sent to the owners, and back from them.
 
-    pushed, returned: encode values that are sent to the owners, and back from them. uncompressed_pieces: used instead
-    in uncompressed rounds. uncompressed: whether the current round is. exact: this worker's shard before it was sent
-    back encoded; None: the value itself is exact.
+    uncompressed_pieces: used instead in rounds that are `uncompressed`. exact: this worker's shard before it was sent
+    back encoded, for its next update; None: the value itself is exact.
     """
 
     def __init__(self, info: KeyInfo, space: Space, group: Group) -> None:

@@ -1,6 +1,6 @@
 """The strategy of stores with one process: sums and updates are made in the call itself. Needs no MPI.
 
-Also the reference that every other mode is compared with.
+It is also the reference that every other mode is compared with.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from mpikv.strategies.states import collect, distribute, restored
 
 
 class LocalCall(PreparedCall):
-    """One call, which is done when `start` returns."""
-
     def __init__(self, strategy: LocalStrategy, entries: Sequence[Entry]) -> None:
         self._strategy, self._entries = strategy, entries
 

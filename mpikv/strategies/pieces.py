@@ -1,10 +1,8 @@
 """One key's values in the encoding of one codec, piece by piece, and the codec's state of each piece.
 
 A piece is encoded, sent and decoded by itself, in one message. It is long enough that a message's fixed cost is small
-beside that of its bytes, and short enough that one piece is in flight while the next is encoded. Each piece has a codec
-state of its own. When a key is cut into other pieces, every element keeps its residual (codecs/residuals).
-
-Cost: one pass over the values in each direction. Memory: the states, and pieces that are encoded and not sent yet.
+beside that of its bytes, and short enough that one piece is in flight while the next is encoded. When a key is cut into
+other pieces, every element keeps its residual (codecs/residuals).
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ def piece_elems(codec: Codec, dtype: np.dtype[Any]) -> int:
 
 
 class Pieces:
-    """One key's pieces in the encoding of one codec.
-
-    encoded_from_bytes, encoded_bytes: counts of all bytes before and after encoding. states: the codec's, by piece.
-    recorder: gets what is encoded and decoded.
-    """
+    """encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding. states: the codec's, by piece."""
 
     def __init__(self, info: KeyInfo, codec: Codec, recorder: Recorder | None = None) -> None:
         self._codec, self._dtype, self._key = codec, info.dtype, info.key
@@ -73,7 +67,6 @@ class Pieces:
         return data
 
     def _state(self, piece: Span) -> State:
-        """The codec's state of a piece that is being encoded; a new one if there is none."""
         if (state := self.states.get(piece)) is None:
             state = self.states[piece] = self._new_state(piece[1] - piece[0])
         return state
@@ -159,10 +152,9 @@ def encoded_bytes(pushed: Iterable[Pieces]) -> dict[str, int]:
 
 
 class Encoding:
-    """The encoded values of one round. A piece is encoded at its first use, and kept until its last.
+    """The encoded values of one round: the messages that a `Sender` sends, each kept until its last use.
 
-    outgoing: pairs of a rank and a piece; this is the sequence of messages that a `Sender` sends. uses: how often
-    `data` is called for each piece.
+    outgoing: pairs of a rank and a piece. uses: how often `data` is called for each piece.
     """
 
     def __init__(self, pieces: Pieces, values: HostArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> None:

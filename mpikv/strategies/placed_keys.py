@@ -50,10 +50,8 @@ class PlacedKeys:
     """The keys of one worker.
 
     queues: by the keys' numbers; keys of a bucket have the same. owner: applies optimizers to this worker's shards.
-    rows: the row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct,
-    communicators, nccl: for the paths that need them; None where the store has no such path. members: the workers.
-    events: what is done with keys as they are agreed on. cuts: of keys on the path "divided", by their numbers: where
-    the elements of servers begin.
+    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: for the paths that
+    need them. cuts: of keys on the path "divided", by their numbers: where the elements of servers begin.
     """
 
     def __init__(
@@ -143,7 +141,6 @@ class PlacedKeys:
             queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def _forget_key(self, info: KeyInfo) -> None:
-        """Remove a key for which `init` has returned, but which then turned out to differ between workers."""
         if info.sparse:
             self._rows.forget(info)
         queue = self.queues.pop(info.id, None)
@@ -207,7 +204,6 @@ class PlacedKeys:
     # --- rounds
 
     def start_rounds(self, queue: RoundQueue) -> None:
-        """Start to do the queue's rounds, unless that has started. Under the engine's lock."""
         running = self.new_running(queue)
         if running is not None:
             queue.running = self._session.engine.take(running)

@@ -3,9 +3,6 @@
 A caller that lends its arrays does not change them until the call has ended. A round can then add in the caller's
 arrays, of values or of results, and needs no buffer of its own. This saves time for large values: the first use of new
 memory takes several times as long as a copy, and nothing is sent meanwhile.
-
-Cost: no copy of a lent value whose result replaces it, else one copy into the result. On a host whose workers share
-memory there are only the copies that collectives/hosted makes.
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ def _is_delivery_s(one: Pending, error: ConfigError) -> bool:
 
 
 class QueuedCall(PreparedCall):
-    """One call. op: how the workers' values are combined."""
-
     def __init__(self, keys: PlacedKeys, session: Workers, entries: Sequence[Entry], op: Reduction) -> None:
         self._keys, self._session, self._entries, self._op = keys, session, entries, op
         # In reports of a wait: in such a round labels are not compared, and another op on another worker is a stall.

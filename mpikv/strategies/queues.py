@@ -2,8 +2,6 @@
 
 A push appends a round to its key's queue. A generator (round_steps.py) does the rounds of a queue and removes each when
 it is done. A queue of several keys is a bucket (bucketed.py).
-
-Memory: the value, one buffer for each round that is queued.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ class Round(NamedTuple):
     """One push of a queue's values.
 
     values: in the dtype of the queue's paths, unless they are on a GPU (`RoundQueue.device_values`). under: what they
-    were pushed under, such as an optimizer's attributes (labels.py). borrowed: whether `values` is the caller's array.
-    changeable: whether the round may overwrite `values`. outs: the caller's arrays that the round writes the value to.
-    uncompressed: whether values are sent uncompressed, whatever the key's codec.
+    were pushed under (labels.py). borrowed: whether `values` is the caller's array. changeable: whether the round may
+    overwrite it. outs: the caller's arrays that the round writes the value to. uncompressed: whatever the key's codec.
     """
 
     values: SpaceArray
@@ -97,9 +94,8 @@ class KeyDirectCalls:
 class RoundQueue:
     """The queue of one key.
 
-    paths: the paths of its rounds, set by `use_paths`. stored: where the paths keep the value; a direct call may have a
-    newer one in its own arrays, see `value`. direct_calls: those calls. pushed, done: the numbers of rounds that
-    this worker has pushed, and that are done. refused: the error of the round after the last one that is done.
+    stored: where the paths keep the value; a direct call may have a newer one in its own arrays, see `value`. pushed,
+    done: the numbers of rounds. refused: the error of the round after the last one that is done.
     """
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
@@ -186,8 +182,7 @@ class RoundQueue:
     def device_values(self, round_: Round) -> Steps[SpaceArray]:
         """The values of a round on a GPU, cast to the dtype in which its path takes them.
 
-        First waits until the caller's own stream has written them. The store's stream does not wait for that, so that
-        it can do other keys' rounds meanwhile.
+        First waits until the caller's own stream has written them: the store's stream can do other rounds meanwhile.
         """
         yield self.space.written(round_.values)
         return self.space.cast(round_.values, self.paths.dtype)

@@ -8,8 +8,6 @@ as a dense one. So workers and owners need not agree on when a key is sent dense
 
 Owners are servers, or a service inside each worker: in an asynchronous store the service of all keys, in a synchronous
 store without servers a service for row-sparse keys alone (`WorkersRows`). It is the one that servers run.
-
-Cost: of a push, one message per owner; of a pull, two for each owner that is asked. One copy of what is pushed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the strategies of several workers have in common: in which order workers agree, and then do what they agreed on.
 
-A subclass says where values and states are. All workers call its methods in the same order; what each does is
-collective unless it says otherwise.
+A subclass says where values and states are. All workers call its methods in the same order.
 """
 
 from __future__ import annotations
