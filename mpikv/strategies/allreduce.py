@@ -143,9 +143,9 @@ class AllreduceStrategy(WorkersStrategy):
     # --- buckets
 
     def bucket(self, keys: Sequence[Key]) -> BucketedKeys:
-        """A key is sent by itself where its value is in memory that all workers share, it has a communicator of its own,
+        """A key is sent by itself where its value is in memory that all workers share, where it has a communicator of
 
-        or an optimizer needs all elements of it at one owner.
+        its own, or where an optimizer needs all elements of it at one owner.
         """
         session = self._session
         buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
