@@ -13,7 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
-from mpikv.config import Config, log_level
+from mpikv.config import VARIABLES, Config, log_level
 from mpikv.create import decisions, device_trials, link_trial, metrics, notices, offered, worker_device
 from mpikv.create import spec as store_spec
 from mpikv.create.assembly import assemble, local_store
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 
 __all__ = ["KVStore", "create"]
+
+# The settings that all ranks of a store must have alike, beside MPIKV_LINK and the number of servers.
+EQUAL = {"server_placement", "servers_take", "bigarray_bound_elems", "algorithm", "test_hosts", "shared_memory"}
+EQUAL |= {"stop_signals", "stop_file", "device_path"}
 
 _served: list[tuple[weakref.ref[KVStore], MPI.Group]] = []  # stores that server ranks serve or served, and these ranks
 
@@ -93,7 +97,7 @@ def create(
         store = local_store(name.lower(), spec, config.stop_file, found.spaces)
         store.session.log.rank(lambda: f"store {name.lower()!r} of one process: it sends nothing to others")
         metrics.start(store, config.metrics, f"mpikv-worker-{launcher.said_rank(os.environ)}")
-        return _seen(_listening(store, config), config)
+        return _begun(store, config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -215,7 +219,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
     offered.offer(store, store_id, asks=processes.threaded)
-    return _seen(_registered(_listening(store, config)), config)
+    return _begun(_registered(store), config)
 
 
 def _check_servers(name: str, comm: MPI.Intracomm) -> str:
@@ -252,18 +256,8 @@ def _warn_of_devices(text: str) -> None:
 
 def _introduction(spec: StoreSpec | None, config: Config, device: DeviceReport) -> dict[str, Any]:
     """What must fit between ranks. A program that is only a server brings no type."""
-    settings = {
-        "MPIKV_SERVER_PLACEMENT": config.server_placement,
-        "MPIKV_SERVERS_TAKE": config.servers_take,
-        "MPIKV_LINK": links.announced(config.link),
-        "MPIKV_BIGARRAY_BOUND": config.bigarray_bound_elems,
-        "MPIKV_ALGORITHM": config.algorithm,
-        "MPIKV_TEST_HOSTS": config.test_hosts,
-        "MPIKV_SHARED_MEMORY": config.shared_memory,
-        "MPIKV_STOP_SIGNALS": config.stop_signals,
-        "MPIKV_STOP_FILE": config.stop_file,
-        "MPIKV_DEVICE_PATH": config.device_path,
-    }
+    settings = {one.name: getattr(config, one.field) for one in VARIABLES if one.field in EQUAL}
+    settings["MPIKV_LINK"] = links.announced(config.link)
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
     mine = {"process": this_process(), "store_id": uuid.uuid4().hex}  # that of rank 0 is the store's
     return {"type": type_, "num_servers": config.num_servers, "settings": settings, "device": device._asdict(), **mine}
@@ -278,7 +272,8 @@ def _settle(announced: list[dict[str, Any]], hosts: tuple[str, ...], config: Con
         raise ConfigError(
             "all ranks run `python -m mpikv.server`: there is no worker (mpirun -n 4 python train.py : -n 2 ...)"
         )
-    types = [_type_name(announced[rank]["type"]) for rank in others]
+    called_by = {spec: name for name, spec in reversed(store_spec.NAMES.items()) if len(name) > 4}
+    types = [called_by[StoreSpec(*announced[rank]["type"])] for rank in others]
     numbers = [announced[rank]["num_servers"] for rank in others]
     names = [called[rank] for rank in others]
     if len(set(types)) > 1:
@@ -296,16 +291,12 @@ def _settle(announced: list[dict[str, Any]], hosts: tuple[str, ...], config: Con
     return spec, assign(hosts, numbers[0], config.server_placement)
 
 
-def _type_name(fields: list[bool]) -> str:
-    return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
-
-
 def _stop_signals(config: Config, asked: str = "") -> signals.StopSignals:
     return signals.StopSignals([name for name in config.stop_signals.split(",") if name], asked)
 
 
-def _listening(store: KVStore, config: Config) -> KVStore:
-    """Let signals ask all workers to stop, until the store is closed."""
+def _begun(store: KVStore, config: Config) -> KVStore:
+    """Let signals ask all workers to stop, until the store is closed, and write a timeline if one is wanted."""
     if config.stop_signals:
         listener = _stop_signals(config, config.stop_asked if store.rank == 0 else "")
         listener.install()
@@ -317,10 +308,6 @@ def _listening(store: KVStore, config: Config) -> KVStore:
 
         session.listen_for(listener.why)
         session.after_close.append(restore)
-    return store
-
-
-def _seen(store: KVStore, config: Config) -> KVStore:
     if config.timeline:
         try:
             store.timeline(config.timeline)
