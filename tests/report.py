@@ -2,7 +2,7 @@
 
 A line when a test starts, and one for each outcome: so a run that dies in the middle (a crash, MPI_Abort, a time limit)
 shows the test in which it died, which has started and has no outcome. Active where the variable MPIKV_TEST_REPORT names
-a file. Under pytest-xdist the process that divides the tests writes, under mpirun rank 0 (`tests/lockstep.py`).
+a file. Under pytest-xdist the process that divides the tests writes, under mpirun each rank: the same (tests/mpi).
 """
 
 from __future__ import annotations
