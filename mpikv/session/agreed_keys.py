@@ -65,7 +65,6 @@ class Compared(NamedTuple):
     worth: Worth
 
     def row(self) -> dict[str, Any]:
-        """Return the key's entry in `store.stats()`."""
         return {"codec": self.codec, "travels": "encoded" if self.worth.encodes else "as it is", **self.worth._asdict()}
 
     def __str__(self) -> str:

@@ -59,12 +59,10 @@ class Decision(NamedTuple):
     final: bool
 
     def exception(self) -> MpikvError:
-        """The error that was decided."""
         name, text = self.error or ("MpikvError", "")
         return ERRORS.get(name, MpikvError)(text)
 
     def unwrap(self) -> Any:
-        """The result; raises the error that was decided."""
         if self.error is not None:
             raise self.exception()
         return self.result
@@ -87,7 +85,6 @@ class Proposal:
         return True
 
     def test(self) -> bool:
-        """Whether all verdicts are there."""
         return not self._missing
 
 

@@ -85,13 +85,11 @@ class CollectiveSession(Session):
         raise _error_named(kind)(f"{call} failed at {self.messages.names[0]}: {result}")
 
     def gather(self, call: str, data: bytes) -> list[bytes]:
-        """See `Session`."""
         gathering = self.engine.start(blobs.gather(self.group, data, 0, wire.TAG_STATES), "states")
         self.wait_for(gathering, call)
         return gathering.result or []
 
     def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
-        """See `Session`."""
         brought = parts if self.rank == 0 else None
         scattering = self.engine.start(blobs.scatter(self.group, brought, 0, wire.TAG_STATES), "states")
         self.wait_for(scattering, call)

@@ -31,7 +31,6 @@ class _Listening:
         self._arrival, self._due = arrival, due
 
     def test(self) -> bool:
-        """Whether it has."""
         for call in self._due:
             call()
         return self._arrival.test()
@@ -72,12 +71,10 @@ class ControlMessages:
         self.send(self.workers.ranks[worker], {"worker": self.workers.rank, **message})
 
     def sent(self) -> bool:
-        """Whether every message has left. Under the engine's lock."""
         self._sending = [request for request in self._sending if not request.test()]
         return not self._sending
 
     def listen(self) -> Steps[None]:
-        """The listener: receives and acts for ever."""
         while True:
             arrival = Arrival(self._transport, wire.TAG_CONTROL)
             yield _Listening(arrival, self.due)

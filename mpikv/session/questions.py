@@ -29,7 +29,6 @@ class Question:
 
     @property
     def complete(self) -> bool:
-        """Whether every worker has answered."""
         return len(self.answers) == self._size
 
 
@@ -113,7 +112,6 @@ class Questions:
         return state_of(self.process(worker))
 
     def process(self, worker: int) -> Process:
-        """The process of a worker."""
         return self._processes[self._messages.workers.ranks[worker]]
 
 

@@ -219,7 +219,6 @@ class Stalls:
             self._tell(answers, missing, now_s)
 
     def _break(self, text: str, hopeless: set[str], waits: dict[int, Blocked]) -> None:
-        """Let the workers of this store that are in one of these waits raise an error."""
         if len({wait.partition("/")[0] for wait in hopeless}) > 1:
             text += f" They wait in different stores: {SAME_ORDER}."
         for worker, blocked in waits.items():

@@ -51,7 +51,6 @@ class Stopping:
         self._wish(message["text"])
 
     def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
-        """A service that wishes to stop as soon as `asked()` says why."""
         self._asked = asked
         yield Predicate(lambda: asked() is not None)
         self.wish(asked() or "")
@@ -79,12 +78,10 @@ class Stopping:
             self._order(self._leader.answer(message["worker"], StopAnswer(*message["answer"])))
 
     def blocked(self, workers: Iterable[int]) -> None:
-        """These workers, and no others, wait in calls that all must make; at worker 0."""
         if self._leader is not None:
             self._order(self._leader.blocked(workers))
 
     def end(self) -> None:
-        """All workers have closed the store."""
         self._ended = True
         if self._leader is not None:
             self._leader.end()

@@ -44,12 +44,10 @@ class Spent:
 
     @property
     def count(self) -> int:
-        """The waits of all calls."""
         return sum(n for n, _ in tuple(self.by_call.values()))
 
     @property
     def seconds(self) -> float:
-        """The seconds of all calls."""
         return sum(seconds for _, seconds in tuple(self.by_call.values()))
 
 

@@ -148,7 +148,6 @@ class Workers(AgreedSession):
         return int(self._counts.get(topic, 0) >= count)
 
     def stats(self) -> dict[str, Any]:
-        """What the transport and the control messages have counted, and the path of keys in device memory."""
         members, path = self.members, {}
         compared = {str(key): one.row() for key, one in tuple(self.compared.items())}
         if self.spaces.device is not None or members.device_reasons:
@@ -165,19 +164,16 @@ class Workers(AgreedSession):
         }
 
     def by_key(self) -> ByKey:
-        """See `Session`."""
         with self.engine.lock:
             entries = list(self.transport.ledger.entries(self.transport.rank))
             return by_key(entries, self.in_order(), self.buckets, self.transport.hosts)
 
     def workers(self) -> list[WorkerStatus]:
-        """See `Session`."""
         return self.waits.workers()
 
     # --- waiting
 
     def wait(self, pending: Pending, timeout_s: float | None = None, further: Sequence[Pending] = ()) -> None:
-        """Block until a transfer is done."""
         try:
             self.waits.wait(pending.request, pending.waiting, timeout_s, pending.others)
         except StallError as error:
@@ -198,7 +194,6 @@ class Workers(AgreedSession):
                 raise found from None
 
     def progress(self) -> None:
-        """Move transfers on without waiting."""
         self.engine.step()
 
     def gathering(self) -> AbstractContextManager[None]:
@@ -217,7 +212,6 @@ class Workers(AgreedSession):
                 ordered.flush()
 
     def barrier(self) -> None:
-        """Wait for all workers. Collective, blocks."""
         for call in self.before_barrier:
             call()
         self.agree("barrier", None, "barrier")
@@ -225,18 +219,15 @@ class Workers(AgreedSession):
     # --- stopping together
 
     def stop_requested(self) -> bool:
-        """One read; see session/stop.py."""
         if not self.threaded:
             self.engine.step()  # where all other calls go through shared memory, nothing else may look for messages
         self.stopped = self.stopping.stop_requested()
         return self.stopped
 
     def request_stop(self, why: str) -> None:
-        """Tell worker 0, who asks all."""
         self.stopping.wish(why)
 
     def listen_for(self, asked: Callable[[], str | None]) -> None:
-        """Ask all workers to stop once `asked()` says why."""
         self.engine.serve(self.stopping.wish_when(asked), "stop signals")
 
     @property
@@ -245,7 +236,6 @@ class Workers(AgreedSession):
         return max(self._events.pushes().values(), default=0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell worker 0 how many rounds the last epoch had. Local."""
         rounds = self.rounds
         self.epochs.begin(self._count("epoch"), epoch, rounds - self._epoch_rounds)
         self._epoch_rounds = rounds
@@ -302,7 +292,6 @@ class Workers(AgreedSession):
         self.spaces.close()
 
     def abandon(self) -> None:
-        """Stop the engine, and close what wakes it."""
         super().abandon()
         self.engine.stop()
         if self.links is not None:

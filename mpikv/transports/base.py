@@ -100,11 +100,9 @@ class Group:
         return tuple(self.transport.hosts[rank] for rank in self.ranks)
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
-        """Do what `Transport.isend` does, to the group's rank `dest`."""
         return self.transport.isend(buf, self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
-        """Do what `Transport.irecv` does, from the group's rank `source`."""
         return self.transport.irecv(buf, self.ranks[source], tag)
 
     def room(self, dtype: np.dtype[Any]) -> int:
@@ -129,7 +127,6 @@ class Arrival:
         self.incoming: Any = None
 
     def test(self) -> bool:
-        """Return whether a message has arrived; the first one is taken off the queue."""
         if self.incoming is None:
             self.incoming = self._transport.probe(self._tag)
         return self.incoming is not None

@@ -90,14 +90,12 @@ class _DelayedReceive(Waking):
         self.due = due  # the look from which on it may be started
 
     def begin(self) -> None:
-        """Tell the transport below of it."""
         self._started = self._start()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.wake()
 
     def test(self) -> bool:
-        """Whether it is done."""
         if not self._transport.lives():
             return False
         if self._started is None:
@@ -105,7 +103,6 @@ class _DelayedReceive(Waking):
         return self._started is not None and self._started.test()
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Wake the waiter when the receive is started, and then as the transport below does."""
         if self._started is not None:
             return wakes(self._started, waiter)
         self._waiter = waiter
@@ -148,13 +145,11 @@ class FaultyTransport:
         return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Do what `Transport.isend` does."""
         if not self.lives():
             return Completion()
         return self._inner.isend(buf, dest, tag, room_bytes)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Do what `Transport.irecv` does, later."""
         if not self.lives():
             return Completion()
         receive = _DelayedReceive(self, lambda: self._inner.irecv(buf, source, tag, room_bytes), self._due())
@@ -200,7 +195,6 @@ class FaultyTransport:
             self._inner.poll()
 
     def close(self) -> None:
-        """Do what `Transport.close` does."""
         self._inner.close()
 
 
@@ -218,5 +212,4 @@ class FaultyFabric(Fabric):
         self._faults = faults
 
     def rank(self, rank: int) -> Transport:
-        """Make the transport of one rank."""
         return FaultyTransport(super().rank(rank), self._faults(rank))

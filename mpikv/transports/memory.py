@@ -100,7 +100,6 @@ class LocalTransport:
 
     @property
     def local(self) -> LocalTransport:
-        """Return this: some of its messages go through memory."""
         return self
 
     @property
@@ -120,7 +119,6 @@ class LocalTransport:
     # --- sending
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Start sending a contiguous array. The caller must not change it until the request is done."""
         if dest not in self._writers:
             return self.inner.isend(buf, dest, tag, room_bytes)
         data = buf.reshape(-1).view(np.uint8)
@@ -220,7 +218,6 @@ class LocalTransport:
         return receiving
 
     def probe(self, tag: int) -> Incoming | None:
-        """Return the next message with this tag from any rank, or None."""
         self.poll()
         if self._boxes:
             for source in self._peers:
@@ -325,7 +322,6 @@ class LocalTransport:
         self._fill()
 
     def close(self) -> None:
-        """Give back what it holds; the transport below stays open."""
         self.waker.close()
 
 

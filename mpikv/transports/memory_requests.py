@@ -29,7 +29,6 @@ class _Polled:
     done: bool
 
     def test(self) -> bool:
-        """Return whether it is done."""
         if not self.done:
             self._transport.poll()
         return self.done
@@ -116,7 +115,6 @@ class Arrived:
         self.referred = referred  # offset in the memory, -1: it is not
 
     def receive(self, buf: HostArray) -> Operation:
-        """Start receiving it into `buf`, which is contiguous and has `n_bytes` bytes."""
         receiving = Receiving(self._transport, buf.reshape(-1).view(np.uint8), buf.nbytes)
         self._transport.match(receiving, self)
         return receiving

@@ -43,7 +43,6 @@ class MpiRequest:
         self.buf = buf
 
     def test(self) -> bool:
-        """Whether MPI says it is done."""
         return self.request.Test()
 
 
@@ -83,13 +82,11 @@ class PolledRequest(Completion):
         self.expected = expected
 
     def test(self) -> bool:
-        """Whether MPI says it is done."""
         if not self.done:
             self._transport.poll_again()
         return super().test()
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is done, or has failed."""
         self.buf = None
         super().finish(error)
 
@@ -113,7 +110,6 @@ class MpiIncoming:
         self.n_bytes = status.Get_elements(MPI.BYTE)
 
     def receive(self, buf: HostArray) -> Operation:
-        """Receive it into `buf`."""
         return start(self._message.Irecv, buf)
 
 
@@ -140,14 +136,12 @@ class MpiTransport:
         self._polled_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """MPI_Isend of the bytes of `buf`."""
         ledger = self.ledger
         ledger.messages += 1
         ledger.by_tag[dest, tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += buf.nbytes
         return self._polled(start(self.comm.Isend, buf, dest, tag), None)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
-        """MPI_Irecv into the bytes of `buf`; MPI leaves alone what a shorter message does not reach."""
         expected = (source, tag, buf.nbytes, buf.nbytes - room_bytes)
         return self._polled(start(self.comm.Irecv, buf, source, tag), expected)
 
@@ -197,12 +191,10 @@ class MpiTransport:
             self.poll()
 
     def probe(self, tag: int) -> MpiIncoming | None:
-        """MPI_Improbe from any rank."""
         message = self.comm.Improbe(MPI.ANY_SOURCE, tag, self._status)
         return None if message is None else MpiIncoming(message, self._status)
 
     def close(self) -> None:
-        """Free the communicator."""
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
 

@@ -74,7 +74,6 @@ class _Receiving(Completion):
         self.target, self.room_bytes = target, room_bytes
 
     def take(self, data: HostArray, source: int, tag: int) -> None:
-        """It has come."""
         if data.size not in (self.target.size, self.target.size - self.room_bytes):
             error = f"message from rank {source}, tag {tag}: {data.size} bytes, {self.target.size} expected"
             self.finish(MpikvError(error))
@@ -94,7 +93,6 @@ class _UnderWay(Completion):
         self.wake()
 
     def wake(self) -> None:
-        """It may be done."""
         while not self.done:
             error: Exception | None = None
             try:
@@ -173,7 +171,6 @@ class OrderedTransport:
     # --- sending
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Send it when its turn comes."""
         peer = self._peers.get(dest)
         if peer is None:
             return self._inner.isend(buf, dest, tag, room_bytes)
@@ -280,7 +277,6 @@ class OrderedTransport:
     # --- receiving
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Receive a message, and ask for it where it is long."""
         peer = self._peers.get(source)
         if peer is None:
             return self._inner.irecv(buf, source, tag, room_bytes)
@@ -355,11 +351,10 @@ class OrderedTransport:
                 peer.arrived.setdefault(tag, deque()).append(data)
 
     def probe(self, tag: int) -> Incoming | None:
-        """As of the transport below: for messages that are no key's."""
         return self._inner.probe(tag)
 
     def close(self) -> None:
-        """Do nothing: the transport below has an owner."""
+        pass
 
 
 def _count(counts: dict[int, int], tag: int, more: int) -> None:

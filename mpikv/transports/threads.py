@@ -67,7 +67,6 @@ class _PostedReceive(Completion):
         self.buf, self.room_bytes = buf, room_bytes
 
     def test(self) -> bool:
-        """Return whether the message has been received."""
         if not self.done:
             self.transport.poll()
         return super().test()
@@ -155,7 +154,6 @@ class ThreadTransport:
         self.ledger = Ledger()
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Put a message in the mailbox of `dest`; a short one is copied."""
         data = buf.reshape(-1).view(np.uint8)
         if data.nbytes <= EAGER_BYTES:
             data = data.copy()
@@ -173,7 +171,6 @@ class ThreadTransport:
         return message
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Post a receive."""
         receive = _PostedReceive(self, buf, room_bytes)
         with self._fabric.lock:
             self._box.receives.setdefault((source, tag), deque()).append(receive)
@@ -189,7 +186,6 @@ class ThreadTransport:
                 self._box.match()
 
     def probe(self, tag: int) -> _Incoming | None:
-        """Return the next message with this tag from any rank, or None."""
         with self._fabric.lock:
             routes = [route for route in self._box.messages if route[1] == tag]
             if not routes:
@@ -197,4 +193,4 @@ class ThreadTransport:
             return _Incoming(self._box.next(min(routes, key=lambda route: self._box.messages[route][0].number)))
 
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        pass

@@ -42,7 +42,6 @@ class BenchJob:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Each host once, in the order of the ranks."""
         return tuple(dict.fromkeys(self.hosts))
 
     @property
@@ -52,7 +51,6 @@ class BenchJob:
 
     @property
     def cores(self) -> int:
-        """How many cores this process may use."""
         return len(os.sched_getaffinity(0))
 
     def quiet_barrier(self) -> None:
@@ -106,7 +104,6 @@ def describe(job: BenchJob) -> dict[str, Any]:
 
 
 def header(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines above the table."""
     machine, versions, settings = found["machine"], found["versions"], found["settings"]
     hosts = ", ".join(f"{host}: {ranks}" for host, ranks in machine["hosts"].items())
     defaults = asdict(Config())

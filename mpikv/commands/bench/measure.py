@@ -102,7 +102,6 @@ def _round(
     turn: int,
     wrong: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> list[float]:
-    """Run each contender once, and return this rank's times."""
     times = [0.0] * len(contenders)
     order = list(range(len(contenders)))
     random.Random(turn).shuffle(order)

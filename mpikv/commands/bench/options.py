@@ -162,7 +162,6 @@ GONE_OPTIONS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add `bench` to the commands of `mpikv`."""
     how: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
     bench = commands.add_parser(
         "bench",

@@ -37,7 +37,6 @@ class Pattern:
         self.total: HostArray = (index * size + offset).astype(dtype)
 
     def zeros(self, shape: tuple[int, ...]) -> HostArray:
-        """Return a new array of zeros."""
         array: HostArray = np.zeros(shape, self.mine.dtype)
         return array
 

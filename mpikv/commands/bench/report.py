@@ -34,12 +34,10 @@ Text = Callable[[Row], object]
 
 
 def known(name: str, form: Callable[[Any], str] = str) -> Text:
-    """Make the text of a value that may not be known."""
     return lambda row: "-" if row[name] is None else form(row[name])
 
 
 def milliseconds(name: str) -> Text:
-    """Make the text of a time."""
     return lambda row: f"{row[name] * 1e3:.2f}"
 
 
@@ -51,17 +49,14 @@ class BenchTable:
         self._texts = [text for _, _, text in columns]
 
     def head(self) -> str:
-        """Return the titles, in one line."""
         return self._table.head()
 
     def line(self, row: Row) -> str:
-        """Return one line."""
         wrong = row.get("wrong")
         return self._table.line(*(text(row) for text in self._texts), end=f"  WRONG in {wrong} results" * bool(wrong))
 
 
 def _microseconds(name: str) -> Text:
-    """Make the text of a time, with four digits or more."""
     return lambda row: f"{row[name] * 1e6:.{1 if row[name] < 0.01 else 0}f}"
 
 

@@ -45,17 +45,14 @@ class BenchRun:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The dtype of all arrays."""
         found: np.dtype[np.generic] = np.dtype(self.options.dtype)
         return found
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes of the sweep, in bytes."""
         return sweep(self.options.min_bytes, self.options.max_bytes, self.dtype.itemsize)
 
     def note(self, text: str) -> None:
-        """Say something once."""
         if text not in self.notes:
             self.notes.append(text)
             self.progress.say(f"# {text}")

@@ -64,12 +64,10 @@ class RankedParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}{near and '.'}{near}") from None
 
     def print_help(self, file: object = None) -> None:
-        """See argparse."""
         if environment_rank() == 0:
             super().print_help(file)  # type: ignore[arg-type] # argparse says SupportsWrite
 
     def error(self, message: str) -> NoReturn:
-        """Print how it is used and what is wrong; status 2."""
         if environment_rank() == 0:
             super().error(message)
         launcher.let_rank_0_speak()

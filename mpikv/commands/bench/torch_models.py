@@ -27,7 +27,6 @@ class _Block(nn.Module):  # type: ignore[misc] # PyTorch is not looked at
 
 
 def _convolution(channels: int, inside: int, size: int, stride: int) -> Any:
-    """Make a convolution without a bias, and its batch normalisation."""
     return nn.Sequential(
         nn.Conv2d(channels, inside, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(inside)
     )

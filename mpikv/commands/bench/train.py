@@ -54,7 +54,6 @@ TABLE = BenchTable(
 
 
 def run(session: BenchRun) -> None:
-    """Measure what the options ask for. Collective."""
     options, job = session.options, session.job
     pixels = options.image_size or TRAINED[options.model]
     if "OMP_NUM_THREADS" not in os.environ:

@@ -51,7 +51,6 @@ class TrainedCopy:
         self.optimizer.zero_grad()
 
     def step(self, images: Any, labels: Any) -> None:
-        """Make one whole step."""
         torch.nn.functional.cross_entropy(self.model(images), labels).backward()
         self.exchange()
         self.update()

@@ -54,7 +54,6 @@ class PlannedBucket(NamedTuple):
 
     @property
     def encoded(self) -> bool:
-        """Whether they travel encoded."""
         return self.placement.path == "encoded"
 
 

@@ -135,7 +135,6 @@ def mark(rows: Sequence[Row]) -> None:
 
 
 def lines(settings: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Return what was assumed, and the table."""
     costs, compute_ms = settings["costs"], 1e3 * settings["compute_s"]
     found = [
         f"# {settings['workload']}; links of {settings['link_bytes_per_s'] * 8 / 1e6:g} Mbit/s each way, "

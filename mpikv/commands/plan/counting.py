@@ -44,36 +44,31 @@ class Counting:
         self.coding_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Count a message that is sent."""
         self.sent.append((dest, buf.nbytes))
         return Done()
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Count a message that is received."""
         self.received.append((source, buf.nbytes))
         return Done()
 
     def probe(self, tag: int) -> None:
-        """Return None: nothing comes."""
+        pass
 
     def poll(self) -> None:
-        """Do nothing: nothing is ever under way."""
+        pass
 
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        pass
 
     def combine(self, one: HostArray, other: HostArray, out: HostArray) -> None:
-        """Count what `np.add` would add."""
         self.added_bytes += out.nbytes
 
     def run(self, steps: Steps[Any]) -> None:
-        """Run a generator to its end."""
         for request in steps:
             request.test()
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes of all messages that were sent."""
         return sum(n_bytes for _, n_bytes in self.sent)
 
     def _is_here(self, rank: int) -> bool:

@@ -37,7 +37,6 @@ GONE = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add `plan` to the commands of `mpikv`."""
     parser = commands.add_parser(
         "plan",
         help="predict the step time on more hosts than are at hand",
@@ -118,7 +117,6 @@ def _reads(reader: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def share(text: str) -> float | str:
-    """Read `MPIKV_SERVERS_TAKE`."""
     try:
         found: float | str = Config(servers_take=text).servers_take
     except ConfigError as error:

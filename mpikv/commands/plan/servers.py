@@ -174,7 +174,6 @@ def loads_of(one: Counting, keys: Sequence[ClientKey], servers: int, link: Link,
 
 
 def _by_servers(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
-    """Predict what servers have of one step."""
     servers, compute_s = settings.servers, settings.compute_s
     members = members_of(workers, link, settings)
     one, keys = counted(workload, members, settings.compression, settings.speeds_of(workload))

@@ -39,12 +39,10 @@ class Workload:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each key."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of all keys together."""
         return ITEM_BYTES * sum(self.sizes)
 
     def infos(self, compression: KeyCompression) -> Iterator[KeyInfo]:

@@ -19,31 +19,6 @@ HOUR_S = 3600.0
 TURNS = round(2 / LONGEST_TURN)  # of a wait, to its limit
 
 
-def test_virtual_time_stands_still_until_somebody_lets_it_pass():
-    clock = VirtualClock()
-    for _ in range(10):
-        clock.sleep(HOUR_S)
-    assert clock.now_s() == 0
-    seen, stop = [], threading.Event()
-
-    def look():
-        while not stop.is_set():
-            seen.append(clock.now_s())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    clock.advance(HOUR_S, turns=4)
-    stop.set()
-    thread.join()
-    assert set(seen) >= {HOUR_S * i / 4 for i in range(1, 5)}
-    assert clock.now_s() == HOUR_S
-
-
-def test_time_that_nobody_looks_at_cannot_pass():
-    with pytest.raises(TimeoutError, match="0 threads look at the clock, 1 expected"):
-        VirtualClock().advance(1, each_within_s=0.001)
-
-
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_stall_report_after_an_hour_of_virtual_time(servers):
     """One worker never pushes; the other one fails after its limit and not before it, then the server does."""

@@ -74,7 +74,7 @@ def test_what_is_no_regular_file(make: Callable[[Path], None], link: bool, tmp_p
     unchanged()
 
 
-@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
 def test_stores_and_trainers(kind: str, tmp_path: Path) -> None:
     """Every worker gets the error, nothing is changed, and the store works on."""
     path, unchanged = special(tmp_path, pipe, link=True)
@@ -101,23 +101,6 @@ def test_stores_and_trainers(kind: str, tmp_path: Path) -> None:
     unchanged()
 
 
-def test_a_stop_file(tmp_path: Path) -> None:
-    path, unchanged = special(tmp_path, pipe, link=True)
-    with (
-        kv.create("local", config=Config(stop_file=str(path))) as store,
-        pytest.raises(ConfigError, match=r"MPIKV_STOP_FILE=.*regular file is expected"),
-    ):
-        Trainer({"p": Parameter(np.zeros(3))}, "sgd", kvstore=store)
-    unchanged()
-
-
-def test_an_error_names_the_file_alone(tmp_path: Path) -> None:
-    path = tmp_path / "nowhere" / "file"
-    with pytest.raises(FileNotFoundError) as caught:
-        replace_file(path, lambda stream: stream.write(b"x"))
-    assert str(caught.value) == f"[Errno 2] No such file or directory: '{path}'"
-
-
 def test_modes_and_links(tmp_path: Path) -> None:
     """A file keeps its mode, a new one gets the usual one; a link stays a link, also one to nothing."""
     file, link, lost = tmp_path / "file", tmp_path / "link", tmp_path / "lost"
@@ -141,6 +124,9 @@ def test_modes_and_links(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         replace_file(file, fail)
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(tmp_path / "nowhere" / "file", fail)
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{tmp_path}/nowhere/file'"
     assert file.read_bytes() == b"2"
     link.unlink()
     link.symlink_to(link)

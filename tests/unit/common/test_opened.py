@@ -62,10 +62,3 @@ def test_files_are_opened_in_one_place() -> None:
         if (calls := {*opening(path.read_text(encoding="utf-8"))})
     }
     assert found == ALLOWED
-
-
-def test_what_is_found() -> None:
-    found = "open(name)", "os.open(name, 0)", "Path(name).read_text()", "np.load(name)", "x = gzip.open if y else open"
-    others = "open('/proc/stat')", "np.memmap(file)", "open_regular(name)", "json.load(file)", "GzipFile(fileobj=file)"
-    names = ["open", "os.open", "Path(name).read_text", "np.load", "gzip.open", "open"]
-    assert [*opening("\n".join((*found, *others)))] == names

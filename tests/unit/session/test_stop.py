@@ -130,26 +130,6 @@ def test_workers_far_ahead(progress):
     assert found[0] >= 50
 
 
-def test_a_worker_that_computes_is_waited_for():
-    """Where only calls move messages on, the others wait in `stop_requested` for the one that computes."""
-
-    def body(store):
-        prepared(store)
-        if store.rank == 1:
-            store.request_stop()
-        if store.rank == 2:
-            time.sleep(0.3)
-        for step in range(1, 50):
-            if store.stop_requested:
-                return step
-            store.pushpull("w", ONES.copy())
-        return -1
-
-    found = spawn_stores("dist_sync", 3, body, config=config("calls"))
-    assert len(set(found)) == 1
-    assert found[0] > 0
-
-
 def test_a_worker_that_never_reads_is_named():
     asleep, told = threading.Event(), threading.Event()
 
@@ -213,29 +193,6 @@ def test_asynchronous_worker_that_has_finished(progress, servers):
     first, second, third = spawn_stores("dist_async", 3, body, num_servers=servers, config=config(progress))
     assert (len(first), len(second), len(third)) == (3, 40, 40)
     assert not any(first + second + third)
-
-
-@pytest.mark.parametrize("progress", ["thread", "calls"])
-def test_asynchronous_workers_that_meet_in_between(progress):
-    """One waits in a barrier for those that are held: they come to it, and then all stop."""
-
-    def body(store):
-        prepared(store)
-        for step in range(1, 200):
-            store.pushpull("w", ONES.copy())
-            if store.rank == 1 and step == 2:
-                store.request_stop()
-            if store.stop_requested:
-                store.barrier()
-                return step
-            if step % 4 == store.rank % 4:
-                time.sleep(0.003)
-            if step % 5 == 0:
-                store.barrier()
-        return -1
-
-    found = spawn_stores("dist_async", 3, body, config=config(progress))
-    assert min(found) > 0
 
 
 def test_a_store_of_one_process():

@@ -7,10 +7,9 @@ import pytest
 
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.engine import Engine
 from mpikv.errors import StallError
 from mpikv.testing.ranks import RankError
-from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.testing.stores import spawn_stores
 from mpikv.transports.base import Arrival
 from mpikv.transports.faulty import Death, Faults, FaultyFabric, Gate, KilledError
 
@@ -31,19 +30,6 @@ def received(transport, request):
 
 def one(value):
     return np.array([value], np.int64)
-
-
-@pytest.mark.parametrize("seed", [None, *range(5)])
-def test_those_of_one_sender_with_one_tag_stay_in_order(seed):
-    me, other = pair(Faults(seed))
-    for i in range(10):
-        for tag in (1, 2):
-            me.isend(one(10 * tag + i), 1, tag)
-    values = np.zeros((2, 10), np.int64)
-    requests = [other.irecv(values[tag - 1, i : i + 1], 0, tag) for i in range(10) for tag in (1, 2)]
-    for request in requests:
-        received(other, request)
-    assert values.tolist() == [[10 + i for i in range(10)], [20 + i for i in range(10)]]
 
 
 def orders(seed: int | None) -> list[tuple[int, int]]:
@@ -93,29 +79,6 @@ def test_a_gate_holds_what_it_is_for_until_it_is_opened(how):
     assert how == "probe" or values.tolist() == [0, 1, 2]
 
 
-def test_who_waits_for_a_late_message_is_woken_and_not_asked():
-    gate = Gate(source=0)
-    me, other = pair(Faults(seed=1, gates=[gate]))
-    engine = Engine(threaded=False, on_fatal=lambda error: None, poll=other.poll)
-    value = one(0)
-
-    def steps():
-        yield other.irecv(value, 0, 1)
-
-    running = engine.start(steps(), "")
-    assert not running.asked
-    me.isend(one(5), 1, 1)
-    for _ in range(50):
-        engine.step()
-    assert not running.done
-    gate.open()
-    for _ in range(50):
-        engine.step()
-    assert running.done
-    assert value[0] == 5
-    engine.stop()
-
-
 def test_a_rank_is_killed_after_so_many_messages():
     me, other = pair(Faults(), Faults(death=Death(2)))
     me.isend(one(1), 1, 1)
@@ -162,31 +125,3 @@ def test_when_a_worker_dies_the_others_say_who_is_missing(name):
     assert name == "dist_async" or isinstance(errors[0], StallError)
     if isinstance(errors.get(0), StallError):
         assert "worker 1 on localhost" in str(errors[0])
-
-
-@pytest.mark.parametrize("servers", [0, 1])
-def test_a_worker_whose_messages_are_held_is_waited_for(servers):
-    """In the order of a script, and not of a sleep: worker 0 has its sum after the gate was opened, not before."""
-    gate = Gate(source=1)
-    order = []
-
-    def body(store):
-        store.init("w", np.zeros(3, np.float32))
-        store.barrier()
-        gates.append(gate)
-        if store.rank == 1:
-            store.push("w", np.ones(3, np.float32))
-            assert gate.asked.wait(TEST_TIMEOUT_S)
-            order.append("opened")
-            gate.open()
-        else:
-            store.pushpull("w", np.ones(3, np.float32), out=np.empty(3, np.float32))
-            order.append("summed")
-        return store.pull("w").tolist()
-
-    gates: list[Gate] = []  # closed once the store is there
-    size = 2 + servers
-    fabric = FaultyFabric(size, lambda rank: Faults(gates=gates if rank != 1 else ()))
-    config = Config(timeout_s=TEST_TIMEOUT_S, shared_memory="off")
-    assert spawn_stores("dist_sync", 2, body, num_servers=servers, config=config, fabric=fabric) == [[2.0] * 3] * 2
-    assert order == ["opened", "summed"]
