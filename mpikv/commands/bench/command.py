@@ -11,7 +11,7 @@ from pathlib import Path
 from mpikv.commands.bench import allreduce, gloo, link, plot, ps
 from mpikv.commands.bench.job import BenchJob, describe, header, open_job
 from mpikv.commands.bench.options import FLOATS, TRAINED
-from mpikv.commands.bench.report import ledger, ledger_lines, write_json
+from mpikv.commands.bench.report import write_json
 from mpikv.commands.bench.session import BenchRun, sweep
 from mpikv.commands.bench.start import BAD_INPUT, become_mpirun, check_ranks, environment_rank
 from mpikv.common.files import place_of
@@ -116,14 +116,11 @@ def _measure(options: argparse.Namespace, job: BenchJob) -> int:
     session = BenchRun(options, job, progress)
     with gloo.process_group(job, wanted=needs_torch(options)):
         BENCHMARKS[options.kind](session)
-    held = ledger(session.rows)
-    progress.say(*ledger_lines(held))
     progress.close()
     wrong = sum(row.get("wrong", 0) for row in session.rows)
     if job.rank == 0:
         if options.json:
-            content = {"command": command, **found, "rows": session.rows, "notes": session.notes, "ledger": held}
-            write_json(options.json, content)
+            write_json(options.json, {"command": command, **found, "rows": session.rows, "notes": session.notes})
             print(f"# rows written to {Path(options.json).resolve()}", flush=True)
         if options.plot:
             plot.bandwidths(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpikv.commands.bench.job import BenchJob
-from mpikv.commands.bench.report import BenchTable, write_json
+from mpikv.commands.bench.report import write_json
 from mpikv.commands.bench.session import BenchRun
+from mpikv.commands.tables import Column, Table
 from mpikv.placement.links import in_ring, to_json
 
 if TYPE_CHECKING:
@@ -25,13 +26,12 @@ PING_BYTES, PING_TURNS, WARM_TURNS = 8, 100, 20
 STREAM_BYTES, WINDOW, LEAST_S, MOST_MESSAGES = 1 << 20, 8, 0.5, 1 << 14
 TAG = 7
 
-LINKS = BenchTable(
-    ("link", 12, lambda row: row["which"]),
-    ("ranks", 9, lambda row: f"{row['first']} -> {row['second']}"),
-    ("latency us", 12, lambda row: f"{row['latency_s'] * 1e6:.2f}"),
-    ("GB/s", 9, lambda row: f"{row['bytes_per_s'] / 1e9:.3f}"),
-    ("Mbit/s", 10, lambda row: f"{row['bytes_per_s'] * 8 / 1e6:.0f}"),
-    left=("link",),
+LINKS = Table(
+    Column("link", 12, left=True, text=lambda row: row["which"]),
+    Column("ranks", 9, text=lambda row: f"{row['first']} -> {row['second']}"),
+    Column("latency us", 12, text=lambda row: f"{row['latency_s'] * 1e6:.2f}"),
+    Column("GB/s", 9, text=lambda row: f"{row['bytes_per_s'] / 1e9:.3f}"),
+    Column("Mbit/s", 10, text=lambda row: f"{row['bytes_per_s'] * 8 / 1e6:.0f}"),
 )
 
 

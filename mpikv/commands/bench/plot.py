@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mpikv.commands.bench.report import GIGA, Row
+from mpikv.commands.bench.report import GIGA
 from mpikv.commands.numbers import short
+from mpikv.commands.tables import Row
 from mpikv.common.files import replacing
 from mpikv.errors import ConfigError
 

@@ -1,11 +1,11 @@
 """Rows, the table that rank 0 prints of them, and the JSON file that it writes.
 
-A row is a dict of plain values, as JSON has it: times in seconds, bandwidths in GB/s, None for what is not known. A
-table is a list of columns, each with the text that it makes of a row; a row with `wrong` results says so at its end.
+A row is a dict of plain values, as JSON has it: times in seconds, bandwidths in GB/s, None for what is not known.
 
 Columns of the table of sums: size of the value; who; median and 95th percentile of the slowest rank's time; the two
 bandwidths of nccl-tests; median divided by raw MPI's of the same interleaved run; messages in one call of the rank that
-sends most, how many of them negotiate instead of carrying values, bytes sent, bytes copied. "-": not known.
+sends most, how many of them negotiate instead of carrying values, bytes sent, bytes copied; bytes that the store holds
+beyond the user's arrays. "-": not known.
 
     algbw = S / t                     bytes of the value per second, in GB/s of 10^9
     busbw = algbw * 2 (n - 1) / n     what one rank's links carry in an allreduce by any bandwidth-optimal algorithm
@@ -21,7 +21,7 @@ from typing import Any
 
 from mpikv.commands.bench.measure import Measured
 from mpikv.commands.numbers import short
-from mpikv.commands.tables import Column, Table
+from mpikv.commands.tables import Column, Row, Table
 from mpikv.common.files import replacing
 
 RAW = "raw MPI"
@@ -29,7 +29,6 @@ GIGA = 1e9
 FORMAT = 1  # of the JSON file; another number when a field changes its meaning
 COUNTS = ("messages", "bytes_sent", "control_messages", "bytes_copied", "held_bytes", "shared_bytes")
 
-Row = Mapping[str, Any]
 Text = Callable[[Row], object]
 
 
@@ -39,21 +38,6 @@ def known(name: str, form: Callable[[Any], str] = str) -> Text:
 
 def milliseconds(name: str) -> Text:
     return lambda row: f"{row[name] * 1e3:.2f}"
-
-
-class BenchTable:
-    """A table of rows. columns: title, least width, text; left: the titles of columns whose texts begin in line."""
-
-    def __init__(self, *columns: tuple[str, int, Text], left: Sequence[str] = ("what",)) -> None:
-        self._table = Table(*(Column(title, width, title in left) for title, width, _ in columns))
-        self._texts = [text for _, _, text in columns]
-
-    def head(self) -> str:
-        return self._table.head()
-
-    def line(self, row: Row) -> str:
-        wrong = row.get("wrong")
-        return self._table.line(*(text(row) for text in self._texts), end=f"  WRONG in {wrong} results" * bool(wrong))
 
 
 def _microseconds(name: str) -> Text:
@@ -68,18 +52,19 @@ def _count(number: int) -> str:
     return str(number) if number < 10_000 else short(number)
 
 
-SUMS = BenchTable(
-    ("bytes", 9, lambda row: short(row["n_bytes"])),
-    ("what", 20, lambda row: row["what"]),
-    ("median us", 10, _microseconds("median_s")),
-    ("p95 us", 10, _microseconds("p95_s")),
-    ("algbw", 7, _rate("algbw")),
-    ("busbw", 7, _rate("busbw")),
-    ("vs raw", 7, known("ratio_to_raw", "{:.2f}".format)),
-    ("msgs", 6, known("messages", _count)),
-    ("ctrl", 5, known("control_messages", _count)),
-    ("sent", 10, known("bytes_sent", _count)),
-    ("copied", 10, known("bytes_copied", _count)),
+SUMS = Table(
+    Column("bytes", 9, text=lambda row: short(row["n_bytes"])),
+    Column("what", 20, left=True, text=lambda row: row["what"]),
+    Column("median us", 10, text=_microseconds("median_s")),
+    Column("p95 us", 10, text=_microseconds("p95_s")),
+    Column("algbw", 7, text=_rate("algbw")),
+    Column("busbw", 7, text=_rate("busbw")),
+    Column("vs raw", 7, text=known("ratio_to_raw", "{:.2f}".format)),
+    Column("msgs", 6, text=known("messages", _count)),
+    Column("ctrl", 5, text=known("control_messages", _count)),
+    Column("sent", 10, text=known("bytes_sent", _count)),
+    Column("copied", 10, text=known("bytes_copied", _count)),
+    Column("held", 10, text=known("held_bytes", _count)),
 )
 
 
@@ -111,21 +96,6 @@ def sums(
             }
         )
     return rows
-
-
-def ledger(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return for each contender the row at which its store held most memory beyond the user's arrays."""
-    most: dict[str, Row] = {}
-    for row in rows:
-        if row.get("held_bytes") is not None:
-            most[row["what"]] = max(most.get(row["what"], row), row, key=lambda one: int(one["held_bytes"]))
-    return [{name: row[name] for name in ("what", "n_bytes", "held_bytes")} for row in most.values()]
-
-
-def ledger_lines(entries: Sequence[Row]) -> list[str]:
-    """Return the footer: what the stores held."""
-    lines = [f"#   {one['what']}: {one['held_bytes']} bytes, at {short(one['n_bytes'])}" for one in entries]
-    return ["# memory held beyond the user's arrays, by the rank with most", *lines] if lines else []
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 import mpikv.arrays.as_numpy  # noqa: F401 - gives NumPy the dtype bfloat16
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import Contender, measure
-from mpikv.commands.bench.report import RAW, SUMS, BenchTable, Row, sums
+from mpikv.commands.bench.report import RAW, SUMS, sums
 from mpikv.commands.numbers import short
+from mpikv.commands.tables import Row, Table
 from mpikv.common.progress import Progress
 
 FACTOR = 4  # from size to size
@@ -57,16 +58,18 @@ class BenchRun:
             self.notes.append(text)
             self.progress.say(f"# {text}")
 
-    def titles(self, table: BenchTable) -> None:
+    def titles(self, table: Table) -> None:
         """Print the titles of a table's columns on rank 0, which lays out tables."""
         if self.job.rank == 0:
             self.progress.say(table.head())
 
-    def add(self, table: BenchTable, rows: Sequence[Row]) -> None:
+    def add(self, table: Table, rows: Sequence[Row]) -> None:
         """Keep some rows, and print them on rank 0."""
         self.rows += rows
         if self.job.rank == 0:
-            self.progress.say(*map(table.line, rows))
+            for row in rows:
+                wrong = row.get("wrong")
+                self.progress.say(table.of(row, f"  WRONG in {wrong} results" if wrong else ""))
         self.progress.update(1)
 
     def compare(self, n_bytes: int, arrays: int, contenders: Sequence[Contender], *, show_raw: bool = True) -> None:

@@ -31,9 +31,10 @@ from mpikv.commands.bench import gpu, torch_models
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import iterations_for, summary
 from mpikv.commands.bench.options import TRAIN_WAYS, TRAINED
-from mpikv.commands.bench.report import BenchTable, known, milliseconds
+from mpikv.commands.bench.report import known, milliseconds
 from mpikv.commands.bench.session import BenchRun
 from mpikv.commands.bench.train_ways import ALONE, WAYS, TrainedCopy, TrainWay, Work, raw_each
+from mpikv.commands.tables import Column, Table
 from mpikv.kvstore import KVStore
 
 BATCHES = {"cpu": (4, 32), "cuda": (128,)}
@@ -41,15 +42,15 @@ STEPS = 2  # of a way in a turn
 TOLERANCE = 1e-4  # of what the weights have moved
 ROUNDINGS = 8  # how many times as far as one rounding of the first weights leads: a step has a few roundings more
 
-TABLE = BenchTable(
-    ("batch", 6, lambda row: row["batch"]),
-    ("what", 22, lambda row: row["what"]),
-    ("median ms", 10, milliseconds("median_s")),
-    ("p95 ms", 10, milliseconds("p95_s")),
-    ("vs alone", 9, lambda row: f"{row['ratio_to_alone']:.3f}"),
-    ("p95", 7, lambda row: f"{row['ratio_p95']:.3f}"),
-    ("rounds", 7, lambda row: row["iterations"]),
-    ("differs", 9, known("difference", "{:.1e}".format)),
+TABLE = Table(
+    Column("batch", 6, text=lambda row: row["batch"]),
+    Column("what", 22, left=True, text=lambda row: row["what"]),
+    Column("median ms", 10, text=milliseconds("median_s")),
+    Column("p95 ms", 10, text=milliseconds("p95_s")),
+    Column("vs alone", 9, text=lambda row: f"{row['ratio_to_alone']:.3f}"),
+    Column("p95", 7, text=lambda row: f"{row['ratio_p95']:.3f}"),
+    Column("rounds", 7, text=lambda row: row["iterations"]),
+    Column("differs", 9, text=known("difference", "{:.1e}".format)),
 )
 
 
