@@ -115,10 +115,7 @@ class CollectiveCalls:
         return outs
 
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
-        """Return worker `root`'s values of each array, as new arrays. Collective, blocks.
-
-        arrays: of any shapes and dtypes; on other workers than `root` only their shapes and dtypes count.
-        """
+        """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks."""
         with self._refusing("broadcast"):
             self.check_root(root)
             values = _arrays("broadcast", arrays)
@@ -136,11 +133,7 @@ class CollectiveCalls:
         return results
 
     def allgather(self, array: HostArray, name: str | None = None) -> HostArray:
-        """Return all workers' arrays one behind the other, in the order of the workers, as a new array.
-
-        Collective, blocks. array: at least one dimension, any dtype; the first dimension may differ between workers,
-        the others not.
-        """
+        """Return all workers' arrays one behind the other, as a new array; first dimensions may differ. Blocks."""
         with self._refusing("allgather"):
             (value,) = _arrays("allgather", [array])
             if not value.ndim:
@@ -154,10 +147,7 @@ class CollectiveCalls:
         return result
 
     def agree(self, lines: Sequence[str], what: str, error: type[MpikvError] = ConfigError) -> None:
-        """Raise `error` on every worker if they bring different lines of text. Collective, blocks.
-
-        what: what the lines describe. The error shows the first line in which workers differ, and who brought what.
-        """
+        """Raise `error` on every worker if they bring different lines of `what`, with the first such line. Blocks."""
         self._run(_NOTHING, "agree", "\n".join(lines), what, error)
 
     def join(self, *, patient: bool = False) -> int:

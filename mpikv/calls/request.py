@@ -80,10 +80,7 @@ def not_given(request: Request, given: GivenErrors) -> Iterator[BaseException]:
 
 
 def writable(arrays: Values) -> dict[int, Any]:
-    """Return by address the arrays, of one or of lists in lists, that can be written to in place: JAX's never are.
-
-    Not those without elements: they may begin where another array does.
-    """
+    """Return by address the arrays with elements, of one or of lists in lists, that can be written to in place."""
     if isinstance(arrays, (list, tuple)):
         return {address: array for one in arrays for address, array in writable(one).items()}
     if isinstance(arrays, np.ndarray):

@@ -80,10 +80,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: HostArray, out: HostArray) -> None:
-        """Write the values into `out`, (n,) in the dtype they are added in. data: of the wire's dtype, or uint8.
-
-        Raises MpikvError by `check`.
-        """
+        """Write the values into `out`, (n,) in the dtype they are added in. Raises MpikvError by `check`."""
 
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add the values to `out`, with the same bits as by `decode` and one sum."""

@@ -95,10 +95,7 @@ class InBlocks(Codec):
 
 
 class Numbers(InBlocks):
-    """A codec that sends one number for each value. float16 and bfloat16 are widened when they are added.
-
-    Compiled loops for these two are there once `compiled.prepare` was called for fp16 and bf16.
-    """
+    """Sends one number for each value. float16 and bfloat16 are widened when they are added."""
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
         loop = _LOOPS.get(data.dtype)

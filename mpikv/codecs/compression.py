@@ -26,10 +26,7 @@ from mpikv.placement.keys import Key, KeyInfo
 
 @dataclass(frozen=True)
 class KeyCompression:
-    """The compression of one key.
-
-    push: codec of what workers send. pull: codec of what owners send back. force: use them even if they lose time.
-    """
+    """The codecs of what workers push, and of what owners send back. force: use them even if they lose time."""
 
     push: Codec = IDENTITY
     pull: Codec = IDENTITY
@@ -112,10 +109,7 @@ class Compressions:
         return not self.of_new_keys.uncompressed or not all(one.uncompressed for one in self.of_keys.values())
 
     def set(self, found: KeyCompression, keys: Sequence[Key] | None, known: Collection[Key]) -> Key | None:
-        """Set the compression of these keys, or (None) of all without one of their own. known: initialised keys.
-
-        Returns None; or, without any change, a key for which it is too late, since it is initialised.
-        """
+        """Set the compression of these keys, or (None) of all others. Returns a key for which that is too late."""
         initialised = known if keys is None else [key for key in keys if key in known]
         late = next((key for key in initialised if keys is not None or key not in self.of_keys), None)
         if late is not None:

@@ -44,10 +44,7 @@ def speed_of(codec: Codec, piece_elems: int, pieces: int, turns: int) -> Speed:
 
 
 def quick_speed_of(codec: Codec, n_elems: int) -> Speed:
-    """Return that of a codec for a value of so many elements, measured once in this process, in some milliseconds.
-
-    A short value costs more for each element: most of its time is that of a call.
-    """
+    """Return that of a codec for a value of so many elements, since a short one costs more each. Measured once."""
     return FREE if codec == IDENTITY else _quick_speed_of(codec, min(1 << n_elems.bit_length(), MOST_QUICK_ELEMS))
 
 

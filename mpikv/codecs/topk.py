@@ -40,10 +40,7 @@ _MOST_ELEMS = (1 << 32) - 1  # the longest piece: positions are uint32
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Sends the largest values. ratio: which share of them, more than 0 and at most 1.
-
-    whole_elems: pieces of at most this many values are sent whole; 0: none.
-    """
+    """Sends the largest values. ratio: which share, more than 0 and at most 1. whole_elems: see above; 0: none."""
 
     ratio: float = 0.01
     whole_elems: int = 0

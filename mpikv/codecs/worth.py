@@ -45,10 +45,7 @@ class Worth(NamedTuple):
 
 
 def worth_of(members: Members, info: KeyInfo, *, updated: bool) -> Worth | None:
-    """Compare both forms of a key's rounds; None where there is nothing to decide: no codec, or one that is forced.
-
-    updated: whether owners update it with an optimizer.
-    """
+    """Compare both forms of a key's rounds; None: nothing to decide. updated: whether owners update it."""
     travels, wire = of_text(info.codec), wire_of(info)
     if travels.uncompressed or travels.force or not info.n_elems:
         return None

@@ -19,10 +19,7 @@ SPIN_S = 5e-3  # how long the caller alone moves a call through memory on, while
 
 
 class Options(NamedTuple):
-    """Options of any call. timeout_s: the limit to its waiting, None: the group's.
-
-    finish: called at its end, where it has succeeded.
-    """
+    """Of any call. timeout_s: the limit to its waiting, None: the group's. finish: called where it has succeeded."""
 
     timeout_s: float | None = None
     finish: Callable[[], None] | None = None

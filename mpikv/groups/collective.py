@@ -90,10 +90,7 @@ def reduce_scatter(pairs: Sequence[tuple[Sequence[HostArray], HostArray]], opera
 def exchange(
     name: str, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], same: object
 ) -> Collective:
-    """Send `outgoing[rank]` to each rank in it, and receive `incoming[rank]` from each rank in it.
-
-    Gather, scatter and all-to-all are made of it. same: a part of the text that is equal on all ranks.
-    """
+    """Send `outgoing[rank]` to and receive `incoming[rank]` from each rank in it. same: what is equal on all ranks."""
     return Collective(f"{name} {same}", lambda calls, tag: calls.exchange(outgoing, incoming, tag))
 
 

@@ -34,10 +34,7 @@ REMEMBERED = 64  # calls whose texts are kept, to answer ranks that ask for the 
 
 
 class GroupTags(NamedTuple):
-    """The layout of a tag: one bit for point-to-point, half of the others for the group, `low_bits` for the rest.
-
-    base: the bits of the group's number. user: the bit for point-to-point.
-    """
+    """A tag's layout: a bit (`user`) for messages between two ranks, half the rest for the group (`base`), `low_bits`."""
 
     low_bits: int
     base: int
@@ -56,10 +53,7 @@ class GroupTags(NamedTuple):
         return cls(low_bits, number << low_bits, 1 << (bits - 1))
 
     def of_call(self, number: int, digest_: int) -> int:
-        """Return the tag for the messages of call `number`: its number and some bits of its digest.
-
-        Calls under way have different numbers; different calls of one number have, most probably, different digests.
-        """
+        """Return the tag for the messages of call `number`; other calls of that number most probably have others."""
         bits = self.low_bits - WINDOW_BITS
         return self.base | (number % (1 << WINDOW_BITS)) << bits | digest_ % (1 << bits)
 

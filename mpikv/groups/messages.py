@@ -97,10 +97,8 @@ class MessageCalls:
             np.copyto(out, own, casting="unsafe")
 
     def exchange(self, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int) -> Steps[None]:
-        """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`.
-
-        Empty arrays are sent, too, so that a receiver always gets a message, whose length it checks. Raises
-        ShapeMismatch.
+        """Send `outgoing[rank]` to, receive `incoming[rank]` from each rank in it, `me` and empty arrays included.
+        Raises ShapeMismatch by the length of the message.
         """
         group, me = self.group, self.group.rank
         others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first

@@ -28,9 +28,8 @@ class RendezvousStore:
         self._waiting: list[tuple[Sequence[str], Reply]] = []
 
     def handle(self, verb: str, keys: Sequence[str], values: Sequence[bytes], reply: Reply) -> None:
-        """Handle one request. `reply` is called with the answer: now, or when the keys that `get` waits for exist.
-
-        Raises ValueError for a request that cannot be answered, and has changed nothing then.
+        """Handle one request; `reply` gets the answer now, or when what `get` waits for is there. Raises ValueError for
+        a request that cannot be answered, and has changed nothing then.
         """
         held, answer = self._values, list[bytes]()
         if verb == "get":

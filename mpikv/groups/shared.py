@@ -68,9 +68,8 @@ class SharedCalls:
     # --- running a call
 
     def run(self, digest: int, plan: Callable[[], Sequence[Chunk]]) -> Steps[None]:
-        """Run one call. plan: returns its chunks, equally many on every rank. The call before must have ended.
-
-        Raises MismatchError on all ranks where their digests differ; then no array is changed.
+        """Run one call, once the one before has ended. plan: returns its chunks, equally many on every rank. Raises
+        MismatchError on all ranks where digests differ, and changes no array then.
         """
         chunks, counters, first = plan() or [Chunk()], self._counters, self._chunks
         word = DIGEST + self._calls % 2  # in turn, since another rank may still read the digest of the call before

@@ -40,10 +40,7 @@ _lock = threading.Lock()
 
 
 class World:
-    """One rank's side of a job. memory: what the ranks of its host share. on_fatal: called when the engine fails.
-
-    processes: of all ranks, default this one.
-    """
+    """One rank's side of a job. memory: what the ranks of its host share. on_fatal: called when the engine fails."""
 
     def __init__(
         self,
@@ -78,10 +75,7 @@ class World:
         self.sessions: list[object] = []  # what each init_process_group has made; their number keeps their keys apart
 
     def group(self, ranks: Sequence[int], number: int, timeout_s: float) -> RankGroup:
-        """Make a new group of these ranks, of which this is one. Local: the others may make theirs later.
-
-        number: from 1 on, the same on all of them, never used before.
-        """
+        """Make a group of these ranks. Local. number: from 1 on, the same on all of them, never used before."""
         group = Group(self.transport, ranks)
         made = RankGroup(
             group,
@@ -144,10 +138,7 @@ class World:
     def ask(
         self, verb: str, keys: Sequence[str], values: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> list[bytes]:
-        """Send a request to the rendezvous store, and return its answer. Blocks.
-
-        Raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S, and ValueError where the store cannot answer.
-        """
+        """Send a request to the rendezvous store, and return its answer. Blocks; StallError, ValueError."""
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         running = self.engine.start(self.service.ask(verb, keys, values), f"{verb} of {', '.join(keys)}")
         try:
@@ -177,9 +168,8 @@ class World:
 
 
 def opened() -> World:
-    """Return the world of this process. The first call makes it, initialises MPI, and is collective over COMM_WORLD.
-
-    Raises ConfigError where there is no MPI or ranks have different settings, StallError where ranks do not call it.
+    """Return the world of this process. The first call initialises MPI, and is collective over COMM_WORLD. Raises
+    ConfigError where there is no MPI or settings differ, StallError where ranks do not call it.
     """
     with _lock:
         guard = abort.guard()

@@ -34,10 +34,7 @@ Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
 def register() -> None:
-    """Register the backend, the handlers by which its ranks find each other, and a hook of DDP that Python can make.
-
-    Idempotent, local; MPI is initialised by `init_process_group`.
-    """
+    """Register the backend, the handlers by which its ranks find each other, and a hook of DDP. Local, idempotent."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     # Imported by name, since the package has a function `rendezvous`. A registered scheme can only be replaced so.

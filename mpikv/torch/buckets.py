@@ -136,10 +136,7 @@ class GradientBucket:
 
 
 class GradientView:
-    """The elements of a bucket, from `begin` on, for a parameter's gradient. tensor: a view of them.
-
-    scaled: it holds the gradient of this round, times the factor.
-    """
+    """A bucket's elements for a gradient, as `tensor`. scaled: it holds this round's gradient, times the factor."""
 
     tensor: torch.Tensor
 
@@ -214,10 +211,7 @@ class GradientView:
         self._was_grad = True
 
     def _protect_kept_gradient(self) -> None:
-        """Make sure that writing into the view changes no gradient that the program has kept.
-
-        If it has kept one, the bucket continues in memory of this worker's own.
-        """
+        """Let the bucket continue in memory of its own if the program has kept a gradient that is a view of it."""
         if not self._was_grad:
             return
         del self.tensor

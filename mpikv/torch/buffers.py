@@ -42,10 +42,7 @@ class Buffers:
         return [content.tobytes() for content in _bytes_of(self._now(self._outside_tail))]
 
     def _now(self, names: list[str]) -> list[torch.Tensor]:
-        """Return the present tensors of these buffers, which the module may have replaced.
-
-        In place of one that has another form than at the start there are zeros, for a round that is to fail.
-        """
+        """Return the present tensors of these buffers; zeros for one that got another form, as the round fails."""
         found = ((self._usable(name), self._first[name]) for name in names)
         return [torch.zeros_like(first, device="cpu") if now is None else now for now, first in found]
 
@@ -169,10 +166,7 @@ def _bytes_of(tensors: list[torch.Tensor]) -> list[HostArray]:
 
 
 def _write(pairs: list[tuple[torch.Tensor, HostArray]]) -> None:
-    """Set tensors' values from their bytes, without increasing their versions, which a backward pass would refuse.
-
-    The bytes of all tensors on a device are copied there in one copy.
-    """
+    """Set tensors' values from their bytes, on a device by one copy, and do not increase their versions."""
     for_device = [content for tensor, content in pairs if not arrays.in_host_memory(tensor)]
     moved, begin = None, 0
     for tensor, content in pairs:

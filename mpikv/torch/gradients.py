@@ -297,10 +297,7 @@ class Gradients:
             self._store.pushpull([bucket.key for bucket in on_gpu], [bucket.flat for bucket in on_gpu])
 
     def _add_in_shared_memory(self, keys: list[str], flats: list[Any]) -> None:
-        """Add the arrays of all keys in one call, which is prepared at the first time and then made again.
-
-        A call that is not prepared would copy the arrays into the keys' own memory.
-        """
+        """Add the arrays of all keys in one call. One that was not prepared would copy them into the keys' memory."""
         self._store.session.check_open("backward")
         if not self._store.strategy.lends:
             self._store.pushpull_async(keys, flats).wait()

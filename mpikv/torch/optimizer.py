@@ -239,13 +239,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     """Make an optimizer like `optimizer` whose `step` uses the gradients of all workers. Collective, blocks.
 
     named_parameters: names for errors, of all parameters of the optimizer; None: they are numbered. compression,
-    bucket_bytes: see DistributedModel; or an object with `compress` and `decompress`: gradients are then sent in `step`
-    A store may stand in its place, too. backward_passes_per_step: how many gradients of a
-    parameter are added on each worker before. op: Average or Sum. process_set: the workers that share gradients; on
-    others the result is an optimizer like any. store: `dist_sync` or `local`; default as in `init`. Accepted as in
-    Horovod, not used: gradient_predivide_factor, since gradients are multiplied by 1 / number of workers before they
-    are added; num_groups, groups, since buckets are made by size; sparse_as_dense, since sparse gradients are sent
-    dense, and are sparse again for the step.
+    bucket_bytes: see DistributedModel; or an object with `compress` and `decompress`: gradients are then sent in
+    `step`. A store may stand in its place, too. backward_passes_per_step: how many gradients of a parameter are added
+    on each worker before. op: Average or Sum. process_set: the workers that share gradients; on others the result is an
+    optimizer like any. store: `dist_sync` or `local`; default as in `init`. Accepted as in Horovod, not used:
+    gradient_predivide_factor, since gradients are multiplied by 1 / number of workers before they are added;
+    num_groups, groups, since buckets are made by size; sparse_as_dense, since sparse gradients are sent dense, and are
+    sparse again for the step.
 
     Parameters, states and buffers are not changed: call `broadcast_parameters` and `broadcast_optimizer_state` at the
     start. Raises ShapeMismatch or ConfigError on every worker if the parameters or arguments differ; UnsupportedError

@@ -403,10 +403,7 @@ def _in_lists(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def untraced(kind: type) -> type:
-    """Keep torch.compile out of the methods of a class, which PyTorch calls in the middle of compiled functions.
-
-    To be called when the first group is made: it imports the compiler, as optimizers and DDP do.
-    """
+    """Keep torch.compile, which is imported for that, out of methods that PyTorch calls in compiled functions."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method):
             setattr(kind, name, torch.compiler.disable(method))

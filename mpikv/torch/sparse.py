@@ -19,10 +19,7 @@ from mpikv.torch.arrays import flat_array_of
 
 
 def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
-    """Add a COO tensor of the same shape over all ranks, in place.
-
-    Raises UnsupportedError for another layout or op, ShapeMismatch on all ranks if their shapes differ.
-    """
+    """Add a COO tensor of the same shape over all ranks, in place. UnsupportedError, or ShapeMismatch on all ranks."""
     if tensor.layout != torch.sparse_coo or tensor.device.type != "cpu" or operator.name != "sum":
         raise UnsupportedError(
             f"all_reduce ({operator.name}) of a tensor of layout {tensor.layout} on {tensor.device}: of sparse "

@@ -133,10 +133,7 @@ register_optimizer_step_pre_hook(_before_step)
 
 
 def lines_of(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Describe the settings of these groups, one line for each; equal settings have equal lines.
-
-    Tensors on a device are omitted, since reading them would wait for the device.
-    """
+    """Describe the settings of these groups, equal ones by equal lines; not tensors on a device: that would wait."""
     kind = type(optimizer).__name__
     return [
         f"{kind}, parameter group {i}: {name}={text}"

@@ -26,11 +26,7 @@ from mpikv.torch.states import broadcast_object, broadcast_optimizer_state
 
 
 class Join:
-    """The `join` of one model.
-
-    average: whether gradients are weighted; else they are added. synchronize_model: copies worker `root`'s model to all
-    workers.
-    """
+    """The `join` of one model. average: whether gradients are weighted by examples, else added."""
 
     def __init__(
         self, calls: CollectiveCalls, gradients: Gradients, *, average: bool, synchronize_model: Callable[[int], None]
