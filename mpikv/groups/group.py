@@ -34,7 +34,7 @@ REMEMBERED = 64  # calls whose texts are kept, to answer ranks that ask for the 
 
 
 class GroupTags(NamedTuple):
-    """A tag's layout: a bit (`user`) for messages between two ranks, half the rest for the group (`base`), `low_bits`."""
+    """A tag: a bit (`user`) for messages between two ranks, half the rest for the group (`base`), then `low_bits`."""
 
     low_bits: int
     base: int

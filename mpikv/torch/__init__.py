@@ -58,7 +58,6 @@ from mpikv.torch.default import (
     shutdown,
     size,
 )
-from mpikv.torch.joining import join
 from mpikv.torch.local_updates import ModelUpdates as LocalUpdates
 from mpikv.torch.model import DistributedModel
 from mpikv.torch.optimizer import DistributedOptimizer
@@ -69,6 +68,7 @@ from mpikv.torch.states import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from mpikv.torch.uneven import join
 
 __all__ = [
     "Adasum",

@@ -9,6 +9,10 @@ whether its memory is still referred to; if so, the bucket continues in new memo
 
 Gradients of one bucket may be computed in several streams of a GPU. A bucket notes the streams in which its memory was
 written, and a stream that uses all of it waits for these. The host does not wait.
+
+A store forgets no key. So a model that is wrapped later takes the keys of one that all workers have dropped (`Spares`),
+if no tensor refers to the memory any more; one small exchange says so, if there were others before. Keys with a codec,
+whose states belong to what was sent, are not taken again.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.placement import buckets
+from mpikv.strategies.base import PreparedCall
 from mpikv.torch.arrays import dtype_name, is_dense, on_store
-from mpikv.torch.spares import Spares
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)
 
@@ -222,6 +226,46 @@ class GradientView:
         bucket.flat = np.array(bucket.flat)
         for view in bucket.views.values():
             view.make_tensor()
+
+
+class Spare(NamedTuple):
+    """Some keys and their memory. in_use: dead where no tensor refers to it. calls: prepared with them and others."""
+
+    sizes: str
+    keys: list[str]
+    flats: list[Any]
+    in_use: list[weakref.ref[Any] | None]
+    calls: list[PreparedCall]
+
+
+class Spares:
+    """Those of one store, in the order in which keys were made, which is the same on all workers."""
+
+    def __init__(self) -> None:
+        self._all: list[Spare | None] = []
+
+    @classmethod
+    def of(cls, store: KVStore) -> Spares:
+        found: Spares = vars(store).setdefault("_torch_spares", cls())
+        return found
+
+    def take(self, calls: CollectiveCalls, sizes: str) -> tuple[int, Spare | None]:
+        """Return spare keys of these sizes, None if there are none, and a number for `give`. Collective, blocks."""
+        free = [
+            one is not None and one.sizes == sizes and all(ref is None or ref() is None for ref in one.in_use)
+            for one in self._all
+        ]
+        if free:
+            (agreed,) = calls.allreduce([np.array(free, np.uint8)], "min", "spare keys")
+            for i in np.flatnonzero(agreed).tolist():
+                spare, self._all[i] = self._all[i], None
+                return i, spare
+        self._all.append(None)
+        return len(self._all) - 1, None
+
+    def give(self, i: int, spare: Spare) -> None:
+        """Give keys back. Any thread may do so, at any time, as the garbage collector does."""
+        self._all[i] = spare
 
 
 def make_buckets(

@@ -43,10 +43,9 @@ from mpikv.common import checks
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, ShapeMismatch, UnsupportedError
 from mpikv.strategies.base import Entry, PreparedCall
-from mpikv.torch.buckets import Form, GradientBucket, GradientView, form_of, gradient_of, make_buckets
+from mpikv.torch.buckets import Form, GradientBucket, GradientView, Spare, Spares, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Compression
-from mpikv.torch.spares import Spare, Spares
 from mpikv.torch.steps import Steps
 from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 
@@ -174,7 +173,7 @@ class Gradients:
         """Send the buckets that were not sent yet, and wait for all sums. Collective, blocks.
 
         failed: whether this worker's backward pass ended early; then the others raise PeerError. joined: whether it has
-        no more data (joining.py). Returns whether all workers have joined. Raises ConfigError if
+        no more data (uneven.py). Returns whether all workers have joined. Raises ConfigError if
         parameters are frozen on some workers only, or optimizers' settings differ, and what `pushpull` raises.
         """
         if self._store.has_optimizer:

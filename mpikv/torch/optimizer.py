@@ -24,10 +24,10 @@ from mpikv.torch.arrays import is_dense
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.compression import Compressor
 from mpikv.torch.gradients import Gradients, agreed
-from mpikv.torch.joining import has_stepped
 from mpikv.torch.passes import is_last
 from mpikv.torch.process_sets import ProcessSet, calls_in
 from mpikv.torch.tensor_calls import Allreduce
+from mpikv.torch.uneven import has_stepped
 from mpikv.trainer.hooks import Hooks, add_hooks, remove_hooks
 
 _SAMPLE_ELEMS = 1024

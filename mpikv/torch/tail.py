@@ -1,6 +1,6 @@
 """The tail: flags and buffers after the gradients, in the last bucket, so that they need no message of their own.
 
-It has a number for each worker: its backward pass ended early, or it has joined (joining.py); one flag for all: buffers
+It has a number for each worker: its backward pass ended early, or it has joined (uneven.py); one flag for all: buffers
 have changed that are not in the tail; three for each parameter: it is trained, it is frozen, it was used; two for each
 bit of a digest of the optimizers' settings (steps.py): it is 1, it is 0. The buffers of one worker are at its end.
 

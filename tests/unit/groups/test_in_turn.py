@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpikv.groups.in_turn import CallsInTurn
+from mpikv.groups.workers import CallsInTurn
 
 
 def test_calls_are_made_in_order_and_do_not_block() -> None:
