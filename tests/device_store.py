@@ -6,12 +6,16 @@ stands for it. So a test of the store runs on device memory as it is, and compar
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 import numpy as np
 from foreign_arrays import ForeignArray
 
 from mpikv.arrays.as_numpy import SUPPORTED_DTYPES
+
+CALLS = ("init", "push", "broadcast", "pull", "pushpull", "push_async", "pull_async", "pushpull_async")
 
 
 class DeviceStore:
@@ -22,7 +26,7 @@ class DeviceStore:
         self._under_way: list[_Moved] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return partial(self._call, name) if name in CALLS else getattr(self._store, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._store.__reduce_ex__(protocol)
@@ -40,50 +44,29 @@ class DeviceStore:
     def __exit__(self, *error: Any) -> Any:
         return self._store.__exit__(*error)
 
-    def init(self, key: Any, value: Any) -> None:
-        self._store.init(key, _Moved(self._cupy).up(value))
-
-    def push(self, key: Any, value: Any, *args: Any, **named: Any) -> None:
-        self._store.push(key, _Moved(self._cupy).up(value), *args, **named)
-
-    def broadcast(self, key: Any, value: Any, out: Any, *args: Any, **named: Any) -> None:
-        moved = _Moved(self._cupy)
-        self._store.broadcast(key, moved.up(value), moved.out(out), *args, **named)
-        moved.down()
-
-    def pull(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._cupy)
-        return moved.result(self._store.pull(key, moved.out(out), *args, **named))
-
-    def pull_async(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._cupy)
-        request = self._store.pull_async(key, moved.out(out), *args, **named)
+    def _call(self, name: str, *args: Any, **named: Any) -> Any:
+        call, moved = getattr(self._store, name), _Moved(self._cupy)
+        try:
+            bound = inspect.signature(call).bind(*args, **named)
+        except TypeError:
+            return call(*args, **named)  # which raises it
+        given = bound.arguments
+        if "value" in given:
+            in_place = name.startswith("pushpull") and given.get("out") is None
+            given["value"] = (moved.out if in_place else moved.up)(given["value"])
+        if given.get("out") is not None:
+            given["out"] = moved.out(given["out"])
+        found = call(*bound.args, **bound.kwargs)
+        if not name.endswith("_async") or name == "push_async":
+            return moved.result(found)
         self._under_way.append(moved)
-        return _Request(request, moved)
-
-    def pushpull(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._cupy)
-        values, outs = self._both(moved, value, out)
-        return moved.result(self._store.pushpull(key, values, outs, *args, **named))
-
-    def pushpull_async(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._cupy)
-        values, outs = self._both(moved, value, out)
-        request = self._store.pushpull_async(key, values, outs, *args, **named)
-        self._under_way.append(moved)
-        return _Request(request, moved)
-
-    def push_async(self, key: Any, value: Any, *args: Any, **named: Any) -> Any:
-        return self._store.push_async(key, _Moved(self._cupy).up(value), *args, **named)
+        return _Request(found, moved)
 
     def wait_all(self, *args: Any, **named: Any) -> None:
         self._store.wait_all(*args, **named)
         for moved in self._under_way:
             moved.down()
         self._under_way.clear()
-
-    def _both(self, moved: _Moved, value: Any, out: Any) -> tuple[Any, Any]:
-        return (moved.out(value), None) if out is None else (moved.up(value), moved.out(out))
 
 
 class _Request:
@@ -114,11 +97,10 @@ class _Moved:
             return type(value)(self.up(one) for one in value)
         if isinstance(value, dict):
             return {key: self.up(one) for key, one in value.items()}
-        if type(value) is ForeignArray:  # of the simpler device, which no GPU knows
-            return self._pairs.setdefault(id(value), (value, self._cupy.array(value.memory)))[1]
-        if type(value) is not np.ndarray or value.dtype not in SUPPORTED_DTYPES:
+        memory = value.memory if type(value) is ForeignArray else value  # of the simpler device, which no GPU knows
+        if type(memory) is not np.ndarray or memory.dtype not in SUPPORTED_DTYPES:
             return value
-        return self._pairs.setdefault(id(value), (value, self._cupy.array(value)))[1]
+        return self._pairs.setdefault(id(value), (value, self._cupy.array(memory)))[1]
 
     def out(self, value: Any) -> Any:
         """The same, of arrays that are written to."""

@@ -48,12 +48,10 @@ def dtype_named(dtype: Any) -> np.dtype[Any]:
 
 
 def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that values of `dtype` are added in: float32 for float16 and bfloat16, else the same."""
     return np.dtype(np.float32) if dtype in (np.float16, BFLOAT16) else dtype
 
 
 def is_device(array: object) -> bool:
-    """Return whether it is an array of CuPy's, or one like it, in device memory."""
     if tensors.is_tensor(array):  # PyTorch raises RuntimeError when a parameter is asked for the interface
         return False
     return hasattr(array, "__cuda_array_interface__") and hasattr(array, "get")
@@ -144,7 +142,6 @@ def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[An
 
 
 def is_writable(array: Any, what: str) -> bool:
-    """Return whether a result can be written into an array."""
     if not isinstance(array, np.ndarray):
         if isinstance(array, np.generic) or (tensors.is_jax(array) and not tensors.is_traced(array)):
             return False

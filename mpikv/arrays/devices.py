@@ -49,12 +49,10 @@ def gpu_number(device: Device) -> int | None:
 
 
 def is_any_gpu(device: Device) -> bool:
-    """Return whether `device`, which `gpu_number` knows, names a GPU without saying which."""
     return str(device).strip().lower() in ("gpu", "cuda")
 
 
 def several(devices: Sequence[Device] | Device) -> list[Device]:
-    """Return a list of devices, at least one; a single device becomes a list of one."""
     listed: list[Device] = list(devices) if isinstance(devices, (list, tuple)) else [devices]  # type: ignore[list-item]
     if not listed:
         raise ValueError("devices is empty: name at least one, such as 'cpu', or leave it out")

@@ -45,7 +45,6 @@ def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
 
 
 def arrays_in(memory: Any, shapes: list[Shape]) -> list[Any]:
-    """Make arrays in `memory`, a flat array of any library, one behind the other without gaps."""
     arrays, begin = [], 0
     for shape in shapes:
         end = begin + math.prod(shape)

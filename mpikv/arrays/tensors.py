@@ -35,12 +35,10 @@ TRACED = (
 
 
 def is_tensor(array: object) -> bool:
-    """Return whether it is a tensor of PyTorch."""
     return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def device_of(tensor: Any) -> Any:
-    """Return the torch.device that a tensor of PyTorch is on."""
     return tensor.device
 
 
@@ -85,12 +83,10 @@ def in_memory_of(host: HostArray) -> tuple[Any, weakref.ref[Any]]:
 
 
 def is_jax(array: object) -> bool:
-    """Return whether it is an array of JAX, or stands for one while JAX traces a function."""
     return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
 
 
 def is_traced(array: object) -> bool:
-    """Return whether it stands for an array of JAX that has no values yet."""
     return is_jax(array) and isinstance(array, sys.modules["jax"].core.Tracer)
 
 
@@ -188,7 +184,6 @@ def empty_like(
 
 
 def _is_numbas(array: Any) -> bool:
-    """Return whether it is an array of Numba's on a GPU."""
     return type(array).__module__.startswith("numba.cuda.")
 
 

@@ -67,12 +67,10 @@ class DeviceGroup(Group):
         return message
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Return a new array on the GPU."""
         array: Any = self._space.empty(n_elems, dtype)
         return array  # type: ignore[no-any-return]
 
     def part(self, ranks: Sequence[int]) -> DeviceGroup:
-        """Return a group of some of these ranks. Its messages wait in the same queue."""
         chosen = [self.ranks[rank] for rank in ranks]
         return DeviceGroup(self.transport, chosen, self._space, self._waiting)
 
@@ -93,11 +91,9 @@ class Message(Waking):
 
     @property
     def due(self) -> bool:
-        """Whether the event is done, so that the message may start. Raises MpikvError where the GPU has failed."""
         return self._due.test()
 
     def start(self) -> None:
-        """Hand the message to the transport."""
         assert self._start is not None
         self._request, self._start = self._start(), None
 
@@ -115,6 +111,5 @@ class Message(Waking):
 
 
 def start_due(waiting: deque[Message]) -> None:
-    """Start the messages whose events are done, in their order."""
     while waiting and waiting[0].due:
         waiting.popleft().start()

@@ -70,22 +70,18 @@ class HostRings:
         self.short = buf.nbytes <= SHORT_BYTES * self.n_rings
 
     def steps(self, ring: int, *, reducing: bool) -> list[list[Span]]:
-        """Return the segments of a ring as they pass its leader on this host, one list per step."""
         return segments_by_step(self.chunks[ring], self.host, self.buf.itemsize, LINK_SEGMENT_BYTES, reducing=reducing)
 
     def by_ring(self, *, reducing: bool) -> list[tuple[int, Span]]:
-        """Return (ring, segment) of all other rings, a segment of each in turn."""
         others = [ring for ring in range(self.n_rings) if ring != self.local_rank]
         segments = [[s for step in self.steps(ring, reducing=reducing) for s in step] for ring in others]
         rows = itertools.zip_longest(*segments)
         return [(ring, span) for row in rows for ring, span in zip(others, row, strict=True) if span is not None]
 
     def view(self, span: Span) -> HostArray:
-        """Return these elements of the buffer."""
         return self.buf[span[0] : span[1]]
 
     def sender(self, segments: Sequence[tuple[int, Span]], ready: Callable[[], int]) -> Sender:
-        """Return a stage that sends segments to ranks of this host. segments: (local rank, segment)."""
         return Sender(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW, ready)
 
     def receiver(self, segments: Sequence[tuple[int, Span]]) -> Receiver:

@@ -16,7 +16,8 @@ added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -35,153 +36,97 @@ from mpikv.transports.base import Group
 Take = Callable[[Span], None]
 
 
-class _NeverWaits:
-    """Base of stages that wait for no other rank."""
+class _Does:
+    """A stage whose generator yields whether it has moved. count: how often it has.
 
-    def wakes(self, waiter: Waiter) -> bool:
-        return True
-
-
-class _WaitsForCounters:
-    """Base of stages that wait until another rank of the host has counted something."""
-
-    _key: HostKey
-
-    def wakes(self, waiter: Waiter) -> bool:
-        return self._key.wakes(waiter)
-
-
-class _CopyIn(_NeverWaits):
-    """A stage that copies this rank's values into shared memory, a segment for each ring in turn, and counts them."""
-
-    def __init__(self, key: HostKey, values: HostArray, segments: Sequence[tuple[int, Span]]) -> None:
-        self._key, self._values, self._segments = key, values, iter(segments)
-        self._counts: dict[int, int] = {}
-        self.done = False
-
-    def move(self) -> bool:
-        ring, (begin, end) = next(self._segments, (-1, (0, 0)))
-        if ring < 0:
-            self.done = True
-            return False
-        self._key.own[begin:end] = self._values[begin:end]
-        self._counts[ring] = self._counts.get(ring, 0) + 1
-        self._key.count(FILLED + ring, self._counts[ring])
-        return True
-
-
-class _AddRanks(_WaitsForCounters):
-    """A stage that adds the segments of a leader's ring over its host's ranks, in their order from the leader on."""
-
-    def __init__(
-        self,
-        key: HostKey,
-        rings: HostRings,
-        values: HostArray,
-        totals: HostArray,
-        segments: Sequence[Span],
-        *,
-        combine: np.ufunc,
-    ) -> None:
-        # The next rank's values first, the sum so far second, as with messages.
-        self._combine = newest_first(combine)
-        self._key, self._segments = key, segments
-        self._values, self._totals = values, totals
-        self._others = [(rings.local_rank + i) % rings.n_here for i in range(1, rings.n_here)]
-        self._word = FILLED + rings.local_rank
-        self._ready = 0  # segments that all ranks had counted when this rank last looked
-        self.count = 0
-        self.done = not segments
-
-    def move(self) -> bool:
-        if self.count >= self._ready:
-            counts = [self._key.counted(local_rank, self._word) for local_rank in self._others]
-            self._ready = min(counts, default=len(self._segments))
-            if self.count >= self._ready:
-                return False
-        begin, end = self._segments[self.count]
-        own = self._values[begin:end]
-        total = own if self._values is self._totals else self._totals[begin:end]
-        others = [self._key.array_of(local_rank, VALUES)[begin:end] for local_rank in self._others]
-        in_order(total, [own, *others], self._combine)
-        self.count += 1
-        self.done = self.count == len(self._segments)
-        return True
-
-
-class _PublishCount(_NeverWaits):
-    """A stage that counts, for the other ranks to read, the segments that another stage has done.
-
-    count: returns how many these are. take: called with each of them.
+    key: the stage waits for what other ranks of the host count there; None: for no other rank.
     """
 
-    def __init__(
-        self, key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take | None = None
-    ) -> None:
-        self._key, self._word, self._segments, self._count, self._take = key, word, segments, count, take
-        self._counted = 0
-        self.done = not segments
+    def __init__(self, moves: Iterator[bool], key: HostKey | None = None) -> None:
+        self._moves, self._key = moves, key
+        self.count, self.done = 0, False
 
     def move(self) -> bool:
-        counted, count = self._counted, self._count()
-        if count <= counted:
-            return False
-        self._counted = count
-        self._key.count(self._word, count)
-        if self._take is not None:
-            for span in self._segments[counted:count]:
-                self._take(span)
-        self.done = count >= len(self._segments)
-        return True
+        moved = next(self._moves, None)
+        self.done = moved is None
+        self.count += bool(moved)
+        return bool(moved)
+
+    def wakes(self, waiter: Waiter) -> bool:
+        return self._key is None or self._key.wakes(waiter)
 
 
-class _AwaitCounts(_WaitsForCounters):
-    """A stage that ends when other ranks have counted all of their segments. take: called with each that is counted.
+def _copy_in(key: HostKey, values: HostArray, segments: Sequence[tuple[int, Span]]) -> Iterator[bool]:
+    """Copy this rank's values into shared memory, a segment for each ring in turn, and count them."""
+    counts = Counter[int]()
+    for ring, (begin, end) in segments:
+        key.own[begin:end] = values[begin:end]
+        counts[ring] += 1
+        key.count(FILLED + ring, counts[ring])
+        yield True
+
+
+def _add_ranks(
+    key: HostKey, rings: HostRings, values: HostArray, totals: HostArray, segments: Sequence[Span], *, combine: np.ufunc
+) -> Iterator[bool]:
+    """Add the segments of a leader's ring over the ranks of its host, in their order from the leader on."""
+    next_first = newest_first(combine)  # the next rank's values first, the sum so far second, as with messages
+    others = [(rings.local_rank + i) % rings.n_here for i in range(1, rings.n_here)]
+    ready = 0  # segments that all ranks had counted when this rank last looked
+    for done, (begin, end) in enumerate(segments):
+        while done >= ready:
+            counts = [key.counted(local_rank, FILLED + rings.local_rank) for local_rank in others]
+            ready = min(counts, default=len(segments))
+            if done >= ready:
+                yield False
+        own = values[begin:end]
+        total = own if values is totals else totals[begin:end]
+        in_order(total, [own, *(key.array_of(one, VALUES)[begin:end] for one in others)], next_first)
+        yield True
+
+
+def _publish(
+    key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take | None = None
+) -> Iterator[bool]:
+    """Count for the other ranks the segments that another stage has done, and call `take` with each.
+
+    count: returns how many these are.
+    """
+    counted = 0
+    while counted < len(segments):
+        if (now := count()) > counted:
+            key.count(word, now)
+            for span in segments[counted:now] if take is not None else ():
+                take(span)
+            counted = now
+            yield True
+        else:
+            yield False
+
+
+def _await(key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take: Take | None = None) -> Iterator[bool]:
+    """Wait until other ranks have counted all of their segments, and call `take` with each that is counted.
 
     segments: by local rank, in the order in which that rank counts them.
     """
-
-    def __init__(
-        self, key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take: Take | None = None
-    ) -> None:
-        self._key, self._word, self._take = key, word, take
-        self._left = {local_rank: (spans, 0) for local_rank, spans in segments.items() if spans}
-        self.done = not self._left
-
-    def move(self) -> bool:
-        moved = False
-        for local_rank, (spans, taken) in tuple(self._left.items()):
-            counted = min(self._key.counted(local_rank, self._word), len(spans))
-            if counted == taken:
-                continue
-            moved = True
-            if self._take is not None:
-                for span in spans[taken:counted]:
-                    self._take(span)
-            if counted == len(spans):
-                del self._left[local_rank]
-            else:
-                self._left[local_rank] = (spans, counted)
-        self.done = not self._left
-        return moved
+    taken = dict.fromkeys(segments, 0)
+    while left := [one for one, spans in segments.items() if taken[one] < len(spans)]:
+        before = sum(taken.values())
+        for local_rank in left:
+            spans = segments[local_rank]
+            counted = min(key.counted(local_rank, word), len(spans))
+            for span in spans[taken[local_rank] : counted] if take is not None else ():
+                take(span)
+            taken[local_rank] = counted
+        yield sum(taken.values()) > before
 
 
-class _AwaitExtraUpdates(_WaitsForCounters):
-    """A stage that ends when the extra ranks have updated their chunks. count: their updated segments, in order."""
-
-    def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]]) -> None:
-        self._key, self._local_ranks = key, [local_rank for local_rank, _ in segments]
-        self.count = 0
-        self.done = not segments
-
-    def move(self) -> bool:
-        moved = False
-        # An extra rank counts once, when it has updated its whole chunk.
-        while self.count < len(self._local_ranks) and self._key.counted(self._local_ranks[self.count], UPDATED):
-            self.count += 1
-            moved = True
-        self.done = self.count == len(self._local_ranks)
-        return moved
+def _await_extra(key: HostKey, segments: Sequence[tuple[int, Span]]) -> Iterator[bool]:
+    """Wait until the extra ranks have updated their chunks, one segment after another."""
+    for local_rank, _ in segments:
+        while not key.counted(local_rank, UPDATED):  # counted once, for the whole chunk
+            yield False
+        yield True
 
 
 def share(group: Group, key: HostKey, tag: int) -> Steps[None]:
@@ -193,7 +138,7 @@ def share(group: Group, key: HostKey, tag: int) -> Steps[None]:
         return
     found = topology(group.hosts)
     if found.local_rank[group.rank]:
-        yield from drive(_AwaitCounts(key, GATHERED, {0: [(0, key.value.size)]}))
+        yield from drive(_Does(_await(key, GATHERED, {0: [(0, key.value.size)]}), key))
         return
     yield from broadcast(group.part([ranks[0] for ranks in found.hosts]), key.value, 0, tag)
     key.count(GATHERED, 1)
@@ -227,19 +172,19 @@ def reduce_scatter(
         for ring in range(rings.n_rings):
             key.count(FILLED + ring, sum(one == ring for one, _ in outgoing))
     else:
-        stages.append(_CopyIn(key, values, outgoing))
+        stages.append(_Does(_copy_in(key, values, outgoing)))
     if not rings.is_leader:
         leader = rings.local_rank % rings.n_rings
         owned = bool(rings.extra_chunks[rings.local_rank])
         through = [
             span for local_rank, span in rings.extra_segments_of(leader) if owned and local_rank <= rings.local_rank
         ]
-        stages.append(_AwaitCounts(key, REDUCED, {leader: through}))
+        stages.append(_Does(_await(key, REDUCED, {leader: through}), key))
         yield from drive(*stages)
         return key.array_of(leader, TOTALS) if owned else values
     steps = rings.steps(rings.local_rank, reducing=True)
     segments = [span for step in steps for span in step]
-    add_ranks = _AddRanks(key, rings, values, totals, segments, combine=combine)
+    add_ranks = _Does(_add_ranks(key, rings, values, totals, segments, combine=combine), key)
     stages.append(add_ranks)
     extra = [span for _, span in rings.extra_segments()]
     if rings.short:
@@ -256,7 +201,7 @@ def reduce_scatter(
     stages += [
         ring_stages.receiver,
         ring_stages.sender,
-        _PublishCount(key, REDUCED, extra, lambda: ring_stages.count() - n_leaders_own),
+        _Does(_publish(key, REDUCED, extra, lambda: ring_stages.count() - n_leaders_own)),
     ]
     yield from drive(*stages)
     return totals
@@ -279,30 +224,28 @@ def allgather(
         ring: [span for step in rings.steps(ring, reducing=False) for span in step] for ring in range(rings.n_rings)
     }
     own = segments.pop(rings.local_rank, [])
-    others = _AwaitCounts(key, GATHERED, segments, drain)
+    others = _Does(_await(key, GATHERED, segments, drain), key)
     if not rings.is_leader:
         key.count(UPDATED, 1)
         yield from drive(others)
         return
-    extra_updates = _AwaitExtraUpdates(key, rings.extra_segments())
+    extra_updates = _Does(_await_extra(key, rings.extra_segments()), key)
     if rings.short:
         yield from drive(extra_updates)
         packed, ends = rings.packed()
         yield from rings.direct().allgather(rings.across, packed, ends, tag)
         rings.unpack(packed, range(rings.n_hosts))
-        yield from drive(_PublishCount(key, GATHERED, own, lambda: len(own), drain), others)
+        yield from drive(_Does(_publish(key, GATHERED, own, lambda: len(own), drain)), others)
         return
     steps = rings.steps(rings.local_rank, reducing=False)
     n_own = len(steps[0]) - len(rings.extra_segments())
-
-    def ready() -> int:
-        return len(own) if extra_updates.done else n_own + extra_updates.count
-
-    ring_stages = RingStages(rings.across, key.value, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
+    ring_stages = RingStages(
+        rings.across, key.value, steps, tag, LINK_WINDOW, reducing=False, ready=lambda: n_own + extra_updates.count
+    )
     yield from drive(
         extra_updates,
         ring_stages.receiver,
         ring_stages.sender,
-        _PublishCount(key, GATHERED, own, ring_stages.count, drain),
+        _Does(_publish(key, GATHERED, own, ring_stages.count, drain)),
         others,
     )

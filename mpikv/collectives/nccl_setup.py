@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpikv.collectives.nccl import Nccl, NcclComm
 
@@ -60,7 +60,6 @@ class _CommMaker:
                 comm.give_up()
 
     def wait(self, limit_s: float) -> str:
-        """Wait for the thread, and return what went wrong; "" where the communicator is made."""
         self._thread.join(limit_s)
         if self.comm is None and not self.problem:
             return f"NCCL has made no communicator of the workers within {limit_s:g} s"
@@ -95,10 +94,7 @@ def make_communicator(
     known = cache.get(which)
     if known is not None and known.failure is not None:
         known = None
-    answers = [json.loads(text) for text in gather(json.dumps(_own_answer(open_nccl, rank, known)).encode())]
-    problem = _first_problem(names, [one["problem"] for one in answers]) or _version_problem(
-        names, [one["version"] for one in answers]
-    )
+    answers, problem = _asked(open_nccl, names, rank, gather, known)
     if problem or len(names) == 1:
         return SetupResult(None, problem)
     if known is None or not all(one["known"] for one in answers):
@@ -127,29 +123,35 @@ def why_not(
 
     The arguments are those of `make_communicator`.
     """
-    answers = [json.loads(text) for text in gather(json.dumps(_own_answer(open_nccl, rank, None)).encode())]
-    return _first_problem(names, [one["problem"] for one in answers]) or _version_problem(
-        names, [one["version"] for one in answers]
-    )
+    return _asked(open_nccl, names, rank, gather, None)[1]
 
 
-def _own_answer(open_nccl: Callable[[], Nccl], rank: int, known: NcclComm | None) -> dict[str, str | bool]:
-    """Return what this worker sends to the others, for JSON. known: the communicator that it has cached."""
+def _asked(
+    open_nccl: Callable[[], Nccl],
+    names: Sequence[str],
+    rank: int,
+    gather: Callable[[bytes], list[bytes]],
+    known: NcclComm | None,
+) -> tuple[list[dict[str, Any]], str]:
+    """Return what each worker says of its NCCL, and the first problem. known: the communicator that is cached here."""
+    mine = {"problem": "", "version": "", "id": "", "known": known is not None}
     try:
         nccl = open_nccl()
-        unique_id = "" if rank else nccl.unique_id().hex()
-        return {"problem": "", "version": nccl.version(), "id": unique_id, "known": known is not None}
+        mine |= {"version": nccl.version(), "id": "" if rank else nccl.unique_id().hex()}
     except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for this answer
-        text = " ".join(str(error).split()) or type(error).__name__
-        return {"problem": text, "version": "", "id": "", "known": False}
+        mine["problem"] = " ".join(str(error).split()) or type(error).__name__
+    answers = [json.loads(text) for text in gather(json.dumps(mine).encode())]
+    if problem := _first_problem(names, [one["problem"] for one in answers]):
+        return answers, problem
+    first = answers[0]["version"]
+    for name, one in zip(names, answers, strict=True):
+        if one["version"] != first:
+            return (
+                answers,
+                f"{names[0]} has NCCL {first}, and {name} has NCCL {one['version']}: install the same on all",
+            )
+    return answers, ""
 
 
 def _first_problem(names: Sequence[str], problems: Sequence[str]) -> str:
     return next((f"{name}: {text}" for name, text in zip(names, problems, strict=True) if text), "")
-
-
-def _version_problem(names: Sequence[str], versions: Sequence[str]) -> str:
-    for name, version in zip(names, versions, strict=True):
-        if version != versions[0]:
-            return f"{names[0]} has NCCL {versions[0]}, and {name} has NCCL {version}: install the same on all"
-    return ""

@@ -61,14 +61,11 @@ def summed(
     after: Callable[[], None] | None = None,
     op: Reduction = SUM,
 ) -> Sum:
-    """Return a `Sum` that combines one array of each rank by the reduction `op`."""
     adder = adder_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
     return Sum(out, tuple(sources), tuple(copies), after, adder)
 
 
 class Copies:
-    """Copies to be made one after another."""
-
     __slots__ = ("destinations", "sources")
 
     def __init__(self) -> None:
@@ -76,7 +73,6 @@ class Copies:
         self.sources: list[Any] = []
 
     def add(self, copies: Iterable[Copy]) -> None:
-        """Add some copies, as `copy_of` returns them."""
         for destination, source in copies:
             self.destinations.append(destination)
             self.sources.append(source)
@@ -88,14 +84,11 @@ class Copies:
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes they copy."""
         return sum(destination.nbytes for destination in self.destinations)
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What one rank does for one chunk."""
-
     fills: Copies = field(default_factory=Copies)
     sums: list[Sum] = field(default_factory=list)
     drains: Copies = field(default_factory=Copies)
@@ -103,8 +96,6 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """What one rank does in one call, and how many bytes it copies and adds."""
-
     chunks: list[Chunk]
     alone: bool = False  # every rank adds all elements by itself, so no rank waits for another's sums
     copied_bytes: int = 0
@@ -119,7 +110,6 @@ def copy_of(destination: HostArray, source: HostArray) -> Copy:
 
 
 def copy_all(copies: Copies) -> None:
-    """Make copies one after another."""
     sources, destinations = copies.sources, copies.destinations
     if len(sources) < MANY:
         for destination, source in zip(destinations, sources, strict=True):
@@ -129,7 +119,6 @@ def copy_all(copies: Copies) -> None:
 
 
 def add_all(sums: Sequence[Sum]) -> None:
-    """Make sums one after another."""
     for out, sources, copies, after, adder in sums:
         adder(out, sources)
         for copy in copies:

@@ -34,7 +34,6 @@ class Slots:
         self.end = begin_bytes + memory.size * self.per_rank_bytes
 
     def view(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Return some elements of a rank's slot for chunks."""
         return self.memory.array(self._offset(rank) + slot * CHUNK_BYTES + offset_bytes, n_elems, dtype)
 
     def tiny(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
@@ -52,6 +51,12 @@ class Interval(NamedTuple):
     n_elems: int
     value: HostArray | None
     outs: tuple[HostArray, ...]
+
+    def part(self, n: slice) -> Interval:
+        """Return some of its elements."""
+        begin, end, _ = n.indices(self.n_elems)
+        value = None if self.value is None else self.value[n]
+        return Interval(end - begin, value, tuple(out[n] for out in self.outs))
 
 
 class Region(NamedTuple):
@@ -79,20 +84,8 @@ def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
             while missing:
                 interval = intervals.popleft()
                 if interval.n_elems > missing:
-                    rest = interval.n_elems - missing
-                    value = interval.value
-                    intervals.appendleft(
-                        Interval(
-                            rest,
-                            None if value is None else value[missing:],
-                            tuple(out[missing:] for out in interval.outs),
-                        ),
-                    )
-                    interval = Interval(
-                        missing,
-                        None if value is None else value[:missing],
-                        tuple(out[:missing] for out in interval.outs),
-                    )
+                    intervals.appendleft(interval.part(slice(missing, None)))
+                    interval = interval.part(slice(missing))
                 head.append(interval)
                 missing -= interval.n_elems
             groups[-1].append(Region(region.result[begin : begin + take], head))
@@ -102,7 +95,6 @@ def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
 
 
 def range_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int]:
-    """Return the range of elements that `rank` adds: equal ranges in whole cache lines."""
     line = max(1, ALIGN_BYTES // itemsize)
     lines = -(-n_elems // line)
     base, extra = divmod(lines, size)
@@ -111,7 +103,6 @@ def range_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, in
 
 
 def same_plan(plan: Plan) -> Callable[[int], Plan]:
-    """Return the same plan for either tiny slot."""
     return lambda turn: plan
 
 

@@ -44,13 +44,9 @@ class Outgoing(Protocol):
 class Ends(Protocol):
     """What sends and receives messages: a group, or an object that numbers the ranks in its own way."""
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
-        """Do what `Transport.isend` does."""
-        ...
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation: ...
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
-        """Do what `Transport.irecv` does."""
-        ...
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Operation: ...
 
 
 class Stage(Protocol):
@@ -68,8 +64,6 @@ class Stage(Protocol):
 
 
 class _Moves(Waking):
-    """A request that is done when a stage has moved, or all are done."""
-
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
 
@@ -86,7 +80,6 @@ class _Moves(Waking):
 
 
 def drive(*stages: Stage) -> Steps[None]:
-    """Move all stages on until all are done."""
     stages = tuple(stage for stage in stages if not stage.done)
     moves = _Moves(stages)
     while not all(stage.done for stage in stages):
@@ -94,7 +87,6 @@ def drive(*stages: Stage) -> Steps[None]:
 
 
 def cut(span: Span, itemsize_bytes: int, segment_bytes: int) -> Iterator[Span]:
-    """Cut a span into segments of at most so many bytes, at least one element each."""
     step = max(1, segment_bytes // itemsize_bytes)
     for first in range(*span, step):
         yield first, min(first + step, span[1])
@@ -127,7 +119,6 @@ class Sender:
         return self._sent - len(self._under_way)
 
     def move(self) -> bool:
-        """Drop the requests that are done, and start to send the segments that are ready."""
         moved = False
         while self._under_way and self._under_way[0].test():
             self._under_way.popleft()
@@ -173,7 +164,6 @@ class Receiver:
         self.done = not targets
 
     def move(self) -> bool:
-        """Take the segments that have been received, and post receives for more."""
         moved = False
         limit = len(self._targets) if self._may_take is None else self._may_take()
         wanted = len(self._targets) if self._may_post is None else self._may_post()

@@ -114,7 +114,6 @@ def spaces_for(arrays: Iterable[Any]) -> Spaces:
 
 
 def open_gpu(number: int) -> Gpu:
-    """One of the GPUs that this process sees. Raises MpikvError where there is none."""
     if not cuda_driver.has_cupy():
         raise UnsupportedError(f"CuPy is not installed (pip install {CUPY})")
     return Gpu(number)

@@ -28,7 +28,6 @@ class Allocator:
         self.taken_bytes = 0
 
     def take(self, n_bytes: int) -> HostArray | None:
-        """Return (n_bytes,) of uint8, zeros; None when less than that is left."""
         free = self._free.get(n_bytes)
         if free:
             self.taken_bytes += n_bytes
@@ -43,7 +42,6 @@ class Allocator:
         return array
 
     def give(self, array: HostArray) -> None:
-        """Give back what `take` returned, (n_bytes,) of uint8. Arrays that are not in this memory are ignored."""
         if self._memory.offset_of(array) is None:
             return
         self.taken_bytes -= array.size

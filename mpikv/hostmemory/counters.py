@@ -25,13 +25,9 @@ from mpikv.hostmemory.segment import ORDERED, WORD_BYTES, HostMemory, aligned, f
 class Counted(Protocol):
     """What ranks count in: `Counters`, or the counters of one key."""
 
-    def reached(self, rank: int, word: int, value: int) -> bool:
-        """Return whether a rank has counted to `value` or beyond."""
-        ...
+    def reached(self, rank: int, word: int, value: int) -> bool: ...
 
-    def wakes(self, waiter: Waiter) -> bool:
-        """Promise what `Waking.wakes` does: to wake `waiter` when another rank has counted something."""
-        ...
+    def wakes(self, waiter: Waiter) -> bool: ...
 
 
 class Reached(Waking):
@@ -43,24 +39,20 @@ class Reached(Waking):
         self._counted, self._left, self._word, self._value = counted, list(ranks), word, value
 
     def test(self) -> bool:
-        """Return whether they have."""
         left, counted = self._left, self._counted
         while left and counted.reached(left[-1], self._word, self._value):
             left.pop()
         return not left
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Wake `waiter` when another rank has counted something."""
         return self._counted.wakes(waiter)
 
 
 def row_words(n_words: int) -> int:
-    """Return the length of a row that holds `n_words`, in words: whole cache lines."""
     return aligned(n_words * WORD_BYTES) // WORD_BYTES
 
 
 def table_bytes(n_ranks: int, n_words: int) -> int:
-    """Return how many bytes a table takes."""
     return n_ranks * row_words(n_words) * WORD_BYTES
 
 
@@ -114,12 +106,10 @@ class Counters:
         return value
 
     def read(self, rank: int, word: int) -> int:
-        """Return what a rank has written to a word that is no counter."""
         value: int = self.words[self.rows[rank] + word]
         return value
 
     def reached(self, rank: int, word: int, value: int) -> bool:
-        """Return whether a rank has counted to `value` or beyond."""
         return self.of(rank, word) >= value
 
     def awaited(self, word: int, value: int, *, soon: bool = True) -> Reached | None:
@@ -145,5 +135,4 @@ class Counters:
         return None
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Return False: a count in memory wakes nobody, so `waiter` has to poll."""
         return False

@@ -38,7 +38,6 @@ class Polling(NamedTuple):
         return cls(range(POLLS), range(YIELDS), yield_)
 
     def yielded(self, test: Callable[[], bool]) -> bool:
-        """Yield the core until `test()` is True; returns False where that takes more than `yields` times."""
         yield_ = self.yield_
         for _ in self.yields:
             yield_()

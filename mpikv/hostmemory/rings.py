@@ -36,8 +36,6 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The end that writes."""
-
     def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
         super().__init__(memory, begin_bytes)
         self._head = self._tail = 0
@@ -68,15 +66,12 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """The end that reads."""
-
     def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
         super().__init__(memory, begin_bytes)
         self._tail = 0
 
     @property
     def waiting(self) -> bool:
-        """Return whether there is a record to read."""
         return self._words[HEAD] != self._tail
 
     def take(self, handle: Handle) -> bool:

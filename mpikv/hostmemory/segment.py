@@ -97,7 +97,6 @@ class HostMemory:
 
 
 def aligned(n_bytes: int) -> int:
-    """Return `n_bytes` rounded up to whole cache lines."""
     return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 

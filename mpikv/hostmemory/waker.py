@@ -74,14 +74,12 @@ class Waker:
             self.wake(rank)
 
     def wake(self, rank: int) -> None:
-        """Wake a rank that may sleep."""
         pipe = self._others.get(rank)
         if pipe is not None:
             with contextlib.suppress(OSError):  # a full pipe: that rank has been woken; a closed one: it is ending
                 os.write(pipe, b"\0")
 
     def wake_self(self) -> None:
-        """Wake another thread of this rank."""
         if self._words[self._rank * WAKER_WORDS]:
             self.wake(self._rank)
 
@@ -102,7 +100,6 @@ class Waker:
             self._words[index] = 0
 
     def close(self) -> None:
-        """Close the pipes."""
         for pipe in (self._own, *self._others.values()):
             if pipe >= 0:
                 os.close(pipe)

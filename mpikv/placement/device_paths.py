@@ -44,13 +44,10 @@ class DeviceReport(NamedTuple):
 
 
 class SettledPath(NamedTuple):
-    """The path, and for each better path the reason why it is not used."""
-
     path: DevicePath
     reasons: tuple[tuple[str, str], ...]
 
     def of(self, members: Members) -> Members:
-        """Return the members with this choice."""
         return replace(members, device_path=self.path, device_reasons=self.reasons)
 
 
@@ -96,7 +93,6 @@ def settle(reports: Sequence[DeviceReport], members: Members, trials: Mapping[st
 
 
 def _wanted(config: Config) -> tuple[DevicePath | None, str]:
-    """Return the path that the settings ask for, None where they ask for none, and that setting."""
     path, setting = config.device_path, f"MPIKV_DEVICE_PATH={config.device_path}"
     if config.algorithm == "nccl":
         if path not in ("auto", "nccl"):
@@ -108,7 +104,6 @@ def _wanted(config: Config) -> tuple[DevicePath | None, str]:
 def _obstacles(
     reports: Sequence[DeviceReport], members: Members, names: Sequence[str], outcomes: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return for each path why it cannot be used, "" where it can."""
     obstacles: dict[str, str] = {path: outcomes.get(path, "") for path in PATHS}
     for report, name in zip(reports, names, strict=True):
         if report.number is None:
@@ -148,7 +143,6 @@ def describe(choice: SettledPath) -> str:
 
 
 def stats(members: Members) -> dict[str, Any]:
-    """Return the entries of `store.stats()` about the path."""
     return {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
 
 

@@ -76,7 +76,6 @@ def _ask(driver: Any) -> Devices:
 
 
 def has_cupy() -> bool:
-    """Return whether CuPy is installed, without importing it."""
     return sys.modules["cupy"] is not None if "cupy" in sys.modules else importlib.util.find_spec("cupy") is not None
 
 

@@ -102,7 +102,6 @@ def trial(path: str, device: int, source: str) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Make the trial that the command line describes, and print the answer."""
     path, device, source, limit_s = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is a result, of which nobody wants a file
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process also while it is inside of MPI

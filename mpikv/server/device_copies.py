@@ -24,7 +24,6 @@ class DevicePool(Pool):
         super().__init__(None, space)
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """See `Pool`."""
         return self._space.empty(n_elems, dtype)
 
     def give(self, array: Any) -> None:
@@ -39,14 +38,12 @@ class DeviceCopies:
         self.values = DevicePool(space)
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """Return (n_elems,) of page-locked memory."""
         return self.space.page_locked(n_elems * dtype.itemsize).view(dtype)
 
     def give(self, array: HostArray) -> None:
         """Do nothing: memory of `take` is free once nothing refers to it any more."""
 
     def up(self, array: HostArray) -> Any:
-        """Begin to copy an array of `take` to the GPU, and return it there."""
         values = self.values.take(array.size, array.dtype)
         self.space.upload(values, array)
         return values

@@ -119,11 +119,9 @@ class Space:
     # --- within it
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
-        """Return a new array, uninitialised."""
         return np.empty(n_elems, dtype)
 
     def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
-        """Return a new array of zeros."""
         return np.zeros(n_elems, dtype)
 
     def copy(self, out: SpaceArray, values: SpaceArray | int) -> None:

@@ -98,11 +98,9 @@ class DeviceSpace(Space):
 
     @property
     def device(self) -> int:
-        """See `Space`."""
         return self.gpu.number
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever an event that is waited for is done; it is called in any thread."""
         self._watcher.callback = self._callers_watcher.callback = callback
 
     @contextmanager
@@ -127,7 +125,6 @@ class DeviceSpace(Space):
             raise self.gpu.failed(error) from error
 
     def stats(self) -> dict[str, int]:
-        """See `Space`."""
         held = self._pool.total_bytes() + self._pushes.total_bytes()
         return {**self._copies.stats(), "device_bytes": held}
 
@@ -149,7 +146,6 @@ class DeviceSpace(Space):
     # --- a caller's arrays
 
     def callers_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        """See `Space`."""
         return [callers.callers_gpu_array(array, self.gpu) if callers.on_gpu(array) else array for array in arrays]
 
     def total(self, arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> Any:
@@ -165,7 +161,6 @@ class DeviceSpace(Space):
             return total.astype(copies[0].dtype, copy=False)
 
     def _flat_copy(self, array: Any, what: str) -> Any:
-        """Return a copy of the caller's array, flat."""
         if not isinstance(array, CallersGpuArray):
             return self.from_host(Space().total([array], what, on_device=False))
         values = array.values
@@ -217,7 +212,6 @@ class DeviceSpace(Space):
         return self.cupy.ndarray((n_elems,), dtype, self.cupy.cuda.MemoryPointer(memory, 0))
 
     def write(self, out: Any, values: Any, what: str) -> None:
-        """See `Space`."""
         if not isinstance(out, CallersGpuArray):
             write_host(out, self.to_host(values), what)
         elif out.values.size:
@@ -252,7 +246,6 @@ class DeviceSpace(Space):
             return array.values.reshape(-1)
 
     def is_view_of(self, held: Any, array: Any) -> bool:
-        """See `Space`."""
         if self.in_place(array, "") is None or array.values.data.ptr != held.data.ptr:
             return False
         self._note_write(held, array.event, array.stream)
@@ -351,17 +344,14 @@ class DeviceSpace(Space):
     # --- within the space
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """See `Space`."""
         with self.in_stream():
             return self.cupy.empty(n_elems, dtype)
 
     def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """See `Space`."""
         with self.in_stream():
             return self.cupy.zeros(n_elems, dtype)
 
     def copy(self, out: Any, values: Any) -> None:
-        """See `Space`."""
         with self.in_stream():
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
@@ -375,7 +365,6 @@ class DeviceSpace(Space):
                 out[...] = out.dtype.type(values)
 
     def cast(self, values: Any, dtype: np.dtype[Any]) -> Any:
-        """See `Space`."""
         if values.dtype == dtype:
             return values
         with self.in_stream():
@@ -383,7 +372,6 @@ class DeviceSpace(Space):
             return values.astype(dtype)
 
     def scale(self, values: Any, factor: float, out: Any) -> None:
-        """See `Space`."""
         with self.in_stream():
             self.wait_for_callers(values, out)
             np.multiply(values, values.dtype.type(factor), out=out)

@@ -103,7 +103,6 @@ class Gpu:
         self._runtime.setDevice(self.number)
 
     def event(self) -> Any:
-        """Return a new event; a thread that waits for it sleeps."""
         return self.cupy.cuda.Event(block=True, disable_timing=True)
 
     def array_at(
@@ -143,5 +142,4 @@ class Gpu:
 
 
 def _text(error: Exception) -> str:
-    """Return an error's text on one line."""
     return " ".join(str(error).split()) or type(error).__name__

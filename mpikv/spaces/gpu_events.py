@@ -56,7 +56,6 @@ class EventWatcher:
             self.callback()
 
     def close(self) -> None:
-        """End the thread. No event may be waited for any more."""
         self._asked.put(None)
 
 
@@ -72,7 +71,6 @@ class EventRequest(Waking):
         self._gpu, self._event, self._stream, self._watcher, self._part = gpu, event, stream, watcher, part
 
     def test(self) -> bool:
-        """Whether it is done. Raises MpikvError if the GPU has failed."""
         if self._event is not None:
             try:
                 if not self._event.done:

@@ -39,7 +39,6 @@ class Spaces:
     missing: str = "none was looked for"
 
     def of(self, info: KeyInfo) -> Space:
-        """Return the space that was agreed on for a key. Raises UnsupportedError if this worker does not have it."""
         if info.space == HOST:
             return self.host
         if self.device is None:
@@ -57,15 +56,12 @@ class Spaces:
         return in_space if as_given else self.of_new_keys or in_space
 
     def in_stream(self) -> AbstractContextManager[Any]:
-        """Return `Space.in_stream` of the device, or of the host without a device."""
         return (self.host if self.device is None else self.device).in_stream()
 
     def stats(self) -> dict[str, int]:
-        """Return counts of copies between host and device, and the bytes held there; without a device nothing."""
         return {} if self.device is None else self.device.stats()
 
     def close(self) -> None:
-        """Free the device's memory. Blocks until the work that was begun there is done."""
         if self.device is not None:
             self.device.close()
 
@@ -106,7 +102,6 @@ class Spaces:
     # --- a caller's arrays in place, for work that a worker does by itself
 
     def by_name(self, name: str) -> Space:
-        """Return the space of this name, one that `space_of` has returned."""
         return self.host if name == HOST or self.device is None else self.device
 
     def space_of(self, array: CallersArray) -> str:
@@ -120,7 +115,6 @@ class Spaces:
         return self.by_name(space).in_place(array, what) if self.space_of(array) == space else None
 
     def is_view_of(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
-        """See `Space.is_view_of`."""
         if self.device is None:
             return self.host.is_view_of(held, array)
         return self.space_of(array) == space and self.by_name(space).is_view_of(held, array)

@@ -62,7 +62,6 @@ class DeviceCalls:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are calls that have not been sent, so that later ones must wait."""
         return bool(self._queue)
 
     def concerns(self, items: Sequence[Item]) -> bool:
@@ -124,7 +123,6 @@ class _MemoryTarget:
         self._memory = memory
 
     def buffer(self) -> SpaceArray | PieceMessages:
-        """The memory."""
         return self._memory
 
     def deliver(self, value: SpaceArray | PieceMessages) -> None:
@@ -197,12 +195,10 @@ class _KeyCall:
         return PieceMessages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
-        """Page-locked memory for the messages of all pieces that are copied."""
         copied = [piece for route in self._copied for piece in route.pieces]
         return {piece: self._calls.space.page_locked(pieces.wire_bytes(piece)) for piece in copied}
 
     def deliver(self) -> None:
-        """Write the answer, which is complete, to the caller's arrays."""
         space = self._calls.space
         if DEVICE in self._space_names:
             assert self._sink is not None

@@ -45,7 +45,6 @@ class DevicePieces(Pieces):
         return {name: self.space.from_host(array) for name, array in state.items()}
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
-        """Encode several pieces, each once. Returns their bytes, in device memory."""
         return {piece: self.encode(values, piece).view(np.uint8) for piece in pieces}
 
     def _on_device(self, data: Any, n_elems: int) -> SpaceArray:
@@ -58,21 +57,17 @@ class DevicePieces(Pieces):
         return on_device
 
     def decode(self, data: Any, out: SpaceArray) -> None:
-        """See `Pieces`."""
         super().decode(self._on_device(data, out.size), out)
 
     def add(self, data: Any, out: SpaceArray) -> None:
-        """See `Pieces`."""
         super().add(self._on_device(data, out.size), out)
 
     # --- a round
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
-        """See `Pieces`."""
         return self.space.empty(n_elems, dtype)
 
     def encoding(self, values: SpaceArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> Encoding:
-        """See `Pieces`."""
         return DeviceEncoding(self, values, outgoing, uses)
 
     def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
@@ -113,7 +108,6 @@ class DeviceEncoding(Encoding):
     pieces: DevicePieces
 
     def begin(self) -> Steps[None]:
-        """See `Encoding`."""
         space = self.pieces.space
         sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}

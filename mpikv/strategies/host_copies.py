@@ -39,7 +39,6 @@ class HostCopies:
 
     @property
     def held_bytes(self) -> int:
-        """Page-locked memory."""
         return self._memory.nbytes
 
     def on_host(self, dtype: np.dtype[Any] | None = None) -> HostArray:
@@ -59,7 +58,6 @@ class HostCopies:
             self._space.upload(self.value, on_host)
 
     def values(self, values: SpaceArray) -> Steps[HostArray]:
-        """Copy this worker's values of a round down, and return them."""
         yield from self._down(values)
         return self.on_host(values.dtype)
 

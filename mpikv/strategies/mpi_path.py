@@ -33,8 +33,6 @@ from mpikv.strategies.key_path import KeyPath, PathResources
 
 
 class MpiPath(KeyPath):
-    """See `KeyPath`."""
-
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(resources, info, placement, place)
         self.value = self._space.empty(info.n_elems, info.dtype)
@@ -43,7 +41,6 @@ class MpiPath(KeyPath):
         self._device_group = DeviceGroup(self._group.transport, self._group.ranks, self._device)
 
     def broadcast(self) -> Steps[None]:
-        """Broadcast by messages along a tree."""
         return broadcast(self._device_group, self.value, 0, self._tag(0))
 
     def reduce_scatter(

@@ -48,8 +48,6 @@ LONGEST_TURN = 0.05  # of the limit, counted between two tests: time in which th
 
 
 class NcclPath(KeyPath):
-    """See `KeyPath`."""
-
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(resources, info, placement, place)
         self._device = cast(DeviceSpace, self._space)
@@ -78,7 +76,6 @@ class NcclPath(KeyPath):
         return (0, self._info.n_elems) if self._all_have_all else super().updates
 
     def broadcast(self) -> Steps[None]:
-        """Broadcast by messages along a tree, through host memory."""
         if self._comm is None:
             return
         space, is_root = self._device, self._group.rank == 0
@@ -122,7 +119,6 @@ class NcclPath(KeyPath):
         return int(number[0])
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """Receive into `value`. Ends the round's turn, and waits until the GPU has done the round."""
         comm = self._comm
         if comm is None:
             return

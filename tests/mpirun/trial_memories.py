@@ -54,19 +54,6 @@ class WrongByte(Works):
         return array.host
 
 
-class Stale(Works):
-    """Messages begin with what the first one has brought."""
-
-    def __init__(self, device: int) -> None:
-        super().__init__(device)
-        self.first: np.ndarray | None = None
-
-    def get(self, array: Array) -> np.ndarray:
-        self.first = array.host if self.first is None else self.first
-        array.host[: self.first.size] = self.first
-        return array.host
-
-
 class DevicePointer(Works):
     """A library that takes the pointer for one to host memory."""
 
@@ -84,11 +71,6 @@ class Hangs(Works):
     def get(self, array: Array) -> np.ndarray:
         signal.pause()
         return array.host
-
-
-class Raises(Works):
-    def __init__(self, device: int) -> None:
-        raise MemoryError("out of\n memory on the device")
 
 
 class Segments(Works):

@@ -49,31 +49,17 @@ def test_orthogonal_vectors_are_added(p: int, dtype: str) -> None:
     assert combined(vectors).tobytes() == sum(vectors[1:], vectors[0]).tobytes()
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("p", RANKS)
-def test_equal_vectors_are_averaged(p: int, dtype: str) -> None:
-    vector = random_vectors(1, 101, dtype)[0]
-    assert combined([vector] * p).tobytes() == vector.tobytes()
-
-
 @pytest.mark.parametrize("p", RANKS)
 def test_parallel_vectors_of_two_lengths(p: int) -> None:
-    """The mean of two, as of equal ones, and exact in binary."""
+    """The mean of two, as of equal ones, and exact in binary; one of several that are zero."""
     vector = np.arange(1, 20, dtype=np.float64)
     vectors = [vector * 2.0 ** (rank % 2) for rank in range(p)]
     assert combined(vectors).tolist() == reference(vectors).tolist()
     if p == 2:
         assert combined(vectors).tolist() == (vector * 1.5).tolist()
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("p", RANKS)
-def test_zero_vectors_change_nothing(p: int, dtype: str) -> None:
-    vector = random_vectors(1, 37, dtype)[0]
-    zero = np.zeros_like(vector)
-    assert not combined([zero] * p).any()
-    for at in range(p):
-        assert combined([vector if rank == at else zero for rank in range(p)]).tobytes() == vector.tobytes()
+    assert combined([vector] * p).tobytes() == vector.tobytes()
+    for at in range(p):  # zeros change nothing
+        assert combined([vector * (rank == at) for rank in range(p)]).tobytes() == vector.tobytes()
 
 
 @pytest.mark.parametrize("p", RANKS[1:])

@@ -8,9 +8,10 @@ import pytest
 from mpikv.collectives import halving_doubling, select
 from mpikv.collectives.blobs import gather, scatter
 from mpikv.collectives.broadcast import broadcast
-from mpikv.placement.algorithms import bounds_of, choose, most_owners
+from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import run_collective
+from mpikv.testing.reference import add
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 SIZES = (0, 1, 2, 7, 64, 1001)
@@ -47,15 +48,8 @@ def check(algorithm: str, p: int, n: int, dtype: str, bounds: tuple[int, ...]) -
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("n", SIZES)
 def test_sum_of_all_sizes(algorithm: str, p: int, n: int) -> None:
-    check(algorithm, p, n, "float32", bounds_of(algorithm, n, "a" * p))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("algorithm", select.ALGORITHMS)
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_of_all_dtypes(algorithm: str, p: int, dtype: str) -> None:
-    check(algorithm, p, 37, dtype, bounds_of(algorithm, 37, "a" * p))
+    for dtype in DTYPES if n == 7 else DTYPES[:1]:
+        check(algorithm, p, n, dtype, bounds_of(algorithm, n, "a" * p))
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
@@ -74,7 +68,7 @@ def test_chunks_longer_than_several_segments(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", [2, 3, 4, 5])
 def test_same_bits_on_every_rank_and_run(algorithm: str, p: int) -> None:
-    """Values whose sum depends on the order of adding."""
+    """Values whose sum depends on the order of adding, which is that of the ranks with `naive`."""
     module = select.ALGORITHMS[algorithm]
     bounds = bounds_of(algorithm, 501, "a" * p)
     parts = [np.random.default_rng(rank).standard_normal(501).astype(np.float32) * 10.0**rank for rank in range(p)]
@@ -87,21 +81,8 @@ def test_same_bits_on_every_rank_and_run(algorithm: str, p: int) -> None:
 
     results = {bits for _ in range(5) for bits in run_collective(p, steps)}
     assert len(results) == 1
-
-
-def test_naive_adds_in_the_order_of_the_ranks() -> None:
-    parts = [np.float32(value) for value in (1.0, 1e8, -1e8, 1.0)]
-    module = select.ALGORITHMS["naive"]
-
-    def steps(group):
-        buf = np.full(4, parts[group.rank], np.float32)
-        yield from module.reduce_scatter(group, buf, (0, 1, 2, 3, 4), 100)
-        yield from module.allgather(group, buf, (0, 1, 2, 3, 4), 101)
-        return buf
-
-    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
-    for result in run_collective(4, steps):
-        np.testing.assert_array_equal(result, np.full(4, expected))
+    if algorithm == "naive":
+        assert results == {add(parts).tobytes()}
 
 
 def test_folded_ranks_may_own_nothing() -> None:
@@ -134,10 +115,3 @@ def test_bytes_gathered_and_scattered(p: int) -> None:
         expected = [bytes([r]) * r * 3000 for r in range(p)]
         assert blobs == (expected if rank == 0 else [])
         assert mine == expected[p - 1 - rank]
-
-
-def test_the_table_has_a_row_for_everything() -> None:
-    for p in range(1, 70):
-        for exponent in range(32):
-            assert choose(1 << exponent, p) in select.ALGORITHMS
-            assert choose(1 << exponent, p, "ring") == "ring"

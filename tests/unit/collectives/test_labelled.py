@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -148,32 +147,13 @@ def test_long_chunks(algorithm: str) -> None:
     check("abc", n, bounds, by_messages(module, bounds), LONG_ROUNDS)
 
 
-LAYOUTS = pytest.mark.parametrize(("hosts", "n"), list(itertools.product(("aab", "aabb", "aaabbc"), (1, 41))))
-
-
-@LAYOUTS
-def test_hosts_by_messages(hosts: str, n: int) -> None:
-    bounds = bounds_of("hierarchical", n, hosts)
-    check(hosts, n, bounds, by_messages(hierarchical, bounds))
-
-
-@LAYOUTS
-def test_hosts_through_memory(hosts: str, n: int) -> None:
-    bounds = bounds_of("hierarchical", n, hosts)
-    check(hosts, n, bounds, through_memory(hosts, n, bounds))
-
-
-def test_hosts_through_memory_with_one_owner() -> None:
-    bounds = whole_bounds(5, 5, 4)
-    check("aabbb", 5, bounds, through_memory("aabbb", 5, bounds))
-
-
-@pytest.mark.parametrize("hosts", ["aab", "aaabbc"])
-def test_hosts_with_long_chunks(hosts: str) -> None:
-    n = 100_003
-    bounds = bounds_of("hierarchical", n, hosts)
-    check(hosts, n, bounds, by_messages(hierarchical, bounds), LONG_ROUNDS)
-    check(hosts, n, bounds, through_memory(hosts, n, bounds), LONG_ROUNDS)
+@pytest.mark.parametrize("hosts", ["aab", "aabb", "aaabbc"])
+def test_several_hosts(hosts: str) -> None:
+    """By messages and through memory."""
+    for n, n_rounds in ((1, None), (41, None), (100_003, LONG_ROUNDS)):
+        bounds = bounds_of("hierarchical", n, hosts) if n != 41 else whole_bounds(n, len(hosts), len(hosts) - 1)
+        check(hosts, n, bounds, by_messages(hierarchical, bounds), n_rounds)
+        check(hosts, n, bounds, through_memory(hosts, n, bounds), n_rounds)
 
 
 def test_keys_of_a_bucket_under_different_labels() -> None:

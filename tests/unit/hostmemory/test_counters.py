@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from interleaving import Interleaving, Words
 from mpikv.collectives import host_key
 from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
-from mpikv.hostmemory.polling import POLLS, SHARED_CORE_POLLS, Polling
+from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
 from mpikv.placement.labels import NO_ATTRIBUTES, Comparison, Label
 from mpikv.testing.ranks import spawn
@@ -84,15 +83,6 @@ def test_a_wait_ends_at_once_while_the_core_is_given_away_or_becomes_a_request(p
     yields.clear()
     assert ranks[1].awaited(2, 7, soon=False) is not None
     assert yields == []
-
-
-def test_where_ranks_outnumber_cores_they_poll_less(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    memory = SimpleNamespace(threads=False)
-    assert len(Polling.of(memory, 2).polls) == POLLS
-    assert len(Polling.of(memory, 3).polls) == SHARED_CORE_POLLS
-    assert len(Polling.of(SimpleNamespace(threads=True), 2).polls) == SHARED_CORE_POLLS
-    assert Polling(yields=range(3), yield_=lambda: None).yielded(lambda: False) is False
 
 
 def test_steps_of_threads():

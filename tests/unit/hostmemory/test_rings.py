@@ -16,8 +16,6 @@ from mpikv.hostmemory.rings import (
     STRIDE_BYTES,
     RingReader,
     RingWriter,
-    ring_begin,
-    rings_bytes,
 )
 from mpikv.hostmemory.segment import HostMemory
 
@@ -35,19 +33,6 @@ def taken(reader):
 
 def payload_of(n_bytes, seed):
     return np.random.default_rng([n_bytes, seed]).integers(0, 256, n_bytes, np.uint8).tobytes()
-
-
-def test_what_is_put_is_taken_once_and_in_order():
-    writer, reader = pair()
-    assert not reader.waiting
-    assert taken(reader) == []
-    records = [(1, 2, 3, 4, b""), (5, 2**64 - 1, 0, 2**63, b"abc"), (2**32 - 1, 0, 0, 0, bytes(RECORD_BYTES))]
-    for kind, a, b, c, payload in records:
-        assert writer.put(kind, a, b, c, payload or None)
-    assert reader.waiting
-    assert taken(reader) == records
-    assert not reader.waiting
-    assert taken(reader) == []
 
 
 @settings(max_examples=60)
@@ -114,10 +99,3 @@ def test_two_threads():
     assert [(a, b, payload) for _, a, b, _, payload in found] == [
         (i, n_bytes, bytes([i % 256]) * n_bytes) for i, n_bytes in enumerate(lengths)
     ]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_rings_lie_side_by_side(size):
-    begins = sorted(ring_begin(64, size, source, dest) for source in range(size) for dest in range(size))
-    assert begins == [64 + i * STRIDE_BYTES for i in range(size * size)]
-    assert begins[-1] + STRIDE_BYTES == 64 + rings_bytes(size)

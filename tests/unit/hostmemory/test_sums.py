@@ -55,15 +55,6 @@ def test_which_nan_it_is():
     assert out.tobytes() == turned.tobytes()
 
 
-def test_the_sign_of_zero():
-    minus, plus = np.array([-0.0], np.float32), np.array([0.0], np.float32)
-    for sources, negative in (([minus], True), ([minus, minus], True), ([minus, plus], False), ([plus, minus], False)):
-        for adder in (in_order, adder_of(minus.dtype, np.add, lambda total, count: None)):
-            out = np.ones(1, np.float32)
-            adder(out, sources)
-            assert np.signbit(out[0]) == negative
-
-
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("count", SIZES)
 def test_short_floats_are_rounded_once_or_not_at_all(dtype, count):

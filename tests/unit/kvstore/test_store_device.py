@@ -5,7 +5,6 @@ What every call does on a GPU the tests of all modes say (store_modes.py): here 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from mpikv import codecs, optimizers
 from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
-from mpikv.errors import ConfigError, MpikvError, UnsupportedError
+from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
@@ -201,25 +200,6 @@ def test_a_gradient_that_is_still_computed_holds_up_its_own_key_alone(store: Any
         assert (fast.get()[0], (slow + 1).get()[0]) == (3.0, 7.0)
 
 
-@on_paths("nccl", "pointers")
-def test_different_learning_rates_are_an_error_on_all_and_factors_are_not(store: Any, cupy: Any) -> None:
-    store.init("k", cupy.asarray(np.full(300, 5, F4)))
-    optimizer = optimizers.create("sgd", learning_rate=0.5)
-    store.set_optimizer(optimizer)
-    optimizer.rescale_grad = 1.0 / (store.rank + 1)  # in these units is what a worker pushes
-    store.push("k", cupy.asarray(np.full(300, store.rank + 1.0, F4)))
-    store.pull("k", out := cupy.zeros(300, F4))
-    assert out.get()[0] == pytest.approx(3.5)
-    optimizer.rescale_grad = 1.0
-    optimizer.learning_rate = 0.2 if store.rank == 2 else 0.1
-    store.push("k", out)
-    with pytest.raises(ConfigError, match="learning_rate"):
-        store.pull("k", out)
-    with contextlib.suppress(ConfigError):
-        store.close()
-    assert out.get()[0] == pytest.approx(3.5)
-
-
 def test_a_bucket_is_one_round() -> None:
     """Keys that were named together are pushed as one array."""
     calls = []
@@ -318,24 +298,6 @@ def test_all_memory_is_given_back() -> None:
 
 
 # --- one process
-
-
-@pytest.mark.parametrize("name", ["local", "device"])
-def test_a_store_of_one_process(name: str, tmp_path: Any) -> None:
-    cupy, gpu = one_gpu(eager=True)
-    results = []
-    for put in (cupy.asarray, np.asarray):
-        store = local_store(name, spec.parse(name), spaces=spaces_of(gpu) if put is cupy.asarray else None)
-        store.set_optimizer(optimizers.create("adam", multi_precision=True))
-        store.init("w", put(np.arange(6, dtype=np.float16)))
-        for step in range(3):
-            store.push("w", [put(np.full(6, step, np.float16)), put(np.ones(6, np.float16))])
-        store.save_optimizer_states(path := str(tmp_path / "states"))
-        store.load_optimizer_states(path)
-        store.push("w", put(np.ones(6, np.float16)))
-        results.append((store.pull("w").tobytes(), (tmp_path / "states").read_bytes()))
-        store.close()
-    assert results[0] == results[1]
 
 
 def test_updaters_and_functions_get_arrays_of_cupy() -> None:

@@ -48,6 +48,8 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("aab", {"servers": 1}, {"mpi": "no"}, "host", ["nccl", "mpi"]),
     ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["nccl", "mpi"]),
 ]
+SAME = [one._replace(uuid="GPU-0") for one in gpus(2)]
+WITHOUT, NO_GPU = [*gpus(1), NONE], "worker 1 on b uses no GPU: CuPy is not installed"
 
 
 @pytest.mark.parametrize(("hosts", "settings", "outcomes", "path", "left"), CHOICES)
@@ -74,6 +76,9 @@ def test_reasons_are_those_of_the_trials() -> None:
     )
     ring = choose(gpus(2), members_of("ab", algorithm="ring"), {})
     assert dict(ring.reasons)["nccl"] == "MPIKV_ALGORITHM=ring asks for another algorithm"
+    assert choose(SAME, members_of("ab"), {}).path == "nccl"  # GPUs of the same name on two hosts
+    shared = choose([*gpus(2), gpus(2)[1]], members_of("abb"), {})
+    assert dict(shared.reasons)["nccl"].endswith("worker 1 on b and worker 2 on b share one")
 
 
 @pytest.mark.parametrize(("hosts", "servers"), [("a", 0), ("ab", 0), ("ab", 1)])
@@ -85,9 +90,6 @@ def test_without_a_gpu_keys_are_on_the_host(hosts: str, servers: int, device_pat
     found = describe(choose(told, members, {}))
     assert found == f"none (not nccl, mpi, host: {name} uses no GPU: CuPy is not installed)"
 
-
-SAME = [one._replace(uuid="GPU-0") for one in gpus(2)]
-WITHOUT, NO_GPU = [*gpus(1), NONE], "worker 1 on b uses no GPU: CuPy is not installed"
 
 # What workers have, hosts, settings, outcomes of trials: what is raised, behind the setting.
 REFUSED: list[tuple[list[DeviceReport], str, dict[str, Any], dict[str, str], str]] = [
@@ -121,13 +123,6 @@ def test_what_one_worker_cannot_do_is_an_error_for_all() -> None:
     told = [*gpus(1), DeviceReport(error="MPIKV_LOCAL_DEVICE=7, but this process sees one GPU")]
     with pytest.raises(ConfigError, match="worker 1 on b: MPIKV_LOCAL_DEVICE=7, but"):
         choose(told, members_of("ab"), {})
-
-
-def test_which_gpus_are_one() -> None:
-    assert choose(SAME, members_of("ab", device_path="nccl"), {}).path == "nccl"  # of the same name on two hosts
-    choice = choose([*gpus(2), gpus(2)[1]], members_of("abb"), {})
-    assert choice.path == "mpi"
-    assert dict(choice.reasons)["nccl"].endswith("worker 1 on b and worker 2 on b share one")
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,6 @@ def test_no_question_is_asked_after_the_answer(
     assert world.trials == []
 
 
-def test_whether_there_is_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda_driver.NO_CUPY.startswith("CuPy is not installed: pip install cupy-cuda12x (or cupy-cuda13x ")
-    monkeypatch.setitem(sys.modules, "cupy", None)  # as tests forbid a module
-    assert not cuda_driver.has_cupy()
-    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    assert cuda_driver.has_cupy()
-
-
 # The child
 
 
@@ -125,11 +117,6 @@ def test_the_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert str(cuda_aware.trial("/opt/libmpi.so")).startswith("no: a trial could not be started: ")
-
-
-def test_a_library_that_cannot_be_loaded() -> None:
-    said = str(cuda_aware.trial("/nowhere/libmpi.so"))
-    assert said.startswith("no: the trial failed: NoLibraryError: no MPI library was found")
 
 
 SAID_YES = '{"aware": true, "why": "tried"}\n'

@@ -22,8 +22,7 @@ from torch import nn  # noqa: E402
 
 import mpikv  # noqa: E402
 import mpikv.torch as mt  # noqa: E402
-from mpikv.torch import arrays, gpu_calls  # noqa: E402
-from mpikv.torch.buckets import GradientBucket  # noqa: E402
+from mpikv.torch import arrays  # noqa: E402
 
 STEPS = 3
 OPS = {mt.Average: lambda x, y: (x + y) / 2, mt.Sum: torch.add, mt.Max: torch.maximum, mt.Product: torch.multiply}
@@ -174,42 +173,6 @@ def test_all_gradients_have_left_before_the_host_waits_for_buffers(
         assert all(len(sent) > 1 and all(sent) for sent in found)
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_buckets_are_as_long_as_suits_their_memory(
-    cuda: TorchOnGpu,  # noqa: F811
-    on_gpu: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mpikv.placement.buckets.LIMIT_BYTES", 100)
-    monkeypatch.setattr("mpikv.placement.buckets.GPU_LIMIT_BYTES", 400)
-
-    def body(store: KVStore) -> list[list[str]]:
-        found = []
-        for options in ({}, {"bucket_bytes": 400 if on_gpu else 100}, {"bucket_bytes": 100 if on_gpu else 400}):
-            model = mt.DistributedModel(cuda.put(nn.Sequential(*[nn.Linear(2, 4) for _ in range(9)])), store, **options)
-            sum(layer(torch.ones(1, 2)).sum() for layer in model.module).backward()
-            found.append([sorted(one.views) for one in model._gradients._buckets])
-        return found
-
-    for default, same, other in workers(on_gpu, 2, body, cuda, path="nccl"):
-        assert default == same != other
-
-
-def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
-    cuda.use(one_gpu()[1])
-    bucket = GradientBucket("key", torch.zeros(4))
-    with cuda.stream() as first:
-        bucket.written()
-    with cuda.stream() as second:
-        bucket.written()
-        bucket.wait_for_streams()
-        assert second.waited == [first.cuda_stream]
-        bucket.wait_for_streams()
-        assert second.waited == [first.cuda_stream]
-    bucket.wait_for_streams()
-    assert cuda.current_stream().waited == [second.cuda_stream]
-
-
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
 def test_parameters_are_arrays_as_others_are(cuda: TorchOnGpu, kind: str) -> None:  # noqa: F811
     """Also where PyTorch wants their gradients."""
@@ -287,22 +250,3 @@ def test_horovods_calls(cuda: TorchOnGpu) -> None:  # noqa: F811
                 assert (one.dtype, torch.equal(one, value)) == (value.dtype, True)
 
     workers(True, 2, body, cuda)
-
-
-def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: TorchOnGpu) -> None:  # noqa: F811
-    def body(store: KVStore) -> None:
-        if store.rank:
-            cuda.host_rank()
-        assert mt.broadcast(torch.full((3,), float(store.rank)), 1, store=store).tolist() == [1.0] * 3
-        assert mt.allgather(torch.full((2,), float(store.rank)), store=store).tolist() == [0.0, 0.0, 1.0, 1.0]
-
-    workers(True, 2, body, cuda)
-
-
-def test_keys_of_calls_on_a_gpu_have_few_sizes() -> None:
-    for n in range(1, 5000):
-        size = gpu_calls.size_class(n)
-        assert n <= size <= max(gpu_calls.LEAST_BYTES, 1.25 * n)
-        assert size % 8 == 0
-        assert gpu_calls.size_class(size) == size
-    assert gpu_calls.size_class(gpu_calls.STEP_BYTES) == gpu_calls.STEP_BYTES

@@ -241,14 +241,6 @@ def test_servers_short_floats_and_hosts(workers: int, path: str, scenario: Any, 
     check(sides_of(workers, 4), partial(scenario, on_store=on_store), path=path, **options)
 
 
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
-def test_workers_with_several_gpus_each(kind: str) -> None:
-    """The gradients of a worker's devices are added on its first one."""
-    machine = Machine(2, seed=7)
-    sides = [[gpu_of(one, 0), gpu_of(one, 1)] for one in (machine.process(), machine.process())]
-    check(sides, trained, kind=kind, path="mpi")
-
-
 @pytest.mark.parametrize("on_store", [None, True, False])
 def test_a_checkpoint_is_read_by_either(gpu: Any, tmp_path: Path, on_store: bool | None) -> None:
     """Saved on the host, gone on with on GPUs, and the other way round: the same weights and the same files.
@@ -285,26 +277,6 @@ def test_a_checkpoint_is_read_by_either(gpu: Any, tmp_path: Path, on_store: bool
 
 
 # --- parameters
-
-
-def test_assigning_to_a_parameter_on_a_gpu(gpu: Any) -> None:
-    parameter = Parameter(gpu.cupy.asarray(np.ones(3, np.float32)), "w")
-    parameter.data = np.full(3, 2.0)
-    parameter.grad = gpu.cupy.asarray(np.full(3, 5.0, np.float32))
-    assert (parameter.data.get().tolist(), parameter.grad.get().tolist()) == ([2.0] * 3, [5.0] * 3)
-    with pytest.raises(ValueError, match=r"must have shape \(3,\)"):
-        parameter.data = gpu.cupy.asarray(np.ones(2))
-
-
-def test_a_gradient_is_placed_on_the_weights_gpu_alone() -> None:
-    cupy = Machine(2).process()
-    gpu = gpu_of(cupy, 0)
-    with cupy.cuda.Device(1):
-        elsewhere = cupy.asarray(np.zeros(3))
-    for memory, placed in ((cupy.asarray(np.zeros(3)), True), (elsewhere, False), (np.zeros(3), False)):
-        parameter = Parameter(gpu.cupy.asarray(np.ones(3)))
-        parameter.place_grad(memory)
-        assert (parameter.grad is memory) is placed
 
 
 def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
