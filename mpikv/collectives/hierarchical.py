@@ -112,12 +112,9 @@ class HostRings:
             self.local, list(zip(sources * len(segments), targets, strict=True)), self.tag, LINK_WINDOW, take=add
         )
 
-    def extra_segments(self) -> list[tuple[int, Span]]:
-        """Return (local rank, segment) of the extra ranks' chunks that pass through this leader."""
-        return self.extra_segments_of(self.local_rank)
-
-    def extra_segments_of(self, leader: int) -> list[tuple[int, Span]]:
-        """Return the same for another leader of this host."""
+    def extra_segments(self, leader: int | None = None) -> list[tuple[int, Span]]:
+        """Return (local rank, segment) of the extra ranks' chunks that pass through a leader, by default this one."""
+        leader = self.local_rank if leader is None else leader
         return [
             (local_rank, span)
             for local_rank, spans in self.extra_chunks.items()

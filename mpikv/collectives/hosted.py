@@ -177,7 +177,7 @@ def reduce_scatter(
         leader = rings.local_rank % rings.n_rings
         owned = bool(rings.extra_chunks[rings.local_rank])
         through = [
-            span for local_rank, span in rings.extra_segments_of(leader) if owned and local_rank <= rings.local_rank
+            span for local_rank, span in rings.extra_segments(leader) if owned and local_rank <= rings.local_rank
         ]
         stages.append(_Does(_await(key, REDUCED, {leader: through}), key))
         yield from drive(*stages)

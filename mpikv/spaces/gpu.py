@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,33 +28,18 @@ class OutOfDeviceMemory(MpikvError, MemoryError):  # noqa: N818 - reads like its
     """A GPU has too little free memory."""
 
 
-class VisibleGpus(NamedTuple):
-    """How many GPUs this process can use, counted from 0. reason: why there are none, else ""."""
-
-    n_gpus: int
-    reason: str
-
-
-def devices(cupy: Any = None) -> VisibleGpus:
-    """Return the GPUs that this process sees; none if CuPy or NVIDIA's driver is missing. Local; imports CuPy."""
-    try:
-        cupy = import_cupy("a GPU") if cupy is None else cupy
-        _check_version(cupy)
-    except UnsupportedError as error:
-        return VisibleGpus(0, str(error))
+def _why_not(number: int, cupy: Any) -> str:
+    """Return why a GPU cannot be used, "" where it can."""
+    if int(str(cupy.__version__).partition(".")[0]) < LEAST_CUPY:
+        return f"CuPy {cupy.__version__} is too old, {LEAST_CUPY} is needed: pip install -U {CUPY_PACKAGES}"
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # noqa: BLE001 - CUDA's own, or a library that cannot be loaded
         hint = "the driver of NVIDIA is missing or too old" if getattr(error, "status", 0) == NO_DRIVER else HINT
-        return VisibleGpus(0, f"CUDA finds no GPU ({_text(error)}): {hint}")
-    return VisibleGpus(count, "" if count else f"CUDA finds no GPU: {HINT}")
-
-
-def _check_version(cupy: Any) -> None:
-    if int(str(cupy.__version__).partition(".")[0]) < LEAST_CUPY:
-        raise UnsupportedError(
-            f"CuPy {cupy.__version__} is too old, {LEAST_CUPY} is needed: pip install -U {CUPY_PACKAGES}"
-        )
+        return f"CUDA finds no GPU ({_text(error)}): {hint}"
+    if not count:
+        return f"CUDA finds no GPU: {HINT}"
+    return "" if 0 <= number < count else f"this process sees {count}, counted from 0 (CUDA_VISIBLE_DEVICES)"
 
 
 class Gpu:
@@ -65,13 +50,9 @@ class Gpu:
     """
 
     def __init__(self, number: int, cupy: Any = None, has_context: Callable[[int], bool] = has_context) -> None:
-        found = devices(cupy)
-        if not 0 <= number < found.n_gpus:
-            raise UnsupportedError(
-                f"GPU {number} cannot be used: "
-                + (found.reason or f"this process sees {found.n_gpus}, counted from 0 (CUDA_VISIBLE_DEVICES)")
-            )
         self.cupy: Any = import_cupy(f"GPU {number}") if cupy is None else cupy
+        if why := _why_not(number, self.cupy):
+            raise UnsupportedError(f"GPU {number} cannot be used: {why}")
         self._runtime: Any = self.cupy.cuda.runtime
         self._has_context = has_context
         self.errors = (self._runtime.CUDARuntimeError, self.cupy.cuda.memory.OutOfMemoryError)

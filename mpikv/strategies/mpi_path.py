@@ -20,43 +20,35 @@ from typing import Any, cast
 import numpy as np
 
 from mpikv.collectives import label_exchange
-from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.device_group import DeviceGroup
-from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.key_path import PathResources
+from mpikv.strategies.message_path import MessagePath
 
 
-class MpiPath(KeyPath):
+class MpiPath(MessagePath):
+    """See `KeyPath`."""
+
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(resources, info, placement, place)
-        self.value = self._space.empty(info.n_elems, info.dtype)
-        self._group = resources.device_group or resources.group
-        self._device = cast(DeviceSpace, self._space)
-        self._device_group = DeviceGroup(self._group.transport, self._group.ranks, self._device)
-
-    def broadcast(self) -> Steps[None]:
-        return broadcast(self._device_group, self.value, 0, self._tag(0))
+        self._of_labels = resources.device_group or resources.group
+        device = cast(DeviceSpace, self._space)
+        self._group = DeviceGroup(self._of_labels.transport, self._of_labels.ranks, device)
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """Add in `values`, after labels have been compared."""
-        group = self._device_group
         if comparison is not None:
             # With the tag of the messages that follow, as MPI keeps the order of messages between two ranks.
-            yield from label_exchange.compare(self._group, comparison, self._tag(1))
-        algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
-        return None
+            yield from label_exchange.compare(self._of_labels, comparison, self._tag(1))
+        return (yield from super().reduce_scatter(values, combine, None, changeable=changeable))
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         """Receive into `value`. `reduce_scatter` has compared the labels already."""
-        algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        steps: Steps[None] = algorithm.allgather(self._device_group, self.value, self.placement.bounds, self._tag(2))
-        return steps
+        return super().allgather(outs, None)
