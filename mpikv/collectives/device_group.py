@@ -37,11 +37,7 @@ class DeviceGroup(Group):
     on_device = True
 
     def __init__(
-        self,
-        transport: Transport,
-        ranks: Sequence[int],
-        space: DeviceSpace,
-        waiting: deque[Message] | None = None,
+        self, transport: Transport, ranks: Sequence[int], space: DeviceSpace, waiting: deque[Message] | None = None
     ) -> None:
         super().__init__(transport, ranks)
         self._space = space
@@ -49,8 +45,7 @@ class DeviceGroup(Group):
 
     def isend(self, buf: Any, dest: int, tag: int) -> Operation:
         """Do what `Group.isend` does, once all work that the store's stream has been given by now is done."""
-        rank = self.ranks[dest]
-        return self._begin(self.transport.isend, buf, rank, tag)
+        return self._begin(self.transport.isend, buf, self.ranks[dest], tag)
 
     def irecv(self, buf: Any, source: int, tag: int) -> Operation:
         """Do what `Group.irecv` does, once all work that the store's stream has been given by now is done."""
@@ -76,7 +71,7 @@ class DeviceGroup(Group):
 
 
 class Message(Waking):
-    """A request for one message. It is done when the transport's is, which `start` begins after the event `due`.
+    """A request for one message, which `start` hands to the transport when the event `due` is done.
 
     waiting: the group's messages that are not started yet, in their order.
     """
@@ -84,25 +79,21 @@ class Message(Waking):
     __slots__ = ("_done", "_due", "_request", "_start", "_waiting")
 
     def __init__(self, waiting: deque[Message], due: Operation, start: Callable[[], Operation]) -> None:
-        self._waiting, self._due = waiting, due
-        self._start: Callable[[], Operation] | None = start
+        self._waiting, self._due, self._start = waiting, due, start
         self._request: Operation | None = None
         self._done = False
 
-    @property
-    def due(self) -> bool:
-        return self._due.test()
-
-    def start(self) -> None:
-        assert self._start is not None
-        self._request, self._start = self._start(), None
+    def start_if_due(self) -> bool:
+        """Return whether it is started. Raises MpikvError where the GPU has failed."""
+        if self._due.test():
+            self._request = self._start()
+        return self._request is not None
 
     def test(self) -> bool:
         """Return whether the message is done. Starts all messages of the group that are due."""
         if not self._done:
             start_due(self._waiting)
-            if self._request is not None and self._request.test():
-                self._done, self._request = True, None
+            self._done = self._request is not None and self._request.test()
         return self._done
 
     def wakes(self, waiter: Waiter) -> bool:
@@ -111,5 +102,5 @@ class Message(Waking):
 
 
 def start_due(waiting: deque[Message]) -> None:
-    while waiting and waiting[0].due:
-        waiting.popleft().start()
+    while waiting and waiting[0].start_if_due():
+        waiting.popleft()

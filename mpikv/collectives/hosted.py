@@ -36,6 +36,10 @@ from mpikv.transports.base import Group
 Take = Callable[[Span], None]
 
 
+def _nothing(span: Span) -> None:
+    pass
+
+
 class _Does:
     """A stage whose generator yields whether it has moved. count: how often it has.
 
@@ -86,7 +90,7 @@ def _add_ranks(
 
 
 def _publish(
-    key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take | None = None
+    key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take = _nothing
 ) -> Iterator[bool]:
     """Count for the other ranks the segments that another stage has done, and call `take` with each.
 
@@ -96,7 +100,7 @@ def _publish(
     while counted < len(segments):
         if (now := count()) > counted:
             key.count(word, now)
-            for span in segments[counted:now] if take is not None else ():
+            for span in segments[counted:now]:
                 take(span)
             counted = now
             yield True
@@ -104,7 +108,7 @@ def _publish(
             yield False
 
 
-def _await(key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take: Take | None = None) -> Iterator[bool]:
+def _await(key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take: Take = _nothing) -> Iterator[bool]:
     """Wait until other ranks have counted all of their segments, and call `take` with each that is counted.
 
     segments: by local rank, in the order in which that rank counts them.
@@ -115,7 +119,7 @@ def _await(key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take
         for local_rank in left:
             spans = segments[local_rank]
             counted = min(key.counted(local_rank, word), len(spans))
-            for span in spans[taken[local_rank] : counted] if take is not None else ():
+            for span in spans[taken[local_rank] : counted]:
                 take(span)
             taken[local_rank] = counted
         yield sum(taken.values()) > before

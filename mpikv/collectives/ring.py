@@ -36,8 +36,6 @@ from mpikv.engine.operation import Steps
 from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.transports.base import Group
 
-SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment
-
 
 def segments_by_step(
     chunks: Sequence[Sequence[Span]], me: int, itemsize_bytes: int, segment_bytes: int, *, reducing: bool

@@ -137,42 +137,6 @@ def servers(gpu: Any, path: str) -> None:
     compare(gpu, path, F32, "", "2bit", num_servers=1)
 
 
-def streams(gpu: Any, path: str) -> None:
-    """Gradients that a stream is still computing, and results that another one reads; nobody waits in between."""
-    n, outs, cupy = 100_003, [], gpu.cupy
-    with make(gpu, path) as store:
-        keys = list(range(4))
-        store.init(keys, [np.zeros(n, np.float32)] * len(keys))
-        for turn in range(ROUNDS):
-            for key in keys:
-                with gpu.stream():
-                    array = cupy.asarray(np.full(n, key, np.float32))
-                    gpu.slow()
-                    array += turn + store.rank
-                    store.push(key, array)
-                    array[...] = -1  # the push has been of what was there
-                with gpu.stream():
-                    store.pull(key, out := cupy.zeros(n, np.float32))
-                    out += 1
-                    outs.append((out, store.num_workers * (key + turn) + sum(range(store.num_workers)) + 1))
-        gpu.finish()
-        for out, expected in outs:
-            assert (out.get() == expected).all(), (out.get(), expected)
-
-
-def asynchronous(gpu: Any, path: str) -> None:
-    """Pushes in any order: whole numbers, whose sum is known."""
-    with make(gpu, path, type_="dist_async_device", num_servers=1) as store:
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
-        store.init("w", np.zeros(1000, np.float32))
-        for _ in range(ROUNDS):
-            store.push("w", gpu.cupy.asarray(np.full(1000, store.rank + 1, np.float32)))
-        store.barrier()
-        store.pull("w", out := gpu.cupy.zeros(1000, np.float32))
-        assert (out.get() == -ROUNDS * sum(rank + 1 for rank in range(store.num_workers))).all(), out.get()
-        store.barrier()
-
-
 def endless(gpu: Any, path: str) -> None:
     """Rounds without an end, of some memory, for a test that kills a rank."""
     store = make(gpu, path)
@@ -183,18 +147,6 @@ def endless(gpu: Any, path: str) -> None:
         gpu.finish()
         if turn == 2:
             print(f"rank {store.rank} is process {os.getpid()}", flush=True)
-
-
-def too_much(gpu: Any, path: str) -> None:
-    """More memory than the GPU has: an error on every rank that asked, and the store goes on."""
-    with make(gpu, path) as store:
-        store.init("w", np.zeros(1000, np.float32))
-        try:
-            store.zeros(1 << 46, "uint8", device="gpu")
-        except MemoryError as error:
-            print(f"rank {store.rank}: {error}", flush=True)
-        store.pushpull("w", array := gpu.cupy.asarray(np.ones(1000, np.float32)))
-        assert (array.get() == store.num_workers).all()
 
 
 if __name__ == "__main__":

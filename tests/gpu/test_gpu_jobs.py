@@ -55,22 +55,9 @@ def test_codecs(kind: str) -> None:
     assert same(store_job(kind, 3, "codecs", "host")) == (3 if kind == "fake" else 8)
 
 
-def test_streams_under_load(kind: str) -> None:
-    store_job(kind, 2, "streams", "host")
-
-
 @pytest.mark.thorough
 def test_servers(kind: str) -> None:
     assert same(store_job(kind, 3, "servers", "host")) == 5
-
-
-def test_asynchronous(kind: str) -> None:
-    store_job(kind, 3, "asynchronous", "host")
-
-
-def test_more_memory_than_there_is(kind: str) -> None:
-    job = store_job(kind, 2, "too_much", "host")
-    assert all(f"rank {rank}: " in job.stdout for rank in range(2))
 
 
 def test_a_killed_rank_leaves_no_memory(kind: str) -> None:

@@ -10,7 +10,7 @@ from store_checks import reductions
 from store_modes import Mode
 
 from mpikv import ConfigError, optimizers
-from mpikv.collectives.ring import SEGMENT_BYTES
+from mpikv.collectives.stages import HOST_SEGMENT_BYTES as SEGMENT_BYTES
 from mpikv.testing.paths import DTYPES, check_path
 
 ALGORITHMS = ("naive", "ring", "halving_doubling", "hierarchical", "native", "auto")
