@@ -32,16 +32,12 @@ def store_on(*ranks: int) -> kv.KVStore | None:
     return store
 
 
-if case in ("two", "two pushpulls"):
+if case == "two pushpulls":
     stores = [store_on(0, 1, 2), store_on(0, 1, 2)]
     if world.rank == 1:
         stores.reverse()
-    if case == "two pushpulls":
-        for store in stores:
-            store.pushpull("w", ONES.copy())
-elif case == "ring":  # each waits for the next one, in a store that the two have in common
-    pairs = [store_on(rank, (rank + 1) % 3) for rank in range(3)]
-    stores = [pairs[world.rank], pairs[world.rank - 1]]
+    for store in stores:
+        store.pushpull("w", ONES.copy())
 else:  # "late": worker 0 waits for worker 1, which waits for worker 2, which comes when the test tells it to
     stores = [store for store in (store_on(1, 2), store_on(0, 1)) if store is not None]
     if world.rank == 2:

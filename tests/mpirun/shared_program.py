@@ -1,6 +1,6 @@
 """A worker of the jobs of `test_shared_memory.py`: `shared_program.py CASE`. Pushes large arrays through shared memory.
 
-Prints `ready RANK PID` before the fault, `survived` where a worker gets to the end. With MPIKV_NUM_SERVERS arrays go
+Prints `ready RANK PID` before it is killed, `survived` where a worker gets to the end. With MPIKV_NUM_SERVERS arrays go
 through servers; then `ready` comes before the store is made, since a server gets no further. A late worker waits for
 the file SIGN.
 """
@@ -22,28 +22,6 @@ N = 1_000_000  # float32: a program that does nothing else is nearly always in t
 SERVERS = int(os.environ.get("MPIKV_NUM_SERVERS", "0"))
 
 
-def failing(weight, grad, state):
-    """An optimizer of the user's that raises in its third round."""
-    state = 1 if state is None else state + 1
-    if state == 3:
-        raise ZeroDivisionError("in the user's optimizer")
-    weight += grad
-    return state
-
-
-def fault_of_one(store: kv.KVStore) -> None:
-    """What worker 1 does between two calls."""
-    if case == "raises":
-        raise RuntimeError("boom on one worker")
-    if case == "returns early":
-        sys.exit(0)
-    if case == "closes early":
-        store.close()
-        time.sleep(600)
-    if case == "leaves by os._exit":
-        os._exit(5)
-
-
 def main() -> None:
     rank = MPI.COMM_WORLD.rank
     if case == "create":
@@ -57,9 +35,7 @@ def main() -> None:
     store = kv.create("dist_sync")
     shared, own = store.zeros(N), np.zeros(N, np.float32)
     store.init(["shared", "own"], [shared, own])
-    if case == "optimizer raises":
-        store.set_optimizer(failing)
-    elif case == "update for ever":
+    if case == "update for ever":
         store.set_optimizer(optimizers.create("sgd", learning_rate=0.1))
     if not SERVERS:
         print(f"ready {rank} {os.getpid()}", flush=True)
@@ -67,8 +43,6 @@ def main() -> None:
     for step in range(10**9 if "for ever" in case else 5):
         shared[:], own[:] = step, 1
         store.pushpull(["shared"], [shared])
-        if step == 2 and rank == 1:
-            fault_of_one(store)
         store.pushpull("own", own)
     if case == "late":
         if rank == 0:

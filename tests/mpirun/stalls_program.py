@@ -5,10 +5,7 @@ Who stays away comes once there is a file $FOLDER/go. Prints `survived` where a 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
-import signal
 import sys
 import threading
 import time
@@ -26,28 +23,6 @@ go = Path(os.environ["FOLDER"], "go")
 def sleep_in_python() -> None:
     while not go.exists():
         time.sleep(0.01)
-
-
-def loop_in_python() -> None:
-    while not go.exists():
-        pass
-
-
-def sleep_in_c() -> None:
-    ctypes.PyDLL(None).sleep(1000)  # holds the lock of the interpreter
-
-
-def loop_in_c() -> None:
-    re.match("(a+)+$", "a" * 60 + "b")
-
-
-def stopped() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def swapped_calls(store: kv.KVStore) -> None:
-    for key in "ba" if store.rank == victim else "ab":
-        store.pushpull(key, np.ones(3, np.float32))
 
 
 def with_a_helper(store: kv.KVStore) -> None:
@@ -77,12 +52,10 @@ with kv.create("dist_sync") as store:
     store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
     if case == "helper":
         with_a_helper(store)
-    elif case == "swapped_calls":
-        swapped_calls(store)
     elif case == "second_store" and store.rank == victim:
         kv.create("dist_sync")
     elif store.rank == victim and not case.startswith("before"):
         print(f"rank {victim} stays away", flush=True)
-        globals()[case]()
+        sleep_in_python()
     store.pushpull("a", np.ones(3, np.float32))
 print("survived", flush=True)

@@ -22,35 +22,19 @@ HOST = r"on [^\s:;,)]+"
 
 # case -> what the output must say
 EVERYWHERE = {
-    "quits with a status": [rf"\[rank 1 of 3 {HOST}\] sys\.exit\(3\)"],
     "returns early": [
-        rf"PeerError: worker [02] {HOST}.* pull of key 'w', round 3: worker 1 {HOST} closed its store after 2 pushes"
-    ],
-    "closes early": [
         rf"PeerError: worker [02] {HOST}.* pull of key 'w', round 3: worker 1 {HOST} closed its store after 2 pushes"
     ],
     "leaves by os._exit": [],
     "Ctrl-C at exit": [rf"\[rank 1 of 3 {HOST}\] KeyboardInterrupt"],
     "other call": [rf"different calls.* worker 0 {HOST}: barrier\(\); worker 1 {HOST}: init\('x'\)"],
-    "init twice": [r"KeyExists: init: key 'w' is there already \(worker 1 of 3\)"],
-    "unknown key": [r"KeyNotInitialized: pull: key 'nobody knows this' .*\(worker 1 of 3\); the store holds 'w'"],
-    "wrong shape": [
-        r"ShapeMismatch: push: key 'w' is float32 \(2, 3\), this array is float32 \(5,\) \(worker 1 of 3\)"
-    ],
-    "use after close": [
-        r"MpikvError: push on a closed store \(dist_sync, worker 1 of 3\)|PeerError: .* worker 1 .* closed its store"
-    ],
-    "unknown type": [rf"\[rank 1 of 3 {HOST}\] ValueError: unknown type of store 'dist_asink'; valid are local, "],
     "other type": [rf"ConfigError: .* rank 0 {HOST}, rank 2 {HOST}: dist_sync; rank 1 {HOST}: dist_async"],
     "variable is no number": [rf"\[rank 1 of 3 {HOST}\] .*ConfigError: MPIKV_TIMEOUT_S='ten' is not a number"],
     "other number of servers": [
         rf"ConfigError: .*number of servers.* rank 0 {HOST}, rank 2 {HOST}: 0; rank 1 {HOST}: 2"
     ],
-    "never creates": [r"StallError: rank [02] of 3 waited 4 s in kv\.create\('dist_sync'\) for the other ranks"],
     "optimizer raises": [r"ZeroDivisionError: in the user's optimizer", r"in the update of key 'w'"],
     "damaged states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
-    "truncated states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
-    "foreign states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
 }
 WITH_SERVERS = {
     "optimizer exits": [rf"\[rank 2 of 3 {HOST}\] .*MpikvError: an optimizer has called sys\.exit\(3\) at this server"],
@@ -83,7 +67,6 @@ UNDER_BOTH = {
     "never pushes",
     "leaves by os._exit",
     "Ctrl-C at exit",
-    "never creates",
     "variable is no number",
     "optimizer exits",
     "store after store",
@@ -116,15 +99,12 @@ def test_ends_and_says_why(mpi, kind: str, servers: int, case: str, tmp_path: Pa
     check_end(job)
     for phrase in phrases:
         assert re.search(phrase, job.output), f"no {phrase!r} in:\n{job.output}"
-    if case == "quits with a status":
-        assert job.status == 3
     if case == "Ctrl-C at exit":
         assert job.status == 130
     if case == "leaves by os._exit" and mpi.kind == "openmpi":
         assert job.status == 5
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("kind", "servers", "victim"), [("dist_sync", 0, 1), ("dist_sync", 1, 2), ("dist_async", 0, 0)]
 )

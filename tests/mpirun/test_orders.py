@@ -17,21 +17,6 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.grid(1)
-@KINDS
-@pytest.mark.parametrize("case", ["two", "ring"])
-def test_stores_closed_in_different_orders(mpi, case: str, kind: str) -> None:
-    """A `close` goes on waiting for a worker that is alive, but not for one that waits for this one."""
-    env = {"MPIKV_TIMEOUT_S": "2", "MPIKV_STALL_WARN_S": "2"}
-    job = mpirun(3, ["python", PROGRAM, case, kind], env=env, timeout_s=LIMIT_S, mpi=mpi)
-    assert not job.timed_out, job.output
-    assert job.status != 0, job.output
-    assert "survived" not in job.stdout, job.output
-    circle = r"StallError: .*Deadlock: .* in close at .* They wait in different stores: all workers must close"
-    assert re.search(circle, job.output), job.output
-    assert re.search(r"Not arrived: .*worker \d on \S+ \(in close of another store for", job.output), job.output
-
-
 @KINDS
 def test_a_worker_that_waits_for_a_late_one_is_waited_for(mpi, kind: str, tmp_path: Path) -> None:
     """Also when it says for the second time that its limit is over."""
