@@ -160,22 +160,12 @@ def _interface(text: str) -> str:
 
 
 def interface_entries(value: str) -> list[str]:
-    """Return the names and networks of a valid MPIKV_INTERFACE other than `auto`.
-
-    ValueError with the end of a sentence.
-
-    >>> mpikv.config.interface_entries('eth0, 10.1.2.3/8')
-    ['eth0', '10.0.0.0/8']
-    """
+    """Return the names and networks of a valid MPIKV_INTERFACE other than `auto`, else ValueError."""
     return _interface(value).split(",")
 
 
 class Variable(NamedTuple):
-    """One `MPIKV_*` variable: `parse` reads its text, or raises ValueError with the end of a sentence.
-
-    >>> mpikv.config.VARIABLES[0].parse('2')
-    2
-    """
+    """One `MPIKV_*` variable: `parse` reads its text, or raises ValueError with the end of a sentence."""
 
     name: str
     field: str
@@ -307,20 +297,12 @@ def _read(variable: Variable, environ: Mapping[str, str]) -> Any:
 
 
 def log_level(environ: Mapping[str, str] | None = None) -> str:
-    """Return from which level on MPIKV_LOG asks for what stores decide, "" where it does not. Raises ConfigError.
-
-    >>> mpikv.config.log_level({'MPIKV_LOG': 'INFO'})
-    'info'
-    """
+    """Return from which level on MPIKV_LOG asks for what stores decide, "" where it does not. Raises ConfigError."""
     return _read(LOG, os.environ if environ is None else environ) or ""
 
 
 def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return every `MPIKV_*` variable that is set, known or not, sorted by name.
-
-    >>> mpikv.config.variables_in_force({'MPIKV_TIMEOUT_S': '60', 'HOME': '/root'})
-    {'MPIKV_TIMEOUT_S': '60'}
-    """
+    """Return every `MPIKV_*` variable that is set, known or not, sorted by name."""
     environ = os.environ if environ is None else environ
     return {
         name: environ[name]
@@ -330,11 +312,7 @@ def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Return the variables in force that nothing reads, each with the nearest valid name or None.
-
-    >>> mpikv.config.unknown_variables({'MPIKV_TIMEOUT': '60'})
-    {'MPIKV_TIMEOUT': 'MPIKV_TIMEOUT_S'}
-    """
+    """Return the variables in force that nothing reads, each with the nearest valid name or None."""
     return {
         name: next(iter(difflib.get_close_matches(name, KNOWN, n=1)), None)
         for name in variables_in_force(environ)
@@ -347,9 +325,6 @@ def wants_full_tracebacks(environ: Mapping[str, str] | None = None) -> bool:
 
     It is read when an error is reported, which may itself be an error in the settings: any other text counts as
     `short`.
-
-    >>> mpikv.config.wants_full_tracebacks({'MPIKV_TRACEBACK': 'full'})
-    True
     """
     environ = os.environ if environ is None else environ
     return environ.get(TRACEBACK.name, "").strip().lower() == "full"

@@ -67,14 +67,7 @@ def _entry(folder: Path) -> ProcessEntry | None:
 
 
 def below(table: Table, pid: int) -> set[int]:
-    """Return a process and all that it has started, and these.
-
-    >>> from mpikv.runtime.job_processes import ProcessEntry, below
-    >>> parents = {7: 1, 8: 7, 9: 1}
-    >>> table = {pid: ProcessEntry(parent, 0, 'S', 'sh', {}) for pid, parent in parents.items()}
-    >>> sorted(below(table, 7))
-    [7, 8]
-    """
+    """Return a process and all that it has started, and these."""
     children: dict[int, list[int]] = {}
     for child, entry in table.items():
         children.setdefault(entry.parent, []).append(child)

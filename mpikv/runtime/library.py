@@ -115,12 +115,7 @@ def _choose_network(network: str) -> None:
 
 
 def progress(setting: str, thread_level: str) -> str:
-    """Return who moves transfers on. setting: MPIKV_PROGRESS. thread_level: as `describe` has it.
-
-    >>> from mpikv.runtime import library
-    >>> library.progress('thread', 'SERIALIZED')
-    'calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is SERIALIZED'
-    """
+    """Return who moves transfers on. setting: MPIKV_PROGRESS. thread_level: as `describe` has it."""
     if setting == "thread" and thread_level != "MULTIPLE":
         return f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}"
     return f"{setting}: transfers move on {'while Python computes' if setting == 'thread' else 'in calls of the store'}"

@@ -36,7 +36,6 @@ MODULES = (
     "mpikv.data",
     "mpikv.optimizers",
     "mpikv.errors",
-    "mpikv.config",
     "mpikv.testing.groups",
     "mpikv.testing.ranks",
     "mpikv.testing.reference",

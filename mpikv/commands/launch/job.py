@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpikv.commands.launch import channel, environment, hosts, line, remote
+from mpikv.commands.launch import channel, hosts, line, remote
 from mpikv.commands.launch.command import GRACE_S, NOT_FOUND
 from mpikv.commands.launch.hosts import Host
 from mpikv.commands.launch.output import Output
-from mpikv.commands.launch.placement import RankBlock, place
 from mpikv.commands.launch.processes import JOB
 from mpikv.commands.launch.rank import LAUNCH
-from mpikv.commands.launch.ranks import FAILED
+from mpikv.commands.launch.ranks import FAILED, RankBlock, place
 from mpikv.commands.launch.watch import JobWatch, Limits
 from mpikv.commands.mpirun import AS_ROOT, find_mpirun, identify
 from mpikv.common import checks
@@ -97,10 +96,10 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
         shell = shell or remote.shell(options.ssh or "ssh", chosen)
     # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
     mpiruns_shell = () if scheduled and not options.ssh and "PE_HOSTFILE" not in environ else shell
-    given = environment.read_pairs("--env", options.env, environ)
+    given = line.read_pairs("--env", options.env, environ)
     limits = _limits(options, Config.from_environ({**environ, **given}))
     given = {
-        **(environment.always(environ) if elsewhere else {}),
+        **(line.always(environ) if elsewhere else {}),
         **line.package_path(environ),
         **(dict.fromkeys(given, NOT_SHOWN) if options.dry_run else given),
         "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers

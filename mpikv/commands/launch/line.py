@@ -1,23 +1,34 @@
 """The one `mpirun` line of a job: global options, then a program for each block of ranks, separated by `:`.
 
 As it is run, each rank is below a process of ours. `mpikv launch --dry-run` prints a line without them, which starts
-the same ranks and can be typed.
+the same ranks and can be typed. The variables that ranks get travel in one variable of `mpirun`'s own environment, so
+that no value shows in a list of processes. On other hosts ranks start with what a remote shell gives them: what a
+training program needs of this environment goes along without being asked for.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
 from mpikv.commands.launch import quick
-from mpikv.commands.launch.placement import RankBlock, per_host
 from mpikv.commands.launch.processes import JOB
 from mpikv.commands.launch.rank import LAUNCH, guarded
+from mpikv.commands.launch.ranks import RankBlock, per_host
 from mpikv.commands.mpirun import Mpirun
+from mpikv.errors import ConfigError
 
 TWICE = ("--bind-to", "--map-by")
+# Where programs and libraries are, how numerical libraries compute (the bits depend on it), and settings of MPI.
+ALWAYS = re.compile(
+    r"PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|PYTHONUNBUFFERED|PYTHONDONTWRITEBYTECODE"
+    r"|(OMP|OPENBLAS|MKL|BLIS|KMP|NUMEXPR|NPY)_\w+"
+    r"|MPIKV_\w+|MPI4PY_\w+|OMPI_(MCA_\w+|ALLOW_RUN_AS_ROOT\w*)|MPIR_CVAR_\w+|I_MPI_\w+|UCX_\w+|FI_\w+|NCCL_\w+"
+)
+PAIR = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<sign>[=:])(?P<value>.*))?", re.DOTALL)
 SERVER = (sys.executable, "-m", "mpikv.server")
 
 
@@ -71,3 +82,23 @@ def package_path(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     others = [one for one in environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != str(folder)]
     return {"PYTHONPATH": os.pathsep.join([str(folder), *others])}
+
+
+def read_pairs(option: str, texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `NAME` and `NAME=VALUE` texts; NAME alone has its value in `environ`. Raises ConfigError."""
+    found = {}
+    for text in texts:
+        pair = PAIR.fullmatch(text)
+        if pair is None:
+            shown = re.split("[=:]", text, maxsplit=1)[0]  # without the value, which may be a secret
+            raise ConfigError(f"{option} {shown}: it is NAME=VALUE, or NAME for a variable of this environment")
+        name = pair["name"]
+        if pair["sign"] is None and name not in environ:
+            raise ConfigError(f"{option} {name}: no such variable is set here; give {option} {name}=VALUE")
+        found[name] = environ[name] if pair["sign"] is None else pair["value"]
+    return found
+
+
+def always(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of this environment goes to every rank on another host."""
+    return {name: value for name, value in environ.items() if ALWAYS.fullmatch(name)}

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from mpikv.commands.launch import environment
+from mpikv.commands.launch import line
 from mpikv.commands.launch.batch import SYSTEMS, environment_file, script
 from mpikv.commands.launch.follow import Follower
 from mpikv.commands.launch.scheduler import BatchJob, SchedulerError, parse_time
@@ -51,12 +51,12 @@ def _run(job: BatchJob, options: argparse.Namespace) -> int:
     ConfigError where the job is wrong or refused, or the scheduler cannot be reached.
     """
 
-    variables = environment.read_pairs("--env", options.env, os.environ)
+    variables = line.read_pairs("--env", options.env, os.environ)
     if variables:
         name = f"{job.name}.env" if options.dry_run else f".mpikv-{uuid.uuid4().hex[:16]}.env"
         folder = job.output_dir if options.dry_run else _folder_of_variables(job)
         job = replace(job, environ=tuple(variables), environment=os.path.abspath(os.path.join(folder, name)))
-    job = replace(job, passed=tuple(sorted(environment.always(os.environ).keys() - variables.keys())))
+    job = replace(job, passed=tuple(sorted(line.always(os.environ).keys() - variables.keys())))
     text = script(job)
     if options.dry_run:
         sys.stdout.write(text)

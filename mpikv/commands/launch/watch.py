@@ -23,13 +23,13 @@ from typing import NamedTuple
 from mpikv.commands.launch import channel
 from mpikv.commands.launch.connections import GREETING_S, LOST, Connections
 from mpikv.commands.launch.output import ERR, OUT, Output
-from mpikv.commands.launch.placement import RankBlock
 from mpikv.commands.launch.processes import die_with_parent, is_alive, woken_by
 from mpikv.commands.launch.ranks import (
     FAILED,
     IDLE_SERVERS,
     JobEnd,
     LaunchedRank,
+    RankBlock,
     expected,
     first_failure,
     judge,

@@ -20,7 +20,7 @@ from mpikv.commands.launch.hosts import (
     parse,
     read,
 )
-from mpikv.commands.launch.placement import RankBlock, per_host, place
+from mpikv.commands.launch.ranks import RankBlock, per_host, place
 from mpikv.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mpikv.__main__ import main
-from mpikv.commands.launch import environment, job, line, quick, rank
+from mpikv.commands.launch import job, line, quick, rank
 from mpikv.commands.launch.hosts import Host
-from mpikv.commands.launch.placement import place
+from mpikv.commands.launch.ranks import place
 from mpikv.commands.launch.remote import shell
 from mpikv.commands.launch.watch import Limits
 from mpikv.commands.mpirun import MPICH, OPEN_MPI_5, Mpirun, find_mpirun, identify
@@ -71,14 +71,14 @@ def test_shown_is_what_a_shell_takes() -> None:
 
 def test_pairs() -> None:
     environ = {"A": "1", "B": "x=y"}
-    assert environment.read_pairs("--env", ["A", "B", "C=", "D=a:b", "E:3", "F=x\ny"], environ) == {
+    assert line.read_pairs("--env", ["A", "B", "C=", "D=a:b", "E:3", "F=x\ny"], environ) == {
         "A": "1", "B": "x=y", "C": "", "D": "a:b", "E": "3", "F": "x\ny",
     }  # fmt: skip
     for text, message in (("Z", "no such variable is set here"), ("1A=2", "it is NAME=VALUE"), ("", "it is NAME")):
         with pytest.raises(ConfigError, match=f"--env .*{message}"):
-            environment.read_pairs("--env", [text], environ)
+            line.read_pairs("--env", [text], environ)
     with pytest.raises(ConfigError) as refused:  # without the value
-        environment.read_pairs("--env", ["A-B=s3cret"], environ)
+        line.read_pairs("--env", ["A-B=s3cret"], environ)
     assert str(refused.value).startswith("--env A-B: ")
     assert "s3cret" not in str(refused.value)
 
@@ -88,7 +88,7 @@ def test_what_goes_along() -> None:
     environ = dict.fromkeys(
         [*names.split(), *["AWS_SECRET_ACCESS_KEY", "OMPI_MCA_btl", "PMI_RANK", "XUCX_TLS", "DISPLAY"]], "x"
     )
-    assert sorted(environment.always(environ)) == sorted(
+    assert sorted(line.always(environ)) == sorted(
         ["PATH", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "MPIKV_TIMEOUT_S", "UCX_TLS", "OMPI_MCA_btl"]
     )
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mpikv.commands.launch.placement import RankBlock
 from mpikv.commands.launch.ranks import (
     IDLE_SERVERS,
     NEEDS_NO_SERVERS,
     JobEnd,
     LaunchedRank,
+    RankBlock,
     expected,
     judge,
 )

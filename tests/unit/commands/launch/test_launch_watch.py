@@ -26,10 +26,9 @@ import pytest
 from mpikv.commands.launch import channel, processes, quick
 from mpikv.commands.launch.connections import MORE_STRANGERS
 from mpikv.commands.launch.output import Output
-from mpikv.commands.launch.placement import RankBlock, place
 from mpikv.commands.launch.processes import JOB, descendants, end_job, is_alive, of_job, send
 from mpikv.commands.launch.rank import LAUNCH
-from mpikv.commands.launch.ranks import JobEnd
+from mpikv.commands.launch.ranks import JobEnd, RankBlock, place
 from mpikv.commands.launch.watch import JobWatch, Limits
 from mpikv.common.files import open_log
 from mpikv.errors import ConfigError
