@@ -19,8 +19,6 @@ CALLS = ("init", "push", "broadcast", "pull", "pushpull", "push_async", "pull_as
 
 
 class DeviceStore:
-    """Everything that the store has; calls with arrays go through the GPU."""
-
     def __init__(self, store: Any, cupy: Any) -> None:
         self._store, self._cupy = store, cupy
         self._under_way: list[_Moved] = []
@@ -103,7 +101,6 @@ class _Moved:
         return self._pairs.setdefault(id(value), (value, self._cupy.array(memory)))[1]
 
     def out(self, value: Any) -> Any:
-        """The same, of arrays that are written to."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.out(one) for one in value)
         if type(value) not in (np.ndarray, ForeignArray) or not value.flags.writeable:
@@ -114,7 +111,6 @@ class _Moved:
         return made
 
     def down(self) -> None:
-        """Bring back what was written."""
         for value, made in self._outs.values():
             memory = value.memory if type(value) is ForeignArray else value
             memory[...] = made.get().reshape(memory.shape)

@@ -49,16 +49,12 @@ class RaceError(AssertionError):
 
 
 class CUDARuntimeError(RuntimeError):
-    """An error of CUDA's, with its number."""
-
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaError{status}: of the fake")
         self.status = status
 
 
 class OutOfMemoryError(MemoryError):
-    """As CuPy's."""
-
     def __init__(self, size: int, total: int, limit: int = 0) -> None:
         super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
 
@@ -93,7 +89,6 @@ class Gate:
 
     @staticmethod
     def then(gates: list[Gate], act: Callable[[], object]) -> None:
-        """Do it, when all of them are open."""
         shut = [one for one in gates if not one.is_open]
         if shut:
             shut[0]._behind.append(lambda: Gate.then(shut[1:], act))
@@ -116,7 +111,6 @@ class _Ordered(_Own):
         self.behind: list[Gate] = []
 
     def shut(self) -> list[Gate]:
-        """The gates that are not open."""
         for gate in self.behind:
             if gate.is_open:
                 _join(self.clock, gate.clock)
@@ -214,7 +208,6 @@ class Machine:
             raise CUDARuntimeError(self.failed)
 
     def see(self, clock: dict[int, int]) -> None:
-        """The host has seen this work done."""
         _join(self.seen, clock)
         due = [one for one in self.copies if self.seen.get(one.stream, 0) >= one.number]
         self.copies = [one for one in self.copies if one not in due]
@@ -229,7 +222,6 @@ class Machine:
         return found if found is not None and end <= found.begin + found.data.size else None
 
     def device_memory(self, gpu: int, n_bytes: int) -> _Bytes:
-        """New memory. Raises OutOfMemoryError."""
         if self.used[gpu] + n_bytes > self.memory_bytes:
             raise OutOfMemoryError(n_bytes, self.used[gpu], self.memory_bytes)
         self.used[gpu] += n_bytes
@@ -300,7 +292,6 @@ def _bounds(values: np.ndarray) -> tuple[int, int]:
 
 
 def at(address: int, size: int) -> np.ndarray:
-    """Memory as NumPy sees it."""
     return np.frombuffer((c_uint8 * size).from_address(address), np.uint8)
 
 
@@ -308,8 +299,6 @@ def at(address: int, size: int) -> np.ndarray:
 
 
 class Stream(_Ordered):
-    """See CuPy's."""
-
     null: Stream
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
@@ -358,8 +347,6 @@ class Stream(_Ordered):
 
 
 class Event(_Ordered):
-    """See CuPy's."""
-
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         super().__init__()
         self.asks = 0
@@ -391,8 +378,6 @@ class Event(_Ordered):
 
 
 class Memory(_Own):
-    """Memory of an allocation of its own, on the current GPU."""
-
     def __init__(self, size: int) -> None:
         self.size, self.device_id = size, self.process.cuda.runtime.getDevice()
         machine = self.process.machine
@@ -404,15 +389,11 @@ class Memory(_Own):
 
 
 class UnownedMemory(_Own):
-    """Memory that somebody else keeps."""
-
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         self.ptr, self.size, self._owner, self.device_id = ptr, size, owner, device_id
 
 
 class MemoryPointer:
-    """See CuPy's."""
-
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
 
@@ -719,8 +700,6 @@ def _quietly(act: Callable[[], Any]) -> Any:
 
 
 class Device(_Own):
-    """See CuPy's."""
-
     def __init__(self, device: int | None = None) -> None:
         self.id = self.process.cuda.runtime.getDevice() if device is None else int(device)
 
@@ -740,8 +719,6 @@ class Device(_Own):
 
 
 class _Local(threading.local):
-    """What a thread has current."""
-
     def __init__(self) -> None:
         self.device = 0
         self.devices, self.streams, self.allocators = [], [], []
@@ -898,15 +875,12 @@ class _Cuda:
             self._process.local.allocators.pop()
 
     def get_current_stream(self) -> Stream:
-        """Each GPU has one."""
         device = self.runtime.getDevice()
         here = [one for one in self._process.local.streams if one.ptr == LEGACY or one.device_id == device]
         return (here or [self._process.null])[-1]
 
 
 class _Runtime:
-    """`cupy.cuda.runtime`."""
-
     CUDARuntimeError = CUDARuntimeError
 
     def __init__(self, process: FakeCupy) -> None:

@@ -17,7 +17,6 @@ from mpikv.transports.threads import Fabric
 
 
 def gpu_of(process: Any, number: int = 0) -> Gpu:
-    """One GPU of a process."""
     return Gpu(number, process, has_context=lambda one: one in process.contexts)
 
 
@@ -27,13 +26,11 @@ def gpus_of(machine: Machine, n: int) -> list[Gpu]:
 
 
 def one_gpu(**settings: Any) -> tuple[Any, Gpu]:
-    """A process, and its GPU."""
     process = Machine(**settings).process()
     return process, gpu_of(process)
 
 
 def spaces_of(gpu: Gpu) -> Spaces:
-    """Of a store that uses it."""
     return Spaces(device=DeviceSpace(gpu))
 
 
@@ -92,7 +89,6 @@ class DeviceFabric(Fabric):
 
 
 def same(first: Sequence[Any], others: Sequence[Sequence[Any]]) -> bool:
-    """Whether all ranks have the same bits."""
     return all(
         np.asarray(a).tobytes() == np.asarray(b).tobytes() for one in others for a, b in zip(first, one, strict=True)
     )

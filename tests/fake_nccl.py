@@ -33,8 +33,6 @@ class CallOrderError(AssertionError):
 
 
 class NcclError(RuntimeError):
-    """As CuPy's."""
-
     def __init__(self, status: int) -> None:
         super().__init__(f"NCCL_ERROR {status}: of the fake")
         self.status = status
@@ -70,7 +68,6 @@ class _Call(dict):
 
 
 def of(process: Any) -> Any:
-    """The module of one process."""
     machine = process.machine
 
     class NcclCommunicator:

@@ -40,7 +40,6 @@ class Interleaving:
         return SimpleNamespace(rank=rank, size=self.size, words=lambda offset, count: Words(self, rank))
 
     def flushing(self, patch: pytest.MonkeyPatch) -> None:
-        """Fences act on these words."""
         for module in (counters, common_calls):
             patch.setattr(module, "fence", lambda: self.flush(self.current))
 
@@ -51,7 +50,6 @@ class Interleaving:
         del buffer[:count]
 
     def point(self, rank: int) -> None:
-        """Somebody else may go on here."""
         self._steps += 1
         if self._steps > STEPS or self.errors:
             raise AssertionError(f"no end after {STEPS} steps: the ranks wait for each other")
@@ -97,8 +95,6 @@ class Interleaving:
 
 
 class Words:
-    """One rank's view of the words."""
-
     def __init__(self, world: Interleaving, rank: int) -> None:
         self._world, self._rank = world, rank
 

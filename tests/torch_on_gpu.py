@@ -55,7 +55,6 @@ class TorchOnGpu:
         return self._of_rank.get(SimpleNamespace(gpu=None))
 
     def host_rank(self) -> None:
-        """This thread has no GPU."""
         self._of_rank.set(SimpleNamespace(gpu=None))
 
     def device_of(self, tensor: Any) -> Any:
@@ -79,7 +78,6 @@ class TorchOnGpu:
         return streams[-1]
 
     def tensor_of(self, array: Any) -> Any:
-        """A tensor in the memory of an array of the GPU."""
         self._kept.append(array)  # as a tensor's storage does that PyTorch makes of an array
         values = array._values
         if values.dtype == ml_dtypes.bfloat16:

@@ -115,10 +115,7 @@ def host_view(array: Any, what: str) -> HostArray:
 
 
 def as_host(what: str, value: Any, dtype: Any = None) -> HostArray:
-    """Make a NumPy array of a list, a number or another library's array, in `dtype` if that is given.
-
-    Raises TypeError where `numpy.asarray` makes nothing of it, UnsupportedError for a dtype that no store can hold.
-    """
+    """Make NumPy's array of a list, a number or an array, in `dtype`. TypeError, UnsupportedError where it cannot."""
     wanted = None if dtype is None else dtype_named(dtype)
     try:
         array = np.asarray(value)

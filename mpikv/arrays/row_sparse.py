@@ -169,10 +169,7 @@ def total(parts: Sequence[RowSparse]) -> RowSparse:
 
 
 def checked_ids(what: str, ids: Any, n_rows: int) -> Ids:
-    """Return numbers of rows, of any shape, as a flat array of int64.
-
-    TypeError for other things, IndexError for one out of range.
-    """
+    """Return numbers of rows as a flat array of int64. TypeError for other things, IndexError out of range."""
     if isinstance(ids, np.ndarray):
         found = ids
     else:

@@ -70,10 +70,7 @@ def write(tensor: Any, values: HostArray) -> None:
 
 
 def in_memory_of(host: HostArray) -> tuple[Any, weakref.ref[Any]]:
-    """Return a tensor of PyTorch in an array's memory, and a reference to what it lives by.
-
-    The reference is dead as soon as there is neither the tensor nor any view or NumPy array that was made of it.
-    """
+    """Return a tensor in an array's memory, and a reference that is dead when no tensor or view of it is left."""
     torch = sys.modules["torch"]
     if host.dtype == BFLOAT16:  # of which NumPy has none: the same bits
         bits = host.view(np.int16)
@@ -91,10 +88,7 @@ def is_traced(array: object) -> bool:
 
 
 def view(array: Any) -> HostArray:
-    """See an array with DLPack as a NumPy array, of the same memory where that is in the host.
-
-    Raises UnsupportedError, and whatever the library raises where it cannot.
-    """
+    """See an array with DLPack as NumPy's, of the same memory in the host. Raises also what its library raises."""
     if is_tensor(array):
         return _view_of_tensor(array)
     return _view_of_jax(array) if is_jax(array) else np.from_dlpack(array)
@@ -120,10 +114,7 @@ def _view_of_tensor(tensor: Any) -> HostArray:
 
 
 def memory_of(tensor: Any) -> HostArray:
-    """See the memory of a tensor of PyTorch in the host that is neither `is_neg` nor `is_conj`; no gradient flows back.
-
-    Raises UnsupportedError where it has no memory, and what PyTorch raises for sparse tensors and other dtypes.
-    """
+    """See a tensor's memory in the host; it is neither `is_neg` nor `is_conj`. UnsupportedError without memory."""
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))  # ml_dtypes adds names to NumPy's
     if tensor.layout != sys.modules["torch"].strided or (dtype.type.__module__ != "numpy" and dtype != BFLOAT16):
         refused: HostArray = tensor.detach().numpy()  # raises
@@ -148,10 +139,7 @@ def memory_of(tensor: Any) -> HostArray:
 
 
 def _view_of_jax(array: Any) -> HostArray:
-    """See the array's values, read-only; a copy of device memory.
-
-    Raises UnsupportedError where JAX traces a function, and what JAX raises for values that are on other processes.
-    """
+    """See the values, read-only; a copy of device memory. Raises UnsupportedError where JAX traces a function."""
     if is_traced(array):
         raise UnsupportedError(TRACED)
     return np.asarray(array)

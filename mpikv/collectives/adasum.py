@@ -46,11 +46,7 @@ BLOCK_ELEMS = 8192
 
 
 def allreduce(group: Group, buf: HostArray, tag: int) -> Steps[None]:
-    """Combine `buf` of all ranks, in place: all ranks have the same bits afterwards.
-
-    buf: (n,), contiguous, float32 or float64, same n and dtype on every rank. Collective. Yields each request it must
-    wait for.
-    """
+    """Combine `buf`, (n,), contiguous, float32 or float64, of all ranks, in place. Collective."""
     core, me = most_owners("halving_doubling", group.size), group.rank
     if not buf.size:
         return

@@ -29,10 +29,7 @@ from mpikv.transports.base import Group, Transport
 
 
 class DeviceGroup(Group):
-    """Some ranks of a transport that takes device memory. It sends and receives arrays of one space.
-
-    waiting: the queue of messages that are not started yet, which a group shares with its `part`s.
-    """
+    """Ranks of a transport that takes device memory. waiting: messages that are not started, also of its `part`s."""
 
     on_device = True
 
@@ -71,10 +68,7 @@ class DeviceGroup(Group):
 
 
 class Message(Waking):
-    """A request for one message, which `start` hands to the transport when the event `due` is done.
-
-    waiting: the group's messages that are not started yet, in their order.
-    """
+    """A request for one message, which `start` hands to the transport when the event `due` is done."""
 
     __slots__ = ("_done", "_due", "_request", "_start", "_waiting")
 

@@ -30,10 +30,7 @@ def _check(group: Group, chunks: Sequence[int]) -> int:
 
 
 def exchanges(rank: int, chunks: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-    """The exchanges by which one of a power of two of ranks comes to its own chunk: one for each, n/2, n/4, ...
-
-    Of each: the partner, the elements that this rank keeps, and those that it gives to the partner.
-    """
+    """How one of a power of two of ranks comes to its own chunk: partners, what is kept, what is given to each."""
     low, high = 0, len(chunks) - 1  # the chunks that this rank still holds
     while high - low > 1:
         middle = (low + high) // 2
@@ -45,11 +42,7 @@ def exchanges(rank: int, chunks: Sequence[int]) -> Iterator[tuple[int, slice, sl
 def reduce_scatter(
     group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
-
-    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
-    Yields each request it must wait for. Raises ValueError when a folded rank owns a chunk.
-    """
+    """Raises ValueError when a folded rank owns a chunk."""
     core, me = _check(group, chunks), group.rank
     if buf.size == 0:
         return
@@ -76,11 +69,7 @@ def reduce_scatter(
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
-
-    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for. Raises
-    ValueError when a folded rank owns a chunk.
-    """
+    """Raises ValueError when a folded rank owns a chunk."""
     core, me = _check(group, chunks), group.rank
     if buf.size == 0:
         return

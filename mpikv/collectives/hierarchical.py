@@ -124,25 +124,20 @@ class HostRings:
 
     def packed(self) -> tuple[HostArray, tuple[int, ...]]:
         """Return a copy of this ring's elements of the buffer, host after host, and where those of each host begin."""
-        views = [self.view(span) for spans in self.chunks[self.local_rank] for span in spans]
-        lengths = [sum(end - begin for begin, end in spans) for spans in self.chunks[self.local_rank]]
-        ends = (0, *itertools.accumulate(lengths))
+        chunks = self.chunks[self.local_rank]
+        ends = (0, *itertools.accumulate(sum(end - begin for begin, end in spans) for spans in chunks))
         packed = self.local.empty(ends[-1], self.buf.dtype)
-        at = 0
-        for view in views:
-            packed[at : at + view.size] = view
-            at += view.size
+        np.concatenate([self.view(span) for spans in chunks for span in spans], out=packed)
         return packed, ends
 
     def unpack(self, packed: HostArray, hosts: Iterable[int]) -> None:
         """Write the elements of these hosts back to the buffer."""
-        ends = list(itertools.accumulate(end - begin for spans in self.chunks[self.local_rank] for begin, end in spans))
-        at = iter(ends)
+        at = 0
         for host, spans in enumerate(self.chunks[self.local_rank]):
-            for span in spans:
-                end = next(at)
+            for begin, end in spans:
                 if host in hosts:
-                    self.view(span)[...] = packed[end - (span[1] - span[0]) : end]
+                    self.buf[begin:end] = packed[at : at + end - begin]
+                at += end - begin
 
     def direct(self) -> ModuleType:
         """Return the algorithm between leaders for short buffers: halving and doubling where it folds no host."""
@@ -157,11 +152,6 @@ def _all() -> int:
 def reduce_scatter(
     group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
-
-    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
-    Yields each request it must wait for.
-    """
     if len(set(group.hosts)) == 1:
         yield from naive.reduce_scatter(group, buf, chunks, tag, combine)
         return
@@ -197,10 +187,6 @@ def reduce_scatter(
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
-
-    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
-    """
     if len(set(group.hosts)) == 1:
         yield from naive.allgather(group, buf, chunks, tag)
         return

@@ -92,10 +92,7 @@ def _add_ranks(
 def _publish(
     key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take = _nothing
 ) -> Iterator[bool]:
-    """Count for the other ranks the segments that another stage has done, and call `take` with each.
-
-    count: returns how many these are.
-    """
+    """Count for the other ranks the segments that another stage has done, `count()`, and call `take` with each."""
     counted = 0
     while counted < len(segments):
         if (now := count()) > counted:
@@ -134,10 +131,7 @@ def _await_extra(key: HostKey, segments: Sequence[tuple[int, Span]]) -> Iterator
 
 
 def share(group: Group, key: HostKey, tag: int) -> Steps[None]:
-    """Copy the key's value from rank 0's host to every host. Collective; before the first round.
-
-    One rank of each host receives it, and counts that for the others. Yields each request it must wait for.
-    """
+    """Copy the key's value from rank 0's host to every host. Collective; before the first round."""
     if key.value.size == 0:
         return
     found = topology(group.hosts)
@@ -214,10 +208,7 @@ def reduce_scatter(
 def allgather(
     group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = ()
 ) -> Steps[None]:
-    """Complete the host's result: chunk i of it is rank i's at the start, on all hosts at the end; copy it to `outs`.
-
-    outs: (n,), contiguous, any dtype. Collective. Yields each request it must wait for.
-    """
+    """Complete the host's result, of which chunk i is rank i's at the start, and copy it to `outs`, of any dtype."""
     rings = HostRings(group, key.value, chunks, tag)
 
     def drain(span: Span) -> None:

@@ -18,11 +18,7 @@ from mpikv.transports.base import Group
 
 
 def compare(group: Group, comparison: Comparison | None, tag: int) -> Steps[None]:
-    """Send this rank's digest to all ranks and compare theirs. No rank ends before all have begun.
-
-    group: sends arrays in host memory. comparison: None, on all ranks, where nothing is compared: then this is only a
-    barrier. Collective. Yields each request it must wait for.
-    """
+    """Compare the digests of all ranks; None, on all: only wait until all have begun. group: of host memory."""
     p, me = group.size, group.rank
     digests = np.empty(p, TRAILER)  # this rank's, then those of the ranks after it
     digests[0] = 0 if comparison is None else comparison.own

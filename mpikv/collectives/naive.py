@@ -21,11 +21,6 @@ from mpikv.transports.base import Group
 def reduce_scatter(
     group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
-
-    buf: (n,), contiguous, same n and dtype on every rank, its other chunks left as they are. Collective. Yields each
-    request it must wait for.
-    """
     me = group.rank
     own = buf[chunks[me] : chunks[me + 1]]
     incoming: dict[int, HostArray] = {}
@@ -55,10 +50,6 @@ def reduce_scatter(
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
-
-    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
-    """
     me = group.rank
     own = buf[chunks[me] : chunks[me + 1]]
     requests = [

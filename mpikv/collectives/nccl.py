@@ -58,10 +58,7 @@ class Nccl:
         return bytes(self.call(self.module.get_unique_id))
 
     def init(self, size: int, unique_id: bytes, rank: int) -> NcclComm:
-        """Make a communicator. Collective; blocks until all ranks have called it, each with a GPU of its own.
-
-        The GPU must be the current one of the calling thread.
-        """
+        """Make a communicator. Blocks until all ranks have called it, each with its GPU the thread's current one."""
         return NcclComm(self, self.call(self.module.NcclCommunicator, size, unique_id, rank), size, rank)
 
     def call(self, function: Any, *arguments: Any) -> Any:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from mpikv.collectives.nccl import Nccl, NcclComm
@@ -36,41 +38,29 @@ class SetupResult(NamedTuple):
     problem: str
 
 
-class _CommMaker:
-    """Makes this worker's rank of a communicator in a thread."""
+def _in_thread(make: Callable[[], NcclComm]) -> Future[NcclComm]:
+    future: Future[NcclComm] = Future()
 
-    def __init__(self, make: Callable[[], NcclComm]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._given_up = False
-        self.comm: NcclComm | None = None
-        self.problem = ""
-        self._thread = threading.Thread(target=self._run, name="mpikv-nccl", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            comm = self._make()
+            future.set_result(make())
         except Exception as error:  # noqa: BLE001 - it is sent to all workers
-            self.problem = str(error)
-            return
-        with self._lock:
-            self.comm = comm
-            if self._given_up:
-                comm.give_up()
+            future.set_exception(error)
 
-    def wait(self, limit_s: float) -> str:
-        self._thread.join(limit_s)
-        if self.comm is None and not self.problem:
-            return f"NCCL has made no communicator of the workers within {limit_s:g} s"
-        return self.problem
+    threading.Thread(target=run, name="mpikv-nccl", daemon=True).start()
+    return future
 
-    def give_up(self) -> None:
-        """Abort the communicator, also where the thread makes it only later."""
-        with self._lock:
-            self._given_up = True
-            if self.comm is not None:
-                self.comm.give_up()
+
+def _waited_for(future: Future[NcclComm], limit_s: float) -> str:
+    """Return what went wrong; "" where the communicator is made."""
+    if not futures.wait([future], limit_s).done:
+        return f"NCCL has made no communicator of the workers within {limit_s:g} s"
+    return "" if (error := future.exception()) is None else str(error)
+
+
+def _give_up(future: Future[NcclComm]) -> None:
+    if future.exception() is None:
+        future.result().give_up()
 
 
 def make_communicator(
@@ -104,14 +94,13 @@ def make_communicator(
             take()
             return open_nccl().init(len(names), unique_id, rank)
 
-        maker = _CommMaker(make)
-        found = maker.wait(min(LONGEST_S, timeout_s / 2))
+        future = _in_thread(make)
+        found = _waited_for(future, min(LONGEST_S, timeout_s / 2))
         problem = _first_problem(names, [text.decode() for text in gather(found.encode())])
         if problem:
-            maker.give_up()
+            future.add_done_callback(_give_up)  # now, or once it is made
             return SetupResult(None, problem)
-        assert maker.comm is not None
-        known = cache[which] = maker.comm
+        known = cache[which] = future.result()
     known.users += 1
     return SetupResult(known, "")
 
@@ -119,10 +108,7 @@ def make_communicator(
 def why_not(
     open_nccl: Callable[[], Nccl], names: Sequence[str], rank: int, gather: Callable[[bytes], list[bytes]]
 ) -> str:
-    """Return why the workers cannot use NCCL; "" where no worker has a problem. Makes no communicator. Collective.
-
-    The arguments are those of `make_communicator`.
-    """
+    """Return why the workers cannot use NCCL, "" where nothing is known to be wrong. Makes no communicator."""
     return _asked(open_nccl, names, rank, gather, None)[1]
 
 

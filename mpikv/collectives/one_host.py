@@ -80,10 +80,7 @@ def reduce_scatter(
 
 
 def allgather(rank: int, bounds: Sequence[int], key: HostKey, outs: Sequence[HostArray] = ()) -> Steps[None]:
-    """Complete the value: shard i of it is rank i's at the start, on all ranks at the end; copy it to `outs`.
-
-    outs: (n,), contiguous, any dtype. Collective. Yields each request it must wait for.
-    """
+    """Complete the value, of which shard i is rank i's at the start, and copy it to `outs`, of any dtype."""
     if bounds[rank] < bounds[rank + 1]:
         key.count(GATHERED, 1)
     for owner in (*range(rank, len(bounds) - 1), *range(rank)):

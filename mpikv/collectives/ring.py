@@ -40,10 +40,7 @@ from mpikv.transports.base import Group
 def segments_by_step(
     chunks: Sequence[Sequence[Span]], me: int, itemsize_bytes: int, segment_bytes: int, *, reducing: bool
 ) -> list[list[Span]]:
-    """Return the segments that pass rank `me`, one list per step: first those of its own values, then those received.
-
-    chunks: the spans of each rank's chunk.
-    """
+    """Return the segments that pass rank `me`, one list per step: first its own. chunks: the spans of each rank's."""
     p = len(chunks)
     # The reduce-scatter starts one rank further on, so that it ends with each rank's own chunk.
     steps = [chunks[(me - step - reducing) % p] for step in range(p)]
@@ -108,21 +105,12 @@ def _steps(group: Group, buf: HostArray, chunks: Sequence[int], *, reducing: boo
 def reduce_scatter(
     group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
-
-    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
-    Yields each request it must wait for.
-    """
     steps, window = _steps(group, buf, chunks, reducing=True)
     stages = RingStages(group, buf, steps, tag, window, reducing=True, combine=combine)
     yield from drive(stages.receiver, stages.sender)
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
-
-    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
-    """
     steps, window = _steps(group, buf, chunks, reducing=False)
     stages = RingStages(group, buf, steps, tag, window, reducing=False)
     yield from drive(stages.receiver, stages.sender)

@@ -145,10 +145,7 @@ CHUNK_WORDS = ChunkWords(FREE, FREE + 1)
 
 
 def run_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], first: int) -> Iterator[Reached]:
-    """Run a call whose first chunk all ranks have filled. Yields each request it must wait for.
-
-    first: how many chunks all earlier calls had.
-    """
+    """Run a call whose first chunk all ranks have filled. first: how many chunks all earlier calls had."""
     filled, summed, drained, slots = words
     awaited, count, n = counters.awaited, counters.count, len(chunks)
     waits = drained is None
@@ -175,10 +172,7 @@ def run_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], f
 
 
 class Executor:
-    """Runs plans one after another, the same ones on all ranks.
-
-    counters: a table of `WORDS`. wait: blocks until a request for other ranks' counters is done, with a limit.
-    """
+    """Runs plans one after another, the same on all ranks. counters: of `WORDS`. wait: until ranks have counted."""
 
     def __init__(self, counters: Counters, wait: Wait) -> None:
         self._counters = counters

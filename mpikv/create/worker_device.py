@@ -49,7 +49,7 @@ def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | No
         return "the type of the store"
     if config.local_device != device_choice.AUTO:
         return "MPIKV_LOCAL_DEVICE"
-    if config.device_path in ("nccl", "mpi"):
+    if config.device_path != "auto":
         return "MPIKV_DEVICE_PATH"
     if config.algorithm == "nccl":
         return "MPIKV_ALGORITHM"

@@ -153,10 +153,7 @@ class CommonCalls:
         return False if passed > self._count else None
 
     def _await(self, decided: Callable[[], bool | None]) -> bool:
-        """Wait for a decision that takes longer: yield, then move other transfers on and sleep.
-
-        Returns False where no decision was made in time.
-        """
+        """Yield, then move other transfers on and sleep. False where no decision was made in time."""
         found: bool | None = None
 
         def known() -> bool:

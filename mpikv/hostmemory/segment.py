@@ -158,10 +158,7 @@ def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[byt
 
 
 def on_all_hosts(memory: HostMemory | None, allgather: Callable[[bytes], list[bytes]]) -> HostMemory | None:
-    """Return this host's memory, as long as the smallest of all hosts; None where any host has none. Collective.
-
-    allgather: brings every rank's bytes to every rank, of all hosts.
-    """
+    """Return this host's memory, as long as the smallest of all hosts'; None where any has none. Collective."""
     sizes = allgather(str(0 if memory is None else memory.n_bytes).encode())
     smallest = min(map(int, sizes))
     if memory is None or smallest == 0:

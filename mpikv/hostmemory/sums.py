@@ -33,20 +33,14 @@ def in_order(out: HostArray, sources: Sequence[HostArray], combine: Combine = np
 
 
 def newest_first(combine: Combine) -> Combine:
-    """Return `combine` with each further array as its first argument and the total so far as its second, as in a ring.
-
-    Where both are NaN, the result has the bits of the first argument.
-    """
+    """`combine` with the total as its second argument, as in a ring: of two NaNs the newer one's bits stay."""
     return lambda total, source, out: combine(source, total, out=out)
 
 
 def adder_of(
     dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
 ) -> Adder:
-    """Return a function that combines arrays of this dtype.
-
-    finish: called with the result, before it is rounded, and the number of arrays; a mean divides there.
-    """
+    """Return a function that combines arrays of this dtype. finish: a mean divides there, before rounding."""
     wide = sum_dtype(dtype)
     if wide != dtype or finish is not None:
         return partial(_add_and_finish, wide, combine, finish)

@@ -41,10 +41,7 @@ class Waker:
         self.waiting: Callable[[], bool] = lambda: False
 
     def connect(self, allgather: Callable[[bytes], list[bytes]]) -> None:
-        """Open the pipes of all. Collective over the ranks of the host.
-
-        A rank whose pipe cannot be opened is not woken; its sleeps end at their time limit.
-        """
+        """Open the pipes of all. Collective over the host. Who cannot be woken sleeps up to the time limit."""
         mine = -1
         with contextlib.suppress(OSError):
             self._own, mine = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

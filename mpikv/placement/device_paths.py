@@ -80,10 +80,7 @@ def choose(reports: Sequence[DeviceReport], members: Members, outcomes: Mapping[
 
 
 def settle(reports: Sequence[DeviceReport], members: Members, trials: Mapping[str, Callable[[], str]]) -> SettledPath:
-    """Call `choose`, and make the trials that it needs. Collective where trials are.
-
-    trials: by path: returns on every rank why the path does not work, "" where it does.
-    """
+    """Call `choose`, and make the trials that it needs. trials: why a path does not work, "" where it does."""
     outcomes: dict[str, str] = {}
     while True:
         choice = choose(reports, members, outcomes)

@@ -52,11 +52,7 @@ class CudaSupport(NamedTuple):
 
 
 def find_out(device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S) -> CudaSupport:
-    """Return whether the loaded library takes device memory. Loads MPI if nothing has yet.
-
-    device: the number of a GPU among those that are visible. source: where the trial's memory comes from. Local; blocks
-    at most `limit_s`, and as long as a child needs to end.
-    """
+    """Return whether the loaded library takes device memory of a visible GPU. Loads MPI if nothing has yet. Blocks."""
     devices = cuda_driver.ask()
     if devices.problem:
         return CudaSupport(False, devices.problem)
@@ -74,10 +70,7 @@ def find_out(device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float =
 
 
 def trial(path: str, device: int = 0, *, source: str = cuda_trial.CUPY, limit_s: float = LIMIT_S) -> CudaSupport:
-    """Let a child process try the library at `path`.
-
-    Local; blocks at most `limit_s` and as long as the child needs to end. The child leaves no files.
-    """
+    """Let a child process try the library at `path`. Blocks at most `limit_s` and as long as the child needs to end."""
     try:
         with tempfile.TemporaryDirectory(prefix="mpikv-trial-", ignore_cleanup_errors=True) as folder:
             arguments = [path, str(device), source, str(limit_s + BACKSTOP_S)]

@@ -27,10 +27,7 @@ JAX_GPUS = ("gpu", "cuda")  # platforms, by JAX's version
 
 
 class CallersGpuArray(NamedTuple):
-    """An array of the caller's on a GPU. values: CuPy's array of the same memory. number: of its GPU and of `stream`.
-
-    event: after all work that was in the stream when the call was made.
-    """
+    """values: CuPy's, of its memory. number: of its GPU and `stream`. event: after all work there before the call."""
 
     array: Any  # kept alive
     values: Any

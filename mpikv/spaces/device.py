@@ -319,10 +319,7 @@ class DeviceSpace(Space):
             return EventRequest(self.gpu, self.stream.record(self.gpu.event()), self.stream.ptr, self._watcher, part)
 
     def written(self, array: Any) -> Operation:
-        """Return a request that is done when the writes into the array are done that its caller had begun at its push.
-
-        If the host waits for it before work on the array begins, the store's stream does not have to wait.
-        """
+        """Return a request for the writes that callers had begun: who waits for it lets the store's stream go on."""
         writes = self._callers_writes.get(id(array.data.mem), {})
         if len(writes) > 1:
             self.wait_for_callers(array)

@@ -29,10 +29,7 @@ class EventWatcher:
         self.callback: Callable[[], None] = lambda: None
 
     def wake(self, event: Any, waiter: Waiter, stream: int) -> bool:
-        """Arrange that `waiter` is woken when the event, of this stream, is done or has failed.
-
-        Returns False if the thread waits for another stream, which may take any time.
-        """
+        """Wake `waiter` when the event is done or has failed. False: the thread waits for another stream."""
         with self._lock:
             if self._waiting and self._stream != stream:
                 return False
@@ -60,10 +57,7 @@ class EventWatcher:
 
 
 class EventRequest(Waking):
-    """A request that is done when an event is done. event: None: it is done from the start.
-
-    part: is recorded when this request is found done: how long the store's stream took, as the host has seen it.
-    """
+    """A request for an event; None: it is done from the start. part: is recorded when it is found done."""
 
     __slots__ = ("_event", "_gpu", "_part", "_stream", "_watcher")
 

@@ -46,10 +46,7 @@ class Spaces:
         return self.device
 
     def of_new_key(self, first: CallersArray, *, as_given: bool = False) -> str:
-        """Return the name of the space of a key with this first value (of `callers_arrays`).
-
-        as_given: whether it is the space of the first value, also if all other keys are in device memory.
-        """
+        """Name the space of a key with this first value. as_given: that of the value, whatever all keys have."""
         if self.device is None or self.of_new_keys == HOST:
             return HOST
         in_space = self.space_of(first)

@@ -46,6 +46,7 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.host_copies import broadcast_first
 from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.pieces import Encoding, Pieces
@@ -91,16 +92,9 @@ class EncodedPath(KeyPath):
 
     def broadcast(self) -> Steps[None]:
         """Broadcast uncompressed by messages along a tree; from and to a GPU through page-locked memory."""
-        if (space := self._device) is None:
-            yield from broadcast(self._group, self.value, 0, self._tag(0))
-            return
-        values = space.page_locked(self.value.nbytes).view(self.value.dtype)
-        if self._group.rank == 0:
-            space.download(values, self.value)
-            yield space.stream_event()
-        yield from broadcast(self._group, values, 0, self._tag(0))
-        if self._group.rank != 0:
-            space.upload(self.value, values)
+        if self._device is not None:
+            return broadcast_first(self._device, self._group, self.value, self._tag(0))
+        return broadcast(self._group, self.value, 0, self._tag(0))
 
     # --- a round
 

@@ -19,14 +19,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.stages import Span
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.transports.base import Group
 
 if TYPE_CHECKING:
     from mpikv.strategies.key_path import KeyPath
+
+
+def broadcast_first(space: DeviceSpace, group: Group, value: SpaceArray, tag: int) -> Steps[None]:
+    """Broadcast a value from the GPU of rank 0 to those of all, by messages along a tree, through host memory."""
+    on_host = space.page_locked(value.nbytes).view(value.dtype)
+    if group.rank == 0:
+        space.download(on_host, value)
+        yield space.stream_event()
+    yield from broadcast(group, on_host, 0, tag)
+    if group.rank:
+        space.upload(value, on_host)
 
 
 class HostCopies:

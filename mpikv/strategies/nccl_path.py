@@ -30,7 +30,6 @@ from typing import Any, cast
 import numpy as np
 
 from mpikv.collectives import label_exchange
-from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
@@ -41,6 +40,7 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.host_copies import broadcast_first
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.transports.base import Group
 
@@ -76,13 +76,8 @@ class NcclPath(KeyPath):
         return (0, self._info.n_elems) if self._all_have_all else super().updates
 
     def broadcast(self) -> Steps[None]:
-        if self._comm is None:
-            return
-        space, is_root = self._device, self._group.rank == 0
-        value = space.to_host(self.value) if is_root else np.empty(self._info.n_elems, self._info.dtype)
-        yield from broadcast(self._group, value, 0, self._tag(0))
-        if not is_root:
-            space.copy(self.value, value)
+        if self._comm is not None:
+            yield from broadcast_first(self._device, self._group, self.value, self._tag(0))
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
@@ -138,10 +133,7 @@ class NcclPath(KeyPath):
 
 
 class _Ended:
-    """A request that is done when the GPU has done a round. At a failure or timeout it aborts NCCL's communicator.
-
-    It has to be asked again and again for these. The end of the round wakes the engine, which then asks at once.
-    """
+    """Done when the GPU has done a round. It has to be asked again and again: a failure or timeout aborts NCCL."""
 
     def __init__(self, done: Operation, comm: NcclComm, group: Group, info: KeyInfo, timeout_s: float) -> None:
         self._done, self._comm, self._group, self._info, self._timeout_s = done, comm, group, info, timeout_s

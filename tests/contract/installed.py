@@ -51,7 +51,6 @@ def parameters(function: Any) -> dict[str, str | None]:
 
 
 def outcome(act: Callable[[], Any]) -> Any:
-    """What it gives, or the type of what it raises."""
     try:
         return act()
     except Exception as error:

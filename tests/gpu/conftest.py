@@ -17,12 +17,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes 
 
 @pytest.fixture(params=["fake", pytest.param("cuda", marks=getattr(pytest.mark, GPU))])
 def kind(request: pytest.FixtureRequest) -> str:
-    """What the test runs on."""
     return request.param
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
     why = gpus.missing()
     for item in items:
         if why and item.get_closest_marker(GPU) is not None:

@@ -66,7 +66,6 @@ class User:
         self._spin = cupy.RawKernel(SPIN, "spin") if self.real else None
 
     def stream(self) -> Any:
-        """A context in which arrays do their work in a new stream."""
         return self.cupy.cuda.Stream(non_blocking=True)
 
     def elsewhere(self, values: Any) -> Any:
@@ -91,7 +90,6 @@ class User:
         return int(total - free)
 
     def finish(self) -> None:
-        """Wait for all work."""
         if self.real:
             self.cupy.cuda.runtime.deviceSynchronize()
         else:

@@ -86,7 +86,6 @@ def train(store: Any, gpu: Any, dtype: Any, *, whole: bool = True) -> list[Any]:
 
 
 def near(found: Any, expected: Any, optimizer: str, codec: str) -> bool:
-    """Whether these are as near as is promised."""
     if not optimizer and codec in ("", *EXACT):
         return found.tobytes() == expected.tobytes()
     away, expected = np.abs(found.astype(float) - expected.astype(float)), expected.astype(float)
@@ -119,13 +118,11 @@ def compare(gpu: Any, path: str, dtype: Any, optimizer: str, codec: str = "", **
 
 
 def modes(gpu: Any, path: str) -> None:
-    """Dtypes and optimizers."""
     for dtype, optimizer in ALL if gpu.real else FEW:
         compare(gpu, path, dtype, optimizer)
 
 
 def codecs(gpu: Any, path: str) -> None:
-    """Pushes that are encoded on the GPU."""
     for codec in (*EXACT[1:], *NEAR) if gpu.real else ("1bit", "topk", "int8"):
         compare(gpu, path, F32, "", codec)
 

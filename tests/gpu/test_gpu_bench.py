@@ -16,7 +16,6 @@ RAW = "raw MPI"
 
 
 def bench(kind: str, n: int, tmp_path: Path, *words: str) -> dict[str, Any]:
-    """What a benchmark writes that ends well."""
     path = tmp_path / "run.json"
     line = ["python", PROGRAM, kind, *words, "--iterations", "2", "--json", str(path)]
     job = mpirun(n, line, timeout_s=200)
@@ -31,7 +30,6 @@ def names(found: dict[str, Any]) -> list[str]:
 
 
 def test_sums_lists_and_servers(kind: str, tmp_path: Path) -> None:
-    """Arrays on the GPU are contenders of the same tables."""
     found = bench(kind, 2, tmp_path, "allreduce", "-b", "16K", "-e", "64K")
     assert names(found) == ["ordinary", "shared", "gpu", RAW] * 2
     assert any(note.startswith("gpu: arrays on ") for note in found["notes"])
@@ -44,7 +42,6 @@ def test_sums_lists_and_servers(kind: str, tmp_path: Path) -> None:
 
 
 def test_training(kind: str, tmp_path: Path) -> None:
-    """All ways that work end with the weights of the reference."""
     pytest.importorskip("torch", reason="torch is not installed")
     found = bench(kind, 2, tmp_path, "train", "--model", "mlp", "--image-size", "8", "--batch", "4")
     assert {"alone", "DistributedModel", "DistributedOptimizer", "Trainer", "DDP, Gloo"} <= set(names(found))

@@ -45,7 +45,6 @@ def network() -> nn.Module:
 
 
 def loss(model: Any, step: int, device: Any) -> Any:
-    """Of this rank's batch."""
     random = np.random.default_rng([step, COMM.rank])
     images = torch.from_numpy(random.standard_normal((EXAMPLES, 1, 8, 8)).astype(np.float32))
     labels = torch.from_numpy(random.integers(0, 3, EXAMPLES))
@@ -118,7 +117,6 @@ def check(what: str, found: Any, first: Any, expected: Any) -> None:
 
 
 def main(kind: str) -> None:
-    """Train in every way."""
     gpu, net = gpus.use(kind), network()
     first, expected = weights(net), reference(net)
     assert np.linalg.norm(expected - first) > 0

@@ -38,8 +38,6 @@ DLPACK_IS_WRITABLE = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
 class Tensor:
-    """DLPack and nothing else."""
-
     def __init__(self, memory):
         self.memory = memory
 
@@ -51,8 +49,6 @@ class Tensor:
 
 
 class Far(Tensor):
-    """Of an array in memory of another device."""
-
     dtype = "float32"
 
     def __dlpack__(self, **kwargs):

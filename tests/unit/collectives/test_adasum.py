@@ -82,7 +82,6 @@ def test_short_and_long_vectors_of_float32() -> None:
 
 @pytest.mark.parametrize("p", RANKS)
 def test_messages_and_bytes(p: int) -> None:
-    """As many as the file says."""
     n, steps = 64, p.bit_length() - 1
     core, products = 1 << steps, (steps + 1) * steps // 2
     for rank, (_, messages, n_bytes) in enumerate(run(random_vectors(p, n, "float32"))):

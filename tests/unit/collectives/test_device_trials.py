@@ -143,8 +143,6 @@ def test_a_key_that_nothing_updates_is_one_allreduce() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_halves_are_added_in_float32_and_sent_back_as_halves(dtype: Any) -> None:
-    """A sum is rounded once."""
-
     n, eps = 9600, float(ml_dtypes.finfo(dtype).eps)  # elements; no chunk is padded
 
     def body(store: Any, cupy: Any) -> Any:
@@ -191,8 +189,6 @@ def test_keys_in_any_order_are_in_one_order_for_nccl() -> None:
 
 
 def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
-    """What waits on the GPU is aborted after the limit; whoever waits for the key is answers."""
-
     def body(store: Any, cupy: Any) -> Any:
         store.init("k", cupy.zeros(1000, F4))
         store.pushpull("k", cupy.zeros(1000, F4))

@@ -37,7 +37,6 @@ def memories_of(hosts: str) -> list[HostMemory]:
 
 
 def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
-    """A key whose counters lie at `begin`, its value behind them."""
     place = Place(begin + counters_bytes(most), begin)
     room = Allocator(memory, memory.n_bytes // 2).take
     return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, allocate=room)
@@ -128,14 +127,12 @@ def test_sizes(hosts: str, n: int) -> None:
 @SOME
 @pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
 def test_long_values(hosts: str, lent: str) -> None:
-    """More segments than a window; values anywhere."""
     n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).n_leaders + 5
     check(hosts, n, bounds_of("hierarchical", n, hosts), lent=lent)
 
 
 @HOSTS
 def test_medium_values(hosts: str) -> None:
-    """Just above what is short, so that some chunks have one segment and others none."""
     n = hierarchical.SHORT_BYTES * topology(hosts).n_leaders // 4 + 1
     check(hosts, n, bounds_of("hierarchical", n, hosts), lent="mixed")
 

@@ -140,7 +140,6 @@ def test_all_ranks_know_in_the_same_round(algorithm: str, p: int) -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "naive"])
 def test_long_chunks(algorithm: str) -> None:
-    """Several segments to each of several hosts."""
     module = select.ALGORITHMS[algorithm]
     n = 100_003
     bounds = bounds_of(algorithm, n, "abc")
@@ -149,7 +148,6 @@ def test_long_chunks(algorithm: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "aaabbc"])
 def test_several_hosts(hosts: str) -> None:
-    """By messages and through memory."""
     for n, n_rounds in ((1, None), (41, None), (100_003, LONG_ROUNDS)):
         bounds = bounds_of("hierarchical", n, hosts) if n != 41 else whole_bounds(n, len(hosts), len(hosts) - 1)
         check(hosts, n, bounds, by_messages(hierarchical, bounds), n_rounds)

@@ -49,8 +49,6 @@ def wait(request):
 
 
 class Rank:
-    """One rank's side of a series of calls."""
-
     def __init__(self, memory):
         self.memory, self.rank, self.size = memory, memory.rank, memory.size
         self.slots = Slots(memory, table_bytes(memory.size, WORDS))
@@ -61,7 +59,6 @@ class Rank:
         self._turn = 0
 
     def reserve(self, n_bytes):
-        """The same place on every rank."""
         begin = self._free
         self._free += aligned(n_bytes)
         return begin
@@ -70,7 +67,6 @@ class Rank:
         return self.memory.array(self.reserve(n * dtype.itemsize), n, dtype)
 
     def replicas(self, n, dtype):
-        """An array in shared memory for every rank, in rank order."""
         return [self.result(n, dtype) for _ in range(self.size)]
 
     def run(self, plan_of):
@@ -313,7 +309,6 @@ def test_updates_of_many_keys_share_the_scratch_memory(small, p):
 
 
 def mixture(rank, p, naps, calls=60):
-    """Calls of every kind and size in an order that the seed gives, with new values each."""
     order = random.Random(5)
     kinds = {}
     for name, n in (("tiny", 3), ("tiny 2", 100), ("chunk", 900), ("large", 5000), ("larger", 9001)):
@@ -373,8 +368,6 @@ def test_slots_are_not_used_again_while_a_slow_rank_still_reads(small, monkeypat
 
 
 def test_a_call_that_did_not_take_place_leaves_no_trace():
-    """What was filled in before the ranks met, or did not, is filled in anew."""
-
     def body(rank):
         rank.together._wait_s = 0.001
         found = []
@@ -416,8 +409,6 @@ def test_cost_of_large_values(p, n):
 
 
 def test_cost_of_tiny_values():
-    """Each rank adds them all for itself: n copied in, n to the result, n(p-1) added."""
-
     def body(rank):
         value, out = np.zeros(100, np.float32), np.empty(100, np.float32)
         plan = rank.run(rank.staged([value], [[out]]))

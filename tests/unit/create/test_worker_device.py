@@ -51,7 +51,7 @@ ASKING: list[tuple[spec.StoreSpec | None, dict[str, Any], dict[str, Any], str]] 
     (SYNC, {"device_path": "mpi"}, {}, "MPIKV_DEVICE_PATH"),
     (SYNC, {"algorithm": "nccl"}, {}, "MPIKV_ALGORITHM"),
     (SYNC, {"algorithm": "ring"}, {}, ""),
-    (SYNC, {"device_path": "host"}, {}, ""),
+    (SYNC, {"device_path": "host"}, {}, "MPIKV_DEVICE_PATH"),
 ]
 
 

@@ -117,8 +117,6 @@ def test_ranks_that_make_the_same_calls_and_are_patient_always_meet(size, seed, 
 
 
 class GrowingPatience:
-    """None the first time."""
-
     def __init__(self) -> None:
         self._next = 0
 
@@ -190,7 +188,6 @@ def on_threads(size: int, body, *, meanwhile=lambda clock, over: None, wait_s: f
 
 
 def let_time_pass(clock, over):
-    """As much as the ranks' patience, again and again."""
     while not over():
         clock.advance(1.0, until=over)
 
@@ -226,8 +223,6 @@ def test_who_does_not_come_is_not_waited_for_for_ever(absent):
 
 @pytest.mark.parametrize("other", [0, 1, 2])
 def test_another_call_or_another_history_ends_the_wait_at_once(other):
-    """No time passes."""
-
     def another_call(rank, together):
         met = together.begin(digest("other" if rank == other else "call"))
         together.pushed(digest("a"), 1)

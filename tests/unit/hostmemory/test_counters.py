@@ -23,8 +23,6 @@ F32 = np.dtype(np.float32)
 
 
 class Sleeper:
-    """Who waits for a request."""
-
     def __init__(self) -> None:
         self.woken = 0
 
@@ -174,7 +172,6 @@ def test_one_word_for_the_digests_of_all_rounds_would_be_found_wrong(monkeypatch
 
 
 def test_a_store_waits_in_its_ranks_buffer_and_is_seen_in_order():
-    """The model itself."""
     world = Interleaving(2, 2, 0)
     world.point = lambda rank: None  # type: ignore[method-assign]
     mine, theirs = Words(world, 0), Words(world, 1)

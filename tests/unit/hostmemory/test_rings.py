@@ -80,7 +80,6 @@ def test_a_handler_that_raises_does_not_see_its_record_again():
 
 
 def test_two_threads():
-    """RingWriter and reader at the same time, many times around the ring."""
     writer, reader = pair()
     random = np.random.default_rng(1)
     lengths = random.integers(0, 3000, 5000).tolist()

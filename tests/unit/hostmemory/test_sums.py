@@ -19,7 +19,6 @@ NANS = [np.full(16, 0x7FC00000 + i, np.uint32).view(np.float32) for i in range(1
 
 
 def terms(n: int, count: int, dtype=np.float32) -> list[np.ndarray]:
-    """Values whose sum depends on the order."""
     numbers = np.random.default_rng([n, count])
     return [(numbers.standard_normal(n) * 10.0 ** numbers.integers(-2, 3, n)).astype(dtype) for _ in range(count)]
 

@@ -40,7 +40,6 @@ PATHS = {  # by name: the path, the hosts of workers, and the algorithm
 
 
 def run(path: str, body: Callable[[Any, Any], Any], *, n: int = 3, servers: int = 0, machine: Any = None, **more: Any):
-    """`body(store, cupy)` on n workers; the results, and the machine."""
     device_path, hosts, algorithm = PATHS[path]
     machine = Machine(n if device_path == "nccl" else 1) if machine is None else machine
     gpus = gpus_of(machine, n + servers)
@@ -201,7 +200,6 @@ def test_a_gradient_that_is_still_computed_holds_up_its_own_key_alone(store: Any
 
 
 def test_a_bucket_is_one_round() -> None:
-    """Keys that were named together are pushed as one array."""
     calls = []
     for together in (False, True):
 

@@ -18,8 +18,6 @@ from mpikv.spaces.callers import PER_THREAD, CallersGpuArray, gpu_of, on_gpu
 
 
 class Shown:
-    """An array that shows the interface, on a device as CuPy has them."""
-
     def __init__(self, number: int | None = None, **told: Any) -> None:
         self.__cuda_array_interface__ = {"shape": (2, 3), "typestr": "<f4", "data": (4096, False), "version": 3, **told}
         if number is not None:
@@ -102,8 +100,6 @@ def test_a_tensor(torch: Any) -> None:
 
 
 class JaxArray:
-    """What is asked of an array of JAX on a GPU."""
-
     def __init__(self, n_devices: int = 1, platform: str = "gpu") -> None:
         self.shape, self.dtype, self.ready = (4,), np.dtype(np.float16), False
         self._devices = [SimpleNamespace(platform=platform, local_hardware_id=i) for i in range(n_devices)]

@@ -165,7 +165,6 @@ def test_another_gpus_arrays(step: int) -> None:
 
 
 def test_slices_of_one_array_that_are_written_in_two_streams(made: Any) -> None:
-    """Work on both waits for both."""
     cupy, space = made
     whole, held = cupy.asarray(np.zeros(8, F4)), []
     cupy.null.synchronize()

@@ -12,7 +12,6 @@ N = 64
 
 
 def copied(cupy: Any, array: Any, stream: Any) -> tuple[np.ndarray, Any]:
-    """Host memory that an array is copied to, and the event behind that."""
     host = cupy.cuda.alloc_pinned_memory(array.nbytes)
     array.data.copy_to_host_async(host.ctypes.data, array.nbytes, stream)
     return host.view(array.dtype), stream.record()

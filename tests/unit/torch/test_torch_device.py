@@ -175,8 +175,6 @@ def test_all_gradients_have_left_before_the_host_waits_for_buffers(
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
 def test_parameters_are_arrays_as_others_are(cuda: TorchOnGpu, kind: str) -> None:  # noqa: F811
-    """Also where PyTorch wants their gradients."""
-
     def body(store: KVStore) -> None:
         weight, bias = cuda.put(nn.Linear(2, 1)).parameters()
         with torch.no_grad():

@@ -81,7 +81,6 @@ class Model:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The one that a trainer without a store finds."""
     made = one_gpu(seed=2)[1]
     monkeypatch.setattr(worker_device, "open_gpu", lambda number: made)
     return made
@@ -110,7 +109,6 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch, kind: str, n_devices: int,
 
 
 def test_without_a_store_the_weights_stay_where_they_are(gpu: Any) -> None:
-    """And the memory of its own goes with the trainer."""
     model = Model([gpu])
     model.backward(0)
     used = gpu.cupy.machine.used
@@ -128,7 +126,6 @@ def test_without_a_store_the_weights_stay_where_they_are(gpu: Any) -> None:
 
 
 def moving_weights(place: Any) -> list[bytes]:
-    """A weight that moves, and has gaps."""
     parameter, values = Parameter(np.zeros((4, 6))), np.arange(24.0).reshape(4, 6)
     parameter._data = [array_on(place, values.T.copy()).T]
     trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
@@ -177,7 +174,6 @@ def of_workers(
 
 
 def check(sides: Sequence[Sequence[Any]], body: Body, **options: Any) -> None:
-    """The same on GPUs as on the host."""
     host = of_workers([[None] * len(side) for side in sides], body, **options)
     assert of_workers(sides, body, **options) == host
 
@@ -193,7 +189,6 @@ def trained(store: KVStore, model: Model, *, on_store: bool | None = None) -> li
 
 
 def early_and_late(store: KVStore, model: Model, *, on_store: bool) -> list[bytes]:
-    """Gradients leave early, and weights come late."""
     trainer = model.trainer(store, "sgd", update_on_kvstore=on_store)
     for step in range(3):
         model.backward(step, store.rank)
@@ -206,7 +201,6 @@ def early_and_late(store: KVStore, model: Model, *, on_store: bool) -> list[byte
 
 
 def counted_and_clipped(store: KVStore, model: Model, **_: Any) -> Any:
-    """Gradients are scaled and measured on the device."""
     trainer, norms = model.trainer(store, "sgd", clip_global_norm=0.5), []
     for step in range(3):
         model.backward(step, store.rank)
@@ -297,8 +291,6 @@ def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.Monke
     ("path", "options"), [("host", {}), ("host", {"num_servers": 1}), ("mpi", {"hosts": ["a", "b"]})]
 )
 def test_local_updates(path: str, options: Any, mixing: float | None, tmp_path: Path) -> None:
-    """Saved and resumed with an exchange under way."""
-
     def body(store: KVStore, model: Model) -> list[bytes]:
         def made() -> LocalUpdates:
             return LocalUpdates(model.params, store, every=4, parts=2, delay=1, outer="nesterov", mixing=mixing)
