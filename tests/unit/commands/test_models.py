@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import networks
 
-from mpikv.commands.models import NAMES, shapes, values
+from mpikv.commands.models import shapes, values
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,3 @@ def test_resnet50_begins_and_ends_as_it_does() -> None:
 def test_lenet_is_that_of_the_examples() -> None:
     network = networks.lenet()
     assert tuple(parameter.data.shape for parameter in network.parameters.values()) == shapes("lenet")
-
-
-def test_names() -> None:
-    assert set(NAMES) == {"lenet", "resnet18", "resnet50", "transformer12"}
-    with pytest.raises(ValueError, match="resnet18"):
-        shapes("alexnet")

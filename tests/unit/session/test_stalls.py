@@ -26,7 +26,6 @@ MODES = [
     Mode("dist_sync", 3),
     Mode("dist_sync", 3, memory="off"),
     Mode("dist_sync", 3, servers=1),
-    Mode("dist_sync", 3, servers=1, memory="off"),
 ]
 ONES = np.ones(3, np.float32)
 every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_id)
@@ -224,26 +223,6 @@ def test_nothing_is_sent_where_it_is_off_or_waits_are_short(monkeypatch: pytest.
         Mode("dist_sync", 2).run(body, stall_warn_s=warn_s)
 
 
-def test_several_threads_of_a_worker_are_no_circle(printed: list[str]) -> None:
-    """One of them waits where another worker needs the next one, which another thread makes."""
-
-    def body(store: Any) -> list[float]:
-        store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
-        if store.rank == 0:
-            store.pushpull("a", ONES.copy())
-            return store.pushpull("b", out := ONES.copy()) or out.tolist()
-        out = ONES.copy()
-        threads = [threading.Thread(target=store.pushpull, args=("b", out))]
-        threads[0].start()
-        until(lambda: "b" in str(store.session.activity.waiting()))
-        waits_for_it(printed, "stalled")
-        store.pushpull("a", ONES.copy())
-        threads[0].join()
-        return out.tolist()
-
-    assert Mode("dist_sync", 2, memory="off").run(body, stall_warn_s=WARN_S) == [[2.0] * 3] * 2
-
-
 def test_a_wait_with_a_limit_of_its_own_is_no_deadlock(printed: list[str]) -> None:
     """Who waits in it goes on afterwards, here to what the other one needs."""
 
@@ -261,28 +240,6 @@ def test_a_wait_with_a_limit_of_its_own_is_no_deadlock(printed: list[str]) -> No
         assert "MPIKV_TIMEOUT_S sets the limit" in text
         assert out == [2.0] * 3
     assert any("stalled" in text for text in printed)
-
-
-def test_going_on_is_not_said_where_the_wait_has_ended_by_its_limit(printed: list[str]) -> None:
-    over = threading.Event()
-
-    def body(store: Any) -> list[str]:
-        store.init("w", np.zeros(3, np.float32))
-        if store.rank == 1:
-            assert over.wait(60)
-        request = store.pushpull_async("w", ONES.copy())
-        if store.rank == 0:
-            with pytest.raises(StallError):
-                request.wait(timeout_s=5 * WARN_S)
-            until(lambda: store.session.waits._stalls._printed is None)
-        said = [*printed]
-        over.set()
-        request.wait()
-        return said
-
-    said = Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S)[0]
-    assert any("stalled" in text for text in said)
-    assert not any("going on" in text for text in said)
 
 
 @pytest.mark.looks_fail

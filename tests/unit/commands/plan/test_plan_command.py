@@ -149,12 +149,6 @@ def test_what_cannot_be_planned(words: Sequence[str], said: str, capsys: pytest.
     assert said in capsys.readouterr().err
 
 
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plan("--help")
-    assert "mpikv plan --model resnet50 --workers 8..1024 --servers 0,W/2,W" in capsys.readouterr().out
-
-
 # --- the same counts as real stores
 
 
