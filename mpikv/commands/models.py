@@ -11,7 +11,6 @@ it); Devlin et al., NAACL 2019, section 3. Pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 Shape = tuple[int, ...]
@@ -88,8 +87,3 @@ def shapes(name: str) -> tuple[Shape, ...]:
     if name not in _NETWORKS:
         raise ValueError(f"unknown network {name!r}; known are {', '.join(NAMES)}")
     return tuple(_NETWORKS[name]())
-
-
-def values(name: str) -> int:
-    """Return how many numbers these arrays have together."""
-    return sum(math.prod(shape) for shape in shapes(name))

@@ -28,56 +28,45 @@ EXAMPLES = """examples:
 Without mpirun, -n starts one. Times are of the slowest rank; every result is checked, and a wrong one ends the command
 with status 1. docs/performance.md says how to read the tables."""
 
-# What argparse gets for each option.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "-n": {"type": at_least(1), "metavar": "RANKS", "help": "start mpirun with this many ranks"},
-    "--json": {"metavar": "FILE", "help": "write machine, versions, settings and all rows"},
-    "--iterations": {"type": at_least(1), "metavar": "N", "help": "default: as many as fit into --seconds"},
-    "--seconds": {
-        "type": seconds,
-        "default": 0.5,
-        "help": "for what takes turns, checks included (default %(default)s)",
-    },
-    "-b,--min-bytes": {
-        "type": size,
-        "default": "4",
-        "metavar": "SIZE",
-        "help": "smallest size (default %(default)s), of which each next one has four times; K, M, G: 1024, ...",
-    },
-    "-e,--max-bytes": {
-        "type": size,
-        "default": "64M",
-        "metavar": "SIZE",
-        "help": "largest size (default %(default)s)",
-    },
-    "--plot": {
-        "metavar": "FILE",
-        "nargs": "?",
-        "const": "",
-        "help": "draw bandwidth over size, by default into mpikv-bench-WHAT.png here; needs matplotlib",
-    },
-    "--dtype": {"choices": DTYPES, "default": "float32", "help": "of all values (default %(default)s)"},
-    "--vs": {"type": words(("gloo",)), "default": (), "metavar": "gloo", "help": "compare with PyTorch's Gloo"},
-    "--algorithms": {
-        "type": words(ALGORITHMS),
-        "default": (),
-        "metavar": "A,B",
-        "help": f"{', '.join(ALGORITHMS)} or all",
-    },
-    "--keys": {"type": keys, "metavar": "NxSIZE", "help": "N keys of SIZE (default 1K) in one call instead of sizes"},
-    "--model": {"choices": models.NAMES, "default": "resnet18", "help": "the network (default %(default)s)"},
-    "--servers": {"type": at_least(1), "default": 1, "metavar": "S", "help": "of the ranks (default %(default)s)"},
-    "--batch": {
-        "type": lambda text: tuple(map(at_least(1), text.split(","))),
-        "metavar": "A,B",
-        "help": "examples of one rank in a step (default 4,32; on GPUs 128)",
-    },
-    "--image-size": {
-        "type": at_least(8),
-        "metavar": "PIXELS",
-        "help": "a side of an image (default resnet18 224, else 28)",
-    },
-    "--save": {"metavar": "FILE", "help": "write what stores need to know of each host's link, for MPIKV_LINK"},
+
+def _option(meaning: str, read: Any = None, default: Any = None, metavar: str | None = None, **more: Any) -> Any:
+    return {"help": meaning, "type": read, "default": default, "metavar": metavar, **more}
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Read whole numbers, as in 4,32."""
+    return tuple(map(at_least(1), text.split(",")))
+
+
+OPTIONS = {
+    "-n": _option("start mpirun with this many ranks", at_least(1), None, "RANKS"),
+    "--json": _option("write machine, versions, settings and all rows", None, None, "FILE"),
+    "--iterations": _option("default: as many as fit into --seconds", at_least(1), None, "N"),
+    "--seconds": _option("for what takes turns, checks included (default %(default)s)", seconds, 0.5),
+    "-b,--min-bytes": _option(
+        "smallest size (default %(default)s), of which each next one has four times; K, M, G: 1024, ...",
+        size,
+        "4",
+        "SIZE",
+    ),
+    "-e,--max-bytes": _option("largest size (default %(default)s)", size, "64M", "SIZE"),
+    "--plot": _option(
+        "draw bandwidth over size, by default into mpikv-bench-WHAT.png here; needs matplotlib",
+        None,
+        None,
+        "FILE",
+        nargs="?",
+        const="",
+    ),
+    "--dtype": _option("of all values (default %(default)s)", None, "float32", choices=DTYPES),
+    "--vs": _option("compare with PyTorch's Gloo", words(("gloo",)), (), "gloo"),
+    "--algorithms": _option(f"{', '.join(ALGORITHMS)} or all", words(ALGORITHMS), (), "A,B"),
+    "--keys": _option("N keys of SIZE (default 1K) in one call instead of sizes", keys, None, "NxSIZE"),
+    "--model": _option("the network (default %(default)s)", None, "resnet18", choices=models.NAMES),
+    "--servers": _option("of the ranks (default %(default)s)", at_least(1), 1, "S"),
+    "--batch": _option("examples of one rank in a step (default 4,32; on GPUs 128)", _counts, None, "A,B"),
+    "--image-size": _option("a side of an image (default resnet18 224, else 28)", at_least(8), None, "PIXELS"),
+    "--save": _option("write what stores need to know of each host's link, for MPIKV_LINK", None, None, "FILE"),
 }
 TIMED = ("--iterations", "--seconds")
 SIZES = ("-b,--min-bytes", "-e,--max-bytes", "--plot")
