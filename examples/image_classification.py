@@ -135,7 +135,7 @@ def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
 
 def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
     """Images to train on."""
-    return min(len(images.train), options.num_examples or len(images.train))
+    return min(len(images.train_x), options.num_examples or len(images.train_x))
 
 
 @dataclass
@@ -184,7 +184,7 @@ class Run:
         mine, draws = sampler.indices(), image_sets.draw(n, seed, epoch)
         for step in range((n - start) // self.together):
             batch = mine[step * size : (step + 1) * size]
-            x, y = self.images.train.take(batch)
+            x, y = self.images.train_x[batch], self.images.train_y[batch]
             yield self.images.scaled(x if self.options.no_augment else image_sets.changed(x, draws[batch])), y
 
     def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
@@ -247,7 +247,7 @@ class Run:
         Synchronous: every worker takes its part, and the store adds up. Asynchronous: worker 0 does it alone with the
         weights of the moment, as the others have no reason to wait.
         """
-        n = len(self.images.test)
+        n = len(self.images.test_y)
         if self.local is not None:
             self.local.exchange()
         elif self.asynchronous:
@@ -268,7 +268,8 @@ class Run:
         net.eval()
         correct = 0
         for begin in range(0, len(part), EVALUATION_BATCH):
-            x, y = self.images.test.take(part[begin : begin + EVALUATION_BATCH])
+            batch = part[begin : begin + EVALUATION_BATCH]
+            x, y = self.images.test_x[batch], self.images.test_y[batch]
             scores = net(torch.from_numpy(self.images.scaled(x)).to(device))
             correct += int((scores.argmax(1).cpu().numpy() == y).sum())
         return correct
@@ -348,7 +349,7 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     """Images, model and trainer, where the training that is resumed had come to. Collective."""
     images = load(options, store)
     torch.manual_seed(options.seed)
-    net = NETWORKS[options.model](images.channels, 10).to(options.devices[0])
+    net = NETWORKS[options.model](len(images.mean), 10).to(options.devices[0])
     store.init("correct", np.zeros(1, dtype=np.int64))
     params = optimizer_params(options)
     optimizer, memory, local = options.optimizer, None, None

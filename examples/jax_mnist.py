@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fetched import load_images
+from image_files import load_images
 from usage import Parser
 
 import mpikv.jax as mj

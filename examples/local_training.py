@@ -11,7 +11,7 @@ through MPI.
 import time
 
 import torch
-from fetched import load_images
+from image_files import load_images
 from torch import nn
 from torch.utils.data import DataLoader
 from torch_mnist import tensors

@@ -6,7 +6,7 @@ A program for one process becomes this one by the lines that end in `# mpikv`. T
 """
 
 import torch
-from fetched import load_images
+from image_files import load_images
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from usage import Parser

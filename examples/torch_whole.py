@@ -13,7 +13,7 @@ import math
 import os
 
 import torch
-from fetched import load_images
+from image_files import load_images
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset

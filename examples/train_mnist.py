@@ -32,7 +32,7 @@ from typing import Any
 
 import compressed
 import numpy as np
-from fetched import load_images
+from image_files import Images, load_images
 from networks import NETWORKS, Network
 from usage import Parser
 
@@ -40,7 +40,7 @@ from mpikv import KVStore, MpikvError, Parameter, Trainer, kv, optimizers
 from mpikv.arrays.devices import use
 from mpikv.common.files import replacing
 from mpikv.common.progress import Progress
-from mpikv.data import Images, SplitSampler, split_and_load
+from mpikv.data import SplitSampler, split_and_load
 
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
 EVALUATION_BATCH = 500  # images at once: the activations of LeNet then take 30 MB

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from fetched import ROOT
+from image_files import ROOT
 from usage import Parser
 
 from mpikv import KVStore, LocalUpdates, MpikvError, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers

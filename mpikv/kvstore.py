@@ -337,15 +337,12 @@ class KVStore:
         codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round in both forms, by the
         cost model. It is the same on every worker.
 
-        by_key: adds the entry by_key, the bytes of this worker's messages: for each key a dict of legs, each a dict of
-        links. Legs are 'init', and without servers 'reduce_scatter' and 'allgather', with servers, and of row-sparse
-        keys, 'push' and 'pull'. A link is 'node1 -> node2' between hosts, 'within node1', or 'memory' (messages to and
-        from servers of this host through shared memory). Under None is what belongs to no key, with legs 'control',
-        'calls' (without keys), 'states' and 'bundles' (what short messages that leave together need besides their
-        bytes). A worker counts what it sends and what servers answer it, these servers do not: so each byte is counted
-        once among all workers. Keys that travel as one share its bytes by their lengths. Not counted are, as in
-        bytes_sent, what workers of a host add in shared memory (bytes_copied), and what NCCL or MPI's own reductions
-        send. Raises TypeError where by_key is no bool.
+        by_key: adds the entry by_key, the bytes of this worker's messages for each key, and under None those of no key:
+        agreements, calls without keys, optimizer states, and what short messages that leave together need besides. A
+        worker counts what it sends and what servers answer it, these servers do not: so each byte is counted once among
+        all workers. Keys that travel as one share its bytes by their lengths. Not counted are, as in bytes_sent, what
+        workers of a host add in shared memory (bytes_copied), and what NCCL or MPI's own reductions send. Raises
+        TypeError where by_key is no bool.
 
         >>> kv.create('local').stats()
         {'messages_sent': 0, 'bytes_sent': 0, 'control_messages_sent': 0}

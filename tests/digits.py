@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from mpikv.data import mnist
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import image_files
 
-CODES = {"u1": 8, "i1": 9, ">i2": 11, ">i4": 12, ">f4": 13, ">f8": 14}
 
-
-def idx_bytes(array: np.ndarray, code: str = "u1") -> bytes:
-    """An array as an IDX file, with elements of this kind."""
-    header = struct.pack(f">HBB{array.ndim}I", 0, CODES[code], array.ndim, *array.shape)
-    return header + array.astype(code).tobytes()
+def idx_bytes(array: np.ndarray) -> bytes:
+    """An array of bytes as an IDX file."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype("u1").tobytes()
 
 
 def write(directory: Path) -> Path:
     """1500 training and 297 test images into the directory, the same wherever the tests run; the directory."""
-    data = mnist._digits()
+    data = image_files.digits()
     for name, array in (
         ("train-images-idx3-ubyte", data.train_x[:, 0]),
         ("train-labels-idx1-ubyte", data.train_y),

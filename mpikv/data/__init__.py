@@ -1,34 +1,34 @@
-"""Data for the workers: reading files of it, splitting an epoch or a batch, and loading batches."""
+"""Data for the workers: splitting an epoch or a batch, loading batches, and MXNet's record files."""
 
-from mpikv.data.cifar import Cifar10, Cifar100
-from mpikv.data.datasets import ArrayDataset
-from mpikv.data.image_records import ImageHeader, ImageRecords, decode_image, pack, unpack
+from typing import NoReturn
+
+from mpikv.data.image_records import ImageRecords
 from mpikv.data.loader import DataLoader
-from mpikv.data.mnist import Images, Mnist, load_images, open_idx, read_idx
-from mpikv.data.record_file import RecordFile, RecordWriter, write_records
-from mpikv.data.recordio import DamagedRecord
+from mpikv.data.record_file import RecordFile, RecordWriter
 from mpikv.data.split import SplitSampler, split_and_load, split_data
 
 __all__ = [
-    "ArrayDataset",
-    "Cifar10",
-    "Cifar100",
-    "DamagedRecord",
     "DataLoader",
-    "ImageHeader",
     "ImageRecords",
-    "Images",
-    "Mnist",
     "RecordFile",
     "RecordWriter",
     "SplitSampler",
-    "decode_image",
-    "load_images",
-    "open_idx",
-    "pack",
-    "read_idx",
     "split_and_load",
     "split_data",
-    "unpack",
-    "write_records",
 ]
+
+_READERS = "the examples' readers are in examples/image_files.py"
+_PACK = "struct.pack('<IfQQ', 0, label, number, 0) + content is an image record (docs/data.md)"
+_GONE = {
+    **dict.fromkeys(("Cifar10", "Cifar100", "Images", "Mnist", "load_images", "open_idx", "read_idx"), _READERS),
+    **dict.fromkeys(("ImageHeader", "pack"), _PACK),
+    **dict.fromkeys(("decode_image", "unpack"), "ImageRecords reads image records"),
+    "ArrayDataset": "DataLoader takes an array, or a tuple of arrays",
+    "DamagedRecord": "catch ValueError, whose `offset` says where the record is",
+    "write_records": "use RecordWriter",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    hint = f": {_GONE[name]}" if name in _GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

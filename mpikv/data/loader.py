@@ -4,42 +4,72 @@ An epoch's order is the sampler's; its batches are taken from it one after anoth
 known without loading any, and an epoch can be taken up in its middle: `state` says how many batches the loop has
 had, and `load_state` goes on behind them without reading them again.
 
-Words and the meaning of `last` are those of gluon's DataLoader (`last_batch` there). Memory: `prefetch` + 1 batches,
-one more in the caller's hands, and 8 bytes for each example of the epoch.
+Words and the meaning of `last` are those of gluon's DataLoader (`last_batch` there). Memory: `prefetch` batches, one
+more in the caller's hands, and 8 bytes for each example of the epoch.
 """
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpikv.common import checks
-from mpikv.data.prefetch import Prefetch
 from mpikv.data.split import SplitSampler
 from mpikv.runtime.abort import tells
 
-LastBatch = Literal["keep", "discard", "rollover"]
-_LAST: tuple[LastBatch, ...] = ("keep", "discard", "rollover")
 MOST_AHEAD = 1000  # batches
 
 
 class Dataset(Protocol):
-    """What a DataLoader loads from: has `len(d)` and `d[i]`. If it has `take(indices)`, that makes a batch at once."""
+    """What a DataLoader loads from, if not from arrays."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> Any: ...
 
 
+class _Arrays:
+    """Arrays whose first axes belong together: an item is the tuple of their rows, of one array the row itself."""
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        # Without the class of a memory map, which every row of it would have, too.
+        self._arrays = [np.asarray(array) for array in arrays]
+        lengths = [len(array) for array in arrays]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the arrays of a data set are equally long, not {', '.join(map(str, lengths))}")
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def __getitem__(self, i: Any) -> tuple[Any, ...]:
+        return tuple(array[i] for array in self._arrays)
+
+    take = __getitem__
+
+
+class _Array(_Arrays):
+    def __getitem__(self, i: Any) -> Any:
+        return self._arrays[0][i]
+
+    take = __getitem__
+
+
 class DataLoader:
     """Batches of a data set: `for batch in loader` goes through one epoch.
 
-    A batch is what the data set's `take` gives; of a data set without it, the items stacked.
+    dataset: a NumPy array; a tuple of arrays of equal length, whose rows belong together; or anything with `len(d)` and
+    `d[i]`, and maybe `d.take(indices)`, which makes a batch at once. Of memory-mapped arrays only the rows of a batch
+    are copied. A batch is the rows of each array, what `take` gives, or the items stacked.
 
-    dataset: see Dataset. batch_size >= 1. sampler: gives the indices of an epoch; it has `len`, and maybe `set_epoch`.
+    batch_size >= 1. sampler: gives the indices of an epoch; it has `len`, and maybe `set_epoch`.
     By default the examples come in their order, or shuffled by `seed` and epoch (`shuffle=True`). last: what becomes of
     the examples left at the end of an epoch, fewer than batch_size: 'keep' makes a smaller batch of them, 'discard'
     leaves them out, 'rollover' puts them before those of the next epoch. prefetch: how many batches a thread loads
@@ -49,7 +79,7 @@ class DataLoader:
     Like the sampler's, an epoch does not advance by itself: call `set_epoch` before each. Local. What the data set
     raises while a batch is loaded is raised to whoever asks for that batch.
 
-    >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2)
+    >>> loader = data.DataLoader(np.arange(5), batch_size=2)
     >>> [batch.tolist() for batch in loader], len(loader)
     ([[0, 1], [2, 3], [4]], 3)
     """
@@ -57,29 +87,32 @@ class DataLoader:
     @tells
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | NDArray[Any] | tuple[NDArray[Any], ...],
         batch_size: int,
         *,
         sampler: Iterable[int] | None = None,
         shuffle: bool = False,
         seed: int = 0,
-        last: LastBatch = "keep",
+        last: Literal["keep", "discard", "rollover"] = "keep",
         prefetch: int = 2,
         batchify_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        self._dataset: Any = dataset
+        if isinstance(dataset, np.ndarray) and dataset.ndim:
+            self._dataset = _Array(dataset)
+        elif isinstance(dataset, tuple) and dataset and all(isinstance(array, np.ndarray) for array in dataset):
+            self._dataset = _Arrays(*dataset)
+        elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise checks.wrong("dataset", "a data set (with len and [i])", dataset)
         if sampler is not None and checks.flag("shuffle", shuffle):
             raise ValueError("shuffle=True is for a loader without a sampler; the sampler says the order")
         if sampler is not None and not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
             raise checks.wrong("sampler", "something to iterate over that has a length", sampler)
-        self._dataset = dataset
         self.batch_size = checks.whole("batch_size", batch_size, 1)
         self._sampler: Any = sampler
         if sampler is None:
-            self._sampler = SplitSampler(len(dataset), last="uneven", shuffle=shuffle, seed=seed)
-        checks.one_of("last", last, _LAST)
-        self.last: LastBatch = last
+            self._sampler = SplitSampler(len(self._dataset), last="uneven", shuffle=shuffle, seed=seed)
+        self.last = checks.one_of("last", last, ("keep", "discard", "rollover"))
         self._ahead = checks.whole("prefetch", prefetch, 0, MOST_AHEAD)
         self._batchify = batchify_fn
         self.epoch = 0
@@ -96,7 +129,7 @@ class DataLoader:
         After `load_state` the same epoch goes on where the state was taken, which may have had a `start` that need not
         be given again; any other one begins at its beginning.
 
-        >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2, shuffle=True)
+        >>> loader = data.DataLoader(np.arange(5), batch_size=2, shuffle=True)
         >>> loader.set_epoch(1)
         >>> sorted(np.concatenate(list(loader)).tolist())
         [0, 1, 2, 3, 4]
@@ -137,18 +170,13 @@ class DataLoader:
         Batches count when the loop gets them, not when they are loaded. The state belongs to this worker; where all
         workers take their examples by SplitSampler and `last` is not 'rollover', the state of one is good for all.
 
-        >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2)
+        >>> loader = data.DataLoader(np.arange(5), batch_size=2)
         >>> first = next(iter(loader))
         >>> loader.state()['batches']
         1
         """
-        return {
-            "epoch": self.epoch,
-            "start": self._start,
-            "batches": self._batches,
-            "before": list(self._before),
-            "of": self._identity(),
-        }
+        where = {"epoch": self.epoch, "start": self._start, "batches": self._batches, "before": list(self._before)}
+        return {**where, "of": self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same in two loaders if a state of one is to mean the same in the other."""
@@ -163,7 +191,7 @@ class DataLoader:
 
         Raises ValueError, and changes nothing, for what is no state, or the state of a loader that makes other batches.
 
-        >>> loader, other = (data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2) for _ in range(2))
+        >>> loader, other = (data.DataLoader(np.arange(5), batch_size=2) for _ in range(2))
         >>> first = next(iter(loader))
         >>> other.load_state(loader.state())
         >>> [batch.tolist() for batch in other]
@@ -177,8 +205,10 @@ class DataLoader:
         if other:
             listed = ", ".join(f"{name} {checks.shown(theirs.get(name))} (here {mine.get(name)!r})" for name in other)
             raise ValueError(f"the state is of other batches than this loader makes: {listed}")
-        epoch = checks.whole("state['epoch']", given["epoch"], most=None)
-        start, batches = (checks.whole(f"state[{name!r}]", given[name]) for name in ("start", "batches"))
+        epoch, start, batches = (
+            checks.whole(f"state[{name!r}]", given[name], most=most)
+            for name, most in (("epoch", None), ("start", checks.LARGEST), ("batches", checks.LARGEST))
+        )
         if not isinstance(given["before"], list):
             raise checks.wrong("state['before']", "a list", given["before"])
         before = [checks.whole("an example in state['before']", i) for i in given["before"]]
@@ -194,41 +224,25 @@ class DataLoader:
             self._begin()
         self._resumed = False
         self._after = None
-        order = self._order()
-        done, cut = self._batches, self._count(len(order)) * self.batch_size
-        if done > self._count(len(order)):
-            raise ValueError(f"{done} batches of this epoch are done, but it has {self._count(len(order))}")
+        indices = self._sampler.indices() if isinstance(self._sampler, SplitSampler) else list(self._sampler)
+        order = np.concatenate([np.array(part, dtype=np.int64) for part in (self._before, indices)])
+        n_batches = self._count(len(order))
+        if self._batches > n_batches:
+            raise ValueError(f"{self._batches} batches of this epoch are done, but it has {n_batches}")
+        cut = n_batches * self.batch_size
         left_over = order[cut:].tolist() if self.last == "rollover" else []
-        parts = [
-            order[i : i + self.batch_size] for i in range(done * self.batch_size, min(cut, len(order)), self.batch_size)
-        ]
-        return self._epoch(parts, left_over)
-
-    def _order(self) -> NDArray[np.int64]:
-        """The indices of this epoch."""
-        sampler = self._sampler
-        indices = sampler.indices() if isinstance(sampler, SplitSampler) else list(sampler)
-        mine = np.asarray(indices, dtype=np.int64)
-        return np.concatenate([np.array(self._before, dtype=np.int64), mine]) if self._before else mine
+        begins = range(self._batches * self.batch_size, min(cut, len(order)), self.batch_size)
+        return self._epoch([order[i : i + self.batch_size] for i in begins], left_over)
 
     def _epoch(self, parts: Sequence[NDArray[np.int64]], left_over: list[int]) -> Iterator[Any]:
         self._running = running = object()
-
-        def load() -> Iterator[Any]:
-            return (self._load(part) for part in parts)
-
-        source = Prefetch(load, self._ahead) if self._ahead and parts else load()
-        try:
-            for batch in source:
-                if self._running is running:
-                    self._batches += 1
-                yield batch
-                del batch  # it is the caller's; here it would be kept until the next one has come
+        for batch in _made_ahead(map(partial(partial, self._load), parts), self._ahead):
             if self._running is running:
-                self._after = left_over
-        finally:
-            if isinstance(source, Prefetch):
-                source.close()
+                self._batches += 1
+            yield batch
+            del batch  # it is the caller's; here it would be kept until the next one has come
+        if self._running is running:
+            self._after = left_over
 
     def _load(self, indices: NDArray[np.int64]) -> Any:
         if self._batchify is None and hasattr(self._dataset, "take"):
@@ -237,11 +251,31 @@ class DataLoader:
         return (self._batchify or stack)(items)
 
 
-def stack(items: list[Any]) -> Any:
-    """Make a batch of items: tuples place by place, numbers and arrays as one array, everything else as a list.
+def _made_ahead(loads: Iterator[Callable[[], Any]], ahead: int) -> Iterator[Any]:
+    """What each of `loads` returns, of which a thread calls the next `ahead`. What one raises is raised in its place.
 
-    Raises ValueError where arrays are of different shapes.
+    The thread ends with the last value, with an error, and when the iterator is let go of (a loop that is left).
     """
+    if not ahead:
+        yield from (load() for load in loads)
+        return
+    pool, pid = ThreadPoolExecutor(1, "mpikv-prefetch"), os.getpid()
+    try:
+        waiting = deque[Future[Any]](map(pool.submit, islice(loads, ahead)))
+        while waiting:
+            if os.getpid() != pid:
+                what = "batches are loaded by a thread of the process that was forked; iterate anew in this one"
+                raise RuntimeError(what)
+            batch = waiting.popleft().result()
+            waiting.extend(map(pool.submit, islice(loads, 1)))
+            yield batch
+            del batch
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def stack(items: list[Any]) -> Any:
+    """Make a batch of items: tuples place by place, numbers and arrays as one array, everything else as a list."""
     first = items[0]
     if isinstance(first, tuple):
         if any(len(item) != len(first) for item in items):

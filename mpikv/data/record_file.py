@@ -6,8 +6,7 @@ record, 1 MiB while iterating, and 8 bytes (with an index file 16) for each reco
 
 Writing. The file takes its place when the writer is closed without an error, and until then a file that is there stays
 as it was. An index that is there already goes just before, the new one comes just after: so there is never an index
-that does not belong to the file beside it. In memory: one record, and 16 bytes for each record's place in the index
-(120 where keys do not grow).
+that does not belong to the file beside it. In memory: one record, and its place in the index for each (some 120 bytes).
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +23,6 @@ from numpy.typing import NDArray
 
 from mpikv.common import checks
 from mpikv.common.files import replacing
-from mpikv.data.datasets import bounds, check_part
 from mpikv.data.recordio import (
     DamagedRecord,
     FileBytes,
@@ -39,10 +36,9 @@ from mpikv.data.recordio import (
     read_record,
     write_index,
 )
+from mpikv.data.split import bounds, check_part
 from mpikv.runtime.abort import tells
 
-Damaged = Literal["error", "skip"]
-_DAMAGED: tuple[Damaged, ...] = ("error", "skip")
 AHEAD_BYTES = 1 << 20  # read at once while iterating
 
 
@@ -53,14 +49,15 @@ class RecordFile:
     num_parts >= 1, 0 <= part_index < num_parts: which part. Without an index the file is cut by bytes, exactly as
     MXNet's `ImageRecordIter` cuts it (see `recordio.byte_range`); with one, every part has equally many records,
     the first ones one more where they do not divide. Parts are disjoint and together the file; one may be empty.
-    damaged: 'error' raises DamagedRecord with the offset; 'skip' goes on with the next good record. To know how many
-    there are, 'skip' reads the whole part once.
+    damaged: 'error' raises a ValueError with the `offset`; 'skip' goes on with the next good record: `skipped` counts,
+    and `damages` lists the errors of, the places that were left out so far. To know how many records there are, 'skip'
+    reads the whole part once.
 
     Local. Several threads may use it. Raises OSError where a file cannot be read, ValueError for an index that does not
-    fit the file, DamagedRecord (a ValueError) when a damaged record is come to. An empty file has no records.
+    fit the file and where a damaged record is come to. An empty file has no records.
 
-    >>> data.write_records('some.rec', [b'one', b'two', b'three'])
-    3
+    >>> with data.RecordWriter('some.rec') as writer:
+    ...     offsets = [writer.write(record) for record in (b'one', b'two', b'three')]
     >>> with data.RecordFile('some.rec', index=True) as records:
     ...     records[-1], len(records), list(records), records.keys().tolist()
     (b'three', 3, [b'one', b'two', b'three'], [0, 1, 2])
@@ -74,105 +71,106 @@ class RecordFile:
         index: Any = None,
         num_parts: int = 1,
         part_index: int = 0,
-        damaged: Damaged = "error",
+        damaged: Literal["error", "skip"] = "error",
     ) -> None:
         self.path = checks.path("path", path)
         self.num_parts, self.part_index = check_part(num_parts, part_index)
-        checks.one_of("damaged", damaged, _DAMAGED)
-        self._skips = damaged == "skip"
+        self._skips = checks.one_of("damaged", damaged, ("error", "skip")) == "skip"
         self._damaged: dict[int, DamagedRecord] = {}
-        self._file = FileBytes(self.path)
         self._index: Index | None = None
         self._offsets: NDArray[np.int64] | None = None
+        self._file = FileBytes(self.path)
+        self._begin = self._end = 0  # of the part, in bytes, where there is no index
         try:
             if index is None or index is False:
-                self.begin, self.end = byte_range(self._file, self.num_parts, self.part_index)
+                self._begin, self._end = byte_range(self._file, self.num_parts, self.part_index)
             else:
-                index = index_path(self.path) if index is True else checks.path("index", index)
-                self._take_index(index)
+                path = index_path(self.path) if index is True else checks.path("index", index)
+                whole = read_index(path, self._file.size)
+                mine = slice(*bounds(len(whole.offsets), self.num_parts, self.part_index))
+                self._index = Index(whole.keys[mine].copy(), whole.offsets[mine].copy())  # the rest is let go
         except BaseException:
             self._file.close()
             raise
 
-    def _take_index(self, index: str) -> None:
-        whole = read_index(index, self._file.size)
-        first, last = bounds(len(whole.offsets), self.num_parts, self.part_index)
-        self.begin, self.end = (
-            int(whole.offsets[i]) if i < len(whole.offsets) else self._file.size for i in (first, last)
-        )
-        # Copies, so that the rest of the index is let go.
-        self._index = Index(whole.keys[first:last].copy(), whole.offsets[first:last].copy())
-        if not self._skips:
-            self._offsets = self._index.offsets
-
     def __len__(self) -> int:
-        return len(self.offsets())
+        return len(self._all_offsets())
 
     def __getitem__(self, i: int) -> bytes:
         return self._read(self._file, self.offset(i))[0]
 
     def __iter__(self) -> Iterator[bytes]:
-        for _, record in self.walk():
-            yield record
+        return (record for _, record in self._walk())
 
-    def walk(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each record's offset and its bytes, in order.
-
-        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
-        >>> list(data.RecordFile('some.rec').walk())
-        [(0, b'one'), (12, b'four')]
-        """
+    def _walk(self) -> Iterator[tuple[int, bytes]]:
+        """Each record's offset and its bytes, in order."""
         file = self._file.ahead(AHEAD_BYTES)
         if self._index is not None:
-            yield from self._at_offsets(file, self._index.offsets)
+            for offset in self._index.offsets.tolist():
+                record, _ = self._good(file, offset)
+                if record is not None:
+                    yield offset, record
             return
-        at = self.begin
-        while at < self.end:
+        at = self._begin
+        while at < self._end:
             offset = at
-            try:
-                record, at = self._read(file, offset)
-            except DamagedRecord as error:
-                self._note(error)
-                at = next_head(file, offset + 4)
-            else:
+            record, at = self._good(file, offset)
+            if record is not None:
                 yield offset, record
+
+    def _good(self, file: FileBytes, offset: int) -> tuple[bytes | None, int]:
+        """A record, None for a damaged one that is skipped, and where the next one begins."""
+        try:
+            return self._read(file, offset)
+        except DamagedRecord as error:
+            if not self._skips:
+                raise
+            self._damaged[offset] = error.with_traceback(None)  # which would keep the bytes that were read
+        return None, file.size if self._index is not None else next_head(file, offset + 4)
+
+    def _read(self, file: FileBytes, offset: int) -> tuple[bytes, int]:
+        try:
+            return read_record(file, offset)
+        except DamagedRecord as error:
+            if self._index is None:
+                raise
+            raise DamagedRecord(error.path, offset, f"{error.problem} (or the index is of another file)") from None
+
+    def _all_offsets(self) -> NDArray[np.int64]:
+        if self._offsets is None:
+            if self._skips:
+                found = array("q", (offset for offset, _ in self._walk()))
+            elif self._index is not None:
+                found = array("q", self._index.offsets)
+            else:
+                found, at = array("q"), self._begin
+                while at < self._end:
+                    found.append(at)
+                    at = after_record(self._file, at)
+            self._offsets = np.array(found, dtype=np.int64)
+        return self._offsets
 
     def offset(self, i: int) -> int:
         """Return where record `i` (from the end if negative) begins, in bytes. Raises IndexError.
 
-        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
+        >>> with data.RecordWriter('some.rec') as writer:
+        ...     offsets = [writer.write(record) for record in (b'one', b'four')]
         >>> data.RecordFile('some.rec').offset(-1)
         12
         """
         i, n = checks.whole("the number of a record", i, None), len(self)
         if not -n <= i < n:
             raise IndexError(f"{self.path}: record {i} of {n} in part {self.part_index} of {self.num_parts}")
-        return int(self.offsets()[i])
-
-    def offsets(self) -> NDArray[np.int64]:
-        """Return where each record of the part begins: int64, (len(self),), not to be written to.
-
-        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
-        >>> data.RecordFile('some.rec').offsets()
-        array([ 0, 12])
-        """
-        if self._offsets is None:
-            self._offsets = self._find_offsets()
-        return self._offsets
+        return int(self._all_offsets()[i])
 
     def keys(self) -> NDArray[np.int64]:
-        """Return the key of each record in the index file: int64, (len(self),).
+        """Return the key of each record in the index file: int64, (len(self),). Raises ValueError without one.
 
-        Raises ValueError without an index file.
-
-        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
-        >>> data.RecordFile('some.rec', index=True).keys()
-        array([0, 1])
+        Example: see the class.
         """
         if self._index is None:
             raise ValueError(f"{self.path} was opened without an index file, which has the keys; pass index=True")
-        places = np.searchsorted(self._index.offsets, self.offsets())
-        return self._index.keys[places]
+        return self._index.keys[np.searchsorted(self._index.offsets, self._all_offsets())]
 
     @property
     def skipped(self) -> int:
@@ -187,16 +185,13 @@ class RecordFile:
 
     @property
     def damages(self) -> tuple[DamagedRecord, ...]:
-        """What was wrong at each damaged place, as DamagedRecord errors in the order of the file.
-
-        Example: see `skipped`.
-        """
+        """What was wrong at each damaged place, as errors in the order of the file. Example: see `skipped`."""
         return tuple(self._damaged[offset] for offset in sorted(self._damaged))
 
     def close(self) -> None:
-        """Close the file. Reading afterwards raises ValueError.
+        """Close the file. Reading afterwards raises ValueError. `with` does it, too.
 
-        >>> n_records = data.write_records('some.rec', [b'one'])
+        >>> data.RecordWriter('some.rec').close()
         >>> data.RecordFile('some.rec').close()
         """
         self._file.close()
@@ -204,46 +199,11 @@ class RecordFile:
     def __enter__(self) -> RecordFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"RecordFile({self.path!r}, num_parts={self.num_parts}, part_index={self.part_index})"
-
-    def _find_offsets(self) -> NDArray[np.int64]:
-        found = array("q")
-        if self._skips:
-            found.extend(offset for offset, _ in self.walk())
-        else:
-            at = self.begin
-            while at < self.end:
-                found.append(at)
-                at = after_record(self._file, at)
-        return np.array(found, dtype=np.int64)
-
-    def _at_offsets(self, file: FileBytes, offsets: NDArray[np.int64]) -> Iterator[tuple[int, bytes]]:
-        for offset in map(int, offsets):
-            try:
-                record, _ = self._read(file, offset)
-            except DamagedRecord as error:
-                self._note(error)
-            else:
-                yield offset, record
-
-    def _read(self, file: FileBytes, offset: int) -> tuple[bytes, int]:
-        try:
-            return read_record(file, offset)
-        except DamagedRecord as error:
-            if self._index is None:
-                raise
-            raise DamagedRecord(error.path, offset, f"{error.problem} (or the index is of another file)") from None
-
-    def _note(self, error: DamagedRecord) -> None:
-        if not self._skips:
-            raise error
-        self._damaged[error.offset] = error.with_traceback(None)  # which would keep the bytes that were read
 
 
 class RecordWriter:
@@ -266,10 +226,8 @@ class RecordWriter:
             self._index = None if index is False or index is None else checks.path("index", index)
         if self._index is not None and os.path.realpath(self._index) == os.path.realpath(self.path):
             raise ValueError(f"the index file would be {self.path} itself; name it with index=, or pass index=False")
-        self._keys = array("q")
-        self._seen: set[int] | None = None
-        self._offsets = array("q")
-        self._at = 0
+        self._keys: dict[int, int] = {}  # the offset of each
+        self._length = self._at = 0
         self._place = ExitStack()
         self._file = self._place.enter_context(replacing(self.path))
 
@@ -287,31 +245,23 @@ class RecordWriter:
             raise checks.wrong("record", "bytes", record) from None
         text = encoded(data)
         if self._index is not None:
-            self._keys.append(self._new_key(key))
+            key = self._length if key is None else checks.whole("key", key, -checks.LARGEST)
+            if key in self._keys:
+                raise ValueError(f"{self.path}: key {key} was given to another record already")
+            self._keys[key] = self._at
         try:
             self._file.write(text)
         except OSError as problem:
             self._abandon()
             problem.filename = self.path
             raise
-        self._offsets.append(self._at)
-        self._at += len(text)
-        return self._offsets[-1]
-
-    def _new_key(self, key: int | None) -> int:
-        key = len(self._offsets) if key is None else checks.whole("key", key, -checks.LARGEST)
-        highest = self._keys[-1] if self._keys else key - 1
-        if self._seen is None and key <= highest:  # keys that grow are all different
-            self._seen = set(self._keys)
-        if self._seen is not None:
-            if key in self._seen:
-                raise ValueError(f"{self.path}: key {key} was given to another record already")
-            self._seen.add(key)
-        return key
+        offset = self._at
+        self._length, self._at = self._length + 1, self._at + len(text)
+        return offset
 
     def __len__(self) -> int:
         """Return how many records were written."""
-        return len(self._offsets)
+        return self._length
 
     def close(self) -> None:
         """Put the file and its index in their places. A second call does nothing.
@@ -325,9 +275,7 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._file.closed:
             return
         if error is not None:
@@ -338,7 +286,7 @@ class RecordWriter:
                 os.remove(self._index)
         self._place.close()
         if self._index is not None:
-            write_index(self._index, zip(self._keys, self._offsets, strict=True))
+            write_index(self._index, self._keys.items())
 
     def _abandon(self) -> None:
         """Remove what was written. `replacing` does not see the block's own error, in which it would put its file."""
@@ -348,15 +296,3 @@ class RecordWriter:
 
 class _AbandonedError(Exception):
     """Ends the block of `replacing` without its file."""
-
-
-def write_records(path: Any, records: Iterable[Any], *, index: Any = True) -> int:
-    """Write all `records` to the file and return how many they are. path, index: as of RecordWriter. Local.
-
-    >>> data.write_records('some.rec', [b'one', b'two'])
-    2
-    """
-    with RecordWriter(path, index=index) as writer:
-        for record in records:
-            writer.write(record)
-        return len(writer)

@@ -44,13 +44,7 @@ _FLAGS = {WHOLE: "a whole record", FIRST: "a first piece", MIDDLE: "a middle pie
 
 
 class DamagedRecord(MpikvError, ValueError):  # noqa: N818 - reads like its siblings
-    """A record that cannot be read. path: of the file. offset: where the record begins, in bytes.
-
-    >>> n_bytes = open('bad.rec', 'wb').write(b'this is no record file, ')
-    >>> list(data.RecordFile('bad.rec'))
-    Traceback (most recent call last):
-    mpikv.data.recordio.DamagedRecord: bad.rec: damaged record at offset 0: ...
-    """
+    """A record that cannot be read. path: of the file. offset: where the record begins, in bytes."""
 
     def __init__(self, path: str, offset: int, problem: str) -> None:
         super().__init__(path, offset, problem)
@@ -100,11 +94,6 @@ class FileBytes:
             found += more
         return found
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._file.closed
-
     def close(self) -> None:
         """Close the file; reading raises ValueError afterwards."""
         self._file.close()
@@ -127,26 +116,25 @@ def encoded(record: bytes) -> bytes:
 
 def read_record(file: FileBytes, offset: int) -> tuple[bytes, int]:
     """The bytes of the record at `offset`, and where what follows it begins. Raises DamagedRecord."""
-    pieces: list[bytes] = []
-    at = offset
-    while True:
-        flag, length = _read_head(file, offset, at)
-        pieces.append(_read_piece(file, offset, at + HEAD_BYTES, length))
-        at += HEAD_BYTES + length + -length % 4
-        if flag in (WHOLE, LAST):
-            break
-    _check_follows(file, offset, at)
-    return MAGIC.join(pieces), at
+    pieces = [(_read_piece(file, offset, begin, length), end) for begin, length, end in _pieces(file, offset)]
+    _check_follows(file, offset, pieces[-1][1])
+    return MAGIC.join(piece for piece, _ in pieces), pieces[-1][1]
 
 
 def after_record(file: FileBytes, offset: int) -> int:
     """Where what follows the record at `offset` begins; of its bytes only the heads are read. Raises DamagedRecord."""
+    *_, (_, _, end) = _pieces(file, offset)
+    _check_follows(file, offset, end)
+    return end
+
+
+def _pieces(file: FileBytes, offset: int) -> Iterator[tuple[int, int, int]]:
+    """Of each piece of the record at `offset`: where its bytes begin, how many they are, and where the next head is."""
     at, flag = offset, FIRST
     while flag not in (WHOLE, LAST):
         flag, length = _read_head(file, offset, at)
-        at += HEAD_BYTES + length + -length % 4
-    _check_follows(file, offset, at)
-    return at
+        begin, at = at + HEAD_BYTES, at + HEAD_BYTES + length + -length % 4
+        yield begin, length, at
 
 
 def next_head(file: FileBytes, offset: int) -> int:

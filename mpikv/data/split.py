@@ -16,7 +16,6 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -27,12 +26,27 @@ from mpikv.arrays.as_numpy import as_host
 from mpikv.arrays.devices import Device, put, several
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.data.datasets import bounds, check_part
 from mpikv.runtime.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]
 _LAST: tuple[Last, ...] = ("uneven", "drop", "wrap")
 MOST_SLICES = 1_000_000  # far more than devices, few enough to be listed
+
+
+def check_part(num_parts: int, part_index: int) -> tuple[int, int]:
+    """Return both as ints. TypeError for what is no whole number, ValueError unless 0 <= part_index < num_parts."""
+    num_parts = checks.whole("num_parts", num_parts, 1)
+    part_index = checks.whole("part_index", part_index)
+    if part_index >= num_parts:
+        raise ValueError(f"part_index must be in 0..{num_parts - 1}, as num_parts is {num_parts}; got {part_index}")
+    return num_parts, part_index
+
+
+def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
+    """Return the begin and the end of a part of `n` consecutive examples: the rule of `numpy.array_split`."""
+    whole, rest = divmod(n, num_parts)
+    begin = whole * part_index + min(part_index, rest)
+    return begin, begin + whole + (part_index < rest)
 
 
 class HasRank(Protocol):
@@ -93,7 +107,6 @@ class SplitSampler:
             )
         self.epoch = 0
         self.start = 0
-        self._store: weakref.ref[Any] | None = None
 
     @classmethod
     def for_store(
@@ -101,18 +114,12 @@ class SplitSampler:
     ) -> SplitSampler:
         """Make the sampler of this worker: part `store.rank` of `store.num_workers`. Local.
 
-        In synchronous stores its `set_epoch` compares the workers' numbers of batches so far, without waiting: worker 0
-        prints a line where they differ.
-
         >>> list(data.SplitSampler.for_store(4, kv.create('local'), shuffle=False))
         [0, 1, 2, 3]
         """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
-        sampler = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
-        if hasattr(store, "session") and "async" not in getattr(store, "type", ""):
-            sampler._store = weakref.ref(store)
-        return sampler
+        return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part. Local.
@@ -127,13 +134,6 @@ class SplitSampler:
         """
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
         self.epoch, self.start = epoch, start
-        store = None if self._store is None else self._store()
-        if store is not None:
-            store.session.begin_epoch(epoch)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, as in another process that loads data, belongs to no store."""
-        return {**self.__dict__, "_store": None}
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length - self.start, self.num_parts)

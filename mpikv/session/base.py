@@ -25,7 +25,6 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
-from mpikv.session.by_key import ByKey
 from mpikv.session.given import GivenErrors
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST, Spaces
@@ -136,8 +135,8 @@ class Session:
         """Messages that this worker has sent so far, and their bytes. Local."""
         return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}
 
-    def by_key(self) -> ByKey:
-        """Bytes of messages by key, leg and link; of one process there are none. Local."""
+    def by_key(self) -> dict[Key | None, int]:
+        """Bytes of messages by key; of one process there are none. Local."""
         return {}
 
     def workers(self) -> list[WorkerStatus]:
@@ -232,9 +231,6 @@ class Session:
     def listen_for(self, asked: Callable[[], str | None]) -> None:
         """Ask all workers to stop as soon as `asked()` says why, which may be asked at any time. Local."""
         self._asked = asked
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Let a warning be printed where workers had different numbers of batches in the last epoch. Local."""
 
     # --- the end
 

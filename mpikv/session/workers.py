@@ -22,15 +22,14 @@ from mpikv.observe.log import StoreLog
 from mpikv.observe.program import Process, WorkerStatus, this_process
 from mpikv.observe.stall import INIT, Waiting
 from mpikv.placement import device_paths
-from mpikv.placement.keys import KeyInfo
+from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.members import Members
 from mpikv.session.agreed_keys import AgreedSession, KeyEvents
 from mpikv.session.agreeing import Agreeing
 from mpikv.session.agreement import Agreement
 from mpikv.session.base import Pending
-from mpikv.session.by_key import ByKey, by_key
+from mpikv.session.by_key import by_key
 from mpikv.session.clocks import ClockProbes
-from mpikv.session.epochs import EpochBegins
 from mpikv.session.messages import ControlMessages
 from mpikv.session.questions import Questions
 from mpikv.session.rules import RULES
@@ -51,7 +50,7 @@ class Workers(AgreedSession):
     """The session of one worker of several. links: the transport through memory to servers of this host, if any.
 
     compressions: default none. store_id: tells it from the other stores of a job. processes: of all ranks, default this
-    one. messages: those that are no values. waits, stopping, agreeing, epochs: what is done by
+    one. messages: those that are no values. waits, stopping, agreeing: what is done by
     these messages.
     """
 
@@ -93,7 +92,6 @@ class Workers(AgreedSession):
         self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
         self.shares_memory = members.path == "direct"
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
-        self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self.calls_made = 0  # without a key (groups/workers.py)
         self.threaded = threaded
         poll = transport.poll if self.ordered is None else self.ordered.poll
@@ -126,7 +124,6 @@ class Workers(AgreedSession):
             agreement=lambda names: Agreement(names, RULES, self._reserve),
             on_verdict=self._verdict,
         )
-        self.epochs = EpochBegins(self.messages)
         self.clock_probes = ClockProbes(self.messages, self.recorder)
         self.activity = activity
 
@@ -163,10 +160,9 @@ class Workers(AgreedSession):
             **({"compressed_keys": compared} if compared else {}),
         }
 
-    def by_key(self) -> ByKey:
+    def by_key(self) -> dict[Key | None, int]:
         with self.engine.lock:
-            entries = list(self.transport.ledger.entries(self.transport.rank))
-            return by_key(entries, self.in_order(), self.buckets, self.transport.hosts)
+            return by_key(self.transport.ledger.by_key(), self.in_order(), self.buckets.values())
 
     def workers(self) -> list[WorkerStatus]:
         return self.waits.workers()
@@ -234,11 +230,6 @@ class Workers(AgreedSession):
     def rounds(self) -> int:
         """How often this worker has pushed the key that it has pushed most."""
         return max(self._events.pushes().values(), default=0)
-
-    def begin_epoch(self, epoch: int) -> None:
-        rounds = self.rounds
-        self.epochs.begin(self._count("epoch"), epoch, rounds - self._epoch_rounds)
-        self._epoch_rounds = rounds
 
     # --- the end
 

@@ -35,7 +35,6 @@ from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, P
 from mpikv.strategies.offered_pieces import OfferedPieces
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
-from mpikv.transports.ledger import ClientLedger
 from mpikv.transports.loopback import Loopback
 
 POLLS = 10  # then the core is yielded, which the peer may need to answer
@@ -196,8 +195,7 @@ class Client:
         local = transport.local
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
         self._offered = [OfferedPieces(partial(self._isend, rank)) for rank in self._servers]
-        self.ledger = ClientLedger(self._servers, self.through_memory)
-        transport.ledger.clients.append(self.ledger)
+        self.counted = transport.ledger.by_request
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
         if len(self._sends) > MOST_KEPT_SENDS:
@@ -205,10 +203,10 @@ class Client:
         if len(requests) == 1:
             header, payload = requests[0]
             message = wire.request(header, payload)
-            self.ledger.asked[server, header.kind, header.key_id] += message.nbytes
+            self.counted[header.kind, header.key_id] += message.nbytes
         else:
             message = wire.requests(requests)
-            self.ledger.ask_together(server, requests, message.nbytes)
+            self.transport.ledger.ask_together(requests, message.nbytes)
         self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def all_sent(self) -> bool:
@@ -223,7 +221,7 @@ class Client:
         yield arrival
         data: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
         yield arrival.incoming.receive(data)
-        self.ledger.answered[server, header.kind, header.key_id] += data.nbytes
+        self.counted[header.kind, header.key_id] += data.nbytes
         self.reply_tags.give([tag])
         return data.tobytes()
 
@@ -237,7 +235,7 @@ class Client:
             wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, flags=item.flags
         )
         self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
-        self.ledger.answered[route.owner, wire.PUSHPULL, header.key_id] += value.nbytes
+        self.counted[wire.PUSHPULL, header.key_id] += value.nbytes
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -296,7 +294,7 @@ class Client:
         server = self._servers.index(rank)
         self._offered[server].send(message["tag"], message["count"])
         if self.own is None:  # else the server's rank, which is a worker, counts what it sends
-            self.ledger.told(server, wire.control(message).nbytes)
+            self.counted[0, 0] += wire.control(message).nbytes
 
     def send_all_offered(self) -> None:
         """Send as if servers had asked for all, where there are none."""
@@ -361,7 +359,7 @@ class _Transfer:
         tag = self._client.reply_tags.take()
         self._reply_tags.append(tag)
         for item, array in answers:
-            self._client.ledger.answered[server, self._kind, item.key.info.id] += array.nbytes
+            self._client.counted[self._kind, item.key.info.id] += array.nbytes
         arrays = [array for _, array in answers]
         data = arrays[0]
         if len(arrays) > 1:
@@ -384,9 +382,7 @@ class _Transfer:
         pieces = [data for piece in route.pieces if (data := item.pushed(*piece)) is not None]
         answers = [] if buffer is None else [buffer.memory_for(begin, end) for begin, end in route.pieces]
         if not item.flags & wire.LOOPBACK_PUSH:
-            counted = server, self._kind, item.key.info.id
-            client.ledger.asked[counted] += sum(piece.nbytes for piece in pieces)
-            client.ledger.answered[counted] += sum(answer.nbytes for answer in answers)
+            client.counted[self._kind, item.key.info.id] += sum(one.nbytes for one in [*pieces, *answers])
         one_array = False
         if total is not None and buffer is not None and not client.through_memory[server]:
             both_uncompressed = item.answered_uncompressed and (item.key.sends_uncompressed or item.pushes_uncompressed)

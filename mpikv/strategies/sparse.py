@@ -166,7 +166,7 @@ class RowClient:
             # The receive is posted before the request is sent, so that MPI need not buffer the answer.
             receives.append(client.irecv(values[rows.span].reshape(-1), rows.owner, tag))
             client.send(rows.owner, [(header._replace(reply_tag=tag), rows.encoded_ids)])
-            client.ledger.answered[rows.owner, header.kind, header.key_id] += values[rows.span].nbytes
+            client.counted[header.kind, header.key_id] += values[rows.span].nbytes
         yield from receives
         client.reply_tags.give(tags)
 

@@ -138,7 +138,7 @@ class MpiTransport:
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
         ledger = self.ledger
         ledger.messages += 1
-        ledger.by_tag[dest, tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += buf.nbytes
+        ledger.by_tag[tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += buf.nbytes
         return self._polled(start(self.comm.Isend, buf, dest, tag), None)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:

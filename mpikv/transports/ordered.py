@@ -270,7 +270,7 @@ class OrderedTransport:
         for sending in sendings:
             bundle[at : at + sending.data.size] = sending.data
             at += sending.data.size
-            self.ledger.bundled(dest, sending.tag, 4 * _LINE + sending.data.size)
+            self.ledger.bundled(sending.tag, 4 * _LINE + sending.data.size)
             sending.finish()
         self._send(peer, dest, bundle, wire.TAG_BUNDLES)
 

@@ -164,7 +164,7 @@ class ThreadTransport:
             box.count += 1
             ledger = self.ledger
             ledger.messages += 1
-            ledger.by_tag[dest, tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += data.nbytes
+            ledger.by_tag[tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += data.nbytes
             self._fabric.sent_messages += 1
             self._fabric.sent_bytes += data.nbytes
             self._fabric.bytes_between[self.rank, dest] += data.nbytes

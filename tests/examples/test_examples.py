@@ -220,7 +220,7 @@ PROGRAMS = [
 
 
 def test_every_program_is_known() -> None:
-    parts = {"compressed", "fetched", "image_sets", "networks", "torch_networks", "usage"}
+    parts = {"compressed", "image_files", "image_sets", "networks", "torch_networks", "usage"}
     quoted = {"first", "forgets", "jax_linear", "shared", "torch_linear", "tutorial"}  # run where documents show them
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*PROGRAMS, *parts, *quoted}
 
@@ -283,7 +283,7 @@ def test_image_classification_without_images_says_how_to_get_them(tmp_path: Path
     job = jobs.mpirun(2, line, timeout_s=LIMIT_S)
     assert (job.status != 0, job.timed_out, job.ranks_left) == (True, False, []), job.output
     lines = [line for line in job.output.splitlines() if "get_cifar10" in line]
-    assert lines == [line for line in lines if line.endswith(f"Run: scripts/get_cifar10 {tmp_path}")]
+    assert lines == [line for line in lines if line.endswith(f"run: scripts/get_cifar10 {tmp_path}")]
     assert len(lines) == 1
     assert "Traceback" not in job.output
 

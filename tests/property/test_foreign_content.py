@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gzip
 import io
 import json
 import tempfile
@@ -27,7 +26,7 @@ from mpikv.__main__ import main
 from mpikv.commands import top
 from mpikv.commands.launch import hosts
 from mpikv.config import KNOWN, Config
-from mpikv.data import RecordFile, open_idx, read_idx
+from mpikv.data import RecordFile
 from mpikv.data.image_records import decode_image
 from mpikv.data.recordio import encoded, read_index
 from mpikv.observe import endpoint
@@ -295,9 +294,6 @@ def settings_of(path: str) -> None:
 READERS: dict[str, tuple[Callable[[str], object], bytes]] = {
     "host file": (hosts.read, b"h1 slots=2\nh2:3 user=a # b\n"),
     "PE_HOSTFILE": (lambda path: hosts.allocated({"PE_HOSTFILE": path}), b"h1 2 q@h1 <NULL>\nh2 3 q@h2 <NULL>\n"),
-    "IDX file": (read_idx, bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9])),
-    "mapped IDX file": (open_idx, bytes([0, 0, 13, 2, 0, 0, 0, 2, 0, 0, 0, 1, *range(8)])),
-    "packed IDX file": (read_idx, gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9]), mtime=0)),
     "records": (lambda path: [*RecordFile(path, index=None)], encoded(b"one") + encoded(b"two")),
     "index": (lambda path: read_index(path, 100), b"0\t0\n1\t16\n"),
     "image": (lambda path: decode_image(Path(path).read_bytes()), image()),

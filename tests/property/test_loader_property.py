@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.data import ArrayDataset, DataLoader, SplitSampler
+from mpikv.data import DataLoader, SplitSampler
 
 EPOCHS = 3
 lasts = st.sampled_from(["keep", "discard", "rollover"])
@@ -33,7 +33,7 @@ def expected(sampler: SplitSampler, batch_size: int, last: str) -> list[list[lis
 @given(st.integers(0, 60), st.integers(1, 5), st.integers(1, 20), lasts, st.data())
 def test_batches_and_going_on(n: int, num_parts: int, batch_size: int, last: str, data: st.DataObject) -> None:
     prefetch = data.draw(st.sampled_from([0, 2]))
-    dataset = ArrayDataset(np.arange(n))
+    dataset = np.arange(n)
     for part in range(num_parts):
 
         def sampler(part: int = part) -> SplitSampler:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from mpikv.data import ImageHeader, ImageRecords, RecordFile, decode_image, pack, unpack
-from mpikv.data.image_records import FORMATS
+from mpikv.data import ImageRecords, RecordFile
+from mpikv.data.image_records import FORMATS, ImageHeader, decode_image, unpack
+from mpikv.data.recordio import DamagedRecord, encoded
 from mpikv.errors import UnsupportedError
 
 FILES = Path(__file__).parents[2] / "fixtures" / "records"
@@ -114,18 +115,31 @@ def test_too_many_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decode_image(file.getvalue()).shape == (10, 13, 3)
 
 
+PNG, JPEG = ((FILES / "pictures" / name).read_bytes() for name in ("cat/0.png", "dog/3.jpg"))
+ONE, TWO = struct.pack("<IfQQ", 0, 1.0, 7, 0), struct.pack("<IfQQff", 2, 0.0, 7, 0, 1.0, 2.0)
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    (tmp_path / "a.rec").write_bytes(encoded(TWO + PNG))
+    images = ImageRecords(RecordFile(tmp_path / "a.rec"))
+    assert (images[0][1].tolist(), images.header(0).id) == ([1.0, 2.0], 7)
+
+
 @pytest.mark.parametrize(
-    ("header", "error", "words"),
+    ("record", "words"),
     [
-        (ImageHeader("dog"), TypeError, "label is a number or several, not str"),
-        (ImageHeader([[1.0]]), ValueError, r"not an array of shape \(1, 1\)"),
-        (ImageHeader(0, -1), ValueError, "id must be at least 0"),
-        (ImageHeader(0, 0, 2**64), ValueError, "id2 must be at most 18446744073709551615"),
+        (b"", "0 bytes, the header alone has 24"),
+        (TWO[:28], "28 bytes, but a header of 2 labels has 32"),
+        (ONE + b"GIF or so", "that Pillow can decode .* begins with 47 49 46 20"),
+        (ONE + JPEG[:300], "that Pillow can decode .*begins with ff d8"),
     ],
 )
-def test_headers_that_cannot_be_packed(header: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        pack(header, b"")
+def test_a_wrong_record_is_named(tmp_path: Path, record: bytes, words: str) -> None:
+    first = encoded(ONE + PNG)
+    (tmp_path / "a.rec").write_bytes(first + encoded(record))
+    images = ImageRecords(RecordFile(tmp_path / "a.rec"))
+    with pytest.raises(DamagedRecord, match=rf"/a\.rec: damaged record at offset {len(first)}: no image.*{words}"):
+        images[1]
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

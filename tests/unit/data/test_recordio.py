@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.data import DamagedRecord, RecordFile, RecordWriter, write_records
-from mpikv.data.recordio import MAGIC, FileBytes, encoded, next_head
+from mpikv.data import RecordFile, RecordWriter
+from mpikv.data.recordio import MAGIC, DamagedRecord, FileBytes, encoded, next_head
 
 FILES = Path(__file__).parents[2] / "fixtures" / "records"
 EXPECTED = json.loads((FILES / "expected.json").read_text())
@@ -24,6 +24,12 @@ def word(number: int) -> bytes:
 
 def head(flag: int, length: int) -> bytes:
     return MAGIC + struct.pack("<I", flag << 29 | length)
+
+
+def write_records(path: Any, records: list[bytes], **options: Any) -> None:
+    with RecordWriter(path, **options) as writer:
+        for record in records:
+            writer.write(record)
 
 
 # ---- MXNet's files
@@ -93,12 +99,14 @@ def test_index_of_any_order_is_sorted_by_offset(tmp_path: Path) -> None:
     records = RecordFile(tmp_path / "a.rec", index=tmp_path / "other")
     assert list(records) == [b"a", b"b", b"c"]
     assert records.keys().tolist() == [9, 8, 7]
-    assert records.offsets().tolist() == [0, 12, 24]
+    assert [records.offset(i) for i in range(3)] == [0, 12, 24]
 
 
 def test_an_index_that_points_into_a_record_is_skipped_there(tmp_path: Path) -> None:
     write_records(tmp_path / "a.rec", [b"abcdefgh", b"b"])
     (tmp_path / "a.idx").write_text("0\t0\n1\t8\n")
+    with pytest.raises(DamagedRecord, match=r"at offset 8: no RecordIO head.*index is of another file"):
+        list(RecordFile(tmp_path / "a.rec", index=True))
     skipping = RecordFile(tmp_path / "a.rec", index=True, damaged="skip")
     assert list(skipping) == [b"abcdefgh"]
     assert len(skipping) == 1
@@ -121,6 +129,27 @@ def test_bad_arguments(tmp_path: Path, name: str, options: Any, error: type[Exce
     write_records(tmp_path / "a.rec", [b"a"])
     with pytest.raises(error, match=words):
         RecordFile(tmp_path / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("a\t0", r"line 2: .*expected a key and an offset, two whole numbers"),
+        ("5", "expected a key and an offset"),
+        ("5\t99999999999999999999999", "two whole numbers"),
+        ("5\t6", "key 5 has offset 6; expected a multiple of 4"),
+        ("5\t-4", "key 5 has offset -4"),
+        ("5\t20", "key 5 has offset 20; .* in a file of 24 bytes"),
+        ("0\t12", "key 0 comes twice"),
+        ("5\t0", "offset 0 comes twice"),
+        (None, "an empty index, of a file of 24 bytes"),
+    ],
+)
+def test_a_wrong_index_is_named(tmp_path: Path, line: str | None, words: str) -> None:
+    write_records(tmp_path / "a.rec", [b"a", b"bb"])
+    (tmp_path / "a.idx").write_text("" if line is None else f"0\t0\n{line}\n")
+    with pytest.raises(ValueError, match=rf"/a\.idx.*{words}"):
+        RecordFile(tmp_path / "a.rec", index=True)
 
 
 def test_bad_calls(tmp_path: Path) -> None:

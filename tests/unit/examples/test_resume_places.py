@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import networks
 import train_mnist
+from image_files import Images
 
 from mpikv import Trainer
-from mpikv.data import Images
 from mpikv.testing.stores import spawn_stores
 
 EXAMPLES, EPOCHS = 50, 2

@@ -47,7 +47,6 @@ MISTAKES = {
     "wrong shape": (lambda: store_with_key().push("w", np.zeros(4)), "ShapeMismatch: push: key 'w' is"),
     "unknown key": (lambda: store_with_key().pull("v"), "KeyNotInitialized: "),
     "no file": (lambda: Trainer([Parameter(np.zeros(2))], "sgd").load_states("/no/such"), "FileNotFoundError: "),
-    "no images": (lambda: data.Cifar10("/no/such"), "FileNotFoundError: /no/such: there is no such directory"),
     "no records": (lambda: data.RecordFile("/no/such"), "FileNotFoundError: "),
     "closed": (lambda: closed().push("w", np.zeros(3)), "MpikvError: push on a closed store"),
     "unsupported": (lambda: raising(UnsupportedError("not here")), None),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import re
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, modes
 
-from mpikv import Parameter, PeerError, SplitSampler, StallError, Trainer
+from mpikv import Parameter, PeerError, StallError, Trainer
 from mpikv.trainer.ends import in_steps
 
 MODES = (ONE_HOST, MESSAGES, SERVED)
@@ -41,47 +38,6 @@ def test_a_worker_with_fewer_batches_is_named_with_its_steps(mode: Mode, wait: b
     said = "this worker is in step 5 of its Trainer, and worker 1 on .* has left after step 4: "
     for one in (said, "trainer.join()", "closed its store after 4 pushes"):
         assert re.search(one, text, re.DOTALL)
-
-
-@modes(*MODES)
-def test_uneven_epochs_are_told_where_they_end(mode: Mode, capfd: pytest.CaptureFixture[str]) -> None:
-    """Worker 1 begins its third epoch a batch earlier than the others: one line."""
-
-    def body(store) -> None:
-        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
-        copied = pickle.loads(pickle.dumps(SplitSampler.for_store(10, store)))
-        copied.set_epoch(5)  # says nothing
-        sampler = SplitSampler.for_store(10, store)
-        early = store.rank == 1
-        begins = {0: 0, 3: 1, (6 if early else 7): 2, (9 if early else 10): 3}
-        for step in range(12):
-            if step in begins:
-                sampler.set_epoch(begins[step])
-            trainer.step(1)
-
-    mode.run(body)
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mpikv: warning: ")]
-    assert len(told) == 1
-    assert "before epoch 2 began, workers had different numbers of batches: " in told[0]
-    assert re.search(r"worker 1 on \S+: 3", told[0])
-
-
-@modes(Mode("dist_async", 2), Mode("dist_async", 2, 1))
-def test_workers_that_need_not_keep_step_are_told_nothing(mode: Mode, tmp_path: Path, capfd: Any) -> None:
-    """Also where one alone has pushed, as worker 0 does when weights are resumed."""
-
-    def body(store) -> None:
-        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
-        sampler = SplitSampler.for_store(10, store)
-        trainer.save(tmp_path / "run")
-        trainer.resume(tmp_path / "run")
-        sampler.set_epoch(0)
-        for _ in range(1 + store.rank):
-            trainer.step(1)
-        sampler.set_epoch(1)
-
-    mode.run(body)
-    assert capfd.readouterr().err == ""
 
 
 @modes(*MODES)
