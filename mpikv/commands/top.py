@@ -48,35 +48,25 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "job",
-        nargs="?",
-        default="",
-        metavar="PID|JOB",
-        help="a process of the job, or its id in Slurm, Grid Engine or PBS",
-    )
-    parser.add_argument(
-        "--every", type=seconds, default=1.0, metavar="SECONDS", help="ask again after so long (default %(default)s)"
-    )
+    text = "a process of the job, or its id in Slurm, Grid Engine or PBS"
+    parser.add_argument("job", nargs="?", default="", metavar="PID|JOB", help=text)
+    text = "ask again after so long (default %(default)s)"
+    parser.add_argument("--every", type=seconds, default=1.0, metavar="SECONDS", help=text)
     parser.add_argument("--once", action="store_true", help="ask once; so it is where stdout is no terminal")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table until the job ends; returns the status."""
-    if not os.path.exists("/proc/net/unix"):
-        print("mpikv top: needs Linux, whose Unix sockets need no files and which has /proc", file=sys.stderr)
-        return NOT_FOUND
     try:
+        if not os.path.exists("/proc/net/unix"):
+            raise NotFoundError("needs Linux, whose Unix sockets need no files and which has /proc")
         pids = _chosen(options.job)
     except NotFoundError as error:
         print(f"mpikv top: {error}", file=sys.stderr)
         return NOT_FOUND
     once = options.once or not sys.stdout.isatty()
-    while pids:
-        documents = asked(pids, endpoint.HERE, HERE_S)
-        if not documents:
-            break
+    while pids and (documents := asked(pids, endpoint.HERE, HERE_S)):
         text = shown(documents, of_stores(documents))
         print(text if once else CLEAR + text, flush=True)
         if once:
@@ -95,24 +85,18 @@ def _chosen(word: str) -> list[int]:
     table = job_processes.read()
     if word:
         return sorted(find(table, endpoint.endpoints(), word))
-    own = {pid for pid, uid in endpoint.endpoints().items() if endpoint.allowed(os.geteuid(), uid)}
-    jobs = by_job(table, own)
+    own = sorted(pid for pid, uid in endpoint.endpoints().items() if endpoint.allowed(os.geteuid(), uid))
+    jobs: dict[int, list[int]] = {}  # those of one job have the same mpirun, or are alone
+    for pid in own:
+        jobs.setdefault(job_processes.launcher_of(table, pid) or pid, []).append(pid)
     if not jobs:
         raise NotFoundError("no job of this user has an open store on this host; " + ELSEWHERE.format("JOB"))
-    if len(jobs) == 1:
-        return jobs[0]
-    for pids in jobs:
-        print(listed(asked(pids, endpoint.HERE, HERE_S), pids[0]))
-    print("mpikv top PID shows one of them")
-    return []
-
-
-def by_job(table: job_processes.Table, pids: set[int]) -> list[list[int]]:
-    """These processes, those of each job together: they have the same mpirun, or are alone."""
-    jobs: dict[int, list[int]] = {}
-    for pid in sorted(pids):
-        jobs.setdefault(job_processes.launcher_of(table, pid) or pid, []).append(pid)
-    return [*jobs.values()]
+    if len(jobs) > 1:
+        for pids in jobs.values():
+            print(listed(asked(pids, endpoint.HERE, HERE_S), pids[0]))
+        print("mpikv top PID shows one of them")
+        return []
+    return next(iter(jobs.values()))
 
 
 def find(table: job_processes.Table, askable: Mapping[int, int], word: str, uid: int | None = None) -> set[int]:
@@ -147,11 +131,12 @@ def asked(pids: Sequence[int], question: str, limit_s: float) -> dict[int, dict[
     documents: dict[int, dict[str, Any] | None] = {}
     askable = endpoint.endpoints()
     for pid in pids:
-        if pid in askable:
-            try:
-                documents[pid] = endpoint.ask(pid, askable[pid], question, limit_s)
-            except OSError:
-                documents[pid] = None
+        try:
+            documents[pid] = endpoint.ask(pid, askable[pid], question, limit_s)
+        except KeyError:
+            continue
+        except OSError:
+            documents[pid] = None
     return {pid: found for pid, found in documents.items() if found is not None or pid in endpoint.endpoints()}
 
 
@@ -174,28 +159,28 @@ def offers(document: Mapping[str, Any] | None, *kinds: str) -> list[dict[str, An
 
 def listed(documents: Documents, pid: int) -> str:
     """A job in one line."""
-    found = next(((pid, one) for pid, one in documents.items() if one is not None), None)
-    if found is None:
-        return f"pid {pid}: no answer"
-    offer = next(iter(offers(found[1], "store", "server")), None)
-    what = "at its start" if offer is None else _sizes(offer)
-    return f"pid {found[0]} on {found[1]['host']}: {found[1]['program']}, {what}"
+    for one, document in documents.items():
+        if document is not None:
+            offer = next(iter(offers(document, "store", "server")), None)
+            what = "at its start" if offer is None else _sizes(offer)
+            return f"pid {one} on {document['host']}: {document['program']}, {what}"
+    return f"pid {pid}: no answer"
 
 
 def shown(documents: Documents, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """The table of each store, and what else the processes tell. rows: of the stores whose workers could be asked."""
-    answered = [one for one in documents.values() if one is not None]
-    lines = [f"{answered[0]['program']} on {answered[0]['host']}, {time.strftime('%H:%M:%S')}"] if answered else []
+    answered = next((one for one in documents.values() if one is not None), None)
+    lines = [] if answered is None else [f"{answered['program']} on {answered['host']}, {time.strftime('%H:%M:%S')}"]
     stores: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for pid, document in documents.items():
         for offer in offers(document, "store"):
             stores.setdefault(offer["store"], []).append((pid, offer))
     for number, told in stores.items():
         lines += _store(told, rows.get(number))
-    silent = {pid: document for pid, document in documents.items() if document is None}
     known = {row["pid"] for some in rows.values() for row in some}
+    silent = {pid for pid, document in documents.items() if document is None} - known
     table = job_processes.read() if silent else {}
-    for pid in silent.keys() - known:
+    for pid in silent:
         state = program.STATES.get(table[pid].state, "") if pid in table else program.GONE
         lines.append(f"pid {pid}: no answer for {HERE_S} s; {state}".removesuffix("; "))
     for pid, document in documents.items():

@@ -6,8 +6,7 @@ A name has its unit, and `_total` where it only grows, as Prometheus asks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from mpikv.kvstore import KVStore
 from mpikv.observe.metrics import Metric, MetricsFile
@@ -56,37 +55,30 @@ def of_worker(store: KVStore) -> list[Metric]:
         rounds = "Rounds of the key that this worker has pushed most"
         found.append(_single("rounds", rounds, session.rounds, counter=True))
         calls = sorted(session.waits.spent.by_call.items())
-        waits = [({"call": call}, n) for call, (n, _) in calls]
-        seconds = [({"call": call}, seconds) for call, (_, seconds) in calls]
-        found.append(Metric("waits", "Calls that have waited", waits, counter=True))
-        found.append(Metric("wait_seconds", "Seconds that calls have waited", seconds, counter=True))
-    return found + _of_codecs(stats.get("compressed_keys", {}))
-
-
-def _of_codecs(keys: Mapping[str, Any]) -> list[Metric]:
-    """Make that of keys whose codec is used where it saves time."""
-    if not keys:
-        return []
-    encoded = [({"key": key, "codec": one["codec"]}, int(one["travels"] == "encoded")) for key, one in keys.items()]
-    return [Metric("codec_encoded", "1 where values travel encoded, 0 where they travel as they are", encoded)]
+        for i, name, help_ in (
+            (0, "waits", "Calls that have waited"),
+            (1, "wait_seconds", "Seconds that calls have waited"),
+        ):
+            found.append(Metric(name, help_, [({"call": call}, spent[i]) for call, spent in calls], counter=True))
+    keys = stats.get("compressed_keys", {})
+    if keys:
+        encoded = [({"key": key, "codec": one["codec"]}, int(one["travels"] == "encoded")) for key, one in keys.items()]
+        found.append(Metric("codec_encoded", "1 where values travel encoded, 0 where they travel as they are", encoded))
+    return found
 
 
 def of_server(core: ServerCore, transport: Transport, links: LocalTransport | None) -> list[Metric]:
     """Return the metrics of a server. Local; from any thread, RuntimeError where keys are being added."""
-    counts = {
-        "requests": ("Requests of workers that have come", core.requests),
-        "messages_sent": (HELP["messages_sent"], transport.ledger.messages),
-        "bytes_sent": (HELP["bytes_sent"], transport.ledger.bytes),
-    }
+    counts = {"messages_sent": transport.ledger.messages, "bytes_sent": transport.ledger.bytes}
     if links is not None:
-        counts["memory_messages"] = HELP["memory_messages"], links.sent_messages
-        counts["memory_bytes"] = HELP["memory_bytes"], links.sent_bytes
+        counts |= {"memory_messages": links.sent_messages, "memory_bytes": links.sent_bytes}
     held_bytes = core.pool.held_bytes + core.rows.held_bytes
-    held = [
+    return [
         _single("shards", "Keys of which this server has a part", core.n_keys),
         _single("server_bytes", "Memory of values, of rows, and of gradients that are being added", held_bytes),
+        _single("requests", "Requests of workers that have come", core.requests, counter=True),
+        *(_single(name, HELP[name], value, counter=True) for name, value in counts.items()),
     ]
-    return [*held, *(_single(name, *one, counter=True) for name, one in counts.items())]
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ except ModuleNotFoundError as error:
 import jax.numpy as jnp
 import numpy as np
 
+from mpikv.arrays.as_numpy import dtype_named
 from mpikv.errors import UnsupportedError
 from mpikv.jax.calls import Call, Calls
 from mpikv.jax.primitive import exchange
@@ -67,9 +68,7 @@ def allreduce(tree: Any, store: KVStore, op: str = "mean") -> Any:
     >>> mj.allreduce({'w': jnp.ones(2)}, kv.create('local'), op='sum')
     {'w': Array([1., 1.], dtype=float32)}
     """
-    _check_store("allreduce", store)
-    if op not in OPS:
-        raise ValueError(f"allreduce: op is one of {', '.join(OPS)}; got {op!r}")
+    _check("allreduce", store, op)
     return _exchange(tree, store, f"allreduce({op})", op, 0)
 
 
@@ -82,7 +81,7 @@ def broadcast(tree: Any, store: KVStore, root: int = 0) -> Any:
     >>> mj.broadcast({'w': jnp.ones(2)}, kv.create('local'))
     {'w': Array([1., 1.], dtype=float32)}
     """
-    _check_store("broadcast", store)
+    _check("broadcast", store)
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
         raise TypeError(f"broadcast: root is a worker's number, not {root!r}")
     if not 0 <= root < store.num_workers:
@@ -101,22 +100,19 @@ def allreduce_gradients(store: KVStore, op: str = "mean") -> GradientTransformat
     >>> gradients
     {'w': Array([1., 1.], dtype=float32)}
     """
-    _check_store("allreduce_gradients", store)
-    if op not in OPS:
-        raise ValueError(f"allreduce_gradients: op is one of {', '.join(OPS)}; got {op!r}")
-
-    def init(_params: Any) -> tuple[()]:
-        return ()
+    _check("allreduce_gradients", store, op)
 
     def update(updates: Any, state: Any, _params: Any = None) -> tuple[Any, Any]:
         return allreduce(updates, store, op), state
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(lambda _params: (), update)
 
 
-def _check_store(call: str, store: Any) -> None:
+def _check(call: str, store: Any, op: str = "sum") -> None:
     if not isinstance(store, KVStore):
         raise TypeError(f"{call}: store is a KVStore, such as kv.create('dist_sync') gives, not {type(store).__name__}")
+    if op not in OPS:
+        raise ValueError(f"{call}: op is one of {', '.join(OPS)}; got {op!r}")
 
 
 def _calls_of(store: KVStore) -> Calls:
@@ -140,7 +136,8 @@ def _exchange(tree: Any, store: KVStore, title: str, op: str, root: int) -> Any:
         leaves.append(array)
         lines.append(f"{title} of {name}: {array.dtype}{list(array.shape)}")
     call = Call(_calls_of(store), op, root, tuple(lines))
-    call.check_dtypes([leaf.dtype for leaf in leaves])
+    for leaf in leaves if op != "broadcast" else ():
+        dtype_named(leaf.dtype)  # an UnsupportedError for one that no store adds
     return jax.tree_util.tree_unflatten(structure, exchange(leaves, call))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray, dtype_named
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ShapeMismatch
 from mpikv.kvstore import KVStore
@@ -106,12 +106,3 @@ class Call:
     op: str
     root: int
     lines: tuple[str, ...]
-
-    def check_dtypes(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Raise UnsupportedError for a dtype that the store cannot add."""
-        for dtype in dtypes if self.op != "broadcast" else ():
-            dtype_named(dtype)
-
-    def run(self, arrays: Sequence[HostArray]) -> list[HostArray]:
-        """Do what `Calls.exchange` does."""
-        return self.calls.exchange(self, arrays)

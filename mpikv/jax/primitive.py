@@ -54,7 +54,7 @@ def _at_once(*leaves: Any, call: Call) -> list[Any]:
         if sums is not None:
             weak = [leaf.weak_type and not leaf.ndim for leaf in leaves]
             return [_like(np.asarray(one), leaf) if w else one for one, leaf, w in zip(sums, leaves, weak, strict=True)]
-    results = call.run([np.asarray(leaf) for leaf in leaves])
+    results = call.calls.exchange(call, [np.asarray(leaf) for leaf in leaves])
     return [_like(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
 
 
@@ -74,11 +74,6 @@ def _like(result: np.ndarray[Any, Any], leaf: Any) -> Any:
     return jax.device_put(own, leaf.sharding if leaf.committed else None)  # takes the memory itself, on the CPU
 
 
-def _abstract(*leaves: Any, call: Call) -> tuple[list[Any], set[Any]]:
-    del call
-    return list(leaves), {_ORDERED}
-
-
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     where = ctx.module_context.axis_context
     if isinstance(where, mlir.SPMDAxisContext):
@@ -93,16 +88,11 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
         )
 
     def callback(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(call.run([np.asarray(array) for array in arrays]))
+        return tuple(call.calls.exchange(call, [np.asarray(array) for array in arrays]))
 
+    token = ctx.tokens_in.get(_ORDERED)
     results, token, _ = mlir.emit_python_callback(
-        ctx,
-        callback,
-        ctx.tokens_in.get(_ORDERED),
-        list(operands),
-        ctx.avals_in,
-        ctx.avals_out,
-        has_side_effect=True,
+        ctx, callback, token, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True
     )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDERED: token})))
     return results
@@ -139,7 +129,7 @@ def _part(call: Call, prefix: str, known: Sequence[int]) -> Call:
 
 
 exchange_p.def_impl(_at_once)
-exchange_p.def_effectful_abstract_eval(_abstract)
+exchange_p.def_effectful_abstract_eval(lambda *leaves, call: (list(leaves), {_ORDERED}))
 mlir.register_lowering(exchange_p, _lower)
 batching.primitive_batchers[exchange_p] = _batch
 ad.primitive_jvps[exchange_p] = _jvp

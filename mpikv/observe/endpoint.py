@@ -43,25 +43,17 @@ class Offer(Protocol):
 
 
 def name_of(pid: int, uid: int) -> str:
-    """Return the name of a process's socket."""
     return f"\0mpikv-{uid}-{pid}"
 
 
 def allowed(peer_uid: int, own_uid: int) -> bool:
-    """Return whether a process of this user may ask one of `own_uid`, and be believed by it.
-
-    >>> from mpikv.observe.endpoint import allowed
-    >>> allowed(1000, 1000), allowed(0, 1000), allowed(1001, 1000)
-    (True, True, False)
-    """
+    """Return whether a process of this user may ask one of `own_uid`, and be believed by it."""
     return peer_uid in (0, own_uid)
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, and its user."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", packed)
-    return pid, uid
+def _user_of(connection: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]  # type: ignore[no-any-return]
 
 
 class Endpoint:
@@ -138,27 +130,23 @@ class Endpoint:
                         return
                 time.sleep(AGAIN_S)
                 continue
-            with self._lock:
-                if self._socket is not listening:
-                    client.close()
-                    return
-                self._client = client
-            try:
-                client.settimeout(QUESTION_S)
+            with client:
+                with self._lock:
+                    if self._socket is not listening:
+                        return
+                    self._client = client
                 # Whoever sends nothing, or goes: it is their loss. What an offer raises is told to the client.
                 with contextlib.suppress(OSError):
+                    client.settimeout(QUESTION_S)
                     self._answer(client)
-            finally:
                 with self._lock:
                     self._client = None
-                client.close()
 
     def _answer(self, client: socket.socket) -> None:
-        if not allowed(_peer(client)[1], os.geteuid()):
-            return
-        question = client.recv(QUESTION_BYTES).decode(errors="replace").strip()
-        if question in (HERE, WORKERS):
-            client.sendall(json.dumps(self.told(whole=question == WORKERS)).encode())
+        if allowed(_user_of(client), os.geteuid()):
+            question = client.recv(QUESTION_BYTES).decode(errors="replace").strip()
+            if question in (HERE, WORKERS):
+                client.sendall(json.dumps(self.told(whole=question == WORKERS)).encode())
 
     def told(self, *, whole: bool) -> dict[str, Any]:
         """Return the document."""
@@ -203,7 +191,7 @@ def ask(pid: int, uid: int, question: str, timeout_s: float) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(name_of(pid, uid))
-        if not allowed(_peer(connection)[1], uid):
+        if not allowed(_user_of(connection), uid):
             raise PermissionError(f"the socket of process {pid} belongs to another user")
         connection.sendall(f"{question}\n".encode())
         parts = bytearray()

@@ -3,7 +3,8 @@
 A thread of its own writes it, every INTERVAL_S: also while the program computes, hangs, or waits for a file system, and
 where the store has no progress thread. A reader finds the old file or the new one, never a part of it.
 
-Cost: nothing without MPIKV_METRICS. With it a thread that wakes up every INTERVAL_S, and a write of some kilobytes.
+The package prometheus_client would make no more of it than `text` does: what the metrics are, the thread, the names of
+files and what is said of a full disk are ours either way.
 """
 
 from __future__ import annotations
@@ -39,32 +40,21 @@ class Metric(NamedTuple):
 
 
 def text(metrics: Iterable[Metric], labels: Labels) -> str:
-    r"""The text of a file. labels: of every sample.
+    """The text of a file. labels: of every sample."""
 
-    >>> from mpikv.observe.metrics import Metric, text
-    >>> print(text([Metric('waits', 'Calls that waited', [({'call': 'a "b"'}, 2)], counter=True)], {'worker': '0'}))
-    # HELP mpikv_waits_total Calls that waited
-    # TYPE mpikv_waits_total counter
-    mpikv_waits_total{worker="0",call="a \"b\""} 2
-    <BLANKLINE>
-    """
+    def escaped(found: str) -> str:
+        return found.replace("\\", r"\\").replace("\n", r"\n")
+
     lines = []
     for metric in metrics:
         name = f"mpikv_{metric.name}{'_total' * metric.counter}"
-        lines.append(f"# HELP {name} {_escaped(metric.help)}")
+        lines.append(f"# HELP {name} {escaped(metric.help)}")
         lines.append(f"# TYPE {name} {'counter' if metric.counter else 'gauge'}")
         for own, value in metric.samples:
-            named = ",".join(f'{label}="{_quoted(one)}"' for label, one in {**labels, **own}.items())
+            quoted = ((label, escaped(one).replace('"', r"\"")) for label, one in {**labels, **own}.items())
+            named = ",".join(f'{label}="{one}"' for label, one in quoted)
             lines.append(f"{name}{{{named}}} {value}")
     return "\n".join([*lines, ""])
-
-
-def _escaped(found: str) -> str:
-    return found.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def _quoted(found: str) -> str:
-    return _escaped(found).replace('"', r"\"")
 
 
 def check(folder: str) -> None:
@@ -91,8 +81,8 @@ class MetricsFile:
     def __init__(self, folder: str, name: str, labels: Labels, read: Callable[[], list[Metric]]) -> None:
         base = os.path.join(os.path.abspath(folder), name)
         with _lock:
-            number = next(i for i in itertools.count() if _path(base, i) not in _open)
-            self.path = _path(base, number)
+            paths = (f"{base}-{i}.prom" if i else f"{base}.prom" for i in itertools.count())
+            number, self.path = next((i, path) for i, path in enumerate(paths) if path not in _open)
             _open.add(self.path)
         self._labels = {**labels, "store": str(number)}
         self._read, self._interval_s = read, INTERVAL_S
@@ -134,7 +124,3 @@ class MetricsFile:
             self._write(up=False)
             with _lock:
                 _open.discard(self.path)
-
-
-def _path(base: str, number: int) -> str:
-    return f"{base}-{number}.prom" if number else f"{base}.prom"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
 
 from mpikv.commands.trace.analysis import Analysis
 from mpikv.commands.trace.files import Rank
@@ -16,48 +16,28 @@ CUT_BYTES = 4_000_000  # of a float32 key that MPIKV_BIGARRAY_BOUND lets several
 BUSY = 0.7  # of a server's time: requests wait for each other from there on
 HIDDEN = 0.5  # of what is sent: less is little
 
-
-class Finding(NamedTuple):
-    """share: of the workers' time that it costs."""
-
-    share: float
-    text: str
-
-
-class Slowest(NamedTuple):
-    """The worker for which the others wait longest, and how long each of them does in a round."""
-
-    rank: int
-    per_round_us: float
+Finding = tuple[float, str]  # the share of the workers' time that it costs, and what to say of it
+NOTHING: Finding = 0.0, ""
 
 
 def advice(ranks: Sequence[Rank], analysis: Analysis) -> str:
     """Return the sentence."""
     if not any(worker.whole for worker in analysis.workers.values()):
         return "nothing was pushed while these timelines were written"
-    found = (
-        *_late(ranks, analysis),
-        *_small(analysis),
-        *_coding(analysis),
-        *_servers(analysis),
-        *_sent(ranks, analysis),
-    )
-    dearest = max(found, key=lambda one: one.share, default=Finding(0.0, ""))
-    if dearest.share >= WORTH:
-        return dearest.text
+    found = (_late(ranks, analysis), _small(analysis), _coding(analysis), _servers(analysis), _sent(ranks, analysis))
+    share, text = max(found, key=lambda one: one[0])
+    if share >= WORTH:
+        return text
     return f"computing takes {_share(analysis, 'computing'):.0%} of the time: nothing in the store is worth a change"
 
 
-def slowest_of(analysis: Analysis) -> Slowest | None:
-    """None where nobody has waited for anybody."""
-    waits: dict[int, float] = {}
-    for worker in analysis.workers.values():
-        for whom, waited in worker.waiting.items():
-            waits[whom] = waits.get(whom, 0.0) + waited
+def slowest_of(analysis: Analysis) -> tuple[int, float] | None:
+    """The worker for which the others wait longest, and how many microseconds each of them does in a round."""
+    waits = sum((Counter(worker.waiting) for worker in analysis.workers.values()), Counter[int]())
     if not waits:
         return None
-    rank = max(waits, key=lambda whom: waits[whom])
-    return Slowest(rank, waits[rank] / max(1, len(analysis.workers) - 1) / max(1, analysis.steps))
+    ((rank, waited_us),) = waits.most_common(1)
+    return rank, waited_us / max(1, len(analysis.workers) - 1) / max(1, analysis.steps)
 
 
 def _share(analysis: Analysis, part: str) -> float:
@@ -66,12 +46,12 @@ def _share(analysis: Analysis, part: str) -> float:
     return float(sum(getattr(worker, part) for worker in workers) / sum(worker.whole for worker in workers))
 
 
-def _late(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:
+def _late(ranks: Sequence[Rank], analysis: Analysis) -> Finding:
     slowest = slowest_of(analysis)
-    others = [worker for rank, worker in analysis.workers.items() if slowest is not None and rank != slowest.rank]
+    others = [worker for rank, worker in analysis.workers.items() if slowest is not None and rank != slowest[0]]
     if slowest is None or not sum(worker.whole for worker in others):
-        return
-    rank = slowest.rank
+        return NOTHING
+    rank = slowest[0]
     share = sum(worker.waiting.get(rank, 0.0) for worker in others) / sum(worker.whole for worker in others)
     usual = statistics.median(worker.computing for worker in others)
     longer = analysis.workers[rank].computing / usual - 1 if usual else 0.0
@@ -80,46 +60,46 @@ def _late(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:
         how_long = f"{1 + longer:.1f} times as long as" if longer > 1 else f"{longer:.0%} longer than"
         why = f"computes {how_long} the others"
     text = f"{ranks[rank].name} {why}, which wait {share:.0%} of their time for it: give it less work"
-    yield Finding(share, f"{text}, or look what else its host does")
+    return share, f"{text}, or look what else its host does"
 
 
-def _small(analysis: Analysis) -> Iterator[Finding]:
+def _small(analysis: Analysis) -> Finding:
     sizes = [cost.n_bytes for cost in analysis.keys.values()]
-    if len(sizes) >= MANY_KEYS and statistics.median(sizes) <= SMALL_BYTES:
-        share = _share(analysis, "sending") + _share(analysis, "other")
-        text = f"{len(sizes):,} keys of about {round(statistics.median(sizes))} bytes cost {share:.0%} of the time"
-        yield Finding(share, f"{text}: push them as one list, or use a Trainer, which puts small keys into buckets")
+    if len(sizes) < MANY_KEYS or statistics.median(sizes) > SMALL_BYTES:
+        return NOTHING
+    share = _share(analysis, "sending") + _share(analysis, "other")
+    text = f"{len(sizes):,} keys of about {round(statistics.median(sizes))} bytes cost {share:.0%} of the time"
+    return share, f"{text}: push them as one list, or use a Trainer, which puts small keys into buckets"
 
 
-def _coding(analysis: Analysis) -> Iterator[Finding]:
+def _coding(analysis: Analysis) -> Finding:
     share = _share(analysis, "coding")
-    yield Finding(share, f"encoding and decoding take {share:.0%} of the time: a cheaper codec, such as fp16, or none")
+    return share, f"encoding and decoding take {share:.0%} of the time: a cheaper codec, such as fp16, or none"
 
 
-def _servers(analysis: Analysis) -> Iterator[Finding]:
+def _servers(analysis: Analysis) -> Finding:
     busy = max(analysis.servers.values(), default=0.0)
-    if busy > BUSY:
-        share = _share(analysis, "sending")
-        text = f"servers are busy for {busy:.0%} of their time, and workers wait {share:.0%} of theirs for answers"
-        spread = len(analysis.keys) > len(analysis.servers) or any(
-            cost.n_bytes >= CUT_BYTES for cost in analysis.keys.values()
-        )
-        todo = "more servers (MPIKV_NUM_SERVERS)"
-        if not spread:  # another server would have nothing to do
-            todo = "the keys are too few and too short for more servers; let the workers add them up (no servers)"
-        yield Finding(share + 1e-9, f"{text}: {todo}")
+    if busy <= BUSY:
+        return NOTHING
+    share, keys = _share(analysis, "sending"), analysis.keys.values()
+    todo = "more servers (MPIKV_NUM_SERVERS)"
+    if len(keys) <= len(analysis.servers) and all(cost.n_bytes < CUT_BYTES for cost in keys):
+        # Another server would have nothing to do.
+        todo = "the keys are too few and too short for more servers; let the workers add them up (no servers)"
+    text = f"servers are busy for {busy:.0%} of their time, and workers wait {share:.0%} of theirs for answers"
+    return share + 1e-9, f"{text}: {todo}"  # rather than `_sent`, which finds the same time
 
 
-def _sent(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[Finding]:
+def _sent(ranks: Sequence[Rank], analysis: Analysis) -> Finding:
     share, moving = _share(analysis, "sending"), _share(analysis, "moving")
     hidden = _share(analysis, "hidden") / moving if moving else 0.0
     lost = f"workers wait {share:.0%} of the time for what is sent"
     large = [key for key, cost in analysis.keys.items() if cost.n_bytes >= LARGE_BYTES and not cost.coded]
     if len({rank.header["host"] for rank in ranks}) > 1 and large:
         names = ", ".join(large[:3]) + (", ..." if len(large) > 3 else "")
-        yield Finding(share, f"{lost}: {names} go uncompressed over a link that is full (set_gradient_compression)")
-    elif hidden < HIDDEN:
-        text = f"{lost}, and {hidden:.0%} of that goes on while they compute: push each gradient as soon as it is there"
-        yield Finding(share, f"{text} (pushpull_async, DistributedModel)")
-    else:
-        yield Finding(share, f"{lost}, though {hidden:.0%} of that goes on while they compute: larger batches")
+        return share, f"{lost}: {names} go uncompressed over a link that is full (set_gradient_compression)"
+    meanwhile = f"{hidden:.0%} of that goes on while they compute"
+    if hidden < HIDDEN:
+        todo = "push each gradient as soon as it is there (pushpull_async, DistributedModel)"
+        return share, f"{lost}, and {meanwhile}: {todo}"
+    return share, f"{lost}, though {meanwhile}: larger batches"

@@ -8,7 +8,7 @@ hidden as far as the worker computes meanwhile.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,106 +63,103 @@ class Analysis:
     steps: rounds of the key that was pushed most.
     """
 
-    workers: dict[int, WorkerTime]
-    servers: dict[int, float]
-    keys: dict[str, KeyCost]
-    steps: int
+    workers: dict[int, WorkerTime] = field(default_factory=dict)
+    servers: dict[int, float] = field(default_factory=dict)
+    keys: dict[str, KeyCost] = field(default_factory=dict)
+    steps: int = 0
 
 
 def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> Analysis:
     """Return the sums over all records."""
     last = {name: (round_.last.rank, round_.last.begin_us) for name, round_ in complete(ranks, rounds)}
-    workers, servers, keys = dict[int, WorkerTime](), dict[int, float](), dict[str, KeyCost]()
+    found, keys = Analysis(), defaultdict[str, KeyCost](KeyCost)
     for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):
         if rank.role[0] == "worker":
-            workers[i] = _Worker(rank, own, last).count(keys)
+            found.workers[i] = _Worker(rank, own, last, keys).count()
         else:
             serving = union(_spans(own, ("serve",)))
-            servers[i] = total(serving) / (serving[-1][1] - serving[0][0]) if serving else 0.0
-    dearest = dict(sorted(keys.items(), key=lambda item: (-item[1].waited, -item[1].moving)))
-    return Analysis(workers, servers, dearest, max((worker.rounds for worker in workers.values()), default=0))
+            found.servers[i] = total(serving) / (serving[-1][1] - serving[0][0]) if serving else 0.0
+    found.keys = dict(sorted(keys.items(), key=lambda item: (-item[1].waited, -item[1].moving)))
+    found.steps = max((worker.rounds for worker in found.workers.values()), default=0)
+    return found
 
 
 class _Worker:
-    """The records of one worker, but for those of a server within it."""
+    """The records of one worker, but for those of a server within it. keys: what its keys cost is added there."""
 
-    def __init__(self, rank: Rank, own: Sequence[Timed], last: Last) -> None:
+    def __init__(self, rank: Rank, own: Sequence[Timed], last: Last, keys: defaultdict[str, KeyCost]) -> None:
         self._own = [one for one in own if not isinstance(one.event.what, list)]
-        self._store, self._last = rank.header["store"], last
+        self._store, self._last, self._keys = rank.header["store"], last, keys
         # In a call in common memory there are waits for the steps of others, without a round.
         self._waits_by_round = "async" not in rank.header["type"]
-        self._found = WorkerTime()
         self._moves = [one for one in self._own if one.event.kind in MOVES]
         self._begins = [one.begin_us for one in self._moves]
         self._longest_us = max((one.end_us - one.begin_us for one in self._moves), default=0.0)
 
-    def count(self, keys: dict[str, KeyCost]) -> WorkerTime:
-        """Return the worker's time, and add what its keys cost."""
-        own, found = self._own, self._found
+    def count(self) -> WorkerTime:
+        own, found = self._own, WorkerTime()
         pushes = [one for one in own if one.event.kind in (*CONTRIBUTES, "pack")]
         if not pushes:
             return found
         begin = pushes[0].begin_us
         end = max(one.end_us for one in own if one.event.kind in (*MOVES, *WAITS, "push", "pack"))
-        window = [(begin, end)]
-        in_store = common(union(_spans(own, IN_STORE)), window)
+
+        def within(spans: Spans) -> Spans:
+            return common(union(spans), [(begin, end)])
+
+        in_store, moving = within(_spans(own, IN_STORE)), within(self._moving())
         found.whole, found.computing = end - begin, end - begin - total(in_store)
-        found.coding = total(common(union(_spans(own, CODING)), window))
-        found.sending = total(common(union(self._sending(keys)), window))
-        moving = common(union(self._moving(keys)), window)
+        found.coding = total(within(_spans(own, CODING)))
+        found.sending = total(within(self._sending(found.waiting)))
         found.moving, found.hidden = total(moving), total(moving) - total(common(moving, in_store))
-        found.rounds = self._count_rounds(pushes, keys)
+        found.rounds = self._count_rounds(pushes)
         return found
 
-    def _sending(self, keys: dict[str, KeyCost]) -> Spans:
+    def _sending(self, waiting: dict[int, float]) -> Spans:
         """The parts of waits that are not for a worker; those that are, are added to `waiting`."""
-        spans, waiting = Spans(), self._found.waiting
+        spans = Spans()
         for one in self._own:
-            if one.event.kind not in (*WAITS, "add"):
-                continue
-            if one.event.kind == "wait" and self._waits_by_round and not one.event.round:
+            kind = one.event.kind
+            if kind not in (*WAITS, "add") or (kind == "wait" and self._waits_by_round and not one.event.round):
                 continue
             since_us, (who, last_us) = one.begin_us, self._last_of(one)
-            if who != one.rank and one.event.kind != "add":
+            if who != one.rank and kind != "add":
                 since_us = min(max(last_us, since_us), one.end_us)
                 waiting[who] = waiting.get(who, 0.0) + since_us - one.begin_us
             if since_us < one.end_us:
                 spans.append((since_us, one.end_us))
-                self._charge(since_us, one, keys)
+                self._charge(since_us, one)
         return spans
 
-    def _charge(self, since_us: float, wait: Timed, keys: dict[str, KeyCost]) -> None:
+    def _charge(self, since_us: float, wait: Timed) -> None:
         """Divide a wait between the keys that were sent meanwhile, by their bytes: a call waits for its first key."""
-        moves, begins = self._moves, self._begins
-        first = bisect_left(begins, since_us - self._longest_us)
-        until = bisect_left(begins, wait.end_us)
-        sent = [one for one in moves[first:until] if one.end_us > since_us] or [wait]
+        first = bisect_left(self._begins, since_us - self._longest_us)
+        until = bisect_left(self._begins, wait.end_us)
+        sent = [one for one in self._moves[first:until] if one.end_us > since_us] or [wait]
         n_bytes = sum(max(1, one.event.n_bytes) for one in sent)
         for one in sent:
-            share = max(1, one.event.n_bytes) / n_bytes
-            keys.setdefault(one.key, KeyCost()).waited += share * (wait.end_us - since_us)
+            self._keys[one.key].waited += max(1, one.event.n_bytes) / n_bytes * (wait.end_us - since_us)
 
-    def _moving(self, keys: dict[str, KeyCost]) -> Spans:
+    def _moving(self) -> Spans:
         """When something was sent or added, from when all had pushed."""
-        by_key: dict[str, Spans] = {}
+        by_key = defaultdict[str, Spans](Spans)
         for one in self._moves:
             since_us = max(one.begin_us, self._last_of(one)[1])
             if since_us < one.end_us:
-                by_key.setdefault(one.key, []).append((since_us, one.end_us))
+                by_key[one.key].append((since_us, one.end_us))
         for key, spans in by_key.items():
-            keys.setdefault(key, KeyCost()).moving += total(union(spans))
+            self._keys[key].moving += total(union(spans))
         return [span for spans in by_key.values() for span in spans]
 
-    def _count_rounds(self, pushes: Sequence[Timed], keys: dict[str, KeyCost]) -> int:
+    def _count_rounds(self, pushes: Sequence[Timed]) -> int:
         # Of a key that is divided the workers' part is a push, and the servers' part an exchange, of the same round.
         exchanges = Counter(one.key for one in pushes if one.event.kind == "exchange")
         counts = Counter(one.key for one in pushes if one.event.kind not in {"pack", "exchange"}) | exchanges
         coded = {one.key for one in self._own if one.event.kind in CODING}
-        for one in pushes:
-            if one.key in counts:
-                cost = keys.setdefault(one.key, KeyCost())
-                cost.rounds, cost.n_bytes = max(cost.rounds, counts[one.key]), max(cost.n_bytes, one.event.n_bytes)
-                cost.coded |= one.key in coded
+        for one in (one for one in pushes if one.key in counts):
+            cost = self._keys[one.key]
+            cost.rounds, cost.n_bytes = max(cost.rounds, counts[one.key]), max(cost.n_bytes, one.event.n_bytes)
+            cost.coded |= one.key in coded
         return max(counts.values(), default=0)
 
     def _last_of(self, one: Timed) -> tuple[int, float]:

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpikv.commands.trace.analysis import analysed
 from mpikv.commands.trace.clocks import ClockOffset, clocks_of
+from mpikv.commands.trace.events import events_of
 from mpikv.commands.trace.files import Rank, UnreadableError, read_run
+from mpikv.commands.trace.report import report
 from mpikv.commands.trace.rounds import Name, Timed, TimedRound, in_common_time, rounds_of, too_early
 from mpikv.common.files import replacing
 
@@ -55,44 +58,28 @@ def _run(options: argparse.Namespace) -> int:
     clocks = clocks_of(ranks)
     timed = in_common_time(ranks, clocks)
     rounds = rounds_of(ranks, timed)
-    for line in _about(ranks, clocks, rounds):
-        print(line)
+    print(*_about(ranks, clocks, rounds), sep="\n")
     if action:
-        return _report(ranks, timed, rounds)
+        print(*report(ranks, analysed(ranks, timed, rounds)), sep="\n")
+        return 0
     return _write(options.output, ranks, timed, rounds)
 
 
-def _report(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> int:
-    from mpikv.commands.trace.analysis import analysed  # noqa: PLC0415
-    from mpikv.commands.trace.report import report  # noqa: PLC0415
-
-    for line in report(ranks, analysed(ranks, timed, rounds)):
-        print(line)
-    return 0
-
-
 def _write(path: str, ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> int:
-    from mpikv.commands.trace.events import events_of  # noqa: PLC0415
-
+    n = 0
     try:
         with replacing(path) as file:
             packed = gzip.GzipFile(fileobj=file, mode="wb") if path.endswith(".gz") else contextlib.nullcontext(file)
             with packed as out:
-                n = _dump(events_of(ranks, timed, rounds), out)
+                out.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+                for n, event in enumerate(events_of(ranks, timed, rounds), 1):
+                    out.write(f"{',' if n > 1 else ''}\n{json.dumps(event, separators=(',', ':'))}".encode())
+                out.write(b"\n]}\n")
     except OSError as error:
         print(f"mpikv trace: {path}: {error.strerror or error}", file=sys.stderr)
         return BAD_INPUT
     print(f"{path}: {n} events; open it in https://ui.perfetto.dev or chrome://tracing")
     return 0
-
-
-def _dump(events: Iterable[dict[str, Any]], file: Any) -> int:
-    n = 0
-    file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-    for n, event in enumerate(events, 1):
-        file.write(f"{',' if n > 1 else ''}\n{json.dumps(event, separators=(',', ':'))}".encode())
-    file.write(b"\n]}\n")
-    return n
 
 
 def _about(ranks: Sequence[Rank], clocks: dict[str, ClockOffset], rounds: dict[Name, TimedRound]) -> Iterable[str]:

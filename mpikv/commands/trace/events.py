@@ -8,6 +8,7 @@ in the order of their numbers, of which none is 0; the first, which has the numb
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,23 +29,20 @@ Entry = dict[str, Any]
 
 
 def events_of(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> Iterator[Entry]:
-    """Return all events: names, slices, and arrows from contributions to sums."""
+    """Yield all events: names, slices, and arrows from contributions to sums."""
     rows, digits = _Rows(), len(str(max((rank.role[1] for rank in ranks), default=0)))
     for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):
-        yield _meta(i, 0, "process_name", name=_named(rank, digits))
+        role, number = rank.role  # in a form whose order is that of the numbers
+        name = f"{role} {number:0{digits}} on {rank.header['host']} (pid {rank.header['pid']})"
+        yield _meta(i, 0, "process_name", name=name)
         yield _meta(i, 0, "process_sort_index", sort_index=i)
         for one in own:
             yield from rows.slices(one, rank)
         yield from rows.exchanges(own)
         yield from rows.rounds(own)
-    yield from rows.names()
+    for (i, row), name in rows.names.items():
+        yield _meta(i, row, "thread_name", name=name)
     yield from _arrows(rounds, rows)
-
-
-def _named(rank: Rank, digits: int) -> str:
-    """Its name, so that names are in the order of the numbers, and its process."""
-    role, number = rank.role
-    return f"{role} {number:0{digits}} on {rank.header['host']} (pid {rank.header['pid']})"
 
 
 class _Rows:
@@ -52,18 +50,12 @@ class _Rows:
 
     def __init__(self) -> None:
         self.row_of: dict[int, int] = {}  # of records, by their ids
-        self._names: dict[tuple[int, int], str] = {}
-        self._threads: dict[tuple[int, str], int] = {}
-        self._n_threads: dict[int, int] = {}  # by rank
+        self.names: dict[tuple[int, int], str] = {}
+        self._threads = defaultdict[int, dict[str, int]](dict)  # by rank
         self._ends: dict[tuple[int, int], float] = {}
 
     def place_of(self, one: Timed) -> Entry:
-        """Where a record is drawn."""
         return _place(one.rank, self.row_of[id(one.event)])
-
-    def names(self) -> Iterator[Entry]:
-        for (rank, row), name in self._names.items():
-            yield _meta(rank, row, "thread_name", name=name)
 
     def slices(self, one: Timed, rank: Rank) -> Iterator[Entry]:
         """What is drawn in the row of its thread, of the server or of the GPU."""
@@ -82,10 +74,10 @@ class _Rows:
 
     def exchanges(self, own: Sequence[Timed]) -> Iterator[Entry]:
         """Calls to servers: a slice for all keys of a call, which have one begin."""
-        calls: dict[tuple[str, float], list[Timed]] = {}
+        calls = defaultdict[tuple[str, float], list[Timed]](list)
         for one in own:
             if one.event.kind in EXCHANGES:
-                calls.setdefault((one.event.kind, one.begin_us), []).append(one)
+                calls[one.event.kind, one.begin_us].append(one)
         for some in calls.values():
             whole = some[0]._replace(end_us=max(one.end_us for one in some))
             row = self._free(whole, TRANSFERS, "transfers")
@@ -98,10 +90,10 @@ class _Rows:
 
     def rounds(self, own: Sequence[Timed]) -> Iterator[Entry]:
         """The rounds of one rank: a slice for each, with its parts in it."""
-        groups: dict[tuple[str, int], list[Timed]] = {}
+        groups = defaultdict[tuple[str, int], list[Timed]](list)
         for one in own:
             if one.event.kind in PARTS and not isinstance(one.event.what, list):
-                groups.setdefault((one.key, one.event.round), []).append(one)
+                groups[one.key, one.event.round].append(one)
         for parts in sorted(groups.values(), key=lambda parts: parts[0].begin_us):
             whole = parts[0]._replace(end_us=parts[-1].end_us)
             row = self._free(whole, TRANSFERS, "transfers")
@@ -114,16 +106,13 @@ class _Rows:
                 yield _slice(one, self._free(one, CODEC, "codec"))
 
     def _named(self, rank: int, row: int, name: str) -> int:
-        self._names.setdefault((rank, row), name)
+        self.names.setdefault((rank, row), name)
         return row
 
     def _thread(self, one: Timed) -> int:
-        name = one.event.thread
-        key = one.rank, name
-        if key not in self._threads:
-            n = self._n_threads[one.rank] = self._n_threads.get(one.rank, -1) + 1
-            self._threads[key] = min(PROGRAM + n, SERVER - 1)
-        return self._named(one.rank, self._threads[key], "program" if name == "MainThread" else name)
+        name, threads = one.event.thread, self._threads[one.rank]
+        row = threads.setdefault(name, min(PROGRAM + len(threads), SERVER - 1))
+        return self._named(one.rank, row, "program" if name == "MainThread" else name)
 
     def _free(self, one: Timed, first: int, name: str) -> int:
         """The first row of a group in which nothing is at that time."""
@@ -135,15 +124,14 @@ class _Rows:
 
 
 def _slice(one: Timed, row: int, name: str = "") -> Entry:
-    event = one.event
+    event, begin_ns = one.event, _ns(one.begin_us)
     title = {"call": one.key, "span": one.key, "agree": f"wait: {one.key}", "serve": "serve"}.get(event.kind)
     args: Entry = {"key": one.key} if event.what is not None and title is None else {}
-    args |= {name: value for name, value in (("round", event.round), ("bytes", event.n_bytes)) if value}
+    args |= {what: value for what, value in (("round", event.round), ("bytes", event.n_bytes)) if value}
     if isinstance(event.what, list):
         args["worker"] = event.what[1]
     entry = {"name": name or title or f"{event.kind} {one.key}", "cat": event.kind, **_place(one.rank, row)}
-    begin_ns, end_ns = _ns(one.begin_us), _ns(one.end_us)
-    times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    times = {"ts": begin_ns / 1e3, "dur": (_ns(one.end_us) - begin_ns) / 1e3}
     return {"ph": "X", **entry, **times, **({"args": args} if args else {})}
 
 

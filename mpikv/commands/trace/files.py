@@ -69,28 +69,27 @@ def read_run(directory: Path) -> list[Rank]:
     paths = sorted(directory.glob("*.jsonl"))
     if not paths:
         raise UnreadableError(f"{directory}: no timeline (*.jsonl); MPIKV_TIMELINE={directory} makes a job write one")
-    ranks, sizes = list[Rank](), [path.stat().st_size for path in paths]
+    found, sizes = list[Rank | None](), [path.stat().st_size for path in paths]
     with Progress(f"read {directory}", sum(sizes), "bytes") as progress:
         for path, n_bytes in zip(paths, sizes, strict=True):
-            found = _read(path)
-            if found is not None:
-                ranks.append(found)
+            found.append(_read(path))
             progress.update(n_bytes)
+    ranks = [rank for rank in found if rank is not None]
     if not ranks:
         raise UnreadableError(f"{directory}: none of {len(paths)} files is a timeline of format {FORMAT}")
     return sorted(_newest(ranks), key=lambda rank: (rank.role[0] != "worker", rank.role[1], rank.header["store"]))
 
 
 def _read(path: Path) -> Rank | None:
-    rank: Rank | None = None
-    damaged = 0
+    rank, damaged = None, 0
     with open_regular(path, MOST_BYTES) as file:
         for line in file:
             try:
                 entry = json.loads(line.decode(errors="replace"))
                 if "format" in entry:
-                    if (header := _header(entry)) is None:
+                    if entry["format"] != FORMAT or not HEADER.keys() <= {*entry}:
                         return None
+                    header = {**entry, **{name: kind(entry[name]) for name, kind in HEADER.items()}}
                     rank = Rank(header) if rank is None else rank
                 elif rank is not None:
                     thread = entry["thread"]
@@ -119,20 +118,13 @@ def _event(record: list[Any], thread: str) -> Event:
     return Event(plain(kind), begun_ns, ended_ns, what, round_, n_bytes, plain(thread))
 
 
-def _header(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """What the first line of a file says; None where it is of another format."""
-    if entry["format"] != FORMAT or not HEADER.keys() <= {*entry}:
-        return None
-    return {**entry, **{name: kind(entry[name]) for name, kind in HEADER.items()}}
-
-
 def _newest(ranks: list[Rank]) -> list[Rank]:
     """Those of the store that was made last, and of others of the same processes."""
+
+    def process(rank: Rank) -> tuple[str, int]:
+        return rank.header["host"], rank.header["pid"]
+
     last = max(ranks, key=lambda rank: rank.header["date_s"])
-    processes = {_process(rank) for rank in ranks if rank.header["store"] == last.header["store"]}
-    stores = {rank.header["store"] for rank in ranks if _process(rank) in processes}
+    processes = {process(rank) for rank in ranks if rank.header["store"] == last.header["store"]}
+    stores = {rank.header["store"] for rank in ranks if process(rank) in processes}
     return [rank for rank in ranks if rank.header["store"] in stores]
-
-
-def _process(rank: Rank) -> tuple[str, int]:
-    return rank.header["host"], rank.header["pid"]

@@ -17,7 +17,7 @@ share of what is sent that goes on while the worker computes."""
 
 
 def report(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[str]:
-    """Return the lines."""
+    """Yield the lines."""
     yield from _workers(ranks, analysis)
     for rank, share in analysis.servers.items():
         yield f"{ranks[rank].name}: busy for {share:.0%} of its time"
@@ -50,8 +50,8 @@ def _workers(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[str]:
     yield LEGEND
     slowest = slowest_of(analysis)
     if slowest is not None:
-        name, waits_ms = ranks[slowest.rank].name, slowest.per_round_us / 1e3
-        yield f"slowest: {name}; each other worker waits {waits_ms:.1f} ms a round for it"
+        rank, waits_us = slowest
+        yield f"slowest: {ranks[rank].name}; each other worker waits {waits_us / 1e3:.1f} ms a round for it"
 
 
 def _keys(analysis: Analysis) -> Iterator[str]:

@@ -80,13 +80,11 @@ def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, Timed
     for one in timed:
         for kind, sums in SUMS.items():
             known, moment = KNOWN[kind]
-            if one.event.kind not in (sums, known):
-                continue
-            round_ = found.get(_name(ranks, one, kind))
-            if round_ is not None and one.event.kind == sums:
-                round_.sums.append(one)
-            if round_ is not None and one.event.kind == known:
-                round_.known_us.append(getattr(one, moment))
+            if one.event.kind in (sums, known) and (round_ := found.get(_name(ranks, one, kind))) is not None:
+                if one.event.kind == sums:
+                    round_.sums.append(one)
+                if one.event.kind == known:
+                    round_.known_us.append(getattr(one, moment))
     return found
 
 

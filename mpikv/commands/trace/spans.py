@@ -8,12 +8,7 @@ Spans = list[tuple[float, float]]
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """Return the moments that are in any of the spans.
-
-    >>> from mpikv.commands.trace.spans import union
-    >>> union([(5, 6), (0, 2), (1, 3)])
-    [(0, 3), (5, 6)]
-    """
+    """Return the moments that are in any of the spans."""
     found: Spans = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -24,12 +19,7 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def common(one: Spans, other: Spans) -> Spans:
-    """Return the moments that are in both.
-
-    >>> from mpikv.commands.trace.spans import common
-    >>> common([(0, 3), (5, 6)], [(2, 5.5)])
-    [(2, 3), (5, 5.5)]
-    """
+    """Return the moments that are in both."""
     found, i, j = Spans(), 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -43,10 +33,5 @@ def common(one: Spans, other: Spans) -> Spans:
 
 
 def total(spans: Spans) -> float:
-    """Return how long they last.
-
-    >>> from mpikv.commands.trace.spans import total
-    >>> total([(0, 3), (5, 6)])
-    4
-    """
+    """Return how long they last."""
     return sum(end - begin for begin, end in spans)

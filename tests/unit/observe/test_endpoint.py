@@ -80,7 +80,7 @@ def test_clients_do_no_harm(sent: bytes | None, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("offered")
 def test_other_users_are_told_nothing_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_peer", lambda connection: (1, UID + 1))
+    monkeypatch.setattr(endpoint, "_user_of", lambda connection: UID + 1)
     with pytest.raises(PermissionError, match="belongs to another user"):
         ask(PID, UID, HERE, LIMIT_S)
     with socket.socket(socket.AF_UNIX) as client:
