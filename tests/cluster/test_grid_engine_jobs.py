@@ -103,19 +103,6 @@ def test_ranks_and_servers(  # noqa: PLR0917
     check_map(job.found, hosts, of_servers)
 
 
-@full
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_ranks_in_turn(grid_engine: GridEngine, kind: str, tmp_path: Path) -> None:
-    copy = changed(SCRIPTS / "train.sh", tmp_path, DISTRIBUTION="cyclic")
-    with grid_engine.hosts.nothing_left():
-        job = Batch(grid_engine, find(kind), tmp_path, ["-pe", "mpi", "4"], WHEREABOUTS, copy).ended()
-    assert job.status == 0, job.output
-    first, second, *_ = hosts = job.found["hosts"]  # type: ignore[misc]
-    assert first != second
-    check_map(job.found, [first, second] * 2, [])
-    assert len(hosts) == 4
-
-
 # ---- training
 
 
@@ -147,25 +134,6 @@ def test_training_finds_the_same_weights(  # noqa: PLR0917
 
 
 # ---- faults
-
-
-@full
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-@pytest.mark.parametrize(
-    ("case", "said_so"),
-    [
-        ("raises", r"\[rank 1 of 4 on h\d\] RuntimeError: boom on one worker"),
-        ("exits", r"\[rank 1 of 4 on h\d\] sys\.exit\(3\)"),
-    ],
-)
-def test_a_failing_rank_ends_the_job(
-    grid_engine: GridEngine, kind: str, case: str, said_so: str, tmp_path: Path
-) -> None:
-    with grid_engine.hosts.nothing_left():
-        batch = Batch(grid_engine, find(kind), tmp_path, ["-pe", "mpi", "4"], looping(case))
-        batch.said(said_so)
-        job = batch.ended(30)
-    assert job.status > 0, job.output
 
 
 @full

@@ -16,8 +16,6 @@ import pytest
 from namespaces import Network, missing, network
 from needs import need
 
-from mpikv.runtime.interface import Interface, mpirun_variables
-
 PROGRAM = str(Path(__file__).with_name("counted.py"))
 N_BYTES = 4 << 20
 # With two workers each sends half of the values twice, and worker 0 the initial value. What another interface may have
@@ -95,16 +93,6 @@ def test_an_interface(pair: Network, kind: str) -> None:
     assert sent["nowhere"] <= MOST
 
 
-@pytest.mark.cluster_full
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", ["10.77.0.0/16", "ens3, 10.77.0.9/24, 10.4.0.0/16"])
-def test_a_network(pair: Network, kind: str, value: str) -> None:
-    nowhere(pair)
-    sent = carried(pair, kind, MPIKV_INTERFACE=value)
-    assert sent["eth0"] >= LEAST
-    assert sent["nowhere"] <= MOST
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_of_two_that_work(pair: Network, kind: str) -> None:
     second(pair)
@@ -112,29 +100,6 @@ def test_one_of_two_that_work(pair: Network, kind: str) -> None:
         sent = carried(pair, kind, MPIKV_INTERFACE=value)
         assert sent[used] >= LEAST
         assert sent[other] <= MOST
-
-
-@pytest.mark.cluster_full
-def test_the_librarys_own_variable_counts_more(pair: Network) -> None:
-    second(pair)
-    for kind, name in (("openmpi", "OMPI_MCA_btl_tcp_if_include"), ("mpich over UCX", "UCX_NET_DEVICES")):
-        sent = carried(pair, kind, MPIKV_INTERFACE="net1", **{name: "eth0"})
-        assert sent["eth0"] >= LEAST
-        assert sent["net1"] <= MOST
-
-
-@pytest.mark.cluster_full
-@pytest.mark.parametrize(("kind", "family"), [("openmpi", "Open MPI"), ("mpich over UCX", "MPICH")])
-def test_mpiruns_own_daemons(pair: Network, kind: str, family: str) -> None:
-    """They obey: on the network that leads nowhere they do not meet."""
-    nowhere(pair)
-    there = (Interface("eth0", ("10.77.0.1/24",)), Interface("nowhere", ("10.99.0.1/24",)))
-    for value in ("eth0", "10.77.0.0/16"):
-        assert carried(pair, kind, MPIKV_INTERFACE="eth0", **mpirun_variables(family, value, there))
-    wrong = mpirun_variables(family, "nowhere", there)
-    job = run(pair, kind, ["python", PROGRAM, "1000"], TIMEOUT_S, MPIKV_INTERFACE="eth0", **wrong)
-    assert job.timed_out or job.status != 0
-    assert "carried" not in job.stdout
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich over UCX"])
@@ -151,13 +116,3 @@ def test_a_host_that_does_not_have_it(pair: Network, kind: str) -> None:
         assert job.ranks_left == []
         assert "MPIKV_INTERFACE=only1: h2 has no such interface" in job.output
         assert "eth0 (10.77.0.2/24" in job.output
-
-
-def test_the_map_says_what_each_host_uses(pair: Network) -> None:
-    second(pair)
-    job = run(pair, "mpich over UCX", ["python", "-m", "mpikv", "info"], MPIKV_INTERFACE="10.88.0.0/16")
-    assert job.status == 0, job.output
-    assert re.search(r"10\.88\.0\.0/16: FI_TCP_IFACE=net1 .*UCX_NET_DEVICES=net1", job.stdout)
-    for i, host in enumerate(pair.hosts):
-        assert f"{host.name}: net1 (10.88.0.{i + 1}/24" in job.stdout
-        assert re.search(rf"^ +{i} +{host.name} +worker {i} +0 +\S.* 1/2 of the values$", job.stdout, re.MULTILINE)

@@ -62,16 +62,6 @@ def test_a_killed_rank(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object])
     assert re.search(r"^mpikv launch: .*worker 2.* h3.*(SIGKILL|killed)", job.stderr, re.M), job.output
 
 
-@full
-def test_a_command_that_no_host_has(ssh_hosts: Network, options: list[object]) -> None:
-    mpi = jobs.find_mpi()
-    assert mpi is not None
-    with ssh_hosts.nothing_left():
-        job = launch(ssh_hosts, mpi, options, ["no-such-program"])
-    assert (job.status, job.ranks_left) == (127, []), job.output
-    assert "no-such-program" in job.stderr
-
-
 # ---- the launcher
 
 

@@ -150,18 +150,6 @@ def test_training_on_two_nodes_finds_the_same_weights(  # noqa: PLR0917 - fixtur
     training.assert_same_bits(training.read(weights), learned(4))
 
 
-@full
-def test_hierarchical_sums_differ_by_rounding_alone(
-    slurm: Slurm, images: Path, learned: Callable[..., training.Weights], tmp_path: Path
-) -> None:
-    weights = tmp_path / "weights.npz"
-    with slurm.hosts.nothing_left():
-        variables = {"MPIKV_ALGORITHM": "hierarchical"}
-        job = Batch(slurm, find("mpich"), tmp_path, TWO_NODES, training.command(images, weights), **variables).ended()
-    assert job.status == 0, job.output
-    assert 0 < training.distance(training.read(weights), learned(4)) < training.ROUNDING
-
-
 # ---- faults: the job ends, says why, and leaves nothing on any node
 
 

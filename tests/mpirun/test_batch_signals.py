@@ -58,7 +58,6 @@ WINDOWS = {
 }
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_saves_and_is_queued_again(mpi: Mpi, tmp_path: Path, path: str, window: str) -> None:

@@ -153,33 +153,6 @@ def test_a_started_process_is_no_rank(how: str, tmp_path: Path) -> None:
     assert job.stderr.count('if __name__ == "__main__":') == 2
 
 
-LEFT_TO_CHILDREN = """
-import multiprocessing, sys
-from mpikv import kv
-
-def child():
-    kv.create("dist_sync")
-
-if __name__ == "__main__":
-    started = multiprocessing.get_context(sys.argv[1])
-    children = [started.Process(target=child) for _ in range(2)]
-    for process in children:
-        process.start()
-    for process in children:
-        process.join()
-    assert [process.exitcode for process in children] == [1, 1]
-    sys.stdout.write("finished\\n")
-"""
-
-
-@pytest.mark.parametrize("how", ["spawn", "fork"])
-def test_a_rank_that_leaves_the_store_to_its_children(how: str, tmp_path: Path) -> None:
-    """As programs for `mp.spawn` do under mpirun: all of its children have the rank's place."""
-    job = finished(tmp_path, LEFT_TO_CHILDREN, how)
-    for rank in range(2):
-        assert job.stderr.count(f"ConfigError: this process was started by rank {rank} of 2") == 2, job.output
-
-
 NESTED = """
 import subprocess, sys
 from mpikv import kv

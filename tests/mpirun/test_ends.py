@@ -40,7 +40,6 @@ def job(mpi: Mpi, folder: Path, program: str) -> Job:
     return ended
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("has", FINALIZES)
 @pytest.mark.parametrize("status", [0, 3])
 def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
@@ -52,7 +51,6 @@ def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
     assert "FINALIZE" not in ended.output, ended.output
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("has", ["store", "group"])
 def test_hook_of_exceptions_that_is_replaced(mpi: Mpi, tmp_path: Path, has: str) -> None:
     """A library's hook, set later, prints the error and ends no job: the exit does, and names the hook."""

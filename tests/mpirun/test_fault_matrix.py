@@ -126,7 +126,6 @@ def left_in_memory() -> list[str]:
     return [path.name for path in SHM.iterdir() if "mpikv" in path.name]
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_and_ends_the_job(mpi: Mpi, name: str) -> None:
     fault = FAULTS[name]

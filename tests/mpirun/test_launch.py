@@ -83,18 +83,6 @@ def test_default_is_a_server_for_each_worker(mpi: Mpi) -> None:
     assert tagged(job, "worker 1") == ["servers 2"]
 
 
-def test_any_program(mpi: Mpi) -> None:
-    """Without MPI, with both streams, and an unfinished last line; they need not end together."""
-    script = "sleep ${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; echo one; echo two >&2; printf three"
-    job = launch(mpi, "-n", "3", "-s", "0", "sh", "-c", script)
-    check_end(job)
-    assert job.status == 0, job.output
-    for i in range(3):
-        out = [line for line in job.stdout.splitlines() if f"worker {i} " in line]
-        assert [line.split("] ")[1] for line in out] == ["one", "three"]
-    assert job.stderr.count("] two\n") == 3
-
-
 @pytest.mark.thorough
 def test_servers_that_nobody_uses(mpi: Mpi) -> None:
     """They have come to MPI_Init before the worker ends, which Open MPI's mpirun takes for an error.
@@ -129,7 +117,6 @@ def test_lines_stay_whole(mpi: Mpi) -> None:
         assert tagged(job, f"worker {rank}") == [f"x{rank}" * 100 + str(i) for i in range(3000)]
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("case", "status", "phrase"),
     [
@@ -225,31 +212,11 @@ def test_control_c(mpi: Mpi) -> None:
     assert "no process of the job is left" in running.result.stderr
 
 
-def test_usr1_reaches_every_rank(mpi: Mpi) -> None:
-    code = (
-        "import os, signal, sys; signal.signal(signal.SIGUSR1, lambda *_: (os.write(1, b'told\\n'), sys.exit(0)))\n"
-        "print('up', flush=True)\nwhile True: signal.pause()"
-    )
-    with launched(mpi, "-n", "3", "-s", "0", "python", "-c", code) as running:
-        for i in range(3):
-            running.wait_for(rf"\[worker {i} .*up")
-        running.kill(running._process.pid, signal.SIGUSR1)
-    check_end(running.result)
-    assert running.result.status == 0, running.result.output
-    assert [tagged(running.result, f"worker {i}") for i in range(3)] == [["up", "told"]] * 3
-
-
 def test_timeout(mpi: Mpi) -> None:
     job = launch(mpi, "-n", "2", "-s", "1", "--timeout", "2", "python", PROGRAM, "stubborn")
     check_end(job)
     assert job.status == 124, job.output
     assert "time limit of 2 s" in job.stderr
-
-
-def test_what_a_rank_leaves_running(mpi: Mpi) -> None:
-    job = launch(mpi, "-n", "1", "-s", "0", "python", PROGRAM, "daemon")
-    check_end(job)
-    assert job.status == 0, job.output
 
 
 def test_an_mpirun_that_fails(mpi: Mpi) -> None:

@@ -25,7 +25,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_one_line(mpi, case: str) -> None:
     program, line = PROGRAMS[case]

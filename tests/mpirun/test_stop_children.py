@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import Job, Mpi, start
+from jobs import Job, Mpi
 from test_batch_signals import run
 from test_launch import launched
 
@@ -34,7 +34,6 @@ def check_saved(job: Job, case: str, state: Path) -> None:
     assert "killed by signal" not in job.output, job.output
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("case", CASES)
 def test_mpikv_launch(mpi: Mpi, case: str, signum: signal.Signals, tmp_path: Path) -> None:
@@ -47,19 +46,6 @@ def test_mpikv_launch(mpi: Mpi, case: str, signum: signal.Signals, tmp_path: Pat
     check_saved(running.result, case, tmp_path / "state")
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("case", CASES)
-def test_mpirun(mpi: Mpi, case: str, tmp_path: Path) -> None:
-    needs(mpi, case)
-    env = {"MPIKV_STOP_SIGNALS": "TERM,USR1", "MPIKV_STOP_FILE": str(tmp_path / "state"), "MPIKV_TIMEOUT_S": "20"}
-    with start(2, ["python", PROGRAM, case], env=env, mpi=mpi) as running:
-        for rank in range(2):
-            running.wait_for(f"ready {rank} ")
-        running.kill(running._process.pid, signal.SIGUSR1)
-    check_saved(running.result, case, tmp_path / "state")
-
-
-@pytest.mark.grid
 @pytest.mark.parametrize("case", CASES)
 def test_batch_script(mpi: Mpi, case: str, tmp_path: Path) -> None:
     needs(mpi, case)

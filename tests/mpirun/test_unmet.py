@@ -22,7 +22,6 @@ CASES = {
 }
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("case", [*CASES, "caught"])
 def test_ends_and_says_why(mpi, case: str) -> None:
     job = mpirun(3, ["python", PROGRAM, case], timeout_s=LIMIT_S, mpi=mpi)
@@ -50,7 +49,6 @@ def test_never_comes(mpi) -> None:
     )
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize(("errors", "handler"), [("exception", "ERRORS_RETURN"), ("fatal", "ERRORS_ARE_FATAL")])
 def test_mpi_is_as_mpi4py_would_have_left_it(mpi, errors: str, handler: str) -> None:
     """Begun through ctypes, it has mpi4py's error handlers, and is ended by mpi4py: mpirun would complain."""

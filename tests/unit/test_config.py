@@ -52,7 +52,7 @@ def test_every_variable():
         "MPIKV_PROGRESS": "calls",
         "MPIKV_INTERFACE": "eth0, 10.1.2.3/8 ,eth0,fd00::2/64",
         "MPIKV_LOCAL_DEVICE": "3",
-        "MPIKV_DEVICE_PATH": "Staged",
+        "MPIKV_DEVICE_PATH": "Host",
         "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
         "MPIKV_STOP_FILE": " /scratch/Job 1 ",
         "MPIKV_STOP_ASKED": "/scratch/asked",

@@ -196,7 +196,6 @@ def test_what_a_signal_does_to_a_program(program, printed, status):
 LONG = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # an hour in C code, where no handler in Python would run
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("thread", ["main", "another"])
 @pytest.mark.parametrize("stores", [0, 2])
 def test_forked_child_is_ended_by_the_first(stores, thread):
