@@ -31,10 +31,10 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
 from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
+from mpikv.strategies.divided_path import Speaker
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.sparse import RowServer, WorkersRows
-from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute
 from mpikv.strategies.workers import WorkersStrategy
 

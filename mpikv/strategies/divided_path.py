@@ -1,60 +1,139 @@
 """The path "divided": the workers of each host add in memory, and servers own the elements from a key's cut on.
 
 Value: in the shared memory of each host, once for each. The elements before the cut take the path "hosted". Of the
-others each worker of a host adds some, over all of them in the order of their ranks; the first one pushes the sum, and
-receives the new values into the shared memory. Both parts are under way at the same time. So each byte crosses a host's
-link once, whatever the number of its workers. What is sent: the messages of "hosted", and those of one client of
-the servers for each host.
+others each worker of a host adds some, over all of them in the order of their ranks; the first one, its speaker, pushes
+the sum, and receives the new values into the shared memory. Both parts are under way at the same time. So each byte
+crosses a host's link once, whatever the number of its workers.
 
-Labels: workers of a host compare theirs in memory, and servers compare those of the hosts' first workers. Where they
-differ within a host, its first worker does not push, but lets a server refuse the round, as it does by itself where
-hosts differ. All workers are told then, and find out together who has pushed what.
+Labels: workers of a host compare theirs in memory, and servers compare those of the speakers. Where they differ within
+a host, its speaker does not push, but lets a server refuse the round, as it does by itself where hosts differ. All
+workers are told then, and find out together who has pushed what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import one_host
 from mpikv.collectives.host_key import GATHERED
-from mpikv.engine.operation import Operation, Predicate, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps, Waiter, Waking, wakes
+from mpikv.engine.running import Running
 from mpikv.placement.keys import KeyInfo, even_bounds
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
+from mpikv.session.messages import Message
+from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.hosted_path import HostedPath
-from mpikv.strategies.key_path import PathResources, SharedPath
-from mpikv.strategies.speaker import Pushed
+from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.exchange import Client, InPlace, Item
+from mpikv.strategies.hosted_path import HostedPath, SharedPath
+from mpikv.strategies.key_path import PathResources
+from mpikv.transports import wire
+
+if TYPE_CHECKING:
+    from mpikv.strategies.queues import Round
+
+
+class Speaker:
+    """A worker, the first of its host or not, where the first one is the client of servers for all of them.
+
+    added: the numbers of keys that hosts add. keys: all keys of servers. labels: the servers' names. exchange(items,
+    priority): the steps of a pushpull.
+    """
+
+    def __init__(
+        self,
+        session: Workers,
+        client: Client,
+        keys: Mapping[int, ClientKey],
+        labels: Sequence[str],
+        exchange: Callable[[Sequence[Item], int], Steps[None]],
+    ) -> None:
+        self.added: set[int] = set()
+        self._session, self._client, self._keys, self._labels = session, client, keys, labels
+        self._exchange = exchange
+        self._refusals: dict[int, int] = {}  # the round of each key that was refused
+        self._waiters: dict[int, Waiter] = {}
+        self._tell_waits = session.messages.acts["refused"]
+        session.messages.acts["refused"] = self._refused
+
+    def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
+        return tuple(self._labels[route.owner] for route in self._keys[info.id].routes)
+
+    def apart(self, steps: Steps[None], name: str) -> Operation:
+        """Let the engine run steps by themselves. Returns a request that is done when they have ended."""
+        return self._session.engine.take(Running(steps, name))
+
+    def begin(self, info: KeyInfo) -> None:
+        self._keys[info.id].pushed += 1
+
+    def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Round) -> Steps[None]:
+        """Push what servers have of `total`, and receive their part of `value`. Both: (n,), of the whole key."""
+        key, client = self._keys[info.id], self._client
+        flags = wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
+        item = Item(key, total, InPlace(value), key.routes, key.pushed, pushed.under.number, pushed.op, flags)
+        needed = client.tags_needed([item])
+        if not client.allows(*needed):
+            yield Predicate(lambda: client.allows(*needed))
+        yield from self._exchange([item], pushed.priority)
+
+    # --- rounds that are refused
+
+    def refuse(self, info: KeyInfo) -> None:
+        key = self._keys[info.id]
+        self._client.send(key.routes[0].owner, [(wire.Header(wire.REFUSE, info.id, round=key.pushed), None)])
+
+    def is_refused(self, info: KeyInfo) -> bool:
+        return self._refusals.get(info.id) == self._keys[info.id].pushed
+
+    def wake_where_refused(self, info: KeyInfo, waiter: Waiter) -> None:
+        self._waiters[info.id] = waiter
+
+    def _refused(self, source: int, message: Message) -> None:
+        """Of a key that hosts add, the workers find out by themselves who has pushed what."""
+        if (key_id := message["key_id"]) not in self.added:
+            self._tell_waits(source, message)
+            return
+        self._refusals[key_id] = message["round"]
+        if (waiter := self._waiters.pop(key_id, None)) is not None:
+            waiter.wake()
+
+
+class _OrRefused(Waking):
+    """A request that is done when another one is, or when a server has refused this round of a key."""
+
+    def __init__(self, speaker: Speaker, info: KeyInfo, request: Operation) -> None:
+        self._speaker, self._info, self._request = speaker, info, request
+
+    def test(self) -> bool:
+        return self._request.test() or self._speaker.is_refused(self._info)
+
+    def wakes(self, waiter: Waiter) -> bool:
+        self._speaker.wake_where_refused(self._info, waiter)
+        return wakes(self._request, waiter)
 
 
 class DividedPath(SharedPath):
-    """See `KeyPath`. place: where the value, the counters of the workers' part, and those of the servers' part are."""
+    """place: where the value, the counters of the workers' part, and those of the servers' part are."""
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(resources, info, placement, (place[0], place[2]))
         assert resources.speaker is not None
-        self._resources, self._speaker, self._of_workers = resources, resources.speaker, place[:2]
+        self._speaker, self._of_workers = resources.speaker, place[:2]
         self._ring: HostedPath | None = None
         self._exchange: Operation | None = None
         self.reshard(placement)
 
     @property
-    def _bounds(self) -> list[int]:
-        """Of the workers of this host, of which the first one has what servers own."""
-        n_elems = self._info.n_elems
-        return [self.placement.bounds[-1]] + [n_elems] * self._hosts.size
-
-    @property
     def servers(self) -> tuple[str, ...]:
-        """See `KeyPath`."""
         return self._speaker.owners_of(self._info)
 
     def reshard(self, placement: Placement) -> None:
-        """See `KeyPath`. The cut may move to the first element, no other one."""
+        """The cut may move to the first element, no other one."""
         super().reshard(placement)
         if not (cut := placement.bounds[-1]):
             self._ring = None
@@ -66,23 +145,18 @@ class DividedPath(SharedPath):
 
     @property
     def held_bytes(self) -> int:
-        """The buffers that this worker copies its values to, so that the others can add them."""
         return super().held_bytes + (0 if self._ring is None else self._ring.held_bytes)
 
     def broadcast(self) -> Steps[None]:
-        """Broadcast the whole value by messages along a tree of one rank of each host."""
-        whole = HostedPath(self._resources, self._info, self.placement, self._of_workers)
-        return whole.broadcast()
+        return HostedPath(self._resources, self._info, self.placement, self._of_workers).broadcast()
 
-    def begin(self, round_: Pushed) -> None:
-        """See `KeyPath`."""
+    def begin(self, round_: Round) -> None:
         self._round = round_
         self._speaker.begin(self._info)
 
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """Start what servers have of the key, and do the workers' part."""
         self._exchange = self._speaker.apart(self._of_servers(values, combine, comparison), f"key {self._info.key!r}")
         if (ring := self._ring) is None:
             return None
@@ -90,19 +164,19 @@ class DividedPath(SharedPath):
         return (yield from ring.reduce_scatter(values[:cut], combine, comparison, changeable=changeable))
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """Complete the workers' part, then copy what has come from the servers to `outs`."""
         assert self._exchange is not None
         assert comparison is not None
         cut = self.placement.bounds[-1]
         if (ring := self._ring) is not None:
             yield from ring.allgather([out[:cut] for out in outs], comparison)
         if not comparison.differ:
-            yield self._speaker.or_refused(self._info, self._exchange)
+            yield _OrRefused(self._speaker, self._info, self._exchange)
         if not comparison.differ and self._hosts.rank:
-            yield self._speaker.or_refused(self._info, self._key.awaited([0], GATHERED, 1))
+            yield _OrRefused(self._speaker, self._info, self._key.awaited([0], GATHERED, 1))
         comparison.differ |= self._speaker.is_refused(self._info)
         if not comparison.differ:
-            yield from one_host.allgather(self._hosts.rank, self._bounds, self._key, outs)
+            bounds = [cut] + [self._info.n_elems] * self._hosts.size  # the speaker has what servers own
+            yield from one_host.allgather(self._hosts.rank, bounds, self._key, outs)
             return
         for out in outs:  # the old value
             out[cut:] = self.value[cut:]

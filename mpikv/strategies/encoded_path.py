@@ -1,27 +1,22 @@
 """The path "encoded": each worker encodes its values by the key's codec and sends them directly to whoever adds them.
 
-Value: each worker has a copy in its own memory, on the host or on its GPU.
-
-Who adds, and in which order. A ring would have to decode and encode again at every rank, because encoded values cannot
-be added. So each worker encodes its values piece by piece and sends each piece to the piece's owner. The owner decodes
-the pieces of all workers, also its own, and adds them in float32 (float64 for float64) in the order of the workers. So
-the bits do not depend on who owns what, and are those of a server. Then the owner updates its shard and sends it to
-all, uncompressed or encoded by the codec for answers. If it is encoded, the owner also uses the decoded values, and
-keeps the exact values for its next update. This is the algorithm `owners`.
+A ring would have to decode and encode again at every rank, because encoded values cannot be added. So each worker
+encodes its values piece by piece and sends each piece to the piece's owner. The owner decodes the pieces of all
+workers, also its own, and adds them in float32 (float64 for float64) in the order of the workers. So the bits do not
+depend on who owns what, and are those of a server. Then the owner updates its shard and sends it to all, uncompressed
+or encoded by the codec for answers. If it is encoded, the owner also uses the decoded values, and keeps the exact
+values for its next update. This is the algorithm `owners`.
 
 Where few workers send few bytes and nothing updates the key, each sends its pieces to all others instead. Every worker
 adds all of them in the same order, so that nothing has to be sent back. This is the algorithm `gather`.
 
 Uncompressed rounds of a key with a codec use the path of a key without one, with the same owners, if the placement
-names such a path (`Placement.uncompressed`); else they use this one, with `owners`. Keys of half precision use this
-path without a codec: they are sent in two bytes for each element, added in float32 and rounded once.
+names such a path (`Placement.uncompressed`); else this one, with `owners`. Keys of half precision use this path without
+a codec: they are sent in two bytes for each element, added in float32 and rounded once.
 
-What is sent. Sending, receiving and adding run side by side, with a limited number of messages in flight. A piece is
-encoded just before it is sent, and added when the pieces of all workers of lower rank have been. Labels are compared as
-on other paths (collectives/labelled.py).
-
-On a GPU the messages are the same, but pieces are encoded, decoded and added there (device_pieces.py), so that only
-encoded bytes are copied between the GPU and the host.
+Sending, receiving and adding run side by side, with a limited number of messages in flight. A piece is encoded just
+before it is sent, and added when the pieces of all workers of lower rank have been. On a GPU pieces are encoded,
+decoded and added there (device_pieces.py), so that only encoded bytes are copied to the host and back.
 
 Cost per worker of W, for n elements that are w bytes encoded and b bytes as an answer: `owners` sends (W-1)/W (w + b)
 bytes and encodes and decodes each element once; `gather` sends (W-1) w bytes and decodes each element W times. Memory:
@@ -31,23 +26,26 @@ for answers also a copy of the owned shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.codecs import compression
+from mpikv.codecs.base import Codec, State
+from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
 from mpikv.engine.operation import Done, Operation, Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
-from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.host_copies import broadcast_first
-from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.pieces import Encoding, Pieces
 from mpikv.transports.base import Group
@@ -66,6 +64,53 @@ class _WithOwnRank:
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         return Done() if source == self._group.rank else self._group.irecv(buf, source, tag)
+
+
+class KeyCodec:
+    """The codec of one key, and its state from one round to the next, on whichever path each round is done.
+
+    pushed, returned: encode values that are sent to the owners, and back from them. uncompressed_pieces: in place of
+    these in rounds that are `uncompressed`. exact: this worker's shard before it was sent back encoded, for its next
+    update; None: the value itself is exact.
+    """
+
+    def __init__(self, info: KeyInfo, space: Space, group: Group) -> None:
+        codecs, recorder = compression.of_text(info.codec), group.transport.recorder
+
+        def pieces(codec: Codec) -> Pieces:
+            if isinstance(space, DeviceSpace):
+                return DevicePieces(info, codec, space, recorder)
+            return Pieces(info, codec, recorder)
+
+        self.pushed, self.returned = pieces(codecs.push), pieces(codecs.pull)
+        self.uncompressed_pieces = pieces(IDENTITY)
+        self.returns_encoded = codecs.pull != IDENTITY
+        self._n_elems, self.uncompressed = info.n_elems, False
+        self.exact: SpaceArray | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        exact = 0 if self.exact is None else int(self.exact.nbytes)
+        return self.pushed.held_bytes + self.returned.held_bytes + exact
+
+    def reshard(self, before: Placement, placement: Placement) -> None:
+        if before.bounds != placement.bounds:
+            self.exact = None
+            self.returned.states = {}  # other workers own those elements now
+        self.set_states(self.pushed.states, placement)
+
+    def set_states(self, states: Mapping[Span, State], placement: Placement) -> None:
+        """Replace the states of the codec of this worker's pushes. states: by pieces, which may have other bounds."""
+        gathers = placement.algorithm == "gather"  # also if the last round was uncompressed and had owners
+        spans = [(0, self._n_elems)] if gathers else pairwise(placement.bounds)
+        self.pushed.recut(states, [piece for span in spans for piece in self.pushed.of(span)])
+
+    # --- a round
+
+    def restore_exact(self, value: SpaceArray, updates: Span) -> None:
+        """Copy the exact values of the elements `updates` into `value`, before they are updated."""
+        if self.exact is not None:
+            value[slice(*updates)] = self.exact
 
 
 class EncodedPath(KeyPath):

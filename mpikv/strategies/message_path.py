@@ -1,10 +1,8 @@
-"""The path "messages": the workers own the keys, and send messages, also within a host.
+"""The paths "messages" and "native", and that of `op="adasum"`: each worker has the value in its own memory.
 
-Value: each worker has a copy in its own memory. Who adds, in which order, and what is sent: the placement names the
-algorithm that decides this (collectives/ring, naive, halving_doubling, hierarchical). Messages also contain the labels
-that values were pushed under (collectives/labelled).
-
-Cost: that of the algorithm. Memory: the value.
+Labels are compared with the messages of a reduce-scatter (collectives/labelled), but for adasum: they would differ in
+the op alone, and a worker with another op is on another path. Its tag is one that no other path uses, so both workers
+wait until their time is over, and the errors name the op.
 """
 
 from __future__ import annotations
@@ -14,39 +12,140 @@ from typing import Any
 
 import numpy as np
 
+from mpikv.collectives import adasum
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.engine.operation import Steps
+from mpikv.collectives.stages import Span
+from mpikv.common.checks import shown
+from mpikv.engine.engine import Engine
+from mpikv.engine.operation import Predicate, Steps
+from mpikv.engine.running import Running
+from mpikv.errors import UnsupportedError
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
-from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.key_path import KeyPath
+from mpikv.transports.base import Transport
 
 
 class MessagePath(KeyPath):
-    """See `KeyPath`."""
-
-    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
-        super().__init__(resources, info, placement, place)
-        self.value = self._space.empty(info.n_elems, info.dtype)
+    """Messages, also within a host, by the algorithm that the placement names (collectives/ring, naive, and others)."""
 
     def broadcast(self) -> Steps[None]:
-        """Broadcast by messages along a tree."""
         return broadcast(self._group, self.value, 0, self._tag(0))
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """Add in `values`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         group = self._groups(comparison)[0]
         steps: Steps[None] = algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
         return steps
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        """Receive into `value`."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         group = self._groups(comparison)[1]
         steps: Steps[None] = algorithm.allgather(group, self.value, self.placement.bounds, self._tag(2))
         return steps
+
+
+class WholePath(KeyPath):
+    """Adasum, beside the key's usual path, with the same array for the value.
+
+    No optimizer updates the result, so it needs no owners: each worker writes all of it to the array. Where that is in
+    memory which the workers of a host share, all of them write the same bytes. They need not wait for each other there:
+    no worker ends a round before all have begun it, and a worker that has begun a round does not read the value of the
+    last one any more.
+    """
+
+    sends_back = False
+
+    @property
+    def updates(self) -> Span:
+        return 0, self._info.n_elems
+
+    def reduce_scatter(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
+        buf = values if changeable else values.copy()
+        yield from adasum.allreduce(self._group, buf, self._tag(3))
+        return buf
+
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        yield from ()  # the value is complete
+        for out in outs:
+            out[...] = self.value
+
+
+class NativePath(KeyPath):
+    """MPI's own collectives (collectives/native), which add in an order that MPI chooses, and gather labels before."""
+
+    def broadcast(self) -> Steps[None]:
+        assert self._resources.communicators is not None
+        self._communicators = self._resources.communicators
+        yield from broadcast(self._group, self.value, 0, self._tag(0))
+        self._comm = yield from self._communicators.of(self._info.id)
+
+    def reduce_scatter(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
+        native = self._communicators.native
+        if comparison is not None:
+            yield from native.compare(self._comm, comparison)
+        yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
+        return None
+
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
+        return steps
+
+
+class Communicators:
+    """A communicator of one worker for each key, which MPI's own collectives need. native: that module.
+
+    MPI requires that all ranks make communicators in the same order, but a worker may learn of keys in any order. So
+    they are made one after another, in the order in which all workers agreed on the keys; of the workers alone.
+
+    Making it is collective over the workers, and blocks until each does: as part of `kv.create`, where all have come.
+    """
+
+    def __init__(self, transport: Transport, workers: Sequence[int], engine: Engine) -> None:
+        # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
+        from mpikv.collectives import native  # noqa: PLC0415
+
+        self.native: Any = native
+        comm = getattr(transport, "comm", None)  # None: thread ranks
+        self._workers: Any = None if comm is None else native.of_ranks(comm, workers)
+        self._engine = engine
+        self._made: dict[int, Running[Any]] = {}
+        self._last: Running[Any] | None = None
+
+    def agreed(self, info: KeyInfo) -> None:
+        """Start to make the one of a key that all workers agreed on. To be called in the same order on all workers."""
+        steps = self._duplicate_after(self._last)
+        self._last = self._made[info.id] = self._engine.start(steps, f"communicator of key {shown(info.key)}")
+
+    def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
+        if before is not None:
+            yield before
+        if self._workers is None:
+            raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
+        return (yield from self.native.duplicate(self._workers))
+
+    def of(self, key_id: int) -> Steps[Any]:
+        """Wait for the communicator of a key. `init` may return before all workers have agreed on the key."""
+        yield Predicate(lambda: key_id in self._made)
+        yield self._made[key_id]
+        return self._made[key_id].result
+
+    def all_made(self) -> bool:
+        """Whether all are complete. MPI must not be finalized before, even if no round has needed them."""
+        return all(running.done for running in self._made.values())
+
+    def free(self) -> None:
+        """Free all of them, when all are complete. Collective."""
+        for running in self._made.values():
+            if running.result is not None:
+                running.result.Free()
+        if self._workers is not None:
+            self._workers.Free()

@@ -1,9 +1,7 @@
 """The paths of rounds, by name, and the choice of a path for each round of a key.
 
-A key's placement names its path, so that keys of one store may use different paths at the same time. A key whose values
-are sent encoded may have a second path, for rounds whose values are sent uncompressed. A key gets one more with the
-first round whose reduction needs whole values (whole_path.py). `begin_round` chooses among them. A bucket of several
-keys counts as one key.
+A key whose values are sent encoded may have a second path, for rounds whose values are sent uncompressed. A key gets
+one more with the first round whose reduction needs whole values. A bucket of several keys counts as one key.
 
 Where the value is: in the memory of the key's path, or on the GPU if that path copies it to the host. The other paths
 complete the value in the same array, or in shared memory of the host, from which it is copied to that array.
@@ -12,7 +10,7 @@ complete the value in the same array, or in shared memory of the host, from whic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,15 +24,14 @@ from mpikv.spaces.named import DEVICE
 from mpikv.strategies.divided_path import DividedPath
 from mpikv.strategies.encoded_path import EncodedPath
 from mpikv.strategies.host_copies import HostCopies
-from mpikv.strategies.hosted_path import HostedPath
+from mpikv.strategies.hosted_path import HostedPath, OneHostPath
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.message_path import MessagePath
+from mpikv.strategies.message_path import MessagePath, NativePath, WholePath
 from mpikv.strategies.mpi_path import MpiPath
-from mpikv.strategies.native_path import NativePath
 from mpikv.strategies.nccl_path import NcclPath
-from mpikv.strategies.one_host_path import OneHostPath
-from mpikv.strategies.speaker import Pushed
-from mpikv.strategies.whole_path import WholePath
+
+if TYPE_CHECKING:
+    from mpikv.strategies.queues import Round
 
 PATHS: Mapping[Path, type[KeyPath]] = {
     "direct": OneHostPath,
@@ -49,24 +46,24 @@ PATHS: Mapping[Path, type[KeyPath]] = {
 
 
 class KeyPaths:
-    """The paths of one key. place: the key's place in shared memory; None: it has none.
+    """The paths of one key. place: the key's place in shared memory.
 
-    value: the key's value, (n,). dtype: the dtype in which paths take pushed values. usual: the path of most rounds.
-    uncompressed: the path of uncompressed rounds of a key with a codec; None: it is the usual one. whole: the path of
-    rounds whose reduction needs whole values; None: there was none. codec: of the usual path.
+    value: the key's value, (n,). dtype: in which paths take pushed values. usual: the path of most rounds.
+    uncompressed: of uncompressed rounds of a key with a codec; None: the usual one. whole: of rounds whose reduction
+    needs whole values; None: there was none. codec: of the usual path.
     """
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         self.placement, self._is_first = placement, resources.group.rank == 0
         self._resources, self._info = resources, info
-        self.usual = path_of(resources, info, placement, place)
+        self.usual = _path_of(resources, info, placement, place)
         copies = self.usual.copies
         self.value: SpaceArray = self.usual.value if copies is None else copies.value
         self.dtype: np.dtype[Any] = self.usual.dtype
         self.codec = self.usual.codec
         self.uncompressed: KeyPath | None = None
         if (uncompressed := placement.uncompressed) is not None:
-            self.uncompressed = path_of(resources, info, uncompressed, place, self.value)
+            self.uncompressed = _path_of(resources, info, uncompressed, place, self.value)
         self.whole: WholePath | None = None
 
     @property
@@ -76,26 +73,16 @@ class KeyPaths:
 
     @property
     def value_is_shared(self) -> bool:
-        """Whether `value` is in memory that the ranks of a host share.
-
-        A round then writes each segment of the value to the caller's arrays as soon as it is complete.
-        """
+        """Whether a round writes each segment of the value to the caller's arrays as soon as it is complete."""
         return self.usual.shared and self.usual.copies is None
 
     @property
-    def overwrites(self) -> bool:
-        """Whether a round that begins now overwrites the pushed values if they are `changeable`."""
-        return self.usual.overwrites
-
-    @property
     def held_bytes(self) -> int:
-        """This worker's own memory that the paths hold."""
         holders = (self.usual, self.uncompressed, self.whole, self.codec)
         held = sum(one.held_bytes for one in holders if one is not None)
         return held + (0 if self.value_is_shared else int(self.value.nbytes))
 
     def reshard(self, placement: Placement) -> None:
-        """Change the bounds of the owners' shards, and compare labels anew. Not to be called during a round."""
         self.usual.reshard(placement)
         if self.uncompressed is not None and placement.uncompressed is not None:
             self.uncompressed.reshard(placement.uncompressed)
@@ -106,41 +93,33 @@ class KeyPaths:
     # --- the first value
 
     def broadcast(self) -> Steps[None]:
-        """Broadcast the value of worker 0. Collective; once, before the first round."""
         path = self.usual
         return path.broadcast() if path.copies is None else path.copies.broadcast(path, is_first=self._is_first)
 
     def broadcast_now(self) -> bool:
-        """Do what `broadcast` does if that needs no wait. Returns whether it was done."""
         return self.usual.copies is None and self.usual.broadcast_now()
 
     # --- rounds
 
-    def begin_round(self, round_: Pushed, *, uncompressed: bool) -> KeyPath:
-        """Begin a round, and return its path.
-
-        uncompressed: values must be sent uncompressed, whatever the codec; as where its reduction needs whole values.
-        """
-        path = self._path_of(whole=round_.op.whole, uncompressed=uncompressed)
+    def begin_round(self, round_: Round, *, uncompressed: bool) -> KeyPath:
+        """Begin a round, and return its path. uncompressed: values must be sent so, whatever the codec."""
+        path = self.usual
+        if self.codec is not None:
+            self.codec.uncompressed = uncompressed
+            if uncompressed and self.uncompressed is not None:
+                path = self.uncompressed
+        if round_.op.whole:
+            if self.whole is None:
+                self.whole = _whole_path_of(self._resources, self._info, self.placement, self.value)
+            path = self.whole
         path.begin(round_)
         return path
 
-    def _path_of(self, *, whole: bool, uncompressed: bool) -> KeyPath:
-        if self.codec is not None:
-            self.codec.uncompressed = uncompressed
-        if whole:
-            if self.whole is None:
-                self.whole = whole_path_of(self._resources, self._info, self.placement, self.value)
-            return self.whole
-        if self.codec is None:
-            return self.usual
-        return self.uncompressed if self.uncompressed is not None and self.codec.uncompressed else self.usual
 
-
-def path_of(
+def _path_of(
     resources: PathResources, info: KeyInfo, placement: Placement, place: Any, value: SpaceArray | None = None
 ) -> KeyPath:
-    """Make the path that a placement names. value: the array that an earlier path of the key has; None: make one."""
+    """value: the array that an earlier path of the key has; None: make one."""
     if placement.path != "host":
         path = PATHS[placement.path](resources, info, placement, place)
         if value is not None and not path.shared:
@@ -152,9 +131,9 @@ def path_of(
     return path
 
 
-def whole_path_of(resources: PathResources, info: KeyInfo, placement: Placement, value: SpaceArray) -> WholePath:
-    """Make the path of rounds whose reduction needs whole values. value: the array that the key's other paths have."""
-    path = WholePath(resources, info, placement, value)
+def _whole_path_of(resources: PathResources, info: KeyInfo, placement: Placement, value: SpaceArray) -> WholePath:
+    path = WholePath(resources, info, placement, None)
+    path.value = value
     if info.space == DEVICE:
         _copy_through_host(path, resources, info, value)
     return path

@@ -23,7 +23,6 @@ from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Comparison
 from mpikv.placement.members import Members
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
@@ -33,17 +32,17 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.bucketed import Bucket
-from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
+from mpikv.strategies.divided_path import Speaker
+from mpikv.strategies.encoded_path import KeyCodec
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.key_codec import KeyCodec
 from mpikv.strategies.key_path import PathResources
+from mpikv.strategies.message_path import Communicators
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue
-from mpikv.strategies.round_steps import RoundSteps
+from mpikv.strategies.round_steps import rounds
 from mpikv.strategies.sparse import WorkersRows
-from mpikv.strategies.speaker import Speaker
 
 
 class PlacedKeys:
@@ -94,14 +93,6 @@ class PlacedKeys:
             device_group=session.group,
             speaker=speaker,
         )
-        self._rounds = RoundSteps(
-            session.num_workers,
-            self.owner,
-            self._comparison,
-            session.different,
-            priorities=session.priorities,
-            recorder=session.recorder,
-        )
 
     # --- keys as they are agreed on
 
@@ -138,7 +129,7 @@ class PlacedKeys:
         self.queues[info.id] = queue
         queue.has_value = queue.paths.broadcast_now()
         if not queue.has_value:
-            queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+            queue.running = self._session.engine.take(Running(rounds(queue, self._session, self.owner), queue.name))
 
     def _forget_key(self, info: KeyInfo) -> None:
         if info.sparse:
@@ -194,23 +185,15 @@ class PlacedKeys:
             self._placements[properties] = placement
         return self._placements[properties]
 
-    def _comparison(self, queue: RoundQueue) -> Comparison | None:
-        """Make the comparison of a queue's labels; None where there is no other worker or no element."""
-        session = self._session
-        if session.num_workers == 1 or not queue.info.n_elems:
-            return None
-        return Comparison(tuple(session.attributes.as_set(session.slot_of(info)) for info in queue.keys))
-
     # --- rounds
 
     def start_rounds(self, queue: RoundQueue) -> None:
-        running = self.new_running(queue)
-        if running is not None:
+        if (running := self.new_running(queue)) is not None:
             queue.running = self._session.engine.take(running)
 
     def new_running(self, queue: RoundQueue) -> Running[None] | None:
         """Make what does the queue's rounds, for the engine to run; None: it runs already."""
-        return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
+        return Running(rounds(queue, self._session, self.owner), queue.name) if queue.may_start else None
 
     def all(self) -> list[RoundQueue]:
         return list(dict.fromkeys(self.queues.values()))
@@ -230,11 +213,11 @@ class PlacedKeys:
         """
         refused: ConfigError | None = None
         for queue in self.all():
-            rounds = [queue.pushed]
+            of_keys = [queue.pushed]
             for info in queue.keys:
                 if common is not None and info.id in common:
-                    rounds.append(common[info.id] - queue.direct_calls.rounds)
-            round_ = min(rounds)
+                    of_keys.append(common[info.id] - queue.direct_calls.rounds)
+            round_ = min(of_keys)
             try:
                 self._session.wait(Pending(queue.at(round_), Waiting(call, queue.info.key, queue.info.id, round_)))
             except ConfigError as error:

@@ -40,6 +40,7 @@ from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
+from mpikv.strategies.divided_path import Speaker
 from mpikv.strategies.exchange import (
     BatchTransfer,
     Client,
@@ -51,7 +52,6 @@ from mpikv.strategies.exchange import (
 )
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient, push_label
-from mpikv.strategies.speaker import Speaker
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports import wire

@@ -81,7 +81,7 @@ class QueuedCall(PreparedCall):
         in_place = any(address_of(value) == address_of(out) for out in outs)
         if paths.value_is_shared:
             return Round(value, under, borrowed=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
-        if in_place or not paths.overwrites:
+        if in_place or not paths.usual.overwrites:
             return Round(value, under, borrowed=True, changeable=in_place), Sink(info, outs, spaces)
         queue.space.copy(outs[0], value)
         return Round(outs[0], under, borrowed=True), Sink(info, outs, spaces)
