@@ -24,7 +24,7 @@ class Members:
 
     hosts: of each rank of the transport. workers, servers: ranks of the transport, not always all of them. memory:
     whether the ranks of each host can share memory, as far as known. device_path: of keys in device memory.
-    device_reasons: why it is none of the better paths: pairs of a path and a sentence. link: what hosts' links carry.
+    device_reasons: why it is none of the better paths: pairs of a path and a sentence.
     """
 
     hosts: tuple[str, ...]

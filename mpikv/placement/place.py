@@ -1,34 +1,25 @@
 """Which ranks own a key and which path its gradients take: one pure value, the same on every rank.
 
 `Members` is what all keys of a store have in common: its ranks, their hosts, the settings. From it and from one key
-`place` computes the key's `Placement`: the path, the algorithm, the owners, and the bounds of their shards. All of that
-depends only on what the ranks agreed on at `init`, so each rank computes it by itself without a message. Only where
-servers own the keys worker 0 chooses, by the bytes that each server holds already, and announces its choice.
+`place` computes the key's `Placement`. All of that depends only on what the ranks agreed on at `init`, so each rank
+computes it by itself without a message. Only where servers own the keys worker 0 chooses, by the bytes that each
+server holds already, and announces its choice.
 
-The paths:
+The paths (strategies/paths.py has them):
 
-- `direct`: all workers are on one host, and add in memory that they share: in one call where all make the same one,
-  else key by key.
-- `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages are sent
-  only between hosts.
+- `direct`: all workers are on one host, and add in memory that they share.
+- `hosted`: several workers on some hosts: each host adds in its memory, and messages are sent only between hosts.
 - `divided`: the same for a key of which servers own the rest: one worker of each host sends them the host's sum of it.
 - `messages`: the workers own the keys and send messages, also within a host.
-- `native`: the workers own the keys, and MPI's own collectives add and distribute them.
-- `encoded`: the workers own the keys, and each sends its values of a shard, encoded by the key's codec, straight to the
-  shard's owner. The owner decodes them, adds them in the order of the workers and sends the new shard to all (algorithm
-  `owners`). Or each worker sends all of its values to all others, which all decode and add them (`gather`). Keys with
-  compression take this path where it sends fewer bytes over the links between hosts (`Wire`), or where it is forced.
-  Keys of half precision take it in place of `messages`, with a "codec" that leaves the values as they are.
+- `native`: MPI's own collectives add and distribute the keys.
+- `encoded`: each worker sends its values of a shard, encoded, straight to the shard's owner (`owners`), or all of its
+  values to all others (`gather`). Keys with compression take this path where it sends fewer bytes over the links
+  between hosts (`Wire`), or where it is forced. Keys of half precision take it in place of `messages`.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Keys whose arrays are in GPUs' memory take the path that the workers settled on for them (device_paths.py), where shards
-are whole cache lines:
-
-- `nccl`: NCCL's collectives add, in an order of their own.
-- `mpi`: as `messages`, with messages from and to device memory.
-- `host`: values are copied to the host, take one of the paths above (`Placement.host`) there, and are copied back.
-
-Cost: one pass over the ranks. Input and output: none.
+are whole cache lines: `nccl` (in an order of its own), `mpi` (as `messages`), or `host`: values are copied to the host,
+take one of the paths above (`Placement.host`) there, and are copied back.
 """
 
 from __future__ import annotations
@@ -59,14 +50,13 @@ def place(
     begin: int = 0,
     end: int | None = None,
 ) -> Placement:
-    """Return which ranks own a key and which path its gradients take.
+    """Which ranks own a key and which path its gradients take.
 
     whole: one owner has all of it, since its optimizer's formula needs the whole value. fits: whether the memory that a
-    host's workers share has space for it. load_bytes: for servers: what each of them holds already. wire: how its
-    values are sent encoded; None: never. updated: whether owners update it with an optimizer. encoded: whether its
-    values are sent encoded, where that is decided already; None: it is decided here. begin: for servers: their first
-    element. end: for workers, who add on their hosts what servers get: where the servers' elements begin; None: servers
-    have none.
+    host's workers share has space for it. load_bytes: what each server holds already. wire: how its values are sent
+    encoded; None: never. updated: whether owners update it with an optimizer. encoded: whether its values are sent
+    encoded, where that is decided already. begin: the first element of servers. end: where the servers' elements begin,
+    of a key of which workers add on their hosts what servers get.
     """
     if members.path == "servers":
         return on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire, begin=begin)
@@ -117,7 +107,7 @@ def place(
 
 
 def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
-    """Return bounds of shards that begin at whole cache lines of a GPU, so that it loads and stores its widest words.
+    """Bounds of shards that begin at whole cache lines of a GPU, so that it loads and stores its widest words.
 
     All have the same length except the last ones, which may be shorter or empty: NCCL needs equal lengths, so there
     these are padded.
@@ -131,10 +121,9 @@ def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
 def _uncompressed_path(
     members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]
 ) -> tuple[Path, str] | None:
-    """Return the path and the algorithm of an encoded key's rounds without a codec; None: the path of encoded rounds.
+    """The path and the algorithm of an encoded key's rounds without a codec; None: the path of encoded rounds.
 
-    They are those of a key without compression, but with these bounds. on_host: the path that the key has, or would
-    have, on the host.
+    They are those of a key without compression, but with these bounds. on_host: its path on the host.
     """
     device_path = members.device_path_of(info)
     if on_host == "native" or device_path == "nccl" or sum_dtype(info.dtype) != info.dtype:
@@ -147,7 +136,7 @@ def _uncompressed_path(
 
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:
-    """Return whether a key's values are sent encoded. on_host: the path that they would take on the host otherwise."""
+    """Whether a key's values are sent encoded. on_host: the path that they would take on the host otherwise."""
     fewer = encoded_bytes(members, info, wire, updated=updated) < uncompressed_bytes(members, info)
     if not wire.codec and not wire.back:
         halves = sum_dtype(info.dtype) != info.dtype and len(members.workers) > 1
@@ -160,5 +149,5 @@ def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated
 
 
 def place_rows(members: Members, info: KeyInfo) -> tuple[int, ...]:
-    """Return the bounds of each owner's rows of a row-sparse key: owner i owns the rows `[bounds[i], bounds[i+1])`."""
+    """The bounds of each owner's rows of a row-sparse key: owner i owns the rows `[bounds[i], bounds[i+1])`."""
     return even_bounds(info.shape[0], len(members.owners))

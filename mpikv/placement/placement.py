@@ -13,10 +13,9 @@ EVENLY = -1  # announced in place of a key's only owner: the key is cut evenly o
 class Placement(NamedTuple):
     """The placement of one key: `owners[i]` owns the shard `[bounds[i], bounds[i+1])`, which may be empty.
 
-    owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add; "" for
-    servers. partition_elems: the most elements of one message to or from a server; 0 for workers. uncompressed_path:
-    for the path `encoded`: the path and the algorithm of rounds without a codec; None: these take the same path. host:
-    the path on the host, where this path or the uncompressed one is `host`.
+    owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add.
+    partition_elems: the most elements of a message to or from a server. uncompressed_path: for `encoded`: the path and
+    the algorithm of rounds without a codec; None: the same. host: the path on the host, where one of them is `host`.
     """
 
     path: Path
@@ -40,5 +39,5 @@ class Placement(NamedTuple):
         return tuple(shard._replace(owner=self.owners[shard.owner]) for shard in plan_of_bounds(self.bounds))
 
     def announced(self) -> list[int]:
-        """Return what worker 0 announces of a key on servers: its only owner, or EVENLY, partition_elems, its begin."""
+        """What worker 0 announces of a key on servers: its only owner, or EVENLY, partition_elems, its begin."""
         return [self.owners[0] if len(self.owners) == 1 else EVENLY, self.partition_elems, self.bounds[0]]

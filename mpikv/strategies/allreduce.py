@@ -22,16 +22,17 @@ from mpikv.engine.operation import Predicate
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.states import StateRecord
+from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.members import Members
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.named import DEVICE
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
 from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
 from mpikv.strategies.divided_path import Speaker
+from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.sparse import RowServer, WorkersRows
@@ -117,11 +118,12 @@ class AllreduceStrategy(WorkersStrategy):
         if self.rows.any:
             held["row_bytes"] = self.rows.held_bytes
         if self.keys.hosts is not None:
-            held["shared_bytes"] = self.keys.shared_bytes
+            shared = (queue for queue in self.keys.all() if queue.info.space == HOST and queue.paths.shared)
+            held["shared_bytes"] = sum(queue.info.n_bytes for queue in shared)
         if self.keys.direct is not None:
             direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
-        return held | self.keys.encoded_bytes()
+        return held | encoded_bytes(codec.pushed for _, codec in self.keys.encoded())
 
     # --- optimizers
 
@@ -169,14 +171,25 @@ class AllreduceStrategy(WorkersStrategy):
         if call == SAVE:
             self._session.agree(SAVE, None, SAVE)  # wait until all workers are ready to send their states
 
+    def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
+        """The shard of each key that a worker owns; begin equals end where it owns none."""
+        owned = []
+        for queue in self.keys.all():
+            for info in queue.keys:
+                span = queue.span(info)
+                begin = min(max(queue.bounds[rank], span.start), span.stop)
+                end = max(begin, min(queue.bounds[rank + 1], span.stop))
+                owned.append((self._session.infos[info.key], begin - span.start, end - span.start))
+        return owned
+
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
-        dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
+        dense = collect(self.keys.owner, self._owned(self._session.rank))
         gathered = self._session.gather(SAVE, records_to_bytes([*dense, *self.rows.states()]))
         return lambda: [records_from_bytes(blob) for blob in gathered]
 
     def send_states(self, file: StatesFile) -> None:
         """Worker 0 cuts the states; they are sent when all know that the file is good."""
-        owned = ([*self.keys.owned(rank), *self.rows.owned(rank)] for rank in range(self._session.num_workers))
+        owned = ([*self._owned(rank), *self.rows.owned(rank)] for rank in range(self._session.num_workers))
         self._blobs = [records_to_bytes(distribute(file, shards)) for shards in owned]
 
     def take_states(self, replaced: Sequence[KeyInfo]) -> None:
@@ -194,10 +207,20 @@ class AllreduceStrategy(WorkersStrategy):
     def codec_states(self, call: str) -> list[StateRecord]:
         self.keys.drain(call)
         self._session.agree(call, None, call)  # wait until all workers are ready to send theirs
-        return self.keys.codec_states()
+        return [
+            record_of(self._session.infos[info.key], begin, end, state)
+            for queue, codec in self.keys.encoded()
+            for info in queue.keys
+            for begin, end, state in codec.pushed.states_in(queue.span(info))
+        ]
 
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        self.keys.take_codec_states(parts)
+        with self._session.engine.lock:  # `load_states` has waited for all rounds
+            for queue, codec in self.keys.encoded():
+                begins = {info.key: queue.span(info).start for info in queue.keys}
+                mine = [(begins[part.key], part) for part in parts if part.key in begins]
+                states = {(at + part.begin, at + part.end): part.state for at, part in mine}
+                codec.set_states(states, queue.placement)
 
     # --- the end
 

@@ -24,7 +24,7 @@ from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
-from mpikv.engine.operation import Operation, Steps, Waiter, Waking
+from mpikv.engine.operation import Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.counters import Counters, table_bytes
@@ -44,7 +44,7 @@ class ArrayBlock(NamedTuple):
     stride: int
 
 
-class _Published(Waking):
+class ValuePublished(Waking):
     """A request that is done when a key's first value has been written to its place."""
 
     __slots__ = ("_hosts", "_place")
@@ -53,26 +53,19 @@ class _Published(Waking):
         self._hosts, self._place = hosts, place
 
     def test(self) -> bool:
-        """Whether the value is published."""
         return self._hosts.is_published(self._place)
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Let `waiter` be woken when rank 0 has published the value."""
         self._hosts.wait(self._place[1], waiter)
         return True
 
 
 class HostKeys:
-    """One worker's view of its host's memory. Also a request that is never done, whose `test` wakes waiting transfers.
-
-    hosts: each worker's host.
-    """
+    """One worker's view of its host's memory. As a request it is never done: its `test` wakes waiting transfers."""
 
     def __init__(self, memory: HostMemory, hosts: Sequence[str]) -> None:
         found = topology(hosts)
-        self.memory = memory
-        self.rank = memory.rank
-        self.size = memory.size
+        self.memory, self.rank, self.size = memory, memory.rank, memory.size
         self._n_rings = found.n_leaders
         self._most_ranks = max(len(ranks) for ranks in found.hosts)
         words_begin = table_bytes(self._most_ranks, WORDS)
@@ -105,7 +98,6 @@ class HostKeys:
         return self._values.reserve(aligned(n_bytes) * self._most_ranks)
 
     def value(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """The value of a key at its place: (n_elems,)."""
         return self.memory.array(place[0], n_elems, dtype)
 
     def key(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostKey:
@@ -178,15 +170,10 @@ class HostKeys:
         self._count(place[1])
 
     def is_published(self, place: Sequence[int]) -> bool:
-        """Whether the key's first value has been published."""
         there = self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] == 1
         if not ORDERED:
             fence()
         return there
-
-    def published(self, place: Sequence[int]) -> Operation:
-        """A request that is done when the key's first value has been published."""
-        return _Published(self, place)
 
     # --- waking
 
@@ -200,12 +187,12 @@ class HostKeys:
         self._log.count(LENGTH, entries + 1)
 
     def listen(self) -> Steps[None]:
-        """A generator for the progress engine, which then calls `test` in each of its steps."""
+        """For the progress engine, which then calls `test` in each of its steps."""
         while True:
             yield self
 
     def test(self) -> bool:
-        """Wake the transfers of keys of which another rank has changed a counter. Returns False: it is never done."""
+        """Wake the transfers of keys of which another rank has changed a counter."""
         log = self._log
         for rank, read in self._n_read.items():
             entries = log.of(rank, LENGTH)

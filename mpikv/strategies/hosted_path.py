@@ -15,6 +15,7 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
+from mpikv.strategies.host_keys import ValuePublished
 from mpikv.strategies.key_path import KeyPath, PathResources
 
 
@@ -57,7 +58,7 @@ class OneHostPath(SharedPath):
 
     def broadcast(self) -> Steps[None]:
         if not self.broadcast_now():
-            yield self._hosts.published(self._place)
+            yield ValuePublished(self._hosts, self._place)
 
     def broadcast_now(self) -> bool:
         """Publish the value at rank 0; other ranks check whether it is published. Not used for keys on a GPU."""

@@ -20,7 +20,6 @@ from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.members import Members
@@ -30,7 +29,7 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import DEVICE, HOST
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.divided_path import Speaker
@@ -39,7 +38,6 @@ from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.message_path import Communicators
 from mpikv.strategies.paths import KeyPaths
-from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import RoundQueue
 from mpikv.strategies.round_steps import rounds
 from mpikv.strategies.sparse import WorkersRows
@@ -226,33 +224,9 @@ class PlacedKeys:
         if refused is not None:
             raise refused
 
-    @property
-    def shared_bytes(self) -> int:
-        return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and queue.paths.shared)
-
-    # --- codecs
-
-    def _encoded(self) -> list[tuple[RoundQueue, KeyCodec]]:
+    def encoded(self) -> list[tuple[RoundQueue, KeyCodec]]:
+        """The queues that have a codec, with their codecs."""
         return [(queue, codec) for queue in self.all() if (codec := queue.paths.codec) is not None]
-
-    def encoded_bytes(self) -> dict[str, int]:
-        return encoded_bytes(codec.pushed for _, codec in self._encoded())
-
-    def codec_states(self) -> list[StateRecord]:
-        return [
-            record_of(self._session.infos[info.key], begin, end, state)
-            for queue, codec in self._encoded()
-            for info in queue.keys
-            for begin, end, state in codec.pushed.states_in(queue.span(info))
-        ]
-
-    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        with self._session.engine.lock:
-            for queue, codec in self._encoded():
-                begins = {info.key: queue.span(info).start for info in queue.keys}
-                mine = [(begins[part.key], part) for part in parts if part.key in begins]
-                states = {(at + part.begin, at + part.end): part.state for at, part in mine}
-                codec.set_states(states, queue.placement)
 
     # --- what changes owners
 
@@ -286,17 +260,6 @@ class PlacedKeys:
                     bucket.space.copy(bucket.stored[bucket.span(info)], self.queues[info.id].value())
                     self.queues[info.id] = bucket
                 bucket.has_value = True
-
-    def owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
-        """The shard of each key that a worker owns; begin equals end where it owns none."""
-        owned = []
-        for queue in self.all():
-            for info in queue.keys:
-                span = queue.span(info)
-                begin = min(max(queue.bounds[rank], span.start), span.stop)
-                end = max(begin, min(queue.bounds[rank + 1], span.stop))
-                owned.append((self._session.infos[info.key], begin - span.start, end - span.start))
-        return owned
 
 
 def _is_encoded(placement: Placement) -> bool:

@@ -48,7 +48,7 @@ TAGS_PER_KEY = 4  # initial value, reduce-scatter, allgather, both of them in on
 def key_tag(key_id: int, use: int) -> int:
     """The tag of a key's collective.
 
-    use: 0 is the initial value, then times of rounds; 1 adds, 2 brings the result, 3 does both (strategies/message_path).
+    use: 0 is the initial value, then times of rounds; 1 adds, 2 brings the result, 3 does both (adasum).
     """
     return TAG_KEYS + key_id * TAGS_PER_KEY + use
 
