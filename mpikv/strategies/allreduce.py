@@ -15,7 +15,6 @@ import cloudpickle
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.arrays.row_sparse import RowSparse
 from mpikv.collectives.nccl import NcclComm
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Predicate
@@ -26,7 +25,7 @@ from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.members import Members
-from mpikv.session.base import NewKey, Pending
+from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall
@@ -59,28 +58,20 @@ class AllreduceStrategy(WorkersStrategy):
         super().__init__(session)
         self.rows = WorkersRows(session, serve_rows)
         self.keys = PlacedKeys(session, members, memory, self.rows, nccl=nccl, speaker=speaker)
+        self.keys.first_values = self.first_values
         self.events = self.keys.events
         self._queues = self.keys.queues
         self._blobs: list[bytes] = []  # at worker 0, the states that each worker gets of a file
 
     # --- keys
 
-    def propose(self, values: Sequence[NewKey]) -> None:
-        if self._session.rank == 0:
-            dense = {new.key: new.value for new in values if not isinstance(new.value, RowSparse)}
-            self.keys.first_values.update(dense)
-        self.rows.propose(values)
-
-    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
+    def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
         for info in agreed:
             queue = self._queues.get(info.id)
             if queue is None or self._session.is_released(info):
                 continue  # rows are fetched when they are needed; a released key may be gone already
             if not queue.has_value:
                 self._session.wait(Pending(queue.at(0), Waiting("init", info.key, info.id)))
-        for new in values:
-            self.keys.first_values.pop(new.key, None)
-        self.rows.drop_first_rows(values)
 
     # --- push and pull
 

@@ -27,6 +27,7 @@ from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
+from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink, wait_for_all
 from mpikv.strategies.ps import PsStrategy
@@ -104,6 +105,7 @@ class HybridStrategy(WorkersStrategy):
     def __init__(self, session: Workers, ring: AllreduceStrategy, servers: PsStrategy) -> None:
         super().__init__(session)
         self.ring, self.servers, self.rows = ring, servers, servers.rows
+        self.first_values = servers.first_values = ring.keys.first_values
         self._cuts: dict[int, int] = {}
         self._in_ring: dict[int, int] = {}  # so many elements of a key are a key of the ring
         self.moves = 0  # how often keys have been cut anew
@@ -137,9 +139,6 @@ class HybridStrategy(WorkersStrategy):
         if not cut or cut < info.n_elems:
             self.servers.events.begin(info, of_servers)
         if in_ring:
-            first = self.ring.keys.first_values
-            if self._session.rank == 0:
-                first[info.key] = first[info.key][:in_ring]
             self.ring.events.begin(self._part(info), of_ring)
 
     def _broken(self, info: KeyInfo) -> None:
@@ -155,13 +154,11 @@ class HybridStrategy(WorkersStrategy):
     def _pushes(self) -> dict[int, int]:
         return {**self.ring.events.pushes(), **self.servers.events.pushes()}
 
-    def propose(self, values: Sequence[NewKey]) -> None:
-        self.ring.propose([new for new in values if not new.sparse])
-        self.servers.propose(values)
+    def first_value(self, new: NewKey) -> SpaceArray:
+        return self.servers.first_value(new)  # who have all keys that are on a GPU
 
-    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
-        self.ring.proposed(values, agreed)
-        self.servers.proposed(values, agreed)
+    def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
+        self.ring.wait_for_values(agreed)
 
     # --- calls
 

@@ -16,7 +16,6 @@ import cloudpickle
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs import compression
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation, Predicate, Steps
@@ -35,6 +34,7 @@ from mpikv.placement.place import place
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
+from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Entry, PreparedCall, Sink
@@ -116,7 +116,6 @@ class PsStrategy(WorkersStrategy):
         self._labels = members.server_labels
         self._keys: dict[int, ClientKey] = {}
         self._recorder = session.recorder
-        self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
         self.before_cut: dict[int, Any] = {}  # what workers own of keys that are being moved here
@@ -172,7 +171,7 @@ class PsStrategy(WorkersStrategy):
         if self._session.log.detailed():
             self._session.log.detail(lambda: described.line(self._members, info, (), placement, wire_))
         if self._rank == 0:
-            self._send_value(key, self._first_values.pop(info.key))
+            self._send_value(key, self.first_values[info.key])
 
     def _forget_key(self, info: KeyInfo) -> None:
         self._keys.pop(info.id, None)
@@ -218,19 +217,8 @@ class PsStrategy(WorkersStrategy):
 
     # --- keys
 
-    def propose(self, values: Sequence[NewKey]) -> None:
-        if self._rank == 0:
-            spaces = self._session.spaces
-            for new in values:
-                if not isinstance(new.value, RowSparse):
-                    value = new.value if new.space == HOST else spaces.by_name(new.space).to_host(new.value)
-                    self._first_values[new.key] = value
-        self.rows.propose(values)
-
-    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
-        for new in values:  # servers keep requests that come before the first value
-            self._first_values.pop(new.key, None)
-        self.rows.drop_first_rows(values)
+    def first_value(self, new: NewKey) -> SpaceArray:
+        return new.value if new.space == HOST else self._session.spaces.by_name(new.space).to_host(new.value)
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
         for server, header, payload in key.first_values(value):

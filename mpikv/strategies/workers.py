@@ -17,27 +17,33 @@ from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey
 from mpikv.session.workers import Workers
+from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.base import Loaded, Read, Strategy, Write
+from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, restored
 
 
 class WorkersStrategy(Strategy):
-    """A strategy of several workers. events: what it does with keys as they are agreed on, for `Workers.start`."""
+    """A strategy of several workers. events: what it does with keys as they are agreed on, for `Workers.start`.
+
+    first_values: at worker 0, of dense keys that are being agreed on.
+    """
 
     events: KeyEvents
+    rows: RowClient
 
     def __init__(self, session: Workers) -> None:
         self._session = session
+        self.first_values: dict[Key, SpaceArray] = {}
 
     # --- what a subclass does
 
-    @abstractmethod
-    def propose(self, values: Sequence[NewKey]) -> None:
-        """Keep the first values of keys that are about to be agreed on. Local."""
+    def first_value(self, new: NewKey) -> SpaceArray:
+        """A key's first value where it is needed."""
+        return new.value
 
-    @abstractmethod
-    def proposed(self, values: Sequence[NewKey], agreed: Sequence[KeyInfo]) -> None:
-        """Wait until the keys that were agreed on can be pushed and pulled, and forget what `propose` kept."""
+    def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
+        """Wait until the keys that were agreed on can be pushed and pulled."""
 
     @abstractmethod
     def settle(self, call: str) -> None:
@@ -80,9 +86,15 @@ class WorkersStrategy(Strategy):
     # --- what is the same for all
 
     def init(self, values: Sequence[NewKey]) -> None:
-        self.propose(values)
+        if self._session.rank == 0:
+            dense = {new.key: self.first_value(new) for new in values if not new.sparse}
+            self.first_values.update(dense)
+        self.rows.propose(values)
         agreed, error = self._session.agree_on_keys(values)
-        self.proposed(values, agreed)
+        self.wait_for_values(agreed)
+        for new in values:
+            self.first_values.pop(new.key, None)
+        self.rows.drop_first_rows(values)
         if error is not None:
             raise error
 
