@@ -154,8 +154,8 @@ class HybridStrategy(WorkersStrategy):
     def _pushes(self) -> dict[int, int]:
         return {**self.ring.events.pushes(), **self.servers.events.pushes()}
 
-    def first_value(self, new: NewKey) -> SpaceArray:
-        return self.servers.first_value(new)  # who have all keys that are on a GPU
+    def first_on_device(self, new: NewKey) -> SpaceArray:
+        return self.servers.first_on_device(new)  # who have all of it
 
     def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
         self.ring.wait_for_values(agreed)

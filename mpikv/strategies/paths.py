@@ -62,7 +62,7 @@ class KeyPaths:
         self.dtype: np.dtype[Any] = self.usual.dtype
         self.codec = self.usual.codec
         self.uncompressed: KeyPath | None = None
-        if (uncompressed := placement.uncompressed) is not None:
+        if placement.uncompressed_path is not None and (uncompressed := placement.uncompressed) is not None:
             self.uncompressed = _path_of(resources, info, uncompressed, place, self.value)
         self.whole: WholePath | None = None
 

@@ -120,7 +120,7 @@ class PlacedKeys:
         queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
-            value = self.first_values[info.key][: info.n_elems]  # in front of a cut
+            value = self.first_values[info.key][: queue.stored.size]  # in front of a cut
             # Shared memory is zero at first, and has no pages until it is written: zeros need not be copied there.
             if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.value_is_shared:
                 queue.space.copy(queue.stored, value)

@@ -36,7 +36,6 @@ from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
@@ -217,8 +216,8 @@ class PsStrategy(WorkersStrategy):
 
     # --- keys
 
-    def first_value(self, new: NewKey) -> SpaceArray:
-        return new.value if new.space == HOST else self._session.spaces.by_name(new.space).to_host(new.value)
+    def first_on_device(self, new: NewKey) -> SpaceArray:
+        return self._session.spaces.by_name(new.space).to_host(new.value)
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
         for server, header, payload in key.first_values(value):

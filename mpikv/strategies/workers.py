@@ -18,6 +18,7 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Loaded, Read, Strategy, Write
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, restored
@@ -38,8 +39,8 @@ class WorkersStrategy(Strategy):
 
     # --- what a subclass does
 
-    def first_value(self, new: NewKey) -> SpaceArray:
-        """A key's first value where it is needed."""
+    def first_on_device(self, new: NewKey) -> SpaceArray:
+        """The first value of a key in device memory, where it is needed."""
         return new.value
 
     def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
@@ -87,8 +88,9 @@ class WorkersStrategy(Strategy):
 
     def init(self, values: Sequence[NewKey]) -> None:
         if self._session.rank == 0:
-            dense = {new.key: self.first_value(new) for new in values if not new.sparse}
-            self.first_values.update(dense)
+            for new in values:
+                if not new.sparse:
+                    self.first_values[new.key] = new.value if new.space == HOST else self.first_on_device(new)
         self.rows.propose(values)
         agreed, error = self._session.agree_on_keys(values)
         self.wait_for_values(agreed)
