@@ -18,7 +18,6 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.codecs import compression
-from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.observe.recorder import Recorder
@@ -57,7 +56,6 @@ class ServerCore:
         space: Space | None = None,
         device: DeviceSpace | None = None,
         *,
-        codecs: Codecs = compression.of_text,
         recorder: Recorder | None = None,
         timeline: Callable[[HostArray], bytes] = lambda _request: b"",
     ) -> None:
@@ -68,7 +66,6 @@ class ServerCore:
         self.pool = Pool(memory, self.space)
         self._labels = labels
         self._policy, self.counts_rounds = policy, policy(len(labels)).counts
-        self._codecs = codecs
         self.rows = RowCore(labels, policy, self.owner)
         self._shards: dict[int, ServedShard] = {}
         self._early: dict[int, list[_Data]] = {}
@@ -193,7 +190,7 @@ class ServerCore:
     def _init(self, header: wire.Header, payload: HostArray) -> list[Event]:
         text, data = wire.split_text(payload)
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), text["codec"])
-        codecs = self._codecs(info.codec)
+        codecs = compression.of_text(info.codec)
         on_device = self._copies is not None and text["space"] == DEVICE and codecs.pull == IDENTITY
         info = info._replace(space=DEVICE if on_device else HOST)
         values = np.frombuffer(data.tobytes(), info.dtype)
