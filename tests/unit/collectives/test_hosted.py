@@ -18,7 +18,7 @@ from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.placement.algorithms import LINK_SEGMENT_BYTES, bounds_of
 from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.placement.topology import topology
-from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys
+from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys, ValuePublished
 from mpikv.testing.ranks import run_collective
 from mpikv.transports.threads import Fabric
 
@@ -163,7 +163,7 @@ def test_who_waits_for_a_key_is_woken_by_its_counts_and_its_first_value_alone() 
     woken = [mock.Mock() for _ in places]
     for key, waiter in zip(keys[0][:5], woken, strict=False):
         assert key.wakes(waiter)
-    first = ranks[0].published(places[5])
+    first = ValuePublished(ranks[0], places[5])
     assert not first.test()
     assert wakes(first, woken[5])
 
