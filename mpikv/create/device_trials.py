@@ -41,33 +41,25 @@ def settled(
         return members, None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
-    made: list[NcclComm | None] = [None]
+    made: NcclComm | None = None
 
     def by_nccl() -> str:
-        names = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
-        timeout_s = members.config.timeout_s
-
-        def open_nccl() -> Nccl:
-            assert gpu is not None
-            return Nccl(gpu)
-
-        found = make_communicator(
-            open_nccl,
-            names,
+        nonlocal made
+        assert gpu is not None  # it is tried where all have one, and there are no servers
+        own = gpu
+        made, problem = make_communicator(
+            lambda: Nccl(own),
+            [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)],
             processes.transport.rank,
             processes.gather,
-            timeout_s,
+            members.config.timeout_s,
             gpus=[f"{host} {one.uuid}" for host, one in zip(members.worker_hosts, announced, strict=True)],
-            take=lambda: None if gpu is None else gpu.take(),
+            take=own.take,
         )
-        made[0] = found.comm
-        return found.problem
+        return problem
 
-    trials = {
-        "mpi": lambda: _takes_device_memory(members, processes, gpu),
-        "nccl": by_nccl,
-    }
-    return device_paths.settle(announced, members, trials).of(members), made[0]
+    trials = {"mpi": lambda: _takes_device_memory(members, processes, gpu), "nccl": by_nccl}
+    return device_paths.settle(announced, members, trials).of(members), made
 
 
 def _takes_device_memory(members: Members, processes: Processes, gpu: Gpu | None) -> str:

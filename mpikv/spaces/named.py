@@ -52,23 +52,25 @@ class Spaces:
         in_space = self.space_of(first)
         return in_space if as_given else self.of_new_keys or in_space
 
+    @property
+    def _of_callers(self) -> Space:
+        """The one that knows arrays in any memory that callers may have."""
+        return self.host if self.device is None else self.device
+
     def in_stream(self) -> AbstractContextManager[Any]:
-        return (self.host if self.device is None else self.device).in_stream()
+        return self._of_callers.in_stream()
 
     def stats(self) -> dict[str, int]:
-        return {} if self.device is None else self.device.stats()
+        return self._of_callers.stats()
 
     def close(self) -> None:
-        if self.device is not None:
-            self.device.close()
+        self._of_callers.close()
 
     # --- a caller's arrays, for keys of any space
 
     def callers_arrays(self, arrays: Sequence[Any]) -> list[CallersArray]:
         """See `Space.callers_arrays`. To be called in the thread that makes the store's call."""
-        if self.device is None:
-            return self.host.callers_arrays(arrays)
-        return self.device.callers_arrays(arrays)
+        return self._of_callers.callers_arrays(arrays)
 
     def total(
         self, space: str, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
@@ -118,8 +120,7 @@ class Spaces:
 
     def make_callers_wait(self, arrays: Sequence[CallersArray]) -> None:
         """See `Space.make_callers_wait`. arrays: in any space."""
-        if self.device is not None:
-            self.device.make_callers_wait(arrays)
+        self._of_callers.make_callers_wait(arrays)
 
     def scale(self, array: Any, factor: float, what: str) -> None:
         """Multiply an array of the caller's, of any library, by a number: in the dtype of sums, rounded once."""

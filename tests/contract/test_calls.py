@@ -128,22 +128,3 @@ def test_calls(subject: str) -> None:
         calls = recorded_calls(subject)
     assert calls
     assert not [(call, why) for call in sorted(calls) if (why := refused(call))]
-
-
-@pytest.mark.parametrize(
-    ("call", "taken"),
-    [
-        (Call("add", ("float32", "float"), ("out",), "float32", True), True),
-        (Call("add", ("bfloat16", "float"), (), "bfloat16", False), True),
-        (Call("add", ("int32", "float"), (), "float64", False), True),
-        (Call("add", ("float32", "float64"), ("out",), "int8", True), False),
-        (Call("add", ("float32", "float32"), ("order",), "float32", False), False),
-        (Call("bitwise_and", ("float32", "int32"), (), "float32", False), False),
-        (Call("spacing", ("float32",), (), "float32", False), False),
-        (Call("unpackbits", ("uint8",), ("count",), "uint8", False), False),
-        (Call("astype", ("bfloat16",), (), "int8", True), True),
-    ],
-    ids=str,
-)
-def test_what_is_refused(call: Call, taken: bool) -> None:
-    assert (not refused(call)) == taken

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interleaving import Interleaving, Words
+from interleaving import Interleaving
 
-from mpikv.collectives import host_key
 from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
 from mpikv.hostmemory.counters import Counters, row_words, table_bytes
 from mpikv.hostmemory.polling import Polling
@@ -152,31 +151,3 @@ def test_all_know_what_one_rank_has_found_in_this_round_and_nothing_of_another(d
         world.flushing(patch)
         rounds(world, found, known)
     assert known == [[any(one)] * size for one in found]
-
-
-def test_one_word_for_the_digests_of_all_rounds_would_be_found_wrong(monkeypatch):
-    """A rank that is slow would read those of the next round."""
-
-    class OneWord(int):
-        def __add__(self, parity: int) -> int:
-            return int(self)
-
-    monkeypatch.setattr(host_key, "DIGEST", OneWord(host_key.DIGEST))
-
-    def right(seed: int) -> bool:
-        found, known = [[OTHER, ALIKE], [ALIKE, ALIKE], [MESSAGE, ALIKE]], [[-1] * 2 for _ in range(3)]
-        rounds(Interleaving(2, 2 * row_words(FILLED + 1), seed), found, known)
-        return known == [[True] * 2, [False] * 2, [True] * 2]
-
-    assert not all(right(seed) for seed in range(200))
-
-
-def test_a_store_waits_in_its_ranks_buffer_and_is_seen_in_order():
-    world = Interleaving(2, 2, 0)
-    world.point = lambda rank: None  # type: ignore[method-assign]
-    mine, theirs = Words(world, 0), Words(world, 1)
-    mine[0] = 1
-    mine[1] = 2
-    assert (mine[0], theirs[0], theirs[1]) == (1, 0, 0)
-    world.flush(0, 1)
-    assert (theirs[0], theirs[1]) == (1, 0)
