@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
+import frameworks
 import numpy as np
 import pytest
 
-from mpikv.calls.prepared import KEPT_LISTS, KEPT_SINGLES, PreparedCalls
+from mpikv.calls.prepared import KEPT_LISTS, KEPT_SINGLES, PreparedCalls, may_come_again
 
 
 class Call:
@@ -185,3 +186,49 @@ def test_clear_gives_everything_back_once():
         prepared.clear()
         assert [call.released for call in calls] == [1, 1]
         assert prepared.find("w", X, None) is None
+
+
+# --- tensors of PyTorch, which may get other memory
+
+
+CHANGES = {
+    "data": lambda tensor, zeros: setattr(tensor, "data", zeros),
+    "dtype": lambda tensor, zeros: setattr(tensor, "data", tensor.data.half()),
+    "storage": lambda tensor, zeros: tensor.set_(zeros),
+    "cut": lambda tensor, zeros: tensor.resize_(1, 3),
+    "transposed": lambda tensor, zeros: tensor.t_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", [0, 1], ids=["value", "out"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_other_memory_or_another_form_is_another_call(change, place, listed):
+    torch = frameworks.need("torch")
+    both = value, out = torch.zeros(2, 3), torch.zeros(2, 3)
+    arguments = (["a", "b"], [value, torch.ones(4)], [out, np.zeros(4)]) if listed else ("a", value, out)
+    prepared, call = known(arguments)
+    assert prepared.find(*arguments) is call
+    CHANGES[change](both[place], torch.zeros(2, 3))
+    assert prepared.find(*arguments) is None
+
+
+def test_another_tensor_of_the_same_memory_is_another_call():
+    torch = frameworks.need("torch")
+    value, out = torch.zeros(3), np.zeros(3, np.float32)
+    prepared, _ = known(("a", value, None))
+    assert prepared.find("a", value.view(3), None) is None
+    assert prepared.find("a", value, value) is None
+    prepared, _ = known((["a"], [torch.ones(1)], None), ("a", value, out))[:2]
+    assert prepared.find(["a"], [torch.ones(1)], None) is None  # equal, and comparing says so
+    out.flags.writeable = False
+    assert prepared.find("a", value, out) is None
+
+
+def test_which_tensors_may_come_again():
+    torch = frameworks.need("torch")
+    imaginary = torch.zeros(3, dtype=torch.complex64).conj().imag
+    assert imaginary.is_neg()  # PyTorch makes its values when somebody reads them
+    assert not may_come_again(imaginary)
+    for array in (torch.zeros(3, requires_grad=True), torch.zeros(2, 2).t(), torch.zeros(3, dtype=torch.bfloat16), X):
+        assert may_come_again(array)

@@ -138,20 +138,3 @@ def test_messages_and_bytes(name: str, codec: str, item_bytes: int) -> None:
     small = [[1, HEADER + n * item_bytes, 0], [1, HEADER, 0], [1, HEADER + n * item_bytes, 0]]
     whole = [4, HEADER + large * item_bytes, 0]
     assert found == [*small, whole, [1, HEADER, 0], whole]
-
-
-def test_keys_of_one_store_may_have_different_codecs() -> None:
-    def body(store: Any) -> Any:
-        found, keys = [], ["none", "fp16", REVERSED]
-        for codec in keys:
-            store.session.compressions.of_new_keys = forced(codec)
-            store.init(codec, np.zeros(40, np.float32))
-        values = [small_numbers(40, store.rank)] * 3
-        outs = [np.empty(40, np.float32) for _ in range(3)]
-        for _ in range(2):
-            store.pushpull(keys, values, outs)
-            found += [out.tolist() for out in outs]
-        return found
-
-    expected = sum(small_numbers(40, w) for w in range(2)).tolist()
-    assert run(Mode("dist_sync", 2, 1), body, "none") == [[expected] * 6] * 2

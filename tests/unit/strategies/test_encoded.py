@@ -169,17 +169,6 @@ def test_any_sizes_in_any_order(sizes: list[int], workers: int, codec: str, dtyp
         assert run(workers, body, compression) == run(workers, body, compression, servers=1)
 
 
-@pytest.mark.parametrize("op", ["mean", "min", "max", "prod"])
-def test_reductions(op: str) -> None:
-    def body(store: Any) -> Any:
-        store.init(["h", "w"], [np.zeros(9, np.float16), np.zeros(67, F32)])
-        store.pushpull(["h", "w"], values := [numbers(9, store.rank, 0, np.float16), numbers(67, store.rank, 0)], op=op)
-        return [value.tobytes() for value in values]
-
-    compression = {"type": "fp16", "force": True}
-    assert run(3, body, compression) == run(3, body, compression, servers=1)
-
-
 def test_only_sums_are_encoded() -> None:
     """Pushes are uncompressed while compression is suspended, and residuals are kept until it is resumed."""
 

@@ -151,16 +151,6 @@ def test_wrong_arguments_of_all_ranks(group) -> None:
             getattr(group, name)(*arguments)
 
 
-@each_rank(2, *WAYS)
-def test_tensors_can_be_resized_after_a_call(group) -> None:
-    """FSDP frees parameters so; a NumPy array by `Tensor.numpy` would forbid it for good."""
-    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn):
-        tensor = torch.ones(2).to(dtype)
-        group.broadcast([tensor], rooted(c10d.BroadcastOptions, 0)).wait()
-        tensor.untyped_storage().resize_(0)
-        tensor.resize_(9)
-
-
 @each_rank(3, *WAYS)
 def test_gather_scatter_and_all_to_all(group) -> None:
     me = group.rank()
