@@ -82,12 +82,14 @@ class CollectiveCalls:
             values = _arrays("allreduce", arrays)
             operator = _operator("allreduce", op, values)
             text = f"allreduce({op}{_named(name)}) of {_forms(values)}"
-        groups = [[i for i, one in enumerate(values) if one.dtype == dtype] for dtype in _dtypes(values)]
-        totals = [np.concatenate([values[i].reshape(-1) for i in chosen]) for chosen in groups]
+        groups: dict[Any, list[int]] = {}
+        for i, value in enumerate(values):
+            groups.setdefault(value.dtype, []).append(i)
+        totals = [np.concatenate([values[i].reshape(-1) for i in chosen]) for chosen in groups.values()]
         made = collective.allreduce([piece for total in totals for piece in _pieces(total)], operator)
         self._run(made, "allreduce", text)
         results: dict[int, HostArray] = {}
-        for chosen, total in zip(groups, totals, strict=True):
+        for chosen, total in zip(groups.values(), totals, strict=True):
             for i, part in zip(chosen, _split(total, [values[i].size for i in chosen]), strict=True):
                 results[i] = part.reshape(values[i].shape)
         return [results[i] for i in range(len(values))]
@@ -261,10 +263,6 @@ def _named(name: str | None) -> str:
 
 def _forms(values: Sequence[HostArray]) -> str:
     return ", ".join(f"{collective.name_of(value.dtype)} {value.shape}" for value in values) or "nothing"
-
-
-def _dtypes(values: Sequence[HostArray]) -> list[np.dtype[Any]]:
-    return list(dict.fromkeys(value.dtype for value in values))
 
 
 def _arrays(call: str, arrays: Sequence[HostArray]) -> list[HostArray]:

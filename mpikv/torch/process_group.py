@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.world import World
 from mpikv.torch import sparse
 from mpikv.torch.arrays import Views, same_kind
-from mpikv.torch.works import CallWork, completer
+from mpikv.torch.works import CallWork
 
 CPU = torch.device("cpu")
 Tensors = list[torch.Tensor]
@@ -107,7 +108,8 @@ class MpiProcessGroup(dist.ProcessGroup):
     def __init__(self, world: World, group: RankGroup) -> None:
         super().__init__(group.rank, group.size)
         self._world, self._group = world, group
-        self._completer = completer()
+        # Starts a thread only for a future. The functions chained to as many futures may wait for others at a time.
+        self._completer = ThreadPoolExecutor(64, "futures")
         self._names = {"name": "", "description": ""}
         self._held: deque[CallWork] = deque(maxlen=HELD_WORKS)
         self._coalesced: list[CallWork] | None = None  # the works of a coalescing context

@@ -7,7 +7,6 @@ make further calls and wait for them, and the thread that advances transfers mus
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +16,6 @@ from torch._C._distributed_c10d import Work
 from mpikv.groups.call import GroupCall
 
 Submit = Callable[[Callable[[], None]], Any]
-COMPLETERS = 64  # the most threads: the functions chained to as many futures may wait for others at the same time
-
-
-def completer() -> ThreadPoolExecutor:
-    """Return the executor that completes futures; it starts a thread only where there is one to complete."""
-    return ThreadPoolExecutor(COMPLETERS, "futures")
 
 
 class CallWork(Work):
