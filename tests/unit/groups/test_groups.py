@@ -289,6 +289,19 @@ def test_messages_between_two_ranks(group: RankGroup) -> None:
         group.send(np.zeros(1), 0, 4).wait()
 
 
+def test_messages_with_ever_new_tags_are_counted_no_more(monkeypatch) -> None:
+    monkeypatch.setattr("mpikv.groups.group.MOST_COUNTED", 3)
+
+    def body(world: World, group: RankGroup):
+        for tag in range(5):
+            call = group.send(np.zeros(1), 1, tag) if group.rank == 0 else group.receive(np.zeros(1), 0, tag)
+            assert (call.need is None) == (group.rank == 0 or tag > 2)
+            call.wait()
+        return [group.has_sent(1, 0, 1), group.has_sent(1, 4, 9)]
+
+    assert run("memory", 2, body) == [[True, True], [False, False]]
+
+
 @each_rank(2, "memory")
 @pytest.mark.parametrize("n", [3, 70_000])
 def test_a_message_of_another_length_is_an_error_of_who_receives_it(group: RankGroup, n: int) -> None:
