@@ -53,8 +53,7 @@ class CallWork(Work):
         """Return the rank whose tensor `recv` from any rank has received. Blocks."""
         return int(self.calls[0].wait())
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         """Return a `torch.futures.Future` of the output tensors. Its error is a RuntimeError with the call's text."""
@@ -66,8 +65,7 @@ class CallWork(Work):
             self._complete(0)
         return self._future
 
-    def get_future_result(self) -> Any:
-        return self.get_future()
+    get_future_result = get_future
 
     def _complete(self, i: int) -> None:
         """Complete the future if all calls from number i on are done; else do this again when the next one is."""
