@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import re
 import threading
@@ -54,14 +55,18 @@ def run(way: str, size: int, body, *, clock=MACHINE_CLOCK, **config):
     return spawn_groups(size, body, hosts=fabric.hosts, config=settings, fabric=fabric)
 
 
-def each_rank(size: int, *ways: str, **config):
-    """The test is what each rank of a group of this size does, in each of these ways."""
+def each_rank(size: int, *ways: str):
+    """The test is what each rank of a group of this size does, in each of these ways. It may take its world, too."""
 
-    def ranks(worker, given) -> None:
-        run(given["way"], size, lambda world, group: worker(group, world=world), **config)
+    def decorate(test):
+        takes_world = "world" in inspect.signature(test).parameters
 
-    mark = pytest.mark.parametrize("way", ways)
-    return lambda test: mark(taken_of(test, ranks, "way", brings=["world"]))
+        def ranks(worker, given) -> None:
+            run(given["way"], size, lambda world, group: worker(group, **({"world": world} if takes_world else {})))
+
+        return pytest.mark.parametrize("way", ways)(taken_of(test, ranks, "way", brings=["world"]))
+
+    return decorate
 
 
 def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int = 1, begin=lambda: True) -> list:
