@@ -18,10 +18,11 @@ from slurm import Slurm
 
 full = pytest.mark.cluster_full
 
+TWO_NODES = ["--option", "--nodes=2", "--option", "--ntasks-per-node=3"]
 WORDS = {
     # what was asked for, workers
-    "submit slurm": (["submit", "slurm", "-n", 4, "-s", 2, "--nodes", 2, "--tasks-per-node", 3, "--wait", "--"], 4),
-    "submit slurm --srun": (["submit", "slurm", "-n", 4, "--nodes", 2, "--srun", "--wait", "--"], 4),
+    "submit slurm": (["submit", "slurm", "-n", 4, "-s", 2, *TWO_NODES, "--wait", "--"], 4),
+    "submit slurm --srun": (["submit", "slurm", "-n", 4, *TWO_NODES[:2], "--srun", "--wait", "--"], 4),
     "submit sge": (["submit", "sge", "-n", 3, "-s", 3, "--pe", "mpi_rr", "--wait", "--"], 3),
 }
 SELECTED = {("mpich", "submit slurm"), ("mpich", "submit sge")}

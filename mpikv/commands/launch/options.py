@@ -26,7 +26,7 @@ exit status: the first failing rank's (128 + N for signal N); 124 after --timeou
 options, 127 for a command that does not exist; never 0 where a rank failed, was killed, or never reported its end."""
 SUBMIT_EXAMPLES = """examples:
   mpikv submit slurm -n 4 -s 2 --time 1:00:00 -- python train.py
-  mpikv submit slurm -n 16 --nodes 4 --tasks-per-node 4 --queue gpu --option "--account=x" --wait -- python train.py
+  mpikv submit slurm -n 16 --queue gpu --option "--nodes=4" --option "--account=x" --wait -- python train.py
   mpikv submit sge -n 8 --pe mpi --time 30 --requeue -- python train.py
   mpikv submit slurm -n 4 --dry-run -- python train.py > train.sbatch
 
@@ -48,7 +48,10 @@ ELSEWHERE = {  # options and launchers of MXNet's, and of before, and what to do
 IN_THE_SCRIPT = dict.fromkeys(
     ("--notice", "--stop-file", "--placement", "--distribution", "--python-env", "--launch-option"),
     "it is a line at the top of the script, which --dry-run prints; change it there and submit that",
-)
+) | {
+    "--nodes": "Slurm has it as --option --nodes=N; in Grid Engine the parallel environment places ranks (--pe)",
+    "--tasks-per-node": "Slurm has it as --option --ntasks-per-node=N; in Grid Engine choose a --pe",
+}
 SCHEDULERS = {  # the name for a reader, and an example of --option
     "slurm": ("Slurm", '--option "--mem=4G"'),
     "sge": ("Grid Engine", '--option "-l h_vmem=4G"'),
@@ -143,8 +146,6 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
         help='a line more for the scheduler, as in --option "--account=x" or --option "-P x"')  # fmt: skip
     add("--dry-run", action="store_true", help="print the script")
     add("--wait", action="store_true", help="show the job's output and state until it ends; exit with its status")
-    add("--nodes", type=int, metavar="N", help="Slurm: on so many nodes")
-    add("--tasks-per-node", type=int, metavar="N", help="Slurm: so many ranks on each node")
     add("--cpus-per-task", type=int, default=1, metavar="N", help="Slurm: CPUs, and threads of NumPy, of each rank (1)")
     add("--srun", dest="with_srun", action="store_true", help="Slurm: srun starts the ranks, with Open MPI alone")
     add("--pe", dest="parallel_environment", default="", metavar="NAME",

@@ -6,7 +6,6 @@ and version; none of their libraries is loaded.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -51,7 +50,7 @@ def time_text(seconds: int) -> str:
 class BatchJob:
     """What is asked of the scheduler, slurm or sge.
 
-    workers, servers: ranks; time_s: limit (None: the queue's); nodes, tasks_per_node, queue, python_env: None for the
+    workers, servers: ranks; time_s: limit (None: the queue's); queue, python_env: None for the
     scheduler's or the script's choice; environ: names of variables that stand in the file `environment`; passed: names
     of this environment's variables that Grid Engine gives to the job, () for its usual ones; options: words for the
     scheduler; with_srun: Slurm starts the ranks itself; array: indices of a job array of Slurm's; program: shell text
@@ -64,8 +63,6 @@ class BatchJob:
     command: tuple[str, ...] = ()
     name: str = "train"
     time_s: int | None = 1800
-    nodes: int | None = None
-    tasks_per_node: int | None = None
     cpus_per_task: int = 1
     queue: str | None = None
     parallel_environment: str = ""
@@ -91,9 +88,7 @@ class BatchJob:
 
     def check(self) -> BatchJob:
         """This job. Raises ConfigError where no scheduler could take it."""
-        of_scheduler = self._mistakes_for_sge() if self.scheduler == "sge" else self._mistakes_for_slurm()
-        mistake = next(itertools.chain(self._mistakes(), of_scheduler), "")
-        if mistake:
+        if mistake := next(self._mistakes(), ""):
             raise ConfigError(mistake)
         return self
 
@@ -101,11 +96,9 @@ class BatchJob:
         for what, number, least in (
             ("workers", self.workers, 1),
             ("servers", self.servers, 0),
-            ("nodes", self.nodes, 1),
-            ("tasks per node", self.tasks_per_node, 1),
             ("CPUs per task", self.cpus_per_task, 1),
         ):
-            if number is not None and number < least:
+            if number < least:
                 yield f"{number} {what}: at least {least}"
         if not NAME.fullmatch(self.name):
             yield f"{self.name!r} is no job name for both schedulers: a letter, then letters, digits, '.', '_' and '-'"
@@ -122,30 +115,14 @@ class BatchJob:
                 yield f"the option {option!r} is not one line"
         if set(self.output_dir) & set('%$"\\\n'):
             yield f"--output-dir {self.output_dir!r}: schedulers give %, $, quotes and \\ a meaning there"
-
-    def _mistakes_for_sge(self) -> Iterator[str]:
-        for what, given in (
-            ("--nodes", self.nodes),
-            ("--tasks-per-node", self.tasks_per_node),
-            ("--srun", self.with_srun),
-            ("--cpus-per-task", self.cpus_per_task > 1),
-        ):
-            if given:
+        for what, given in (("--srun", self.with_srun), ("--cpus-per-task", self.cpus_per_task > 1)):
+            if given and self.scheduler == "sge":
                 yield (
                     f"{what} is Slurm's: in Grid Engine the allocation rule of the parallel environment places the "
                     "slots (qconf -spl lists them, qconf -sp NAME shows one); choose one with --pe"
                 )
-
-    def _mistakes_for_slurm(self) -> Iterator[str]:
-        if self.parallel_environment:
-            yield "--pe is Grid Engine's; in Slurm say --nodes and --tasks-per-node"
-        if self.nodes and self.nodes > self.ranks:
-            yield f"{self.nodes} nodes for {self.ranks} ranks: some node would get none"
-        if self.nodes and self.tasks_per_node and self.nodes * self.tasks_per_node < self.ranks:
-            yield (
-                f"{self.ranks} ranks ({self.workers} workers and {self.servers} servers) do not fit into "
-                f"{self.nodes} nodes with {self.tasks_per_node} tasks each"
-            )
+        if self.parallel_environment and self.scheduler == "slurm":
+            yield "--pe is Grid Engine's; in Slurm say --option --nodes=N"
 
 
 class BatchState(NamedTuple):

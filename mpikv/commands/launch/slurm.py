@@ -31,8 +31,6 @@ def lines(job: BatchJob) -> tuple[str, list[str]]:
     """The template of its script and the option lines."""
     template = "array.sbatch" if job.array else "train-srun.sbatch" if job.with_srun else "train.sbatch"
     words = [f"--job-name={job.name}", f"--ntasks={job.ranks}"]
-    words += [f"--nodes={job.nodes}"] if job.nodes else []
-    words += [f"--ntasks-per-node={job.tasks_per_node}"] if job.tasks_per_node else []
     words.append(f"--cpus-per-task={job.cpus_per_task}")
     words += [f"--time={time_text(job.time_s)}"] if job.time_s else []
     # B: to the batch shell alone, which passes it on; the ranks would else get it beside their launcher.

@@ -71,14 +71,12 @@ def directives(script: str, mark: str) -> list[str]:
 
 
 def test_slurm_options() -> None:
-    job = BatchJob("slurm", workers=4, servers=2, command=("x",), name="fit", time_s=7200, nodes=2,
-        tasks_per_node=3, cpus_per_task=4, queue="gpu", output_dir="logs", requeue=True,
+    job = BatchJob("slurm", workers=4, servers=2, command=("x",), name="fit", time_s=7200,
+        cpus_per_task=4, queue="gpu", output_dir="logs", requeue=True,
         options=("--account=x", "--mail-user=a b"))  # fmt: skip
     assert directives(batch.script(job), "#SBATCH") == [
         "--job-name=fit",
         "--ntasks=6",
-        "--nodes=2",
-        "--ntasks-per-node=3",
         "--cpus-per-task=4",
         "--time=2:00:00",
         "--signal=B:USR1@60",
@@ -144,16 +142,8 @@ BOTH, SLURM, SGE = ("slurm", "sge"), ("slurm",), ("sge",)
         (BOTH, {"queue": "a\n#SBATCH --b"}, "one line"),
         (BOTH, {"output_dir": "logs/%j"}, "logs/%j"),
         (BOTH, {"output_dir": "$HOME"}, "a meaning there"),
-        (SLURM, {"nodes": 5}, "5 nodes for 4 ranks"),
-        (
-            SLURM,
-            {"nodes": 2, "tasks_per_node": 1},
-            r"4 ranks \(4 workers and 0 servers\) .* 2 nodes with 1",
-        ),
         (SLURM, {"parallel_environment": "mpi"}, "--pe is Grid Engine's"),
-        (SGE, {"nodes": 2}, "--nodes is Slurm's: .* allocation rule"),
-        (SGE, {"tasks_per_node": 2}, "--tasks-per-node is"),
-        (SGE, {"cpus_per_task": 2}, "--cpus-per-task is"),
+        (SGE, {"cpus_per_task": 2}, "--cpus-per-task is Slurm's: .* allocation rule"),
         (SGE, {"with_srun": True}, "--srun is"),
     ],
 )

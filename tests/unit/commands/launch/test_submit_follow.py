@@ -336,7 +336,7 @@ def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
     [
         (("slurm", "-n", "2", "--", "true"), {"REFUSE": "bad qos"}, "Slurm refused the job: sbatch: error: bad qos"),
         (("sge", "-n", "2", "--", "true"), {}, "qsub was not found, so Grid Engine cannot be reached from here"),
-        (("sge", "-n", "2", "--nodes", "2", "--", "true"), {}, "--nodes is Slurm's"),
+        (("sge", "-n", "2", "--nodes", "2", "--", "true"), {}, "--nodes is gone: Slurm has it as --option --nodes=N"),
         (("slurm", "-n", "2", "--pe", "mpi", "--", "true"), {}, "--pe is Grid Engine's"),
         (("slurm", "-n", "2", "--time", "soon", "--", "true"), {}, "'soon' is no time limit"),
         (("slurm", "-n", "2", "--env", "NOT_SET_HERE", "--", "true"), {}, "NOT_SET_HERE: no such variable"),
