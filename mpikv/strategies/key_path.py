@@ -1,6 +1,6 @@
 """What the paths of keys have in common.
 
-A path does the rounds of one key. A round has two halves, and the optimizer runs between them (round_steps.py):
+A path does the rounds of one key. A round has two halves, and the optimizer runs between them (queues.py):
 
 - `reduce_scatter` adds the values of all workers, so that each owner has the sum of its shard of the key.
 - `allgather` sends the new values, of which each owner has updated its shard, to all workers.

@@ -38,8 +38,7 @@ from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.message_path import Communicators
 from mpikv.strategies.paths import KeyPaths
-from mpikv.strategies.queues import RoundQueue
-from mpikv.strategies.round_steps import rounds
+from mpikv.strategies.queues import RoundQueue, rounds
 from mpikv.strategies.sparse import WorkersRows
 
 

@@ -19,7 +19,7 @@ from on_workers import counted, on, uniform
 from store_modes import ADDING, Mode
 
 from mpikv import ConfigError, optimizers
-from mpikv.strategies.queued_call import QueuedCall
+from mpikv.strategies.allreduce import QueuedCall
 from mpikv.testing.reference import ReferenceStore
 from mpikv.testing.stores import TEST_TIMEOUT_S
 
