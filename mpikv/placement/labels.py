@@ -89,19 +89,12 @@ class Attributed(Protocol):
     def attributes(self) -> dict[str, Any]: ...
 
 
-class _LastPush:
-    """The last push of a slot. comparable: what `_comparable` returned for its optimizer then."""
-
-    def __init__(self, label: Label) -> None:
-        self.comparable: list[Any] | None = None
-        self.push_label = PushLabel(0, label)
-
-
 class _Slot:
     """An optimizer, and the last pushes of its keys.
 
     agreed: the factor that owners apply. as_set: the label with the attributes that the optimizer was set with. update:
-    the attributes of the last update that this worker made itself. sent: whether a push since then has sent them.
+    the attributes of the last update that this worker made itself. sent: whether a push since then has sent them. last,
+    comparable: of the last push of keys whose values can (False) and cannot (True) be scaled, with `_comparable` then.
     """
 
     def __init__(self, optimizer: Attributed, *, exact: bool, scales: bool) -> None:
@@ -111,7 +104,8 @@ class _Slot:
         self.as_set = label_of(attributes)
         self.update: dict[str, Any] = {}
         self.sent = True
-        self.last = {exact: _LastPush(self.as_set) for exact in (False, True)}
+        self.last = dict.fromkeys((False, True), PushLabel(0, self.as_set))
+        self.forget()
 
     def is_exact(self, exact: bool) -> bool:
         """Whether values cannot be scaled. exact: because of the key itself."""
@@ -121,8 +115,7 @@ class _Slot:
         return found if self.scales or found.ratio == 1.0 else found._replace(ratio=1.0)
 
     def forget(self) -> None:
-        for last in self.last.values():
-            last.comparable = None
+        self.comparable: dict[bool, list[Any] | None] = {False: None, True: None}
 
 
 class AttributeLog:
@@ -148,10 +141,9 @@ class AttributeLog:
         if one is None:
             return NO_OPTIMIZER, None
         exact = one.scales and one.is_exact(exact)
-        last = one.last[exact]
         comparable = _comparable(one.optimizer)
-        if comparable is not None and comparable == last.comparable:
-            return one.of(last.push_label), None
+        if comparable is not None and comparable == one.comparable[exact]:
+            return one.of(one.last[exact]), None
         attributes = one.optimizer.attributes()
         ratio = 1.0
         if not exact:
@@ -159,13 +151,13 @@ class AttributeLog:
             attributes[FACTOR] = one.agreed
         attributes |= one.update
         label, one.sent = label_of(attributes), True
-        last.comparable = comparable  # only now: `label_of` raises for values that cannot be sent, each time
-        if label == last.push_label.label:
-            last.push_label = last.push_label._replace(ratio=ratio)
-            return one.of(last.push_label), None
+        one.comparable[exact] = comparable  # only now: `label_of` raises for values that cannot be sent, each time
+        if label == one.last[exact].label:
+            one.last[exact] = one.last[exact]._replace(ratio=ratio)
+            return one.of(one.last[exact]), None
         self._count += 1
-        last.push_label = PushLabel(self._count, label, ratio)
-        return one.of(last.push_label), attributes
+        one.last[exact] = PushLabel(self._count, label, ratio)
+        return one.of(one.last[exact]), attributes
 
     def as_set(self, slot: int) -> Label:
         """The label of a slot whose attributes have not been changed; it is the same on all workers."""
