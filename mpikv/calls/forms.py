@@ -32,8 +32,7 @@ from mpikv.session.base import Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.callers import on_gpu
 from mpikv.spaces.named import HOST
-from mpikv.strategies.arguments import flattened
-from mpikv.strategies.base import Entry, Strategy
+from mpikv.strategies.base import Entry, Strategy, flattened
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]

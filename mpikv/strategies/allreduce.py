@@ -31,8 +31,7 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE, HOST
-from mpikv.strategies.arguments import address_of
-from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink, wait_for_all
+from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink, address_of, wait_for_all
 from mpikv.strategies.bucketed import Bucket, WorkersBuckets, agreed_buckets
 from mpikv.strategies.divided_path import Speaker
 from mpikv.strategies.pieces import encoded_bytes

@@ -34,8 +34,7 @@ from mpikv.placement.labels import digest_of
 from mpikv.session.base import Pending
 from mpikv.session.stalls import EARLY
 from mpikv.session.workers import Workers
-from mpikv.strategies.arguments import Flat
-from mpikv.strategies.base import Entry, PreparedCall
+from mpikv.strategies.base import Entry, Flat, PreparedCall
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.queues import DirectCallRecord, RoundQueue
 
