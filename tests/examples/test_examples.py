@@ -105,11 +105,12 @@ def test_linear_regression(n: int | None) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.whole_job
-def test_torch_mnist(digits: Path) -> None:
+@pytest.mark.parametrize(("program", "more"), [("torch_mnist", []), ("local_training", ["--every", 4])])
+def test_torch(program: str, more: list[Any], digits: Path) -> None:
     frameworks.need("torch")
-    output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=2).splitlines()
+    output = run(f"{program}.py", "--data-dir", digits, "--epochs", 3, *more, n=2).splitlines()
     assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
-    assert float(output[-1].rpartition(" ")[2]) > 0.7  # 0.835 where it was written
+    assert float(output[-1].split()[3].rstrip(",")) > 0.7  # 0.835 where it was written
     assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
 
 
@@ -138,15 +139,6 @@ def test_a_whole_training_goes_on_where_it_was_stopped(digits: Path, tmp_path: P
     assert first == whole[0]
     assert train("state") == [f"goes on in epoch 2 after {found[1]} examples", whole[1]]
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.whole_job
-def test_local_training(digits: Path) -> None:
-    frameworks.need("torch")
-    output = run("local_training.py", "--data-dir", digits, "--epochs", 3, "--every", 4, n=2).splitlines()
-    assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
-    assert float(output[-1].split()[3].rstrip(",")) > 0.7
 
 
 @pytest.mark.parametrize("n", [None, job(2)])
@@ -262,32 +254,6 @@ def test_image_classification(tmp_path: Path) -> None:
     assert "after 4 steps" in again[-1]
 
 
-@pytest.mark.thorough
-@pytest.mark.whole_job
-def test_image_classification_by_workers_that_train_by_themselves(tmp_path: Path) -> None:
-    """Saved after an epoch of 2 steps, of which no round has ended but for the evaluation; then on."""
-    frameworks.need("torch")
-    data = cifar_files.write(tmp_path / "cifar", train=40)
-    common = ["--data-dir", data, "--model", "lenet", "--batch-size", 8, "--local", 3, "--outer", "nesterov"]
-    run("image_classification.py", *common, "--epochs", 1, "--save", tmp_path / "run", n=2)
-    output = run("image_classification.py", *common, "--epochs", 2, "--resume", tmp_path / "run", n=2).splitlines()
-    assert re.fullmatch(r"epoch 2/2: loss \d+\.\d{4}, test accuracy \d\.\d{4}, \d+ images/s", output[1])
-    assert re.fullmatch(r"accuracy \d\.\d{4} after 4 steps in \d+\.\d s, worker 0 has sent \d+\.\d MB", output[2])
-
-
-@pytest.mark.thorough
-@pytest.mark.whole_job
-def test_image_classification_without_images_says_how_to_get_them(tmp_path: Path) -> None:
-    frameworks.need("torch")
-    line = ["python", str(EXAMPLES / "image_classification.py"), "--data-dir", str(tmp_path)]
-    job = jobs.mpirun(2, line, timeout_s=LIMIT_S)
-    assert (job.status != 0, job.timed_out, job.ranks_left) == (True, False, []), job.output
-    lines = [line for line in job.output.splitlines() if "get_cifar10" in line]
-    assert lines == [line for line in lines if line.endswith(f"run: scripts/get_cifar10 {tmp_path}")]
-    assert len(lines) == 1
-    assert "Traceback" not in job.output
-
-
 def test_training_alone(digits: Path) -> None:
     output = run("train_mnist.py", "--data-dir", digits, "--kv-store", "local", "--num-devices", 2).splitlines()
     assert output[0] == f"data: 1500 training and 297 test images from {digits}"
@@ -298,19 +264,9 @@ def test_training_alone(digits: Path) -> None:
 
 
 @pytest.mark.whole_job
-@pytest.mark.parametrize(
-    ("network", "dtype", "bound"),
-    [pytest.param("lenet", "float64", 1e-12, marks=pytest.mark.thorough), ("mlp", "float32", 1e-5)],
-)
-def test_twenty_steps_are_the_same_in_every_mode(
-    network: str, dtype: str, bound: float, digits: Path, tmp_path: Path
-) -> None:
-    """Three workers, three with a server, one process with the same global batches; every epoch ends in a step of 6.
-
-    LeNet is compared in float64: where rounding decides which of two pixels a maximum takes, its gradient jumps, and in
-    float32 that happens in a few steps.
-    """
-    common = ["--data-dir", digits, "--network", network, "--dtype", dtype, "--num-examples", 150, "--max-steps", 20]
+def test_twenty_steps_are_the_same_in_every_mode(digits: Path, tmp_path: Path) -> None:
+    """Three workers, three with a server, one process with the same global batches; every epoch ends in a step of 6."""
+    common = ["--data-dir", digits, "--network", "mlp", "--num-examples", 150, "--max-steps", 20]
     common += ["--num-epochs", 9, "--lr-step-epochs", 3]
     found = {}
     for name, n, more in (
@@ -323,8 +279,8 @@ def test_twenty_steps_are_the_same_in_every_mode(
         found[name] = weights(tmp_path / name)
     for name in found["alone"]:
         assert np.array_equal(found["allreduce"][name], found["server"][name])
-    assert distance(found["allreduce"], found["alone"]) < bound
-    assert distance(found["devices"], found["alone"]) < bound
+    assert distance(found["allreduce"], found["alone"]) < 1e-5
+    assert distance(found["devices"], found["alone"]) < 1e-5
 
 
 @pytest.mark.whole_job
@@ -344,9 +300,8 @@ def test_compressed_gradients_train(digits: Path) -> None:
     [
         ((None, ["--kv-store", "local"]), (None, ["--kv-store", "device"])),
         job((2, []), (3, ["--num-servers", 1])),
-        job((2, ["--gc-type", "topk", "--gc-force"]), (2, ["--gc-type", "topk", "--gc-force"])),
     ],
-    ids=["alone", "two workers, then with a server", "with velocities of their own"],
+    ids=["alone", "two workers, then with a server"],
 )
 def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tmp_path: Path) -> None:
     """Bit for bit, and in another mode too, as long as the number of workers is the same."""
@@ -371,28 +326,17 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
 
 @pytest.mark.thorough
 @pytest.mark.whole_job
-@pytest.mark.parametrize(
-    ("n", "more"),
-    [
-        (3, []),
-        (3, ["--num-servers", 1]),
-        (None, ["--kv-store", "local"]),
-    ],
-    ids=str,
-)
-def test_run_that_a_signal_stopped_is_the_same_run(
-    n: int | None, more: list[Any], digits: Path, tmp_path: Path
-) -> None:
+def test_run_that_a_signal_stopped_is_the_same_run(digits: Path, tmp_path: Path) -> None:
     """Twice, in the middle of the training; bit for bit, though nobody knows in which step the signals come."""
     common = ["--data-dir", digits, "--network", "lenet", "--num-examples", 500, "--batch-size", 8]
-    common += ["--num-epochs", 8, "--lr-step-epochs", "3,6", *more]
-    through = run("train_mnist.py", *common, "--dump-weights", tmp_path / "through", n=n)
+    common += ["--num-epochs", 8, "--lr-step-epochs", "3,6", "--num-servers", 1]
+    through = run("train_mnist.py", *common, "--dump-weights", tmp_path / "through", n=3)
     file = tmp_path / "stopped"
     env = {"MPIKV_STOP_SIGNALS": "TERM,USR1", "MPIKV_STOP_FILE": str(file)}
     line = [str(EXAMPLES / "train_mnist.py"), *map(str, common), "--dump-weights", str(tmp_path / "again")]
     stopped = []
     for _ in range(2):
-        with jobs.start(n or 1, ["python", *line], env=env, timeout_s=LIMIT_S) as running:
+        with jobs.start(3, ["python", *line], env=env, timeout_s=LIMIT_S) as running:
             running.wait_for(r"epoch \d/8: ", LIMIT_S)
             lines = {pid: jobs.text(Path(f"/proc/{pid}/cmdline")).split("\0") for pid in running.processes()}
             running.kill_all([pid for pid, words in lines.items() if words[1:2] == line[:1]], signal.SIGUSR1)
@@ -402,20 +346,13 @@ def test_run_that_a_signal_stopped_is_the_same_run(
         assert file.exists()
         stopped.append(int(found[0]))
     assert 0 < stopped[0] < stopped[1]
-    with jobs.start(n or 1, ["python", *line], env=env, timeout_s=LIMIT_S) as running:
+    with jobs.start(3, ["python", *line], env=env, timeout_s=LIMIT_S) as running:
         pass
     assert running.result.status == 0, running.result.output
     assert result(running.result.stdout, "8 epochs") == result(through, "8 epochs")
     first, second = weights(tmp_path / "through"), weights(tmp_path / "again")
     for name in first:
         assert first[name].tobytes() == second[name].tobytes()
-
-
-@pytest.mark.whole_job
-def test_workers_without_examples_take_part(digits: Path) -> None:
-    """The last step has two examples for four workers."""
-    common = ["--data-dir", digits, "--network", "mlp", "--num-examples", 130, "--batch-size", 16, "--num-epochs", 2]
-    result(run("train_mnist.py", *common, n=4), "2 epochs")
 
 
 @pytest.mark.thorough
@@ -450,10 +387,3 @@ def test_mistakes_are_named(arguments: list[str], words: str, digits: Path) -> N
     done = subprocess.run([*line, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert words in done.stderr.splitlines()[-1]
-
-
-def test_checkpoint_of_another_network(digits: Path, tmp_path: Path) -> None:
-    common = ["--data-dir", digits, "--kv-store", "local", "--num-examples", 64, "--num-epochs", 1]
-    run("train_mnist.py", *common, "--network", "mlp", "--save", tmp_path / "run")
-    with pytest.raises(AssertionError, match=r"--resume .*run: is of another model"):
-        run("train_mnist.py", *common, "--network", "lenet", "--resume", tmp_path / "run")

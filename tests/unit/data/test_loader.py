@@ -186,16 +186,6 @@ def test_resuming_loads_nothing_that_was_done() -> None:
     assert len(batches(loader)) == 5  # the next one is a whole epoch again
 
 
-def test_another_epoch_after_load_state_is_a_whole_one() -> None:
-    loader = new_loader("rollover")
-    state = {**loader.state(), "batches": 2, "before": [5]}
-    loader.load_state(state)
-    loader.set_epoch(1)
-    expected = new_loader("rollover")
-    expected.set_epoch(1)
-    assert batches(loader) == batches(expected)
-
-
 def test_an_iteration_that_is_no_longer_the_last_changes_nothing() -> None:
     loader = new_loader("rollover")
     first = iter(loader)
@@ -235,20 +225,6 @@ def test_a_state_of_another_loader() -> None:
         new_loader("keep").load_state(other.state())
     with pytest.raises(TypeError, match="state is a dict"):
         new_loader("keep").load_state([1])  # type: ignore[arg-type]
-
-
-def test_the_state_of_one_worker_is_good_for_another() -> None:
-    loaders = [DataLoader(np.arange(40), 4, sampler=SplitSampler(40, 2, part)) for part in range(2)]
-    expected = []
-    for loader in loaders:
-        running = iter(loader)
-        next(running), next(running)
-        expected.append([batch.tolist() for batch in running])
-    again = [DataLoader(np.arange(40), 4, sampler=SplitSampler(40, 2, part)) for part in range(2)]
-    state = {**loaders[0].state(), "batches": 2}
-    for loader in again:
-        loader.load_state(state)
-    assert [batches(loader) for loader in again] == expected
 
 
 # ---- the thread

@@ -35,8 +35,12 @@ def write_records(path: Any, records: list[bytes], **options: Any) -> None:
 # ---- MXNet's files
 
 
+@pytest.mark.parametrize("ahead", [1, 9, 100, 1 << 20])
 @pytest.mark.parametrize(("name", "index"), [("plain.rec", None), ("magic.rec", None), ("magic.rec", True)])
-def test_records_of_mxnet(name: str, index: Any) -> None:
+def test_records_of_mxnet(name: str, index: Any, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of bytes read ahead, in blocks of any size."""
+    monkeypatch.setattr("mpikv.data.record_file.AHEAD_BYTES", ahead)
+    monkeypatch.setattr("mpikv.data.recordio._FIRST_BLOCK", 4 * ahead)
     with RecordFile(FILES / name, index=index) as records:
         assert list(records) == PLAIN
         assert len(records) == len(PLAIN)
@@ -306,14 +310,6 @@ def test_going_on_behind_damage_reads_as_much_as_the_file_has(
     assert work(2048) < 2.2 * work(1024)
 
 
-def test_long_records_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpikv.data.recordio._FIRST_BLOCK", 4)
-    monkeypatch.setattr("mpikv.data.recordio._LARGEST_BLOCK", 16)
-    records = [bytes(range(n)) + MAGIC * (n % 3) + bytes(range(n)) for n in range(100)]
-    write_records(tmp_path / "a.rec", records)
-    assert list(RecordFile(tmp_path / "a.rec")) == records
-
-
 def test_iterators_read_the_file_that_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not another one that has its name by now; several go on side by side, and none after `close`."""
     monkeypatch.chdir(tmp_path)
@@ -330,12 +326,6 @@ def test_iterators_read_the_file_that_was_opened(tmp_path: Path, monkeypatch: py
     records.close()
     with pytest.raises(ValueError, match=r"a\.rec was closed"):
         next(second)
-
-
-def test_reading_ahead_by_any_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for count in (1, 4, 7, 8, 9, 16, 61, 100, 1000):
-        monkeypatch.setattr("mpikv.data.record_file.AHEAD_BYTES", count)
-        assert list(RecordFile(FILES / "plain.rec")) == PLAIN
 
 
 def test_there_is_never_an_index_of_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

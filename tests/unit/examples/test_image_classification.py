@@ -138,8 +138,7 @@ def undisturbed(data: Path) -> Any:
     return functools.cache(lambda workers, devices: train(data, workers, *two_epochs(workers, devices)))
 
 
-@pytest.mark.parametrize("stop", [3, 5, 8])
-@pytest.mark.parametrize(("workers", "devices"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("workers", "devices", "stop"), [(2, 1, 3), (1, 2, 5), (2, 1, 8)])
 def test_a_resumed_run_is_the_same_run(
     workers: int, devices: int, stop: int, data: Path, tmp_path: Path, *, undisturbed: Any
 ) -> None:
@@ -210,7 +209,7 @@ def test_another_number_of_workers_goes_on(data: Path, tmp_path: Path) -> None:
     assert distance(again[0][3], through[0][3]) < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 0), ("dist_sync", 2), ("local", 0)])
+@pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 2), ("local", 0)])
 def test_devices_servers_and_workers_do_not_change_what_is_learned(kind: str, num_servers: int, data: Path) -> None:
     line = ["--model", "lenet", "--epochs", 1, "--optimizer", "sgd", "--lr", 0.01]
     alone = train(data, 1, *line, "--batch-size", 24, kind="local")
@@ -223,7 +222,7 @@ def test_devices_servers_and_workers_do_not_change_what_is_learned(kind: str, nu
     assert distance(found[0][3], alone[0][3]) < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 0), ("dist_sync", 1), ("dist_async", 0)])
+@pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 1), ("dist_async", 0)])
 def test_workers_that_train_by_themselves(kind: str, num_servers: int, data: Path, tmp_path: Path) -> None:
     """They learn, and end with the same weights; a run that is resumed goes on exactly."""
     line = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.01, "--local", 2, "--num-devices", 2]
@@ -244,10 +243,9 @@ def test_workers_that_train_by_themselves(kind: str, num_servers: int, data: Pat
             assert same(state, other)
 
 
-@pytest.mark.parametrize("num_servers", [0, 1])
-def test_asynchronous_training(num_servers: int, data: Path, tmp_path: Path) -> None:
+def test_asynchronous_training(data: Path, tmp_path: Path) -> None:
     line = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.005, "--save", tmp_path / "run"]
-    found = train(data, 2, *line, "--epochs", 8, kind="dist_async", num_servers=num_servers)
+    found = train(data, 2, *line, "--epochs", 8, kind="dist_async", num_servers=1)
     assert found[0][0] is not None
     assert found[0][0] > 0.4  # guessing gives 0.1
     resumed = train(data, 2, *line, "--epochs", 9, "--resume", tmp_path / "run", kind="dist_async")

@@ -69,8 +69,7 @@ def run(workers: int, together: int, file: Path, max_steps: int | None = None) -
     return [(sorted(chain(*(mine for mine, _ in step))), step[0][1]) for step in steps], found[0][1]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("stop", [3, 5])
+@pytest.mark.parametrize(("workers", "stop"), [(1, 3), (2, 5), (4, 3)])
 def test_another_number_of_workers(workers: int, stop: int, tmp_path: Path) -> None:
     """The same global batches, made of the same examples, at the same rates, on the way to the same weights."""
     whole, wanted = run(3, 12, tmp_path / "whole")
@@ -80,16 +79,6 @@ def test_another_number_of_workers(workers: int, stop: int, tmp_path: Path) -> N
     assert begun + rest == whole
     for name, weight in wanted.items():
         np.testing.assert_allclose(weights[name], weight, rtol=1e-9, atol=1e-12)
-
-
-def test_the_same_number_of_workers_has_the_same_bits(tmp_path: Path) -> None:
-    _, wanted = run(3, 12, tmp_path / "whole")
-    run(3, 12, tmp_path / "file", max_steps=2)
-    run(3, 12, tmp_path / "file", max_steps=7)
-    _, weights = run(3, 12, tmp_path / "file")
-    assert {name: weight.tobytes() for name, weight in weights.items()} == {
-        name: weight.tobytes() for name, weight in wanted.items()
-    }
 
 
 @pytest.mark.parametrize("workers", [2, 5])

@@ -115,13 +115,6 @@ def test_broadcast_of_any_dtype_from_any_worker(store: Any) -> None:
 
 
 @on(TWO)
-def test_a_tree_without_leaves(store: Any) -> None:
-    for tree in ({}, None, [None, ()]):
-        for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
-            assert call(tree) == (tree, tree)
-
-
-@on(TWO)
 def test_constants_and_results_that_nobody_uses_inside_of_jit(store: Any) -> None:
     """What does not depend on the arguments is exchanged at every call, too, not once while JAX traces."""
 

@@ -12,7 +12,7 @@ import codecs_of_tests
 import numpy as np
 import pytest
 from on_workers import full, on
-from store_modes import FEW, ONE_HOST, SERVED, TWO_HOSTS, Mode, modes
+from store_modes import ONE_HOST, SERVED, TWO_HOSTS, Mode, modes
 
 from mpikv import kv
 from mpikv.commands.trace.files import read_run
@@ -80,14 +80,6 @@ def test_each_mode_records_what_it_does(case, tmp_path):
         ]
         rounds = {event.round for event in rank.events if event.kind in ("push", "meet", "exchange")}
         assert rounds == ({1} if case == "direct" else {1, 2})
-
-
-@on(*FEW)
-def test_what_a_store_computes_does_not_depend_on_a_timeline(store, tmp_path):
-    directory = tmp_path / f"{store.rank}"
-    with store.timeline(directory):
-        train(store)
-    assert len([*directory.glob("*worker*")]) == 1
 
 
 @modes(ONE_HOST, TWO_HOSTS, SERVED, Mode("dist_async", 2), Mode("local", 1))

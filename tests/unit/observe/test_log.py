@@ -61,67 +61,46 @@ class Case(NamedTuple):
 CODEC = '{"threshold": 0.5, "type": "2bit"}'
 ONE_HOST, APART = "2 workers and no servers on 1 host", "2 workers and no servers on 2 hosts"
 NO_MEMORY, NOT_SHARED = "not used: no host has several ranks", "not used: MPIKV_SHARED_MEMORY=off"
+
+
+def sync(workers: int, servers: int = 0, hosts: str = "", **more: Any) -> Mode:
+    return Mode("dist_sync", workers, servers, hosts=hosts, **more)
+
+
+SHARED, OFF = "the workers share memory", "MPIKV_SHARED_MEMORY=off"
+OVER_2, OVER_HOSTS = "over 2 workers on 1 host, since", "over 2 workers on 2 hosts, since"
+FP16 = '{"force": true, "type": "fp16"}'
+HOSTED = "hierarchical over 3 workers on 2 hosts, since the workers of each host share memory"
+BYTES = f"in a round 256 B leave a host encoded, and 4.0 KiB as they are; codec {CODEC} travels encoded"
+RING = "MPIKV_ALGORITHM=ring"
+ALONE = "all of it on server 0 (rank 2 on localhost), since it is the only one; no codec"
+CUT = "cut evenly over 2 servers, since it has 8 elements or more; no codec"
 CASES = (
+    Case(sync(2), ONE_HOST, "used", f"path direct, naive {OVER_2} {SHARED}; no codec"),
+    Case(sync(2, memory="off"), ONE_HOST, NOT_SHARED, f"path messages, naive {OVER_2} {OFF}; no codec"),
+    Case(sync(2, algorithm="ring"), ONE_HOST, f"not used: {RING}", f"path messages, ring {OVER_2} {RING}; no codec"),
+    Case(sync(3, hosts="aab"), "3 workers and no servers on 2 hosts", "used", f"path hosted, {HOSTED}; no codec"),
     Case(
-        Mode("dist_sync", 2),
-        ONE_HOST,
-        "used",
-        "path direct, naive over 2 workers on 1 host, since the workers share memory; no codec",
-    ),
-    Case(
-        Mode("dist_sync", 2, memory="off"),
-        ONE_HOST,
-        NOT_SHARED,
-        "path messages, naive over 2 workers on 1 host, since MPIKV_SHARED_MEMORY=off; no codec",
-    ),
-    Case(
-        Mode("dist_sync", 2, algorithm="ring"),
-        ONE_HOST,
-        "not used: MPIKV_ALGORITHM=ring",
-        "path messages, ring over 2 workers on 1 host, since MPIKV_ALGORITHM=ring; no codec",
-    ),
-    Case(
-        Mode("dist_sync", 3, hosts="aab"),
-        "3 workers and no servers on 2 hosts",
-        "used",
-        "path hosted, hierarchical over 3 workers on 2 hosts, since the workers of each host share memory; no codec",
-    ),
-    Case(
-        Mode("dist_sync", 2, hosts="ab"),
-        APART,
-        NO_MEMORY,
-        "path encoded, gather over 2 workers on 2 hosts, since half precision travels in two bytes; no codec",
+        *(sync(2, hosts="ab"), APART, NO_MEMORY),
+        f"path encoded, gather {OVER_HOSTS} half precision travels in two bytes; no codec",
         half=True,
     ),
     Case(
-        Mode("dist_sync", 2, hosts="ab"),
-        APART,
-        NO_MEMORY,
-        "path encoded, gather over 2 workers on 2 hosts, since in a round 256 B leave a host encoded, and 4.0 KiB as "
-        f"they are; codec {CODEC} travels encoded",
+        *(sync(2, hosts="ab"), APART, NO_MEMORY, f"path encoded, gather {OVER_HOSTS} {BYTES}"),
         params={"type": "2bit"},
         compared=f"codec {CODEC} is used: a round takes",
     ),
     Case(
-        Mode("dist_sync", 2),
-        ONE_HOST,
-        "used",
-        "path encoded, gather over 2 workers on 1 host, since 'force' asks for it; codec "
-        '{"force": true, "type": "fp16"} travels encoded',
+        *(
+            sync(2),
+            ONE_HOST,
+            "used",
+            f"path encoded, gather {OVER_2} 'force' asks for it; codec {FP16} travels encoded",
+        ),
         params={"type": "fp16", "force": True},
     ),
-    Case(
-        Mode("dist_sync", 2, 1, memory="off"),
-        "2 workers and 1 server on 1 host",
-        NOT_SHARED,
-        "all of it on server 0 (rank 2 on localhost), since it is the only one; no codec",
-    ),
-    Case(
-        Mode("dist_async", 2, 2),
-        "2 workers and 2 servers on 1 host",
-        "used",
-        "cut evenly over 2 servers, since it has 8 elements or more; no codec",
-    ),
+    Case(sync(2, 1, memory="off"), "2 workers and 1 server on 1 host", NOT_SHARED, ALONE),
+    Case(Mode("dist_async", 2, 2), "2 workers and 2 servers on 1 host", "used", CUT),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,37 +18,18 @@ from mpikv.common import files
 from mpikv.observe import metrics
 from mpikv.observe.metrics import Metric, MetricsFile
 
+text_string_to_metric_families = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-LINE = re.compile(r"(mpikv_\w+)\{(.*)\} (\S+)")
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-
 def parsed(text: str) -> Values:
-    """The samples of a text whose labels need no escapes but quotes; each has a type and a help before it."""
-    found: Values = {}
-    told: set[str] = set()
-    for line in text.splitlines():
-        if line.startswith("# "):
-            told.add(" ".join(line.split()[1:3]))
-            continue
-        match = LINE.fullmatch(line)
-        assert match is not None, line
-        assert {f"HELP {match[1]}", f"TYPE {match[1]}"} <= told
-        key = match[1], frozenset((name, value.replace('\\"', '"')) for name, value in LABEL.findall(match[2]))
-        assert key not in found
-        found[key] = float(match[3])
-    return found
-
-
-def by_prometheus(text: str) -> Values:
     """The samples of a text as Prometheus reads it."""
-    parser = pytest.importorskip("prometheus_client.parser")
-    families = [*parser.text_string_to_metric_families(text)]
+    families = [*text_string_to_metric_families(text)]
     assert {family.type for family in families} <= {"counter", "gauge"}
     samples = [sample for family in families for sample in family.samples]
-    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    found = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(found) == len(samples)
+    return found
 
 
 def of(values: Values, name: str, **labels: str) -> float:
@@ -69,19 +49,8 @@ def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
 
 def test_labels_and_help_of_any_text() -> None:
     odd = 'a "b"\\n\n}, ä'
-    values = by_prometheus(metrics.text([Metric("x_bytes", "one\n\\ two", [({"key": odd}, 2.5)])], {"worker": odd}))
+    values = parsed(metrics.text([Metric("x_bytes", "one\n\\ two", [({"key": odd}, 2.5)])], {"worker": odd}))
     assert of(values, "x_bytes", key=odd, worker=odd) == 2.5
-
-
-def test_prometheus_reads_a_whole_file_alike(tmp_path: Path) -> None:
-    def body(store: Any) -> None:
-        store.set_gradient_compression({"type": "2bit"})
-        store.init("w", full(0))
-        store.pushpull("w", full(1))
-
-    Mode("dist_sync", 2, 1).run(body, metrics=str(tmp_path))
-    for path in tmp_path.iterdir():
-        assert by_prometheus(path.read_text()) == parsed(path.read_text()) != {}
 
 
 @pytest.mark.parametrize(

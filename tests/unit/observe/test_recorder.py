@@ -35,13 +35,6 @@ def test_parts_follow_each_other_by_the_recorders_clock():
     assert ring.take() == []
 
 
-def test_a_span_is_recorded_also_when_its_block_raises():
-    recorder = Recorder()
-    with pytest.raises(KeyError), recorder.span("span", "forward"):
-        raise KeyError
-    assert [record[0::3] for record in recorder.rings()[0].take()] == [("span", "forward")]
-
-
 def test_each_thread_has_a_ring_with_its_name():
     recorder = Recorder()
     recorder.begin("here").done("call")
