@@ -100,11 +100,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     compressed.add_options(parser)
     options = parser.parse_args(line)
     options.compression = compressed.compression_params(parser, options)
-    try:
-        options.lr_steps = [float(epoch) for epoch in options.lr_steps.split(",") if epoch]
-        gpus = [int(gpu) for gpu in options.gpus.split(",")] if options.gpus not in (None, "auto") else []
-    except ValueError as error:
-        parser.error(f"--lr-steps and --gpus are numbers with commas between them ({error})")
+    options.lr_steps = parser.numbers("--lr-steps", options.lr_steps, float)
+    gpus = [] if options.gpus in (None, "auto") else parser.numbers("--gpus", options.gpus)
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         parser.error("--tensorboard needs TensorBoard: pip install tensorboard")
     if options.local and options.gc_momentum:
@@ -115,10 +112,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--gpus: PyTorch sees no GPU here")
     if gpus and max(gpus) >= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: PyTorch sees {torch.cuda.device_count()} GPUs here, from 0")
-    for name in ("batch_size", "epochs", "max_steps", "num_examples", "num_devices", "local"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    parser.at_least_1(options, "batch_size", "epochs", "max_steps", "num_examples", "num_devices", "local")
     options.devices = [torch.device("cuda", gpu) for gpu in gpus] or [torch.device("cpu")] * options.num_devices
     if options.batch_size < len(options.devices):
         parser.error(f"--batch-size {options.batch_size} is less than the number of devices, {len(options.devices)}")

@@ -14,7 +14,7 @@ import torch
 from image_files import load_images
 from torch import nn
 from torch.utils.data import DataLoader
-from torch_mnist import tensors
+from torch_mnist import network, tensors
 from usage import Parser
 
 import mpikv.torch as mt
@@ -22,13 +22,6 @@ from mpikv import SplitSampler, kv
 from mpikv.common.progress import shown
 
 OUTER = ("mean", "nesterov", "slowmo")
-
-
-def network():
-    """Two convolutions and two dense layers: 80,202 weights."""
-    torch.manual_seed(0)
-    convolutions = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def main():

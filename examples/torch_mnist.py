@@ -21,8 +21,13 @@ def tensors(x, y):
     return TensorDataset(torch.from_numpy(x).float() / 127.5 - 1, torch.from_numpy(y))
 
 
+def network():
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
 def main():
-    """Train, and print after each epoch how many of the test images get their label."""
     parser = Parser(__doc__)
     parser.add_argument("--data-dir", help="directory with the four IDX files; else as train_mnist.py")
     parser.add_argument("--epochs", type=int, default=3, help="(3)")
@@ -31,9 +36,7 @@ def main():
     train, test = tensors(images.train_x, images.train_y), tensors(images.test_x, images.test_y)
 
     store = kv.create("dist_sync")  # mpikv
-    torch.manual_seed(0)
-    convolutions = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
-    net = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10))
+    net = network()
     net = mt.DistributedModel(net, store)  # mpikv
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     sampler = SplitSampler.for_store(len(train), store, last="drop")  # mpikv: parts of equal length

@@ -16,7 +16,8 @@ import torch
 from image_files import load_images
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from torch_mnist import network, tensors
 from usage import Parser
 
 import mpikv.torch as mt
@@ -24,28 +25,19 @@ from mpikv import SplitSampler, kv
 from mpikv.common.progress import shown
 
 
-def tensors(x, y):
-    """Images between -1 and 1, with their labels."""
-    return TensorDataset(torch.from_numpy(x).float() / 127.5 - 1, torch.from_numpy(y))
-
-
 def main():
     """Train, and print after each epoch how many of the test images the averaged weights give their label."""
     parser = Parser(__doc__)
     parser.add_argument("--data-dir", help="directory with the four IDX files; else as train_mnist.py")
     parser.add_argument("--epochs", type=int, default=3, help="(3)")
-    parser.add_argument(
-        "--batch-size", type=int, default=32, help="images of a worker in one pass; a step has two (32)"
-    )
+    parser.add_argument("--batch-size", type=int, default=32, help="images of a worker in a pass; a step has two (32)")
     parser.add_argument("--stop-at", type=int, help="stop at this step or the next, as if a signal had come")
     options = parser.parse_args()
     images = load_images(options.data_dir)
     train, test = tensors(images.train_x, images.train_y), tensors(images.test_x, images.test_y)
 
     store = kv.create("dist_sync")
-    torch.manual_seed(0)
-    convolutions = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
-    module = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10))
+    module = network()
     net = mt.DistributedModel(module, store)
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.98))  # of the plain module, not of `net`
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)

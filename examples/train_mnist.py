@@ -87,18 +87,12 @@ def arguments() -> argparse.Namespace:
     compressed.add_options(parser)
     options = parser.parse_args()
     options.compression = compressed.compression_params(parser, options)
-    for name in ("num_examples", "max_steps", "batch_size", "num_devices"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    try:
-        options.lr_step_epochs = [int(epoch) for epoch in options.lr_step_epochs.split(",") if epoch]
-        gpus = [f"gpu:{int(gpu)}" for gpu in options.gpus.split(",")] if options.gpus not in (None, "auto") else []
-    except ValueError as error:
-        parser.error(f"--lr-step-epochs and --gpus are numbers with commas between them ({error})")
+    parser.at_least_1(options, "num_examples", "max_steps", "batch_size", "num_devices")
+    options.lr_step_epochs = parser.numbers("--lr-step-epochs", options.lr_step_epochs)
+    gpus = [] if options.gpus in (None, "auto") else parser.numbers("--gpus", options.gpus)
     if options.gpus is not None and importlib.util.find_spec("cupy") is None:
         parser.error("--gpus needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)")
-    options.devices = gpus or [f"cpu:{i}" for i in range(options.num_devices)]
+    options.devices = [f"gpu:{gpu}" for gpu in gpus] or [f"cpu:{i}" for i in range(options.num_devices)]
     return options
 
 

@@ -29,3 +29,17 @@ class Parser(argparse.ArgumentParser):
             super().error(message)
         let_rank_0_speak()
         self.exit(2)
+
+    def at_least_1(self, options: argparse.Namespace, *names: str) -> None:
+        """End with an error where one of these options, if it is given, is less."""
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and value < 1:
+                self.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    def numbers(self, option: str, text: str, kind: type = int) -> list[Any]:
+        """The numbers of an option such as 6,9."""
+        try:
+            return [kind(one) for one in text.split(",") if one]
+        except ValueError as error:
+            self.error(f"{option} is numbers with commas between them ({error})")

@@ -57,9 +57,7 @@ def arguments() -> argparse.Namespace:
     add("--sample", type=float, default=1e-3, help="words more frequent than this share are thinned out (0.001)")
     add("--seed", type=int, default=0, help="of all that is drawn (0)")
     options = parser.parse_args()
-    for name in ("num_epochs", "dim", "piece", "window", "negatives", "min_count", "local"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    parser.at_least_1(options, "num_epochs", "dim", "piece", "window", "negatives", "min_count", "local")
     if options.local and options.dense:
         parser.error("--dense: with --local the tables are dense anyway, and are exchanged whole")
     return options

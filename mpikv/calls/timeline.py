@@ -8,7 +8,6 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from mpikv.errors import MpikvError
@@ -77,9 +76,7 @@ class Timeline:
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def _recorded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

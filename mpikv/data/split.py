@@ -29,7 +29,6 @@ from mpikv.common.checks import shown
 from mpikv.runtime.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]
-_LAST: tuple[Last, ...] = ("uneven", "drop", "wrap")
 MOST_SLICES = 1_000_000  # far more than devices, few enough to be listed
 
 
@@ -98,7 +97,7 @@ class SplitSampler:
         self.seed = checks.whole("seed", seed, most=None)
         self.shuffle = checks.flag("shuffle", shuffle)
         if last is not None:
-            checks.one_of("last", last, _LAST)
+            checks.one_of("last", last, ("uneven", "drop", "wrap"))
         self.last: Last = last or ("drop" if self.shuffle else "uneven")
         if last is None and self.last == "drop" and 0 < self.length < self.num_parts:
             raise ValueError(
@@ -191,7 +190,10 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     >>> data.split_data(np.arange(5), 2, even_split=False)
     [array([0, 1, 2]), array([3, 4])]
     """
-    array = data if _is_array(data) else as_host("data", data)
+    is_array = (
+        isinstance(getattr(data, "shape", None), tuple) and hasattr(data, "dtype") and hasattr(data, "__getitem__")
+    )
+    array = data if is_array else as_host("data", data)  # else it can be cut as it is
     num_slice = checks.whole("num_slice", num_slice, 1, MOST_SLICES)
     checks.flag("even_split", even_split)
     num_axes = len(array.shape)
@@ -223,8 +225,3 @@ def split_and_load(
     """
     listed = several(devices)
     return [put(s, d) for s, d in zip(split_data(data, len(listed), batch_axis, even_split), listed, strict=True)]
-
-
-def _is_array(data: Any) -> bool:
-    """Whether it can be cut as it is."""
-    return isinstance(getattr(data, "shape", None), tuple) and hasattr(data, "dtype") and hasattr(data, "__getitem__")

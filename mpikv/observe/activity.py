@@ -108,10 +108,10 @@ class Activity:
         if self._call is not None:
             return f"in {self._call} for {elapsed_s:.1f} s"
         for other in self.others():
-            if (call := other._call) is not None:  # noqa: SLF001 - of the same class
-                return f"in {call}{other.elsewhere} for {self._clock.now_s() - other._since_s:.1f} s"  # noqa: SLF001 - of the same class
-            if other._failed:  # noqa: SLF001 - of the same class
-                return f"its {other._last}{other.elsewhere} failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
+            if (call := other._call) is not None:  # noqa: SLF001
+                return f"in {call}{other.elsewhere} for {self._clock.now_s() - other._since_s:.1f} s"  # noqa: SLF001
+            if other._failed:  # noqa: SLF001
+                return f"its {other._last}{other.elsewhere} failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
     # --- for who asks
@@ -126,8 +126,8 @@ class Activity:
 
         It computes or not, or is in a call of this package that has not waited so far: 'in mpikv'.
         """
-        blocked = next((one for one in self.all() if one._call is not None), None)  # noqa: SLF001 - of the same class
-        place = program.position(self._home if blocked is None else blocked._thread)  # noqa: SLF001 - of the same class
+        blocked = next((one for one in self.all() if one._call is not None), None)  # noqa: SLF001
+        place = program.position(self._home if blocked is None else blocked._thread)  # noqa: SLF001
         if not place:
             return ""
         if blocked is None and program.in_package(self._home):
@@ -140,12 +140,12 @@ class Activity:
         """Return the wait that this rank is in, in any of its stores. None where it is in none, or where several of its
         threads wait: one of them may come to what others need while another one waits.
         """
-        if len({one._thread for one in self.all() if one._n_threads}) > 1:  # noqa: SLF001 - of the same class
+        if len({one._thread for one in self.all() if one._n_threads}) > 1:  # noqa: SLF001
             return None
         for one in self.all():
-            found = one._blocked()  # noqa: SLF001 - of the same class
+            found = one._blocked()  # noqa: SLF001
             if found is not None:
-                return found._replace(free=found.free or not self.alone(one._thread))  # noqa: SLF001 - of the same class
+                return found._replace(free=found.free or not self.alone(one._thread))  # noqa: SLF001
         return None
 
     def _blocked(self) -> Blocked | None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cifar_files
@@ -74,17 +75,14 @@ def test_numbers_for_tensorboard(
     """After each epoch, by worker 0; a stand-in for its writer, which needs a package that is often not there."""
     written: list[tuple[str, int]] = []
 
-    class Writer:
-        def __init__(self, folder: Path) -> None:
-            assert folder == tmp_path
-
+    class Writer(SimpleNamespace):
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, step))
 
         def flush(self) -> None:
             written.append(("", 0))
 
-    monkeypatch.setattr(image_classification, "summary_writer", Writer)
+    monkeypatch.setattr(image_classification, "summary_writer", lambda _folder: Writer())
     monkeypatch.setattr(image_classification.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(SystemExit):
         image_classification.arguments(["--tensorboard", str(tmp_path)])
@@ -197,16 +195,6 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has(
     if kind == "dist_sync":
         assert again[0][0] == through[0][0]
         assert same(again[0][3], through[0][3])
-
-
-def test_another_number_of_workers_goes_on(data: Path, tmp_path: Path) -> None:
-    """Two workers, then one with batches twice as large: without a batch normalisation the same weights."""
-    line = ["--model", "lenet", "--epochs", 2, "--optimizer", "sgd", "--lr", 0.01]
-    through = train(data, 1, *line, "--batch-size", 16)
-    train(data, 2, *line, "--batch-size", 8, "--max-steps", 7, "--save", tmp_path / "run")
-    again = train(data, 1, *line, "--batch-size", 16, "--resume", tmp_path / "run")
-    assert again[0][1:3] == through[0][1:3]
-    assert distance(again[0][3], through[0][3]) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 2), ("local", 0)])
