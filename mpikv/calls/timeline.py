@@ -119,5 +119,4 @@ class Timeline:
 
 
 def _of_process() -> str:
-    """A text in place of a store's own, the same in all of this process."""
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{os.getpid()}").hex

@@ -153,12 +153,10 @@ def of_stores(documents: Documents) -> dict[str, list[dict[str, Any]]]:
 
 
 def offers(document: Mapping[str, Any] | None, *kinds: str) -> list[dict[str, Any]]:
-    """What a process tells of that is of one of these kinds."""
     return [] if document is None else [one for one in document["offers"] if one["kind"] in kinds]
 
 
 def listed(documents: Documents, pid: int) -> str:
-    """A job in one line."""
     for one, document in documents.items():
         if document is not None:
             offer = next(iter(offers(document, "store", "server")), None)

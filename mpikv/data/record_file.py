@@ -103,7 +103,6 @@ class RecordFile:
         return (record for _, record in self._walk())
 
     def _walk(self) -> Iterator[tuple[int, bytes]]:
-        """Each record's offset and its bytes, in order."""
         file = self._file.ahead(AHEAD_BYTES)
         if self._index is not None:
             for offset in self._index.offsets.tolist():

@@ -203,7 +203,6 @@ def _head(flag: int, length: int) -> bytes:
 
 
 def _read_head(file: FileBytes, offset: int, at: int) -> tuple[int, int]:
-    """Flag and length of the piece at `at` of the record at `offset`."""
     head = file.read(at, HEAD_BYTES)
     where = "" if at == offset else f"; the piece at {at}"
     if len(head) < HEAD_BYTES:

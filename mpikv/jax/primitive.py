@@ -124,7 +124,6 @@ def _transpose(cotangents: Sequence[Any], *_leaves: Any, call: Call) -> list[Any
 
 
 def _part(call: Call, prefix: str, known: Sequence[int]) -> Call:
-    """Return the call for some of the leaves."""
     return replace(call, lines=(prefix + call.lines[0], *(call.lines[1 + i] for i in known)))
 
 

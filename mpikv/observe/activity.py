@@ -88,7 +88,6 @@ class Activity:
                     self.recorder.add("wait", begun_s, first.key, first.round or 0)
 
     def note(self, call: object) -> None:
-        """Note a call that does not wait."""
         self._last, self._since_s, self._failed = call, self._clock.now_s(), False
 
     def waiting(self) -> str | None:
@@ -117,7 +116,6 @@ class Activity:
     # --- for who asks
 
     def all(self) -> list[Activity]:
-        """This one and those of the process's other stores."""
         return [self, *self.others()]
 
     @look("")
@@ -172,7 +170,6 @@ class Activity:
         return -1
 
     def give_up(self, wait: str, why: str) -> None:
-        """Let a wait of this rank raise that it can never end."""
         for one in self.all():
             one.hopeless = wait, why
 

@@ -86,15 +86,7 @@ def _init_in(blocked: Blocked) -> str | None:
 
 
 def circle(facts: Iterable[WaitFact]) -> list[WaitFact]:
-    """Return facts of which each begins with the wait that the one before ends with; [] where there is no circle.
-
-    >>> from mpikv.observe.deadlock import WaitFact, circle
-    >>> one, back = WaitFact('a', 'b', 'A', 'B'), WaitFact('b', 'a', 'B', 'A')
-    >>> circle([one])
-    []
-    >>> [fact.wait for fact in circle([one, WaitFact('c', 'a', 'C', 'A'), back])]
-    ['a', 'b']
-    """
+    """Return facts of which each begins with the wait that the one before ends with; [] where there is no circle."""
     by_ends = {(fact.wait, fact.other): fact for fact in facts}
     order = graphlib.TopologicalSorter[str]()
     for wait, other in by_ends:
@@ -131,6 +123,5 @@ def deadlocks(facts: Iterable[WaitFact]) -> Iterator[tuple[list[WaitFact], set[s
 
 
 def circle_text(facts: list[WaitFact]) -> str:
-    """Return a circle as a sentence."""
     waits = " waits for ".join(fact.text for fact in facts)
     return f"Deadlock: {waits} waits for {facts[0].text}; none of them can go on."

@@ -68,7 +68,6 @@ class Endpoint:
 
     @contextlib.contextmanager
     def offered(self, offer: Offer) -> Iterator[None]:
-        """Offer something for as long as the block lasts."""
         self.offer(offer)
         try:
             yield
@@ -149,7 +148,6 @@ class Endpoint:
                 client.sendall(json.dumps(self.told(whole=question == WORKERS)).encode())
 
     def told(self, *, whole: bool) -> dict[str, Any]:
-        """Return the document."""
         offers = []
         for offer in tuple(self._offers):
             try:

@@ -25,9 +25,6 @@ class StoreLog:
     """The decisions of one rank in one store. text, of its methods: makes the text.
 
     detailed(): whether somebody listens to `detail`, for who has thousands of keys to tell of.
-
-    >>> from mpikv.observe.log import StoreLog
-    >>> StoreLog('worker', 1, 'node7').detail(lambda: "key 'w': path direct")  # nobody listens
     """
 
     detailed = staticmethod(partial(LOGGER.isEnabledFor, logging.DEBUG))
@@ -42,11 +39,9 @@ class StoreLog:
         self._log(self._of_job, text)
 
     def rank(self, text: Text) -> None:
-        """A decision of this rank, level info."""
         self._log(logging.INFO, text)
 
     def detail(self, text: Text) -> None:
-        """One of many decisions, such as those on each key, level debug."""
         self._log(logging.DEBUG, text)
 
     def _log(self, level: int, text: Text) -> None:

@@ -67,24 +67,16 @@ class WorkerStatus(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How errors name it: 'worker 1 on node7'."""
         return f"worker {self.rank} on {self.host}"
 
 
 def this_process() -> Process:
-    """Return this process, as other ranks may ask for it."""
     return Process(socket.gethostname(), os.getpid(), _stat(os.getpid())[1])
 
 
 def state_of(process: Process, states: Mapping[str, str] = STATES) -> str:
     """Return what a process of this host does, in words; "" where that is not known. states: UNASKED, where nobody has
     asked the process itself.
-
-    >>> from mpikv.observe.program import Process, state_of, this_process
-    >>> state_of(this_process())
-    'it computes without a break for other threads, as C code may'
-    >>> state_of(Process(this_process().host, 1 << 30, '5'))
-    'its process is gone'
     """
     if process.host != socket.gethostname() or not process.started:
         return ""

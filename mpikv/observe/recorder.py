@@ -56,15 +56,6 @@ class Recorder:
     """What one rank has done in one store. clock: that of its transport.
 
     on: whether anybody reads. Who records looks at it first:
-
-    >>> from mpikv.observe.recorder import Recorder
-    >>> recorder = Recorder()
-    >>> recorder.on = True
-    >>> part = recorder.begin("w", n_bytes=12) if recorder.on else None
-    >>> if part is not None:
-    ...     part.done("encode")
-    >>> [(kind, what, n_bytes) for kind, _, _, what, _, n_bytes in recorder.rings()[0].take()]
-    [('encode', 'w', 12)]
     """
 
     def __init__(self, clock: Clock = MACHINE_CLOCK) -> None:
@@ -73,7 +64,6 @@ class Recorder:
         self._rings: dict[int, Ring] = {}  # by thread
 
     def add(self, kind: str, begun_s: float, what: Any = None, round_: int = 0, n_bytes: int = 0) -> None:
-        """Record what has ended now."""
         thread = threading.get_ident()
         ring = self._rings.get(thread)
         if ring is None:
@@ -87,7 +77,6 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: str, what: Any = None) -> Iterator[None]:
-        """Record a block, however it ends."""
         begun_s = self.now_s()
         try:
             yield
@@ -95,5 +84,4 @@ class Recorder:
             self.add(kind, begun_s, what)
 
     def rings(self) -> list[Ring]:
-        """Return the rings of all threads so far."""
         return [*self._rings.values()]

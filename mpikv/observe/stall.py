@@ -96,13 +96,6 @@ class Row(NamedTuple):
 def table(title: str, rows: Sequence[Row], hosts: Sequence[str], more: Sequence[str] = (), what: str = "worker") -> str:
     """The table of a wait that lasts: a line of each worker, or of several that do the same. hosts: of the workers.
     more: further lines. what: what they are called.
-
-    >>> from mpikv.observe.stall import Row, table
-    >>> rows = [Row(i, 10 + i, f'in barrier for 2.{i} s') for i in range(3)]
-    >>> print(table('2.0 s', [*rows, Row(3, 9, 'outside the store for 3.1 s')], 'aabb'))
-    mpikv: stalled for 2.0 s
-      worker 0, 1 on a, 2 on b (pid 10, 11, 12): in barrier for 2.0 s
-      worker 3 on b (pid 9): outside the store for 3.1 s
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -115,12 +108,7 @@ def table(title: str, rows: Sequence[Row], hosts: Sequence[str], more: Sequence[
 
 
 def several(workers: Sequence[int], hosts: Sequence[str], what: str = "worker") -> str:
-    """Workers by their numbers and hosts; of many, the first ones and how many there are.
-
-    >>> from mpikv.observe.stall import several
-    >>> several([1, 0, 3], ['a', 'a', 'b', 'b'])
-    'worker 0, 1 on a, 3 on b'
-    """
+    """Workers by their numbers and hosts; of many, the first ones and how many there are."""
     shown_ones = sorted(workers)[:SHOWN]
     by_host = {hosts[worker]: None for worker in shown_ones}
     texts = [", ".join(str(one) for one in shown_ones if hosts[one] == host) + f" on {host}" for host in by_host]

@@ -21,7 +21,6 @@ NOTHING: Finding = 0.0, ""
 
 
 def advice(ranks: Sequence[Rank], analysis: Analysis) -> str:
-    """Return the sentence."""
     if not any(worker.whole for worker in analysis.workers.values()):
         return "nothing was pushed while these timelines were written"
     found = (_late(ranks, analysis), _small(analysis), _coding(analysis), _servers(analysis), _sent(ranks, analysis))
@@ -41,7 +40,6 @@ def slowest_of(analysis: Analysis) -> tuple[int, float] | None:
 
 
 def _share(analysis: Analysis, part: str) -> float:
-    """How much of all workers' time is of this kind."""
     workers = analysis.workers.values()
     return float(sum(getattr(worker, part) for worker in workers) / sum(worker.whole for worker in workers))
 

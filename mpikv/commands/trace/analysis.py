@@ -70,7 +70,6 @@ class Analysis:
 
 
 def analysed(ranks: Sequence[Rank], timed: Sequence[Timed], rounds: dict[Name, TimedRound]) -> Analysis:
-    """Return the sums over all records."""
     last = {name: (round_.last.rank, round_.last.begin_us) for name, round_ in complete(ranks, rounds)}
     found, keys = Analysis(), defaultdict[str, KeyCost](KeyCost)
     for i, (rank, own) in enumerate(zip(ranks, by_rank(ranks, timed), strict=True)):

@@ -47,7 +47,6 @@ class ClockOffset:
     error_ns: float | None = None
 
     def common(self, time_ns: float) -> float:
-        """Return a time by the first machine's clock."""
         return time_ns + self.offset_ns + self.drift * (time_ns - self.about_ns)
 
 

@@ -49,12 +49,10 @@ class Rank:
 
     @property
     def role(self) -> tuple[str, int]:
-        """Such as ('worker', 3)."""
         return self.header["role"], self.header["number"]
 
     @property
     def name(self) -> str:
-        """Such as 'worker 3 on node7'."""
         return "{} {} on {}".format(*self.role, self.header["host"])
 
 

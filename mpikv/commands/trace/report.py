@@ -17,7 +17,6 @@ share of what is sent that goes on while the worker computes."""
 
 
 def report(ranks: Sequence[Rank], analysis: Analysis) -> Iterator[str]:
-    """Yield the lines."""
     yield from _workers(ranks, analysis)
     for rank, share in analysis.servers.items():
         yield f"{ranks[rank].name}: busy for {share:.0%} of its time"

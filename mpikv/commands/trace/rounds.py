@@ -31,7 +31,6 @@ class Timed(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key or call that it is of."""
         what = self.event.what
         return str(what[0] if isinstance(what, list) else what)
 
@@ -63,7 +62,6 @@ def in_common_time(ranks: Sequence[Rank], clocks: dict[str, ClockOffset]) -> lis
 
 
 def by_rank(ranks: Sequence[Rank], timed: Sequence[Timed]) -> list[list[Timed]]:
-    """Return the records of each rank."""
     found: list[list[Timed]] = [[] for _ in ranks]
     for one in timed:
         found[one.rank].append(one)
@@ -71,7 +69,6 @@ def by_rank(ranks: Sequence[Rank], timed: Sequence[Timed]) -> list[list[Timed]]:
 
 
 def rounds_of(ranks: Sequence[Rank], timed: Sequence[Timed]) -> dict[Name, TimedRound]:
-    """Return the rounds."""
     found: dict[Name, TimedRound] = {}
     for one in timed:
         if one.event.kind in CONTRIBUTES and ranks[one.rank].role[0] == "worker":

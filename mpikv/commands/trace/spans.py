@@ -33,5 +33,4 @@ def common(one: Spans, other: Spans) -> Spans:
 
 
 def total(spans: Spans) -> float:
-    """Return how long they last."""
     return sum(end - begin for begin, end in spans)
