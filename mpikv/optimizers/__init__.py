@@ -58,7 +58,6 @@ __all__ = [
     "create",
     "field",
     "flag",
-    "from_config",
     "names",
     "number",
     "register",
@@ -148,22 +147,6 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
         "an optimizer is a name, an Optimizer, a callable (weight, grad, state) -> state, or a torch.optim class, "
         f"not {type(optimizer).__name__} ({shown(optimizer)})"
     )
-
-
-def from_config(config: Mapping[str, Any]) -> Optimizer:
-    """Make the optimizer that `Optimizer.config` described. Nothing in `config` is executed. Local.
-
-    Raises ValueError for an unknown name or attribute, UnsupportedError if the optimizer is a user's function.
-
-    >>> optimizers.from_config({'name': 'sgd', 'attributes': {'momentum': 0.9}}).momentum
-    0.9
-    """
-    if not isinstance(config, Mapping) or not isinstance(config.get("attributes"), Mapping):
-        raise ValueError(f"an optimizer's config is a dict with 'name' and 'attributes', not {shown(config)}")
-    cls = {**_registry, **_WRAPPERS}.get(str(config.get("name")).lower())
-    if cls is None:
-        raise ValueError(f"unknown optimizer {shown(config.get('name'))}; known: {', '.join(names())}")
-    return cls.from_attributes(config["attributes"])
 
 
 def _complete(cls: type[Optimizer]) -> type[Optimizer]:

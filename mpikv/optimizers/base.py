@@ -7,9 +7,7 @@ a state can be saved, cut, joined and moved to another rank (states.py).
 How an update runs. The weight is seen flat. blocks.py runs the formula, an elementwise one on blocks of the weight; no
 result depends on where blocks or slices begin. Arithmetic is in float32 or float64, and each element is rounded once to
 the weight's dtype. With `multi_precision` the state of a float16 or bfloat16 weight has a float32 copy of it, which the
-formula changes and from which the weight is rounded.
-
-A new optimizer: docs/optimizers.md shows one from the declaration to the store.
+formula changes and from which the weight is rounded. docs/optimizers.md shows a new one.
 
 Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/optimizer/optimizer.py.
 """
@@ -57,10 +55,8 @@ class Optimizer(Declared):
     >>> optimizer.check_state(weight, state)
     >>> optimizer.set_learning_rate(0.1), optimizer.set_lr_mult({'bias': 2.0}), optimizer.set_wd_mult({'bias': 0.0})
     (None, None, None)
-    >>> optimizers.SGD.from_attributes(optimizer.attributes()).config() == optimizer.config()
-    True
-    >>> optimizer.state_names(), optimizer.sums
-    (['momentum'], True)
+    >>> optimizer.config()['name'], optimizer.state_names(), optimizer.sums
+    ('sgd', ['momentum'], True)
     """
 
     learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update if there is no lr_scheduler")
@@ -104,9 +100,8 @@ class Optimizer(Declared):
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """Make an optimizer with scratch memory of its own."""
         made = super().__new__(cls)
-        object.__setattr__(made, "_temporaries", Scratch())
+        object.__setattr__(made, "_temporaries", Scratch())  # of its own
         return made
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -145,13 +140,6 @@ class Optimizer(Declared):
         """Return {"name", "attributes"} as JSON. Optimizers with equal configs make the same updates."""
         return {"name": self.name, "attributes": self.attributes()}
 
-    @classmethod
-    def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """Make a new optimizer of this class with these attributes."""
-        optimizer = cls()
-        optimizer.set_attributes(attributes)
-        return optimizer
-
     # --- state
 
     def state_names(self) -> Sequence[str]:
@@ -189,7 +177,7 @@ class Optimizer(Declared):
                 from_weight = self._arrays[name].from_weight
                 state[name] = self._copy(flat, work) if from_weight else np.zeros_like(flat, dtype=work)
             elif state[name].shape != flat.shape or state[name].dtype != work:
-                found = f"{state[name].dtype}{state[name].shape}"
+                found = _described(state[name])
                 raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
 
     def _copy(self, flat: SpaceArray, dtype: np.dtype[Any]) -> SpaceArray:
@@ -203,14 +191,10 @@ class Optimizer(Declared):
         if type(state) is not dict or set(state) != set(expected):
             raise ValueError(f"a state of {self.name} holds {_listed(expected)}, this one {_listed(state)}")
         for name, value in expected.items():
-            found = state[name]
-            if not is_space_array(value):
-                if type(found) is not type(value):
-                    wanted = type(value).__name__
-                    raise ValueError(f"{name!r} in a state of {self.name} is a number ({wanted}), not {found!r}")
-            elif not is_space_array(found) or (found.shape, found.dtype) != (value.shape, value.dtype):
-                what = f"{found.dtype}{found.shape}" if is_space_array(found) else repr(found)
-                raise ValueError(f"{name!r} in a state of {self.name} is {value.dtype}{value.shape}, not {what}")
+            wanted, found = _described(value), _described(state[name])
+            if wanted != found:
+                given = found if is_space_array(state[name]) else repr(state[name])
+                raise ValueError(f"{name!r} in a state of {self.name} is {wanted}, not {given}")
 
     # --- update
 
@@ -327,6 +311,10 @@ class Optimizer(Declared):
         if scale != 1.0 and (clip or decay):
             out *= real(scale)
         return out
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{value.shape}" if is_space_array(value) else f"a number ({type(value).__name__})"
 
 
 def _listed(state: Any) -> str:

@@ -3,15 +3,15 @@
 float64, int32 and int64 weights are updated in float64, which holds every int32 exactly and int64 up to 2^53; all
 others (float16, bfloat16, float32, int8, uint8) in float32.
 
-In host memory an elementwise formula is applied to blocks of the weight. A block and its temporaries fit into the
+In host memory an elementwise formula is applied to blocks of the weight, which with their temporaries fit into the
 cache, so that an update reads and writes memory once, however many NumPy calls its formula has. No result depends on
 where blocks begin. On a GPU, where each NumPy call is a kernel, the block is the whole weight.
-
-Cost: the formula's; in host memory one pass over weight, gradient and state.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,13 +93,17 @@ def run(
 ) -> None:
     """Run an optimizer's formula on a whole weight, with the sum of `terms` as its gradient.
 
-    arrays: those of the state. master: the copy of the weight that the formula changes, and from which the weight is
-    rounded; None: the weight is changed itself. dtype: of the formula's arithmetic. temporaries: how many arrays it
-    needs. elementwise: whether it may be run block by block. Terms are added block by block, so that the sum is used
-    while it is in the cache, and never written to memory.
+    master: the copy of the weight that the formula changes, and from which the weight is rounded; None: the weight is
+    changed itself. dtype: of the arithmetic. Terms are added block by block, so that the sum is used while it is in the
+    cache, and never written to memory.
     """
     if not isinstance(weight, np.ndarray):
-        _run_whole(formula, weight, terms, arrays, master=master, dtype=dtype, temporaries=temporaries)
+        if weight.size:
+            w = weight if weight.dtype == dtype else weight.astype(dtype) if master is None else master
+            g = functools.reduce(operator.add, terms).astype(dtype, copy=False)
+            formula(w, g, arrays, [np.empty_like(weight, dtype=dtype) for _ in range(temporaries)])
+            if w is not weight:
+                round_into(weight, w)
         return
     n, term_dtype = weight.size, terms[0].dtype
     # Blocks of a formula with few arrays can be longer, so that there are fewer of them.
@@ -130,27 +134,6 @@ def run(
         if w is not stored:
             round_into(stored, w)
     scratch.give(memory)
-
-
-def _run_whole(
-    formula: Formula,
-    weight: SpaceArray,
-    terms: Sequence[SpaceArray],
-    arrays: Mapping[str, SpaceArray],
-    *,
-    master: SpaceArray | None,
-    dtype: np.dtype[Any],
-    temporaries: int,
-) -> None:
-    if not weight.size:
-        return
-    w = weight if weight.dtype == dtype else weight.astype(dtype) if master is None else master
-    g = terms[0]
-    for term in terms[1:]:
-        g = g + term
-    formula(w, g.astype(dtype, copy=False), arrays, [np.empty_like(weight, dtype=dtype) for _ in range(temporaries)])
-    if w is not weight:
-        round_into(weight, w)
 
 
 def round_into(out: SpaceArray, values: SpaceArray) -> None:

@@ -12,14 +12,13 @@ array, or a flat dict (with string keys), list or tuple of numbers and arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, is_elsewhere
 from mpikv.common.checks import shown
-from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.identity import identity
 from mpikv.optimizers.step import State
@@ -54,11 +53,6 @@ class Function(Optimizer):
         """See `Optimizer`. It has the callable's identity, by which ranks compare it, not the callable itself."""
         return {**super().config(), "function": identity(self.function)}
 
-    @classmethod
-    def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """Raise UnsupportedError: a callable cannot be made from its identity."""
-        raise UnsupportedError("an optimizer that is a callable cannot be made from its description; set it again")
-
     def check_state(self, weight: HostArray, state: State) -> None:
         """See `Optimizer`. Only the count of updates is checked, since the callable decides on the rest."""
         count_of(state)
@@ -86,10 +80,7 @@ _NUMBERS = (bool, int, float, np.generic)
 
 
 def pack(value: Any) -> State:
-    """Return a callable's state as entries of a state here, by names that `unpack` understands.
-
-    "other" holds an object that cannot be saved.
-    """
+    """Return a callable's state as entries of a state here, which `unpack` understands; "other" cannot be saved."""
     if value is None:
         return {}
     if _is_item(value):

@@ -5,6 +5,7 @@ Each optimizer has a numbered slot; keys without a slot of their own use slot 0.
 values of an optimizer's attributes, such as the learning rate, are numbered, too: a worker that changes one sends all
 values once, under the next number, and each push carries the number that was current. So an update uses the attributes
 of its own round, in whatever order messages arrive.
+
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from mpikv.spaces.named import Spaces
 DEFAULT_SLOT = 0
 KEPT_ATTRIBUTES = 4096  # more than a program has rounds under way; bounds memory if the rate changes in every step
 
-
 AttributesId = tuple[int, int]
 """A worker, and its number for attributes that it changed; number 0: those that the optimizer had when it was set."""
 
@@ -47,9 +47,13 @@ class JoinedKey(NamedTuple):
     number: int
 
 
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype")
+
+
 def _numbers(state: State) -> State:
     """Return the numbers of a state, without its arrays."""
-    return {name: value for name, value in state.items() if not hasattr(value, "dtype")}
+    return {name: value for name, value in state.items() if not _is_array(value)}
 
 
 class KeptAttributes:
@@ -58,9 +62,8 @@ class KeptAttributes:
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self.attributes = attributes
 
-    @functools.cached_property
+    @functools.cached_property  # made when it is first compared, which only servers do
     def label(self) -> Label:
-        """Made when it is first compared, which only servers do."""
         return label_of(self.attributes)
 
 
@@ -120,10 +123,7 @@ class Owner:
             kept.popitem(last=False)
 
     def label(self, key_id: int, attributes: AttributesId) -> Label:
-        """Return the label of a push of this key with these attributes.
-
-        If they belong to an optimizer that was replaced since, the new optimizer's first attributes are used.
-        """
+        """Return the label of a push of this key; if its optimizer was replaced, of the new one's first attributes."""
         slot = self._slots.get(key_id, DEFAULT_SLOT)
         if slot not in self._optimizers:
             return NO_ATTRIBUTES
@@ -141,17 +141,10 @@ class Owner:
         worker, number = attributes
         return self._attributes[slot, worker][number] if number else self._as_set[slot]
 
-    def apply(
-        self,
-        info: KeyInfo,
-        weight: SpaceArray,
-        total: SpaceArray,
-        attributes: AttributesId,
-    ) -> None:
-        """Update `weight`, the owned shard (1-D, in place), with the sum of one round.
+    def apply(self, info: KeyInfo, weight: SpaceArray, total: SpaceArray, attributes: AttributesId) -> None:
+        """Update `weight`, the owned shard (1-D, in place), with the sum of one round, in the dtype it is added in.
 
-        total: same length, in the dtype that the key is added in. attributes: to be used in this update. Raises what
-        the optimizer raises, with a note about the key.
+        attributes: to be used in this update. Raises what the optimizer raises, with a note about the key.
         """
         state = self.update(info, weight, (total,), attributes, self.states.get(info.id))
         if state is not None:
@@ -163,7 +156,6 @@ class Owner:
         That is possible for keys with one optimizer whose formula is elementwise and ignores the key, and with the same
         numbers. Many small keys then need no more calls of NumPy or CuPy than one. Their states become adjacent, too.
 
-        weight, total: (n,), see `apply`. keys: those to update, in the order of their elements.
         """
         alike, at = [self._alike(key) for key in keys], 0
         while at < len(keys):
@@ -201,23 +193,15 @@ class Owner:
         if first is None:
             return None
         kept = self._joined.get(keys[0].info.id)
-        if kept is not None and [id(one) for one in kept[1]] == [id(one) for one in states]:
+        if kept is not None and [*map(id, kept[1])] == [*map(id, states)]:
             return kept[0]
-        return {
-            name: np.concatenate([state[name] for state in states if state is not None])
-            if hasattr(value, "dtype")
-            else value
-            for name, value in first.items()
-        }
+        arrays = {name: [state[name] for state in states if state] for name, value in first.items() if _is_array(value)}
+        return _numbers(first) | {name: np.concatenate(values) for name, values in arrays.items()}
 
     def _split_state(self, keys: Sequence[JoinedKey], state: State) -> None:
         """Give each key its view of a joined state."""
-        known = self._joined.get(keys[0].info.id)
-        if (
-            known is not None
-            and known[0] is state
-            and all(self.states.get(key.info.id) is one for key, one in zip(keys, known[1], strict=True))
-        ):
+        known, before = self._joined.get(keys[0].info.id), [id(self.states.get(key.info.id)) for key in keys]
+        if known is not None and known[0] is state and before == [*map(id, known[1])]:
             for one in known[1]:
                 one.update(_numbers(state))
             return
@@ -225,7 +209,7 @@ class Owner:
         for key in keys:
             span = slice(at, at + key.end - key.begin)
             at = span.stop
-            cut.append({name: value[span] if hasattr(value, "dtype") else value for name, value in state.items()})
+            cut.append({name: value[span] if _is_array(value) else value for name, value in state.items()})
             self.states[key.info.id] = cut[-1]
         self._joined[keys[0].info.id] = state, cut
 
@@ -240,6 +224,7 @@ class Owner:
         """Do what `apply` does, with a state that the caller keeps: None before the first update. Returns the new one.
 
         terms: arrays whose sum is applied; several only if the optimizer can add them (`Optimizer.sums`).
+
         """
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:

@@ -1,10 +1,9 @@
 """An owner's table of rows of a row-sparse key: rows that exist, and the optimizer's states of rows that were pushed.
 
-All other rows are zero. A table begins with some rows, or with all. Without an optimizer each sum replaces the value,
-so that rows that are not in the sum become zero. With one, an update copies the pushed rows and their states out, runs
-the optimizer's formula on them as on a whole value, and copies them back (MXNet calls this a *lazy* update): rows that
-were not pushed keep their values and states, without any decay. "t" counts the updates of the key, not those of a row.
-Only optimizers whose `updates_rows` is True can do this.
+All other rows are zero. A table begins with some rows, or with all. Without an optimizer each sum replaces the value.
+With one, an update copies the pushed rows and their states out, runs the optimizer's formula on them as on a whole
+value, and copies them back (MXNet calls this a *lazy* update): rows that were not pushed keep their values and states,
+without any decay. "t" counts the updates of the key. Only optimizers whose `updates_rows` is True can do this.
 
 How a row is found: one array has the ids of all rows, sorted, and another one their positions; new rows are appended at
 the end. If all rows of the shard exist, there are no such arrays.
@@ -12,6 +11,7 @@ the end. If all rows of the shard exist, there are no such arrays.
 Cost: memory for the rows that exist and up to half as much again; 16 bytes for each id, twice with an optimizer that
 has states. An update copies the pushed rows and their states twice, and finds each id by a binary search; if ids are
 new, all ids are copied. It sends no message and takes no lock.
+
 """
 
 from __future__ import annotations
@@ -94,8 +94,6 @@ class RowTable:
         self._forget_states()
         self.replace(np.empty(0, np.int64), np.empty((0, self.columns), info.dtype))
 
-    # --- values
-
     def replace(self, ids: Ids, rows: HostArray) -> None:
         """Replace the value by these rows. ids: sorted, each once. The table keeps both arrays."""
         self._positions = None if ids.size == self.end - self.begin else Positions(ids)
@@ -131,12 +129,11 @@ class RowTable:
         positions = [one for one in (self._positions, self._touched) if one is not None]
         return sum(array.nbytes for array in arrays) + sum(one.nbytes for one in positions)
 
-    # --- updates
-
     def update(self, owner: Owner, ids: Ids, total: HostArray, attributes: AttributesId) -> None:
-        """Apply the sum of the pushed rows in one round. total: in the dtype that the key is added in.
+        """Apply the sum of the pushed rows in one round, in the dtype that the key is added in; see `Owner.apply`.
 
-        attributes: see `Owner.apply`. The table may keep or change the arrays. Raises what the optimizer raises.
+        The table may keep or change the arrays. Raises what the optimizer raises.
+
         """
         self._match_optimizer(owner)
         self._note_changed(ids)
@@ -147,13 +144,8 @@ class RowTable:
         weight = self.rows(ids)
         flat = weight.reshape(-1)
         positions, new = self._touched.add(ids)
-        state = owner.update(
-            self.info,
-            flat,
-            (total.reshape(-1),),
-            attributes,
-            self._state_of_rows(optimizer, weight, positions, new),
-        )
+        before = self._state_of_rows(optimizer, weight, positions, new)
+        state = owner.update(self.info, flat, (total.reshape(-1),), attributes, before)
         assert state is not None
         self._put_state(optimizer, state, positions)
         self._put(ids, weight)
@@ -223,8 +215,6 @@ class RowTable:
         made: HostArray = np.empty((ids.size, self.columns), dtype)
         made[positions] = optimizer.init(self.rows(ids).reshape(-1))[name].reshape(ids.size, self.columns)
         return made
-
-    # --- states
 
     def states(self, owner: Owner) -> StateRecord | None:
         """Return the states of all rows that have one; None before the optimizer's first update."""

@@ -1,14 +1,12 @@
 """States of optimizers as values: records of which elements of a key they belong to, cutting and joining.
 
-A `StateRecord` is the state of some elements of a key, with the shape and dtype of the key's whole value.
-states_file.py defines how records are written into files and messages.
-
 A state is cut and joined like its weight. Arrays are cut and joined along the elements. Numbers are copied when a state
 is cut, and must be equal when slices are joined; only of "t" the largest is taken, since the slices of an asynchronous
 store may have had different numbers of updates.
 
 The state of a row-sparse key is that of the rows that were pushed. It has one more array, `ROWS`: the ids of its rows
 in ascending order. The other arrays are flat, one row after another.
+
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ class StateRecord(NamedTuple):
     """The state of the elements [begin, end) of a key, whose whole value has this shape and dtype.
 
     worker: the rank of the worker whose codec's state it is; None: it is the optimizer's.
+
     """
 
     key: Key
@@ -60,9 +59,6 @@ def record_of(info: KeyInfo, begin: int, end: int, state: State) -> StateRecord:
     return StateRecord(info.key, info.shape, info.dtype, begin, end, state)
 
 
-# --- spaces
-
-
 def on_host(state: State) -> State:
     """Return the state with its arrays in host memory, as all functions below expect them."""
     return {name: host_view(value, name) if is_device(value) else value for name, value in state.items()}
@@ -71,9 +67,6 @@ def on_host(state: State) -> State:
 def in_space(state: State, space: Space) -> State:
     """Return the state with its arrays, which are in host memory, in a space."""
     return {name: space.from_host(value) if isinstance(value, np.ndarray) else value for name, value in state.items()}
-
-
-# --- slices
 
 
 def slice_state(state: State, begin: int, end: int, n_elems: int) -> State:
@@ -133,12 +126,9 @@ def _join(name: str, slices: Sequence[tuple[int, int, State]]) -> Any:
         if not isinstance(value, np.ndarray) or value.shape != (end - begin,) or value.dtype != values[0].dtype:
             what = f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else repr(value)
             raise ValueError(
-                f"{shown(name)} in the slice [{begin}, {end}) of a state is {what}, not one value per element"
+                f"{shown(name)} in the slice [{begin}, {end}) of a state is {what}, not a value per element"
             )
     return np.concatenate(values)
-
-
-# --- rows of row-sparse keys
 
 
 def slice_rows(info: KeyInfo, state: State, begin: int, end: int) -> StateRecord:

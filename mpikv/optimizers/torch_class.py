@@ -4,9 +4,7 @@ The torch optimizer works on the weight's own memory (a float32 copy for dtypes 
 updates its state is kept as NumPy arrays and numbers, so that it can be saved and moved; each update makes a new torch
 object. `learning_rate` and `wd` are its `lr` and `weight_decay`, and follow schedules and factors; `rescale_grad` and
 `clip_gradient` are applied to the gradient before. All other arguments of the class are in `kwargs`, and are
-attributes, too. Keys are not cut, since the class's formula is unknown.
-
-PyTorch is imported at the first update, not before.
+attributes, too. Keys are not cut, since the class's formula is unknown. PyTorch is imported at the first update.
 
 Cost: that of the torch optimizer, and some 50 us per key and update to set it up. Restrictions: no optimizer that calls
 the model again (LBFGS) or wants sparse gradients (SparseAdam).
@@ -145,11 +143,6 @@ class TorchOptimizer(Optimizer):
     def config(self) -> dict[str, Any]:
         """See `Optimizer`. It has the class's name, too."""
         return {**super().config(), "class": f"{self.torch_class.__module__}.{self.torch_class.__name__}"}
-
-    @classmethod
-    def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """Raise UnsupportedError: a class is not imported by a name from a file."""
-        raise UnsupportedError("a torch optimizer cannot be made from its description; set it again")
 
     def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
         """Do nothing: torch's optimizers make their arrays themselves."""

@@ -4,9 +4,7 @@ Every worker's codecs hold residuals: the errors of what they have encoded, to b
 with the optimizer's states, piece by piece for each worker, so that a run with as many workers goes on with the same
 bits. With another number of workers, the sum of all residuals is divided equally among them, and the rest of a state is
 taken from worker 0. Where the pieces have other bounds than before, each element keeps its residual, and the rest of a
-state starts anew.
-
-Cost: a file holds the states of all workers, so that its size grows with their number; two messages for each worker.
+state starts anew. A file grows with the number of workers.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Stat
 def shares(saved: Sequence[StateRecord], num_workers: int) -> list[list[StateRecord]]:
     """The codec states for each of `num_workers` workers, from those that some workers had saved.
 
-    They are unchanged if the number of workers is the same. Else each worker gets an equal share of all residuals, so
-    that their sum over the workers stays the same but for the rounding of one division.
+    They are unchanged if the number of workers is the same. Else each worker gets an equal share of all residuals.
     """
     workers = sorted({part.worker for part in saved if part.worker is not None})
     if workers == list(range(num_workers)):

@@ -16,6 +16,7 @@ from mpikv.common.checks import plain, shown
 from mpikv.errors import MpikvError, StatesFileError
 from mpikv.observe.stall import say
 from mpikv.optimizers import states, states_file
+from mpikv.optimizers.archive import damaged
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, check_rows, join_rows, record_of, slice_rows
@@ -153,27 +154,27 @@ def _read_file(
     """
     if not optimizers and stateless:
         raise MpikvError("load_optimizer_states: set the optimizer first")
-    file = states_file.load_states(path)
+    file, origin = states_file.load_states(path), str(path)
     try:
         kinds, configs = dict(file.meta["optimizers"]), dict(file.meta["configs"])
         file.meta.update(optimizers=[*kinds.items()], configs=[*configs.items()])  # what is checked, and no key twice
     except (KeyError, TypeError, ValueError) as error:
-        raise StatesFileError(f"{path}: does not say which optimizers its states are of") from error
+        raise StatesFileError(f"{origin}: does not say which optimizers its states are of") from error
     for key in {**file.entries, **configs}:
         if key not in kinds:
-            raise StatesFileError(f"{path}: does not say which optimizer the state of key {shown(key)} is of")
+            damaged(origin, f"does not say which optimizer the state of key {shown(key)} is of")
+    for record in (*file.entries.values(), *file.codecs):
+        info = infos.get(record.key)
+        if info is not None and (record.shape, record.dtype) != (info.shape, info.dtype):
+            there, here = (f"{one.dtype} {one.shape}" for one in (record, info))
+            damaged(origin, f"key {shown(record.key)} is {there} there and {here} here")
     for key, kind in kinds.items():
-        info = infos.get(key)
+        info, optimizer, entry = infos.get(key), optimizers.get(key), file.entries.get(key)
         if info is None:
-            raise StatesFileError(f"{path}: has states of key {shown(key)}, which this store does not hold")
-        optimizer = optimizers.get(key)
+            damaged(origin, f"has states of key {shown(key)}, which this store does not hold")
         if optimizer is None or optimizer.name != kind:
             here = "no optimizer" if optimizer is None else optimizer.name
-            raise StatesFileError(f"{path}: key {shown(key)} has a state of {shown(kind)} there and {here} here")
-        entry = file.entries.get(key)
-        if entry is not None and (entry.shape, entry.dtype) != (info.shape, info.dtype):
-            there, here = (f"{one.dtype} {one.shape}" for one in (entry, info))
-            raise StatesFileError(f"{path}: key {shown(key)} is {there} there and {here} here")
+            damaged(origin, f"key {shown(key)} has a state of {shown(kind)} there and {here} here")
         try:
             after = copy.deepcopy(optimizer)  # the store's own changes only when the whole file has been checked
             if key in configs:
@@ -183,12 +184,7 @@ def _read_file(
             elif entry is not None:
                 after.check_state(np.zeros(info.shape, info.dtype), entry.state)
         except (ValueError, TypeError, KeyError, AttributeError, MpikvError) as error:
-            raise StatesFileError(f"{path}: key {shown(key)}: {plain(error)}") from error
-    for part in file.codecs:
-        info = infos.get(part.key)
-        if info is not None and (part.shape, part.dtype) != (info.shape, info.dtype):
-            there, here = (f"{one.dtype} {one.shape}" for one in (part, info))
-            raise StatesFileError(f"{path}: key {shown(part.key)} is {there} there and {here} here")
+            raise StatesFileError(f"{origin}: key {shown(key)}: {plain(error)}") from error
     return file
 
 

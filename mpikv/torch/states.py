@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from mpikv.arrays.as_numpy import dtype_of
 from mpikv.errors import ShapeMismatch
 from mpikv.kvstore import KVStore
 from mpikv.torch import buffers
-from mpikv.torch.arrays import array_of, tensor_of
 from mpikv.torch.default import calls_of
 from mpikv.torch.process_sets import ProcessSet, calls_in, root_in
 
@@ -76,15 +73,6 @@ def allgather_object(
     return [cloudpickle.loads(one.tobytes()) for one in np.split(everything, ends[:-1])]
 
 
-@dataclass(frozen=True)
-class _TensorSlot:
-    """Takes the position of a tensor, which is sent separately, in a nest of dicts, lists and tuples."""
-
-    number: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, store: KVStore | None = None
 ) -> None:
@@ -99,22 +87,8 @@ def broadcast_optimizer_state(
     kind = type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     calls.agree([f"{kind} of groups of {counts} parameters"], "broadcast_optimizer_state", ShapeMismatch)
-    tensors: list[torch.Tensor] = []
-
-    def slot(tensor: torch.Tensor) -> _TensorSlot:
-        tensors.append(tensor)
-        return _TensorSlot(len(tensors) - 1, str(array_of(tensor).dtype), tuple(tensor.shape))
-
-    nest = None
-    if calls.store.rank == root_rank:
-        nest = tree_map_only(torch.Tensor, slot, optimizer.state_dict())
-    nest = broadcast_object(nest, root_rank, "state of an optimizer", store=calls.store)
-    arrays = (
-        [array_of(tensor) for tensor in tensors]
-        if calls.store.rank == root_rank
-        else [np.empty(one.shape, dtype_of(one.dtype)) for one in tree_leaves(nest) if isinstance(one, _TensorSlot)]
-    )
-    arrays = calls.broadcast(arrays, root_rank, "state of an optimizer")
+    # On the host, since a tensor on a GPU would be unpickled on the same GPU of another host.
+    mine = tree_map_only(torch.Tensor, lambda one: one.cpu(), optimizer.state_dict())
+    state = broadcast_object(mine, root_rank, "state of an optimizer", store=calls.store)
     if calls.store.rank != root_rank:
-        state = tree_map_only(_TensorSlot, lambda one: tensor_of(arrays[one.number]), nest)
         optimizer.load_state_dict(state)

@@ -17,6 +17,7 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.common.files import place_of
 from mpikv.errors import MpikvError
+from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
 from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import InMemory, Place, StatesFile
@@ -54,21 +55,19 @@ class TrainerFiles(TrainedWeights):
         >>> trainer.load_states('states')
         """
         path = checks.path("fname", fname)
-        if self._on_store:
-            self._save_of_store(path)
+        if self._updater is not None:
+            self._save_of_store(self._updater, path)
         elif self._store is not None and codec_states.compresses(self._store.session, self._keys.values()):
             of_codecs = self._of_codecs()
             self._decide(SAVE, lambda: self._local.save_states(path, of_codecs))
         else:
             self._local.save_states(path)
 
-    def _save_of_store(self, place: Place) -> None:
-        if self._store is not None:
-            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-            save_file(self._store.session, self._store.strategy, place, trained, dump_optimizer=True)
+    def _save_of_store(self, store: KVStore, place: Place) -> None:
+        trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
+        save_file(store.session, store.strategy, place, trained, dump_optimizer=True)
 
     def _of_codecs(self) -> Sequence[StateRecord]:
-        """Return the states of the store's codecs, at worker 0. Collective if a key is compressed."""
         if self._store is None:
             return ()
         return codec_states.gather(self._store.session, self._store.strategy, SAVE, list(self._keys.values()))
@@ -83,8 +82,8 @@ class TrainerFiles(TrainedWeights):
         self._load_states(checks.path("fname", fname))
 
     def _load_states(self, place: Place) -> None:
-        if self._on_store and self._store is not None:
-            load_file(self._store.session, self._store.strategy, place)
+        if self._updater is not None:
+            load_file(self._updater.session, self._updater.strategy, place)
         else:
             of_codecs = self._local.load_states(place)
             if self._store is not None:
@@ -107,11 +106,6 @@ class TrainerFiles(TrainedWeights):
         """The number of steps made, including those of earlier runs that it has resumed. `save` saves it.
 
         May be set, to the same number on every worker, if the first weights come from a checkpoint of another kind.
-
-        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
-        >>> trainer.step()
-        >>> trainer.steps
-        1
         """
         return self._steps
 
@@ -125,13 +119,7 @@ class TrainerFiles(TrainedWeights):
 
         `save` saves it. It is an int if every `batch_size` was a whole number. If that is the number of examples of all
         workers, the position in the data follows from it, for any number of workers: `epoch, start =
-        divmod(trainer.examples, n)`, and `SplitSampler.set_epoch(epoch, start)`. May be set, to the same number on
-        every worker.
-
-        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
-        >>> trainer.step(32)
-        >>> trainer.examples
-        32
+        divmod(trainer.examples, n)`, and `SplitSampler.set_epoch(epoch, start)`. May be set, as `steps`.
         """
         return self._examples
 
@@ -162,14 +150,14 @@ class TrainerFiles(TrainedWeights):
             self.pull_weights()
         self._decide("save", lambda: place_of(path))
         states = InMemory(path)  # filled at worker 0
-        if self._on_store:
-            self._save_of_store(states)
-        of_codecs = () if self._on_store else self._of_codecs()
+        if self._updater is not None:
+            self._save_of_store(self._updater, states)
+        of_codecs = () if self._updater is not None else self._of_codecs()
         gathered = checkpoint.gather_kept(self._store, self._worker_state)
 
         def write() -> None:
             kept = checkpoint.kept_of(gathered)
-            if not self._on_store:
+            if self._updater is None:
                 self._local.save_states(states, of_codecs)
             weights = {
                 name: as_numpy.host_view(array, f"parameter {shown(name)}") for name, array in self._data().items()
@@ -214,7 +202,7 @@ class TrainerFiles(TrainedWeights):
         progress = self._decide("resume", look)
         if progress is None:
             return 0
-        if not self._on_store and not found:
+        if self._updater is None and not found:
             look()
             if not found:
                 raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
@@ -249,7 +237,7 @@ class TrainerFiles(TrainedWeights):
                     as_numpy.write(replica, weights[name], f"parameter {shown(name)}")
         else:
             fixed = [name for name in self._params if name not in self._trained]
-            for names, updated in ((self._trained, self._on_store), (fixed, self._asynchronous)):
+            for names, updated in ((self._trained, self._updater is not None), (fixed, self._asynchronous)):
                 if names:
                     checkpoint.distribute(
                         self._store,
@@ -265,8 +253,6 @@ class TrainerFiles(TrainedWeights):
         """Copy worker 0's buffers of the module to every worker, for example before an evaluation by all of them.
 
         Collective, blocks. Does nothing if the trainer was not given a module, or if there is no store.
-
-        >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').sync_buffers()
         """
         names = [name for name, parameter in self._params.items() if isinstance(parameter, TorchBuffer)]
         if self._store is not None and names:
@@ -284,13 +270,6 @@ class TrainerFiles(TrainedWeights):
         """Whether all workers stop after the last step. Then save what you need, and leave the training loop.
 
         Every step reads `stop_requested` of the store, so that a program does not have to read that one. Local.
-
-        >>> store = kv.create('local')
-        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd', kvstore=store)
-        >>> store.request_stop()
-        >>> trainer.step()
-        >>> trainer.stop_requested
-        True
         """
         return self._stopped
 

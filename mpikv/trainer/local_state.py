@@ -23,10 +23,7 @@ MODEL, BEGUN, STATE, GROUPS = "model/", "begun/", "state/", "groups/"
 
 
 class LocalState:
-    """Of one worker; a `WorkerState` of its trainer.
-
-    params: by name, buffers among them. parts: their number. optimizer: see `LocalUpdates`. Raises TypeError or
-    ValueError for another one.
+    """Of one worker; a `WorkerState` of its trainer. parts: how many there are. optimizer: see `LocalUpdates`.
 
     steps: made by this worker. unsent: for each part, those since its last exchange began. part: the next one to be
     exchanged. pending: the one whose exchange has begun and whose common weights are not in the parameters yet; None:
@@ -69,17 +66,16 @@ class LocalState:
                 raise ValueError(f"counts {shown([steps, part, pending, *unsent])}")
             begun = {name: state[BEGUN + name] for name in self._params if BEGUN + name in state}
             for name, parameter in self._params.items():
-                ours = as_numpy.shape_and_dtype(list_data(parameter)[0], f"parameter {shown(name)}")
+                what = f"parameter {shown(name)}"
+                ours = as_numpy.shape_and_dtype(list_data(parameter)[0], what)
                 for saved in (model := state[MODEL + name], begun.get(name, model)):
                     if (saved.shape, saved.dtype) != ours:
-                        raise ValueError(
-                            f"parameter {shown(name)}: {saved.dtype} {saved.shape}, not {ours[1]} {ours[0]}"
-                        )
+                        raise ValueError(f"{what}: {saved.dtype} {saved.shape}, not {ours[1]} {ours[0]}")
             if self._states is not None:
                 self._states.restore(state)
         except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
-            what = plain(f"{type(error).__name__}: {error}")
-            raise StatesFileError(f"what a worker has of local training does not fit here ({what})") from error
+            text = plain(f"{type(error).__name__}: {error}")
+            raise StatesFileError(f"what a worker has of local training does not fit here ({text})") from error
         self.steps, self.part, self.unsent, self.begun = steps, part, unsent, begun
         self.pending = None if pending < 0 else pending
         for name, parameter in self._params.items():
@@ -141,17 +137,16 @@ class _TorchsStates:
     def restore(self, state: Mapping[str, Any]) -> None:
         found = self._optimizer.state_dict()
         for name, value in state.items():
-            if name.startswith(STATE):
+            if name.startswith((STATE, GROUPS)):
                 _, i, what = name.split("/", 2)
-                found["state"].setdefault(int(i), {})[what] = tensors.in_memory_of(np.array(value))[0]
-            elif name.startswith(GROUPS):
-                _, i, what = name.split("/", 2)
-                found["param_groups"][int(i)][what] = value.item()
+                if name.startswith(STATE):
+                    found["state"].setdefault(int(i), {})[what] = tensors.in_memory_of(np.array(value))[0]
+                else:
+                    found["param_groups"][int(i)][what] = value.item()
         self._optimizer.load_state_dict(found)
 
 
 def _states_of(optimizer: Any) -> _TrainersStates | _TorchsStates | None:
-    """What is saved of a worker's optimizer; None: nothing. Raises TypeError or ValueError for what is none."""
     torch = sys.modules.get("torch")  # not imported: a program that has one of its optimizers has imported it
     if optimizer is None:
         return None

@@ -15,7 +15,8 @@ and they and the common ones come nearer to each other by a part of their differ
 
 The exchanges may be spread, and hidden behind computing (Streaming DiLoCo; Douillard et al. 2025, arXiv:2501.18512):
 each of several parts of the weights has rounds of its own, which end one after another, and the result of an exchange
-is waited for some steps later only.
+is waited for some steps later only. Parameters are dealt out to parts by size: the largest first, each to the part that
+has the fewest bytes so far; of layers of equal size each part gets every so many-th, as the paper's "strided" parts.
 
 Cost: one exchange of all weights each round. Memory: a copy of the weights with their gradients, on each worker.
 """
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mpikv import optimizers
@@ -33,10 +35,11 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
+from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer.local_state import LocalState, weight_of
 from mpikv.trainer.parameter import Parameter, is_frozen, list_data, named, zero_grad
-from mpikv.trainer.parts import PartsTrainer, divide
 from mpikv.trainer.torch_parameter import TorchParameter, is_module
+from mpikv.trainer.trainer import Trainer
 
 # By the name of `type`: the store's optimizer, and its arguments where they are not given.
 OUTER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -46,6 +49,49 @@ OUTER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "easgd": ("sgd", {"learning_rate": 1.0}),
 }
 MOVING_RATE = 0.9  # of elastic averaging, over all workers: section 5 of the paper
+
+
+def divide(n_bytes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Return the names of each part, in their order. n_bytes: of each parameter. ValueError if they are too few."""
+    if parts > len(n_bytes):
+        raise ValueError(f"parts={parts}, and there are {len(n_bytes)} parameters: a parameter is not divided")
+    sizes, numbers = [(0, 0)] * parts, {}  # of each part its bytes and its parameters, some of which may have 0 bytes
+    for name in sorted(n_bytes, key=lambda name: -n_bytes[name]):  # stable: equal ones in their order
+        numbers[name] = part = min(range(parts), key=sizes.__getitem__)
+        sizes[part] = sizes[part][0] + n_bytes[name], sizes[part][1] + 1
+    return [[name for name in n_bytes if numbers[name] == part] for part in range(parts)]
+
+
+class PartsTrainer(Trainer):
+    """A `Trainer` whose steps may leave out some parts of the parameters. parts: the names of each."""
+
+    _left_out: frozenset[str] = frozenset()
+
+    def __init__(self, params: Any, optimizer: Any, parts: Sequence[Sequence[str]], **options: Any) -> None:
+        self._parts = [frozenset(part) for part in parts]
+        super().__init__(params, optimizer, **options)
+
+    @contextmanager
+    def only(self, part: int) -> Iterator[None]:
+        """Return a context for `pull_weights`, and for one step after it, with the parameters of this part."""
+        self._left_out = frozenset().union(*self._parts) - self._parts[part]
+        try:
+            yield
+        finally:
+            self._left_out = frozenset()
+
+    def _is_frozen(self, name: str) -> bool:
+        return name in self._left_out or super()._is_frozen(name)
+
+    def _bucket(self, store: KVStore, names: Sequence[str]) -> BucketedKeys | None:
+        """Put only keys of one part together, which are pushed together; so nothing is ever skipped."""
+        for part in self._parts:
+            super()._bucket(store, [name for name in names if name in part])
+        return None
+
+    def _count_step(self, batch_size: float) -> None:
+        self._left_out = frozenset()  # a checkpoint that this may write is of all parts
+        super()._count_step(batch_size)
 
 
 class LocalUpdates:
@@ -87,8 +133,12 @@ class LocalUpdates:
     ...     params['weight'].grad[...] = 1.0
     ...     trainer.step()
     ...     _ = local.step()
-    >>> local.rounds, params['weight'].data.round(3).tolist()
-    (2, [0.6, 0.6])
+    >>> local.exchange(), local.sync_buffers(), local.save('saved')
+    (None, None, None)
+    >>> local.steps, local.rounds, local.stop_requested, params['weight'].data.round(3).tolist()
+    (4, 2, False, [0.6, 0.6])
+    >>> mpikv.LocalUpdates(params, kv.create('local'), every=2).resume('no such file')
+    0
     """
 
     def __init__(
@@ -135,12 +185,7 @@ class LocalUpdates:
 
     @property
     def steps(self) -> int:
-        """The steps that this worker has made, those of earlier runs among them.
-
-        >>> local = mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2)
-        >>> [local.step() for _ in range(3)], local.steps
-        ([False, True, False], 3)
-        """
+        """The steps that this worker has made, those of earlier runs among them."""
         return self._state.steps
 
     @property
@@ -155,12 +200,7 @@ class LocalUpdates:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether all workers stop after the last exchange: see `Trainer.stop_requested`.
-
-        >>> local = mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2)
-        >>> local.stop_requested
-        False
-        """
+        """Whether all workers stop after the last exchange: see `Trainer.stop_requested`."""
         return self._trainer.stop_requested
 
     def step(self) -> bool:
@@ -190,12 +230,6 @@ class LocalUpdates:
         What is under way is finished before. Does nothing for a part whose round has just ended. With every=None each
         worker's part has the weight of the steps that it has made since the last round, and a worker that has made none
         gets MpikvError.
-
-        >>> local = mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=100)
-        >>> _ = local.step()
-        >>> local.exchange()
-        >>> local.rounds
-        1
         """
         self._finish()
         if self._every is None and not self._state.unsent[0]:
@@ -266,8 +300,6 @@ class LocalUpdates:
         """Write worker 0's buffers of the module into every worker's, as before an evaluation by all.
 
         Collective, blocks. Does nothing if `params` is no module.
-
-        >>> mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2).sync_buffers()
         """
         self._trainer.sync_buffers()
 
@@ -279,8 +311,6 @@ class LocalUpdates:
         Also in the middle of a round. The result of an exchange under way is waited for and saved, and gets into the
         parameters in its time. In an asynchronous store the worker gets what others have moved until now. Collective,
         blocks; worker 0 writes. Raises what `Trainer.save` raises.
-
-        >>> mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2).save('saved')
         """
         if "async" in self._store.type and not self._elastic:
             self._follow()
@@ -304,9 +334,6 @@ class LocalUpdates:
 
         As many workers go on exactly where they were. With another number of them each begins a round with the common
         weights and its own optimizer as it is, and worker 0 prints that. Collective, blocks; before the first step.
-
-        >>> mpikv.LocalUpdates([mpikv.Parameter(np.ones(2))], kv.create('local'), every=2).resume('no such file')
-        0
         """
         self._state.restored = False
         rounds = self._trainer.resume(fname)

@@ -3,10 +3,7 @@
 A hook on each PyTorch parameter is called when a backward pass has added to its gradient. The trainer then pushes it,
 and `step` pushes the others. A pushed gradient cannot be taken back. So until the step no other pass may add to it, and
 the program must not change it, for example to clip it. Both are errors, which are detected by PyTorch's version counter
-of each tensor. Passes whose gradients are only accumulated are made in `no_sync`.
-
-The rules apply in every mode, also on one host, where nothing is sent before the step: so a program that works there
-works on a cluster, too.
+of each tensor. The rules apply in every mode, so that a program that works on one host works on a cluster, too.
 """
 
 from __future__ import annotations

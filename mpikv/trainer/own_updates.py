@@ -1,12 +1,19 @@
-"""Updates that no store makes: a worker applies the optimizer to its own weights.
+"""Updates that no store makes: a worker applies the optimizer to its own weights, which clipping by the norm needs.
 
 The first device's replica is updated in its memory (host or GPU), in place if it is contiguous, and copied to the other
 devices. So replicas stay equal, and each worker holds the optimizer's states once, not once per device.
+
+The norm is that of the gradient which the update applies, the mean over all examples, and of all parameters together.
+It is computed from the sums, which have the same bits on all workers, and in an order of additions that does not depend
+on the processor. So all workers compute the same norm, and their weights stay the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,15 +91,27 @@ class OwnUpdates:
         return in_place
 
     def save_states(self, path: Place, of_codecs: Sequence[StateRecord] = ()) -> None:
-        """Write the states into one file, in the format of a store's file. On an error an existing file is unchanged.
-
-        of_codecs: the states of a store's codecs for the same keys.
-        """
+        """Write the states, and those of a store's codecs for the same keys, as a store does."""
         save_file(self._session, self._strategy, path, dump_optimizer=True, of_codecs=of_codecs)
 
     def load_states(self, path: Place) -> Sequence[StateRecord]:
-        """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError.
-
-        Returns the states of codecs in the file.
-        """
+        """Read such a file, or one of a store with the same keys. Returns the states of codecs in it."""
         return load_file(self._session, self._strategy, path)
+
+
+def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Spaces) -> float:
+    """Return the norm of the gradients that `optimizer` will apply. grads: sums by name, equal on all devices.
+
+    Raises FloatingPointError if the norm is not finite.
+    """
+    whats = [f"the gradient of {name!r}" for name in grads]
+    sums = spaces.sums_of_squares([replicas[0] for replicas in grads.values()], whats)
+    norm = abs(optimizer.rescale_grad) * math.sqrt(functools.reduce(operator.add, sums, 0.0))
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"clip_global_norm: the norm of the gradients is {norm}; no weight was changed")
+    return norm
+
+
+def factor_for(norm: float, limit: float) -> float:
+    """Return the factor that scales gradients of this norm to at most `limit`, as torch's clip_grad_norm_ does."""
+    return min(1.0, limit / (norm + 1e-6))

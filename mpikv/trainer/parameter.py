@@ -1,8 +1,7 @@
 """A parameter of a model: a weight and its gradient, one replica of each per device.
 
 For models written with NumPy or CuPy. The backward pass writes the gradient into `grad` (or one of `list_grad()` per
-device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` is given to a trainer directly
-(torch_parameter.py).
+device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` is given to a trainer directly.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Parameter:
     >>> weight.data.sum().item(), weight.grad.sum().item(), len(weight.list_data()), len(weight.list_grad())
     (3.0, 6.0, 1, 1)
     >>> weight.zero_grad()
-    >>> weight
-    Parameter(weight, shape=(2, 3), dtype=float32)
+    >>> weight, weight.shape, weight.dtype
+    (Parameter(weight, shape=(2, 3), dtype=float32), (2, 3), dtype('float32'))
     """
 
     def __init__(
@@ -110,22 +109,13 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, the same on all devices.
-
-        >>> mpikv.Parameter(np.ones((2, 3))).shape
-        (2, 3)
-        """
+        """The shape of the weight, the same on all devices."""
         return tuple(self._data[0].shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the weight and of its gradient.
-
-        >>> mpikv.Parameter(np.ones(2)).dtype
-        dtype('float64')
-        """
-        dtype: np.dtype[Any] = np.dtype(self._data[0].dtype)
-        return dtype
+        """The dtype of the weight and of its gradient."""
+        return np.dtype(self._data[0].dtype)  # type: ignore[no-any-return]
 
     @property
     def data(self) -> Any:
@@ -202,7 +192,6 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
 
 
 def _same_memory(array: Any, other: Any) -> bool:
-    """Whether two arrays are both in host memory, or on the same GPU."""
     if isinstance(array, np.ndarray) or isinstance(other, np.ndarray):
         return isinstance(array, np.ndarray) and isinstance(other, np.ndarray)
     return bool(getattr(array, "device", None) == getattr(other, "device", None))

@@ -20,15 +20,15 @@ from mpikv.trainer.parameter import list_data
 
 
 def sparse_names(
-    params: Mapping[str, Any], trained: Sequence[str], store: KVStore | None, optimizer: Optimizer, *, on_store: bool
+    params: Mapping[str, Any], trained: Sequence[str], updater: KVStore | None, optimizer: Optimizer
 ) -> list[str]:
-    """Return the names of the trained row-sparse parameters.
+    """Return the names of the trained row-sparse parameters. updater: the store, if it makes the updates.
 
     Raises ValueError, as gluon does, where the store makes no updates; UnsupportedError if one cannot be row-sparse.
     """
     names = [name for name in trained if getattr(params[name], "sparse", False)]
     for name in names:
-        if store is None or not on_store:
+        if updater is None:
             raise ValueError(
                 f"parameter {shown(name)} is row-sparse: needs a store that makes the updates: "
                 "kvstore=kv.create('local'), say, without update_on_kvstore=False and clip_global_norm"

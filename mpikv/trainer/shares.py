@@ -1,10 +1,8 @@
 """The share of each worker's examples in a step, which decides what its gradients are divided by.
 
 If workers count their examples, or some of them have run out of data (`Trainer.join`), they exchange their numbers of
-examples by one small `pushpull` of a table with a column for each worker. Then all compute the same divisor, and a
-wrong call is an error on all of them.
-
-Cost: one exchange of 24 bytes per worker, in such steps only.
+examples by one small `pushpull` of a table with a column for each worker (24 bytes). Then all compute the same divisor,
+and a wrong call is an error on all of them.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ _CALLS = {SUMS: "step(batch_size)", MEANS: "step(examples=)", UNCOUNTED: "step()
 
 
 class _Table(NamedTuple):
-    """What the workers have exchanged; each field has one number for each worker, (num_workers,).
-
-    kinds: of gradients. examples: number of examples. rates: learning rates.
-    """
+    """What the workers have exchanged, one number each: kind of gradients, number of examples, learning rate."""
 
     kinds: HostArray
     examples: HostArray
@@ -52,10 +47,7 @@ class Share(NamedTuple):
 
 
 class Shares:
-    """Determines the share of each step of a trainer.
-
-    key: of the table, not used otherwise. devices: number of devices that have a gradient of each parameter.
-    """
+    """Determines the share of each step. key: of the table. devices: how many have a gradient of each parameter."""
 
     def __init__(self, store: KVStore | None, key: str, devices: int, optimizer: Optimizer) -> None:
         self._store = store
@@ -74,13 +66,9 @@ class Shares:
         if they pass different arguments.
         """
         if batch_size is not None and examples is not None:
-            raise ValueError(
-                "step: batch_size is for gradients that are sums over examples, examples= for means; give one of them"
-            )
+            raise ValueError("step: batch_size is for gradients that are sums, examples= for means; give one of them")
         if examples is None and not self.joined:
-            if batch_size is None:
-                return Share(self.n_gradients)
-            return Share(batch_size, examples=batch_size)
+            return Share(self.n_gradients) if batch_size is None else Share(batch_size, examples=batch_size)
         if examples is not None:
             kind, number = MEANS, positive(examples, "examples, the number of this worker's examples,")
         elif batch_size is not None:
@@ -90,10 +78,9 @@ class Shares:
         return self._share(self._exchange(kind, number), self._rank)
 
     def of_others(self) -> Share | None:
-        """Take part in the others' next step, after this worker has run out of data.
+        """Take part in the others' next step, after this worker has run out of data, at their learning rate.
 
-        Returns its share in that step; None: no worker makes one. Sets the learning rate to theirs, which they may have
-        changed in their loop.
+        Returns its share in that step; None: no worker makes one.
         """
         table = self._exchange(0, 0.0)
         present = np.flatnonzero(table.kinds)

@@ -1,13 +1,11 @@
 """A PyTorch parameter, or a buffer of a module, as a `Trainer` uses it: arrays of weight and gradient.
 
 For a tensor in host memory these are NumPy arrays. For one on a GPU they are tensors, if the trainer uses a GPU.
-
 PyTorch is not imported here: a program that has tensors has imported it.
 
 Weight: the array is a view of the tensor's own memory. The same object is returned as long as the tensor does not move,
 so that a store recognises it. Memory that neither NumPy nor the trainer can access is copied to the host and back.
-Every update increases the tensor's version, so that a backward pass through changed weights raises PyTorch's usual
-error.
+Every update increases the tensor's version, so that a backward pass through changed weights raises PyTorch's error.
 
 Gradient: if the host's workers share memory, the trainer gives each parameter a place there. After `zero_grad()` the
 backward pass assigns a new tensor to `.grad`. A hook copies it to the place as soon as it is complete, while its values
@@ -111,8 +109,6 @@ class TorchParameter:
         """The tensor's attribute of this name; 1 if it has none."""
         return float(getattr(self.tensor, "wd_mult", 1.0))
 
-    # --- the weight
-
     def _stays_on_gpu(self, tensor: Tensor) -> bool:
         return not self.through_host and on_gpu(tensor)
 
@@ -141,8 +137,6 @@ class TorchParameter:
     def changed_by_others(self) -> bool:
         """Whether the program has written to the weight since the trainer last wrote a new one."""
         return self._version is not None and self.tensor._version != self._version
-
-    # --- the gradient
 
     def place_grad(self, memory: Any) -> None:
         """Keep the gradient in `memory`, of its shape and dtype (or as many bits), from now on.
@@ -276,12 +270,10 @@ def _on_host(tensor: Tensor) -> bool:
 
 
 def _same_device(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are on the same device."""
     return bool(tensors.device_of(tensor) == tensors.device_of(other))
 
 
 def _is_held(tensor: Tensor) -> bool:
-    """Whether a store holds the dtype."""
     return str(tensor.dtype).removeprefix("torch.") in {str(dtype) for dtype in SUPPORTED_DTYPES}
 
 

@@ -1,10 +1,5 @@
 """The Trainer of gluon: it pushes the gradients of a model's parameters to a store, and pulls the new weights.
 
-    trainer = Trainer(parameters, 'sgd', {'learning_rate': 0.1}, kvstore='dist_sync')
-    ...                                  # forward and backward
-    trainer.step()                       # gradients are means over the examples of their worker; or
-    trainer.step(batch_size)             # they are sums; batch_size: examples of all workers and devices together
-
 With `update_on_kvstore` the store holds the optimizer: a step is one `pushpull` of gradients and new weights, and in a
 `dist` store every optimizer state exists once over all owners. Without it, `pushpull` adds the gradients, and every
 worker updates its weights itself, so that the sum can be clipped between `allreduce_grads` and `update`.
@@ -19,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.calls.request import Request
@@ -32,14 +27,11 @@ from mpikv.runtime.abort import tells
 from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer.checkpoint import WorkerState
-from mpikv.trainer.clip import factor_for, norm_of
-from mpikv.trainer.ends import in_steps
 from mpikv.trainer.files import TrainerFiles
 from mpikv.trainer.overlap import Overlap
-from mpikv.trainer.own_updates import WeightUpdate
+from mpikv.trainer.own_updates import WeightUpdate, factor_for, norm_of
 from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
-from mpikv.trainer.store import place_gradients
 from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
 
 
@@ -56,13 +48,10 @@ class PushedGradient(NamedTuple):
 class Trainer(TrainerFiles):
     """Applies an optimizer to a set of parameters, with the gradients of all workers and devices.
 
-    params: the parameters, in one of these forms:
-    - a torch.nn.Module, with its own names;
-    - a dict from names to parameters, which are taken in the order of their names, as in gluon;
-    - an iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` yields them.
-
-    A parameter is an `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()`
-    and `list_grad()`). Names must be the same on all workers. A tensor with two names counts once. A parameter with
+    params: a torch.nn.Module; a dict from names to parameters, which are taken in the order of their names; or an
+    iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` yields them. A parameter is
+    an `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()` and
+    `list_grad()`). Names must be the same on all workers. A tensor with two names counts once. A parameter with
     `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is not changed afterwards. So do
     the buffers of a module (statistics of a batch normalisation), which `sync_buffers` makes equal again.
 
@@ -77,9 +66,8 @@ class Trainer(TrainerFiles):
     always makes them (False is a ValueError).
 
     clip_global_norm: scale each update down so that the norm of all its gradients together, of the mean that is
-    applied, is at most this number. This needs the sum of all gradients before the update, so every worker makes the
-    updates itself, with optimizer states for the whole model (update_on_kvstore=True is a ValueError, and so is
-    `dist_async`).
+    applied, is at most this number. Every worker then makes the updates itself, with optimizer states for the whole
+    model (update_on_kvstore=True is a ValueError, and so is `dist_async`).
 
     overlap: push the gradients of PyTorch parameters during the backward pass; see `no_sync`.
 
@@ -100,6 +88,10 @@ class Trainer(TrainerFiles):
     array([0.5, 0.5])
     >>> trainer.learning_rate, trainer.optimizer.name, trainer.kvstore
     (0.5, 'sgd', None)
+    >>> trainer.steps, trainer.examples, trainer.stop_requested
+    (1, 0, False)
+    >>> trainer.set_learning_rate(0.1), trainer.zero_grad(), trainer.pull_weights(), trainer.sync_buffers()
+    (None, None, None, None)
     """
 
     @tells
@@ -137,7 +129,7 @@ class Trainer(TrainerFiles):
             [self._keys[name] for name in dense]
         )
         if self._store is not None and self._adds_in_memory:
-            place_gradients(self._store, self._params, dense)
+            self._place_gradients(self._store, dense)
         elif self._store is not None:
             # A backward pass computes the gradients of the last parameters first.
             self._bucketed = list(reversed(dense))
@@ -154,11 +146,8 @@ class Trainer(TrainerFiles):
         parameter: one of this trainer's, or its name. batch_size: the one that `step` will get; by default that of the
         last step. The gradient may be overwritten when this returns, except with `update_on_kvstore=False`: then the
         sum over the workers is written into it, before `step` returns. Does not wait for other workers, but for once in
-        the first step, in which they agree on the divisor.
-
-        `step` sends every gradient that was not pushed. In two cases nothing is sent before `step`: in the first step,
-        if no batch_size is given here; and for gradients in memory that all workers share on one host, since there is
-        no link to keep busy, and one call for all of them is faster.
+        the first step, in which they agree on the divisor. `step` sends every gradient that was not pushed; it sends
+        all of them in the first step if no batch_size is given here, and where all workers share memory.
 
         Raises ValueError for a parameter that is not this trainer's, one that was pushed before in this step, a missing
         gradient, or a batch_size that differs from that of earlier pushes.
@@ -171,9 +160,7 @@ class Trainer(TrainerFiles):
         >>> weight.data
         array([0.5, 0.5])
         """
-        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
-        if name not in self._params:
-            raise ValueError(f"push_grad: {shown(parameter)} is not among this trainer's parameters")
+        name = self._name_of(parameter, "push_grad")
         if name in self._pushed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was pushed already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
@@ -190,8 +177,8 @@ class Trainer(TrainerFiles):
         self._agree_on_factor()
         if not self._pushed:
             self._pushed_with = self._optimizer.attributes()
-        if self._on_store:
-            self._store.push(self._keys[name], replicas, self._priority(name))
+        if self._updater is not None:
+            self._updater.push(self._keys[name], replicas, self._priority(name))
             self._pushed[name] = PushedGradient(None, [])
         elif not self._workers_update or self._factor() == self._optimizer.rescale_grad:  # else `step` scales a copy
             with self._scaling():
@@ -199,7 +186,6 @@ class Trainer(TrainerFiles):
             self._pushed[name] = PushedGradient(request, replicas)
 
     def _gradient_ready(self, name: str) -> None:
-        """Push this gradient, which a backward pass has completed."""
         if not self._is_frozen(name):
             self.push_grad(name)
 
@@ -207,10 +193,10 @@ class Trainer(TrainerFiles):
         """Return a context for backward passes whose gradients are only accumulated: `with trainer.no_sync():`. Local.
 
         Without overlap=True it changes nothing. With it, and with several hosts or servers, a gradient is pushed as
-        soon as a backward pass has completed it, for the batch_size of the last step (before the first step, and in
-        `join`, the step sends it). So only the last backward pass of a step may be outside of `no_sync`. Between that
-        pass and the step the program must not change gradients or the optimizer, and the step must have the batch_size
-        of the one before; anything else is an error. If a step needs another batch_size, make all its passes inside.
+        soon as a backward pass has completed it, for the batch_size of the last step. So only the last backward pass of
+        a step may be outside of `no_sync`. Between that pass and the step the program must not change gradients or the
+        optimizer, and the step must have the batch_size of the one before, or make all its passes inside; anything else
+        is an error.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
@@ -232,9 +218,8 @@ class Trainer(TrainerFiles):
             )
 
     def _check_pushed(self) -> None:
-        """Raise an error if pushed gradients, or the optimizer, have changed since they were pushed."""
         self._overlap.check()
-        if self._pushed and self._on_store and self._optimizer.attributes() != self._pushed_with:
+        if self._pushed and self._updater is not None and self._optimizer.attributes() != self._pushed_with:
             raise ValueError(
                 "the optimizer was changed after gradients of this step had been pushed: set the learning rate before "
                 "the backward pass"
@@ -261,16 +246,15 @@ class Trainer(TrainerFiles):
         (their sum over devices and workers) / n; n is the number of examples of all workers together, in `join` of this
         one. PyTorch's losses are means unless they have `reduction='sum'`: with its parameters `step(n)` warns once.
 
-        If workers pass different batch sizes, as in the last, short batch of an epoch, each worker's gradient is
-        divided by its own. Any other attribute of the optimizer that differs between workers is a ConfigError on all of
-        them, and nothing is updated; in a `dist_async` store each worker's gradients are applied with its own.
+        If workers pass different batch sizes, each worker's gradient is divided by its own. Any other attribute of the
+        optimizer that differs between workers is a ConfigError on all of them, and nothing is updated; in a
+        `dist_async` store each worker's gradients are applied with its own.
 
         Blocks; in a synchronous store until all workers have called it. Raises FloatingPointError, on every worker and
         without changing weights, if clip_global_norm finds a norm that is not finite.
 
         ignore_stale_grad: treat a parameter without a gradient (`grad` is None) as one with gradient 0, so that workers
-        stay in step; otherwise it is a ValueError that names it, and nothing is sent. (A NumPy array is never taken for
-        a missing gradient, even if it was not written since the last step.)
+        stay in step; otherwise it is a ValueError that names it, and nothing is sent.
 
         wait=False: return at once if the store makes the updates. `wait(parameter)` then blocks until that parameter's
         weight has arrived, and the next step, push_grad or close waits for all of them.
@@ -293,7 +277,7 @@ class Trainer(TrainerFiles):
         try:
             self._step(self._shares.of_step(size, examples), ignore_stale_grad, wait=wait)
         except (PeerError, StallError) as error:
-            raise in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
+            raise _in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
         if n is not None and n > self._shares.n_gradients and self._tensors:
             notices.warn_of_sums(n)
 
@@ -304,25 +288,21 @@ class Trainer(TrainerFiles):
         self._rescale(batch_size)
         self._check_pushed()
         grads = self._grads(ignore_stale_grad)
-        if share.factor != 1.0:
-            self._weigh(grads, share.factor)
+        if share.factor != 1.0:  # so that this worker's means have the weight of its number of examples
+            if self._pushed:
+                raise ValueError(
+                    "step(examples=) with other numbers on other workers, after gradients were pushed: with "
+                    "overlap=True call backward in no_sync() where they may differ"
+                )
+            self._scale_grads(grads, share.factor)
         self._agree_on_factor()
-        if self._on_store and self._store is not None:
-            self._step_on_store(self._store, grads, wait=wait)
+        if self._updater is not None:
+            self._step_on_store(self._updater, grads, wait=wait)
         else:
             self._allreduce(grads)
             self._update(grads, self._factor() if self._workers_update else None)
         self._forget_pushed()
         self._count_step(share.examples)
-
-    def _weigh(self, grads: dict[str, list[Any]], factor: float) -> None:
-        """Scale this worker's gradients, which are means, so that they have the weight of its number of examples."""
-        if self._pushed:
-            raise ValueError(
-                "step(examples=) with other numbers on other workers, after gradients were pushed: with overlap=True "
-                "call backward in no_sync() where they may differ"
-            )
-        self._scale_grads(grads, factor)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -334,10 +314,8 @@ class Trainer(TrainerFiles):
         worker's own number, or `step()` for the mean over these workers. All workers have the same weights at the end.
 
         A step in the block costs one more small exchange, and sends no gradient before `step`. `learning_rate` may be
-        set in the loop, alike on all workers that are in it. Entering and leaving is collective, and blocks. After an
-        exception the worker does not take part in the others' steps, which raise the errors of a worker that is gone.
-        Raises MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`, where workers do not
-        wait for each other.
+        set in the loop, alike on all workers that are in it. Entering and leaving is collective, and blocks. Raises
+        MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`.
 
         >>> from mpikv.testing.stores import spawn_stores
         >>> def train(store):
@@ -365,13 +343,6 @@ class Trainer(TrainerFiles):
         """Set all gradients to None, as a torch.optim.Optimizer does. Those of an `mpikv.Parameter` become 0. Local.
 
         set_to_none=False sets the gradients of PyTorch parameters to 0, too, which is neither faster nor slower.
-
-        >>> weight = mpikv.Parameter(np.ones(2))
-        >>> trainer = mpikv.Trainer([weight], 'sgd')
-        >>> weight.grad += 1.0
-        >>> trainer.zero_grad()
-        >>> weight.grad
-        array([0., 0.])
         """
         for parameter in self._params.values():
             if not isinstance(parameter, TorchBuffer):
@@ -463,16 +434,15 @@ class Trainer(TrainerFiles):
             return
         for name, replicas in grads.items():
             if len(replicas) > 1:
-                what = f"the gradient of parameter {shown(name)}"
-                self._write_sum(replicas, replicas, what)
+                self._write_sum(replicas, replicas, f"the gradient of parameter {shown(name)}")
 
     def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():
             for replica in replicas:
                 if isinstance(replica, RowSparse):
                     replica.assign(replica.indices, replica.values * replica.dtype.type(ratio))
-                    continue
-                self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
+                else:
+                    self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
 
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
         """Update the weights by the sums. factor: of the sums; None: this worker's rescale_grad."""
@@ -499,10 +469,7 @@ class Trainer(TrainerFiles):
         added = {} if self._module is None else added_parameters(self._module, self._names)
         new = [name for name, tensor in added.items() if tensor.requires_grad]
         if new:
-            raise ValueError(
-                f"parameter {', '.join(map(repr, new))} came to the module after the Trainer was made, and has no "
-                "optimizer: make a new Trainer"
-            )
+            self._needs_another(new, "came to the module after")
         for name, parameter in self._params.items():
             if self._is_frozen(name):
                 continue
@@ -510,9 +477,7 @@ class Trainer(TrainerFiles):
                 result[name] = self._pushed[name].replicas
                 continue
             if name not in self._trainable:
-                raise ValueError(
-                    f"parameter {name!r} was frozen when the Trainer was made, and has no optimizer: make a new Trainer"
-                )
+                self._needs_another([name], "was frozen when")
             replicas = list_grad(parameter)
             if any(replica is None for replica in replicas):
                 if ignore_stale_grad:
@@ -529,11 +494,37 @@ class Trainer(TrainerFiles):
             )
         return result
 
+    @staticmethod
+    def _needs_another(names: list[str], why: str) -> NoReturn:
+        named = ", ".join(map(repr, names))
+        raise ValueError(f"parameter {named} {why} the Trainer was made, and has no optimizer: make a new Trainer")
+
     def _need_own_updates(self, call: str) -> None:
         if self._shares.joined:
             raise UnsupportedError(f"{call} in join: workers that have reached its end take part in step alone")
-        if self._on_store:
+        if self._updater is not None:
             raise UnsupportedError(
                 f"{call}: the store updates the weights here, so there are no summed gradients to see; "
                 "make the Trainer with update_on_kvstore=False"
             )
+
+
+def _in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError:
+    """Return the error of a wait in step `step`, counted in steps, as the program's loop does, where that is known.
+
+    The store's own error counts the rounds of a key, which mean nothing to a user whose workers have different numbers
+    of batches.
+    """
+    if error.behind is None:
+        return error
+    who, rounds = error.behind
+    ended = "has left" if isinstance(error, PeerError) else "has not come to the next one"
+    translated = type(error)(
+        f"this worker is in step {step} of its Trainer, and {who} {ended} after step {max(0, step - rounds)}: did "
+        "their epochs have different numbers of batches? SplitSampler gives all workers equally many examples where it "
+        f"shuffles, or with last='drop'; in `with trainer.join():` some may have more. In detail: {error}"
+    )
+    translated.behind = error.behind
+    if isinstance(error, StallError) and isinstance(translated, StallError):
+        translated.deadlock = error.deadlock
+    return translated

@@ -6,24 +6,31 @@ When it is made, worker 0's weights are copied to all workers and devices. If th
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mpikv import optimizers
+from mpikv import kv, optimizers
+from mpikv.arrays import as_numpy
 from mpikv.calls.request import Request
+from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
+from mpikv.common.files import place_of
+from mpikv.create import notices, spec
 from mpikv.create.worker_device import spaces_for
+from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
+from mpikv.optimizers import Optimizer
+from mpikv.optimizers.adam import RunningMeans
+from mpikv.placement.keys import Key
 from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
 from mpikv.trainer.own_updates import OwnUpdates
-from mpikv.trainer.parameter import list_data, named
-from mpikv.trainer.rows import sparse_names
-from mpikv.trainer.store import check_stop_file, store_of, updates_on_store, warn_of_codec
+from mpikv.trainer.parameter import list_data, named, place_grad
 from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module
 
 
@@ -47,18 +54,19 @@ class TrainedWeights:
         self._scale = self._optimizer.rescale_grad
         self._steps = 0
         several = any(len(list_data(p)) > 1 for p in self._params.values())
-        self._store = store_of(kvstore, several)
-        self._on_store = updates_on_store(self._store, update_on_kvstore, clips=clips)
-        if checks.options("compression_params", compression_params) and self._store is None:
+        self._store = store = _store_of(kvstore, several)
+        # The store if it makes the updates; None: each worker makes them.
+        self._updater = store if _updates_on_store(store, update_on_kvstore, clips=clips) else None
+        if checks.options("compression_params", compression_params) and store is None:
             raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
-        check_stop_file(self._store)
-        self._number = 0 if self._store is None else self._store.session.new_namespace()  # among those of its store
+        _check_stop_file(store)
+        self._number = 0 if store is None else store.session.new_namespace()  # among those of its store
         self._keys = {name: f"trainer{self._number}/{name}" for name in self._params}
-        if self._store is not None and compression_params:
-            self._store.set_gradient_compression(compression_params, list(self._keys.values()))
+        if store is not None and compression_params:
+            store.set_gradient_compression(compression_params, list(self._keys.values()))
         self._apply_factors()
-        if self._store is not None:
-            self._spaces = self._store.session.spaces
+        if store is not None:
+            self._spaces = store.session.spaces
         else:
             self._spaces = spaces_for(
                 p.tensor if hasattr(p, "tensor") else list_data(p)[0] for p in self._params.values()
@@ -74,17 +82,18 @@ class TrainedWeights:
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
         self._trained = [name for name in self._params if name in self._trainable]
         self._pulls: dict[str, Request | rows.ChangedRows] = {}  # of weights that were not waited for yet
-        self._workers_update = False  # whether there are several workers, each of which makes the updates by itself
+        # Whether there are several workers, each of which makes the updates by itself.
+        self._workers_update = self._updater is None and store is not None and store.num_workers > 1
         # True until the first step, in which workers agree on the factor that owners apply.
-        self._factor_open = self._store is not None and self._store.session.synchronous and self._store.num_workers > 1
+        self._factor_open = store is not None and store.session.synchronous and store.num_workers > 1
         self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
-        self._sparse = sparse_names(self._params, self._trained, self._store, self._optimizer, on_store=self._on_store)
+        self._sparse = rows.sparse_names(self._params, self._trained, self._updater, self._optimizer)
         self._start()
 
     def _start(self) -> None:
         """Copy worker 0's weights to all workers and devices, and set the optimizer of the store or of this worker."""
         data = {name: list_data(parameter) for name, parameter in self._params.items()}
-        trained = self._trained
+        keys = [self._keys[name] for name in self._trained]
         if self._store is not None:
             # Also parameters that are not trained: statistics of a batch normalisation must be equal at the start.
             for name in self._sparse:
@@ -96,16 +105,15 @@ class TrainedWeights:
         else:
             for name, replicas in data.items():
                 self._write_sum(replicas[:1], replicas[1:], f"parameter {shown(name)}")
-        if self._on_store and self._store is not None:
-            self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
+        if self._updater is not None:
+            self._updater.strategy.set_optimizer(self._optimizer, keys)
         else:
-            for name in trained:
+            for name in self._trained:
                 self._local.add(self._keys[name], data[name][0])
-            if self._store is not None and self._store.num_workers > 1:
-                self._workers_update = True
-                self._store.strategy.compare_updates(self._optimizer, [self._keys[name] for name in trained])
         if self._store is not None:
-            warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
+            if self._workers_update:
+                self._store.strategy.compare_updates(self._optimizer, keys)
+            _warn_of_codec(self._store, self._optimizer, keys)
 
     # --- the weights
 
@@ -122,31 +130,30 @@ class TrainedWeights:
         >>> weight.data
         array([0.5, 0.5])
         """
-        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
-        if name not in self._params:
-            raise ValueError(f"wait: {shown(parameter)} is not among this trainer's parameters")
+        name = self._name_of(parameter, "wait")
         request = self._pulls.pop(name, None)
         if request is not None:
             request.wait()
             self._data_written([name])
+
+    def _name_of(self, parameter: Any, call: str) -> str:
+        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
+        if name is None or name not in self._params:
+            raise ValueError(f"{call}: {shown(parameter)} is not among this trainer's parameters")
+        return name
 
     def pull_weights(self) -> None:
         """Pull the present weights of the store into this worker's devices. Blocks.
 
         It is for `dist_async`, where other workers' pushes change the weights between this worker's steps; after a
         `barrier` of the store it pulls the final result. With other stores nothing changes.
-
-        >>> weight = mpikv.Parameter(np.ones(2))
-        >>> mpikv.Trainer([weight], 'sgd', kvstore=kv.create('local')).pull_weights()
-        >>> weight.data
-        array([1., 1.])
         """
         self._finish_waiting()
-        if self._on_store and self._store is not None:
+        if self._updater is not None:
             trained = [name for name in self._params if not self._is_frozen(name)]
             dense = [name for name in trained if name not in self._sparse]
-            pulls = [self._changed_rows(self._store, name) for name in trained if name in self._sparse]
-            self._store.pull([self._keys[name] for name in dense], [list_data(self._params[name]) for name in dense])
+            pulls = [self._changed_rows(self._updater, name) for name in trained if name in self._sparse]
+            self._updater.pull([self._keys[name] for name in dense], [list_data(self._params[name]) for name in dense])
             for pull in pulls:
                 pull.wait()
             self._data_written(trained)
@@ -173,7 +180,7 @@ class TrainedWeights:
                 self._spaces.write(space, out, total, what)
 
     def _priority(self, name: str) -> int:
-        """Return the priority of a parameter: the next forward pass needs the first parameters first."""
+        """The next forward pass needs the first parameters first."""
         return -self._order[name]
 
     def _bucket(self, store: KVStore, names: Sequence[str]) -> BucketedKeys | None:
@@ -186,18 +193,18 @@ class TrainedWeights:
     # --- the factor of a worker's gradients (placement/labels.py)
 
     def _slot(self) -> int:
-        """Return the slot of this trainer's optimizer."""
+        """The slot of this trainer's optimizer."""
         assert self._store is not None
         session = self._store.session
         return session.slot_of(session.infos[self._keys[self._trained[0]]])
 
     def _factor(self) -> float:
-        """Return the factor of the sum of gradients that all workers have agreed on."""
+        """The factor of the sum of gradients that all workers have agreed on."""
         assert self._store is not None
         return self._store.session.attributes.factor(self._slot())
 
     def _scaling(self) -> AbstractContextManager[None]:
-        """Return a context in which pushed gradients are scaled for an update that this worker makes by itself."""
+        """A context in which pushed gradients are scaled for an update that this worker makes by itself."""
         if self._store is None or not self._workers_update:
             return nullcontext()
         return self._store.session.attributes.scaling(self._slot())
@@ -209,7 +216,7 @@ class TrainedWeights:
             self._factor_open = False
 
     def _agreed_factor(self) -> Sequence[float]:
-        """Return the factor that workers agreed on in the first step, and their number; () if they have not."""
+        """The factor that workers agreed on in the first step, and their number; () if they have not."""
         if self._store is None or self._factor_open or not self._store.session.synchronous:
             return ()
         return (self._factor(), self._store.num_workers) if self._store.num_workers > 1 else ()
@@ -223,7 +230,7 @@ class TrainedWeights:
     # --- hyperparameters
 
     @property
-    def optimizer(self) -> optimizers.Optimizer:
+    def optimizer(self) -> Optimizer:
         """The optimizer. Change its attributes alike on every worker; they apply from the next step on. See `step`."""
         return self._optimizer
 
@@ -239,14 +246,7 @@ class TrainedWeights:
         return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate from the next step on; call it alike on every worker. UnsupportedError with a schedule.
-        Local.
-
-        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
-        >>> trainer.set_learning_rate(0.1)
-        >>> trainer.learning_rate
-        0.1
-        """
+        """Set the rate from the next step on, alike on every worker. UnsupportedError with a schedule. Local."""
         self._optimizer.set_learning_rate(lr)
 
     def _rescale(self, batch_size: float) -> None:
@@ -270,3 +270,70 @@ class TrainedWeights:
                 own = float(getattr(parameter, attribute, 1.0))
                 if name in factors or own != 1.0 or self._keys[name] in factors:
                     factors[self._keys[name]] = factors.get(name, 1.0) * own
+
+    def _place_gradients(self, store: KVStore, trained: Sequence[str]) -> None:
+        """Allocate the gradients in memory that the host's workers share, so that they are added without a copy.
+
+        Each parameter gets a place, also one that this worker has on another device than its key: all workers must
+        allocate alike, and pages that are never written take no memory.
+        """
+        kinds: dict[str, list[str]] = {}
+        for name in trained:
+            _, dtype = as_numpy.shape_and_dtype(list_data(self._params[name])[0], f"parameter {shown(name)}")
+            kinds.setdefault(str(dtype), []).append(name)
+        for dtype_name, names in sorted(kinds.items()):
+            shapes = [tuple(list_data(self._params[name])[0].shape) for name in names]
+            for name, memory in zip(names, store.zeros(shapes, dtype_name), strict=True):
+                place_grad(self._params[name], memory)
+
+
+def _store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
+    if isinstance(kvstore, KVStore):
+        return kvstore
+    if kvstore is not None and not isinstance(kvstore, str):
+        raise checks.wrong("kvstore", "a type such as 'dist_sync', a store or None", kvstore)
+    # `spec.parse` raises for an unknown name, even if no store is made.
+    if kvstore is not None and (spec.parse(kvstore).distributed or several_devices):
+        return kv.create(kvstore)
+    notices.warn_of_unread()
+    notices.warn_of_separate_ranks(f"Trainer(kvstore={kvstore!r}) has no store")
+    return None
+
+
+def _check_stop_file(store: KVStore | None) -> None:
+    """Raise ConfigError if the stop file cannot be written, since an error at the stop would lose the training."""
+    path = "" if store is None or store.rank != 0 else store.session.stop_file
+    if not path:
+        return
+    try:
+        folder = os.path.dirname(place_of(path))
+    except OSError as error:
+        raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: cannot be written in {folder}")
+
+
+def _updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:
+    """Decide whether the store makes the updates. wanted: the user's choice; None: it does if it can."""
+    if wanted is not None and not isinstance(wanted, bool):
+        raise checks.wrong("update_on_kvstore", "True, False or None", wanted)
+    if clips and store is not None and "async" in store.type:
+        raise ValueError(f"clip_global_norm: a {store.type} store applies each gradient alone; there is no sum to clip")
+    if clips and wanted:
+        raise ValueError("clip_global_norm needs the sums before the update: leave update_on_kvstore=True out")
+    if store is None:
+        if wanted:
+            raise ValueError("update_on_kvstore=True needs a store; with this kvstore there is none")
+        return False
+    if "async" in store.type and wanted is False:
+        raise ValueError(
+            f"a {store.type} store makes the updates itself; leave update_on_kvstore out, or use dist_sync"
+        )
+    return not clips and store.is_capable("optimizer") if wanted is None else wanted
+
+
+def _warn_of_codec(store: KVStore, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+    """Warn if an optimizer like Adam gets gradients of a codec with which it trains badly."""
+    if isinstance(optimizer, RunningMeans) or hasattr(optimizer, "betas"):
+        for codec in {store.session.infos[key].codec for key in keys}:
+            notices.warn_of_codec(compression.of_text(codec).push.name)

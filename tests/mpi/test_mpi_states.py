@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 import pytest
-from mpi_stores import full, modes, on_workers
+from mpi_stores import full, on_workers
 
-from mpikv import StatesFileError, optimizers
+from mpikv import optimizers
 
 SHAPES = {"s": (), "a": (7,), "b": (13, 9)}
 BOUND = 10
@@ -69,62 +69,3 @@ def test_goes_on_with_other_numbers(comm, name, tmp_path):
         group.Free()
     if rank == 0:
         assert os.listdir(os.path.dirname(path)) == ["states"]
-
-
-@pytest.mark.mpi
-def test_a_damaged_file_is_an_error_on_every_worker_and_changes_nothing(comm, tmp_path):
-    directory = comm.bcast(str(tmp_path))
-    path = os.path.join(directory, "states")
-    for name, servers in modes(comm):
-
-        def body(store, synchronous=name == "dist_sync"):
-            store.init("w", full(0, 30))
-            store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-            if store.rank == 0 or synchronous:
-                store.push("w", full(store.rank == 0, 30))
-            store.save_optimizer_states(path)
-            if store.rank == 0:
-                with open(path, "rb") as file:
-                    data = file.read()
-                with open(path, "wb") as file:
-                    file.write(data[: len(data) // 2])
-            for wrong, kind in ((path, StatesFileError), (os.path.join(directory, "none"), FileNotFoundError)):
-                with pytest.raises(kind) as caught:
-                    store.load_optimizer_states(wrong)
-                assert wrong in str(caught.value)
-            with pytest.raises(FileNotFoundError):
-                store.save_optimizer_states(os.path.join(directory, "none", "states"))
-            if store.rank == 0 or synchronous:
-                store.push("w", full(store.rank == 0, 30))
-            store.barrier()
-            return np.unique(store.pull("w")).tolist()
-
-        found = on_workers(comm, name, body, num_servers=servers, bigarray_bound_elems=BOUND)
-        assert found == [[-2.5]] * (comm.Get_size() - servers)
-
-
-@pytest.mark.mpi
-def test_asynchronous_states(comm, tmp_path):
-    path = os.path.join(comm.bcast(str(tmp_path)), "states")
-    servers = min(1, comm.Get_size() - 1)
-
-    def save(store):
-        store.init("w", full(0, 30))
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        if store.rank == 0:
-            store.push("w", full(1, 30))
-        store.save_optimizer_states(path)
-        return True
-
-    def load(store):
-        store.init("w", full(0, 30))
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        store.load_optimizer_states(path)
-        if store.rank == 0 or store.type == "dist_sync":
-            store.push("w", full(0, 30))
-        store.barrier()
-        return np.unique(store.pull("w")).tolist()
-
-    on_workers(comm, "dist_async", save, num_servers=servers, bigarray_bound_elems=BOUND)
-    assert on_workers(comm, "dist_async", load) == [[-0.5]] * comm.Get_size()
-    assert on_workers(comm, "dist_sync", load) == [[-0.5]] * comm.Get_size()

@@ -491,8 +491,7 @@ def test_attributes_travel(name: str) -> None:
     here, config = optimizers.create(name), json.dumps(there.config(), sort_keys=True)
     assert json.dumps(here.config(), sort_keys=True) != config
     here.set_attributes(sent)
-    rebuilt = optimizers.from_config(json.loads(json.dumps(there.config())))
-    for other in (here, rebuilt, copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+    for other in (here, copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
         assert type(other) is type(there)
         assert json.dumps(other.config(), sort_keys=True) == config
         assert other.lr_mult == {"a": 2.0, "b": 0.5}

@@ -44,6 +44,10 @@ def test_a_callable_changes_the_weight_and_keeps_its_state() -> None:
 
 
 def test_the_callable_sees_the_weight_itself_and_the_rescaled_gradient() -> None:
+    """And slices of them, if it says that it is elementwise."""
+    momentum.elementwise = True
+    assert optimizers.create(momentum).elementwise is True
+    del momentum.elementwise
     seen = []
     optimizer = optimizers.create(lambda weight, grad, state: seen.append((weight, grad, state)), rescale_grad=0.5)
     weight, grad = np.ones((2, 3), np.float16), np.full((2, 3), 3, np.float32)
@@ -55,24 +59,6 @@ def test_the_callable_sees_the_weight_itself_and_the_rescaled_gradient() -> None
     assert seen[0][1].dtype == np.float32
     assert seen[1][1] is grad
     assert (grad == 3).all()
-
-
-def test_elementwise_must_be_said() -> None:
-    def said(weight, grad, state):
-        weight += grad
-
-    assert optimizers.create(said).elementwise is False
-    said.elementwise = True
-    assert optimizers.create(said).elementwise is True
-
-
-def test_an_exception_of_the_callable_comes_through() -> None:
-    def broken(weight, grad, state):
-        raise RuntimeError("deliberate")
-
-    optimizer = optimizers.create(broken)
-    with pytest.raises(RuntimeError, match="deliberate"):
-        optimizer.update(0, np.ones(1), np.ones(1), {"t": 0})
 
 
 SAVED = [
@@ -141,10 +127,8 @@ def test_identity_tells_functions_apart() -> None:
     assert "0x" not in json.dumps(optimizers.create(functools.partial(momentum, object())).config())
 
 
-def test_a_description_of_a_callable_is_not_a_callable() -> None:
+def test_attributes_of_a_callable_travel() -> None:
     optimizer = optimizers.create(momentum)
-    with pytest.raises(UnsupportedError, match="callable"):
-        optimizers.from_config(json.loads(json.dumps(optimizer.config())))
     optimizer.set_attributes(json.loads(json.dumps({**optimizer.attributes(), "rescale_grad": 0.5})))
     assert optimizer.rescale_grad == 0.5
 
@@ -238,6 +222,8 @@ def test_a_torch_class_does_what_it_does_in_torch(torch, name, kwargs, dtype) ->
     assert np.array_equal(ours(optimizers.create((cls, kwargs)), weight, grads), wanted)
     assert np.array_equal(ours(optimizers.create(cls, **kwargs), weight, grads), wanted)
     assert np.array_equal(ours(optimizers.create((cls, {}), **kwargs), weight, grads), wanted)
+    for shape in ((), (0,)):
+        assert ours(optimizers.create(cls, **kwargs), np.ones(shape, dtype), [np.ones(shape, dtype)]).shape == shape
 
 
 def test_torch_in_half_precision(torch) -> None:
@@ -267,17 +253,6 @@ def test_torch_follows_rates_factors_and_scaling(torch) -> None:
     assert (scheduled.learning_rate, scheduled.wd) == (1e-3, 1e-2)
     scheduled.learning_rate = 0.5
     assert scheduled.attributes()["learning_rate"] == 0.5
-
-
-def test_torch_shapes(torch) -> None:
-    optimizer = optimizers.create(torch.optim.Adam)
-    for shape in ((), (0,), (2, 3, 4)):
-        weight = np.ones(shape, np.float32)
-        grad = np.ones(shape, np.float32)
-        grad.flags.writeable = False
-        state = optimizer.update("k", weight, grad, optimizer.init(weight))
-        assert state["t"] == 1
-        assert (weight < 1).all()
 
 
 def test_attributes_of_a_torch_class(torch) -> None:
@@ -315,5 +290,3 @@ def test_torch_mistakes(torch) -> None:
         optimizers.create(torch.optim.SGD, lr=-1)
     optimizer = optimizers.create(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert json.dumps(optimizer.config()) != json.dumps(optimizers.create(torch.optim.SGD, lr=0.1).config())
-    with pytest.raises(UnsupportedError, match="torch optimizer cannot be made from its description"):
-        optimizers.from_config(optimizer.config())

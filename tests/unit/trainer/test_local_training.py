@@ -34,7 +34,7 @@ import mpikv
 from mpikv import Parameter, Trainer, kv
 from mpikv.errors import StatesFileError
 from mpikv.testing.stores import TEST_TIMEOUT_S
-from mpikv.trainer.parts import divide
+from mpikv.trainer.local_updates import divide
 
 
 @pytest.mark.parametrize("name", OUTER)
@@ -323,6 +323,16 @@ def test_row_sparse_parameters_are_exchanged_whole_and_frozen_ones_not_at_all(st
     ("options", "error", "text"),
     [
         ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"every": 1.5}, TypeError, "every is a whole number"),
+        ({"every": lambda step: 0}, ValueError, "every: what it returns must be at least 1"),
+        ({"every": 2, "outer": "median"}, ValueError, "median"),
+        (
+            {"every": 2, "outer": {"type": "adam"}},
+            ValueError,
+            "outer: type must be one of 'mean', 'nesterov', 'slowmo'",
+        ),
+        ({"every": 2, "outer": {"type": "mean", "rate": 1}}, TypeError, "rate"),
+        ({"every": 2, "outer": {"type": "easgd", "moving_rate": 2}}, ValueError, "moving_rate must be above 0"),
         ({"every": 2, "optimizer": "sgd"}, TypeError, "optimizer is a torch.optim.Optimizer or None, or a Trainer"),
         ({"every": 2, "params": np.zeros(2)}, TypeError, "params is a torch.nn.Module, a dict or a list"),
         ({"every": 2, "params": [Parameter(np.zeros(2), devices=["cpu", "cpu"])]}, ValueError, "on several devices"),
@@ -342,7 +352,7 @@ def test_row_sparse_parameters_are_exchanged_whole_and_frozen_ones_not_at_all(st
 )
 def test_wrong_arguments_are_named(options, error, text):
     with kv.create("local") as store, pytest.raises(error, match=text):
-        mpikv.LocalUpdates(**{"params": [Parameter(np.zeros(2))], "store": store, **options})
+        mpikv.LocalUpdates(**{"params": [Parameter(np.zeros(2))], "store": store, **options}).step()
 
 
 def test_a_workers_own_trainer_has_no_store():
