@@ -63,10 +63,7 @@ def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any], arrays
 
 
 def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any], dict[str, HostArray]]:
-    """Return the content and the arrays that `write_archive` has written. origin: the file's name in errors.
-
-    Raises StatesFileError, which says what is wrong, for any other file.
-    """
+    """Return the content and the arrays of a file. Raises StatesFileError, which names `origin`, for any other file."""
     try:
         begin = file.read(8)
         if not begin:

@@ -46,12 +46,10 @@ def check_array(owner: str, what: str, array: Any) -> None:
 
 
 class Scratch:
-    """An optimizer's memory for temporaries, kept from one update to the next.
+    """An optimizer's memory for temporaries, kept from one update to the next, for threads that may share it.
 
     Memory of SMALL_BYTES to KEPT_BYTES that is freed after each update may be allocated as new pages each time
     (M_MMAP_THRESHOLD in mallopt(3)), whose page faults take as long as the arithmetic. Other lengths are not kept.
-
-    Threads may share it: operations of a list are atomic (also in Python without the GIL), so no two get the same.
     """
 
     def __init__(self) -> None:

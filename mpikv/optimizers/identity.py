@@ -4,7 +4,6 @@ Functions cannot be compared, so the text is the function's name with a digest o
 constants in it, default values, and simple values (numbers, strings) in its closure. So two lambdas on one line differ,
 and so do two functions with different learning rates in their closures; memory addresses and file paths make no
 difference. Global variables, and arrays in closures, are not compared.
-
 """
 
 from __future__ import annotations

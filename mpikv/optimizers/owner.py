@@ -5,7 +5,6 @@ Each optimizer has a numbered slot; keys without a slot of their own use slot 0.
 values of an optimizer's attributes, such as the learning rate, are numbered, too: a worker that changes one sends all
 values once, under the next number, and each push carries the number that was current. So an update uses the attributes
 of its own round, in whatever order messages arrive.
-
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ class KeptAttributes:
 
 
 class Owner:
-    """Applies pushed sums to owned values. Uses no MPI; not thread-safe.
+    """Applies pushed sums to owned values. Uses no MPI; not thread-safe. spaces: of the keys' values.
 
-    spaces: of the keys' values. own: whether the optimizers are this owner's copies, whose attributes it sets by the
-    numbers; else they are the user's objects, whose attributes the user sets.
+    own: whether the optimizers are its copies, whose attributes it sets by the numbers; else the user's objects.
     """
 
     def __init__(self, spaces: Spaces, *, own: bool = True) -> None:
@@ -90,7 +88,7 @@ class Owner:
         return self._spaces.in_stream()
 
     def slot_of(self, key_id: int) -> int:
-        """Return the slot of this key."""
+        """The slot of this key."""
         return self._slots.get(key_id, DEFAULT_SLOT)
 
     def optimizer_of(self, key_id: int) -> Optimizer | None:
@@ -155,7 +153,6 @@ class Owner:
 
         That is possible for keys with one optimizer whose formula is elementwise and ignores the key, and with the same
         numbers. Many small keys then need no more calls of NumPy or CuPy than one. Their states become adjacent, too.
-
         """
         alike, at = [self._alike(key) for key in keys], 0
         while at < len(keys):
@@ -224,7 +221,6 @@ class Owner:
         """Do what `apply` does, with a state that the caller keeps: None before the first update. Returns the new one.
 
         terms: arrays whose sum is applied; several only if the optimizer can add them (`Optimizer.sums`).
-
         """
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:

@@ -11,7 +11,6 @@ the end. If all rows of the shard exist, there are no such arrays.
 Cost: memory for the rows that exist and up to half as much again; 16 bytes for each id, twice with an optimizer that
 has states. An update copies the pushed rows and their states twice, and finds each id by a binary search; if ids are
 new, all ids are copied. It sends no message and takes no lock.
-
 """
 
 from __future__ import annotations
@@ -133,7 +132,6 @@ class RowTable:
         """Apply the sum of the pushed rows in one round, in the dtype that the key is added in; see `Owner.apply`.
 
         The table may keep or change the arrays. Raises what the optimizer raises.
-
         """
         self._match_optimizer(owner)
         self._note_changed(ids)

@@ -241,10 +241,9 @@ SCHEDULES: Mapping[str, type[Scheduler]] = {
 
 
 def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Scheduler:
-    """Make a schedule from its `Scheduler.config`.
+    """Make a schedule from its `Scheduler.config`; also one of the class of `like`, for a user's own.
 
-    like: a schedule whose class is accepted, too, for a user's own class. Raises ValueError for an unknown name and for
-    invalid values, TypeError for unknown fields.
+    Raises ValueError for an unknown name and for invalid values, TypeError for unknown fields.
     """
     known = dict(SCHEDULES)
     if isinstance(like, Scheduler):

@@ -6,7 +6,6 @@ store may have had different numbers of updates.
 
 The state of a row-sparse key is that of the rows that were pushed. It has one more array, `ROWS`: the ids of its rows
 in ascending order. The other arrays are flat, one row after another.
-
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class StateRecord(NamedTuple):
     """The state of the elements [begin, end) of a key, whose whole value has this shape and dtype.
 
     worker: the rank of the worker whose codec's state it is; None: it is the optimizer's.
-
     """
 
     key: Key
@@ -93,8 +91,7 @@ def slice_state(state: State, begin: int, end: int, n_elems: int) -> State:
 def join_states(slices: Sequence[tuple[int, int, State]], n_elems: int | None = None) -> State:
     """Join (begin, end, state) of a key's slices, in any order, into its whole state; empty slices are ignored.
 
-    n_elems: of the key; None: the end of the last slice. Raises ValueError if slices are missing, overlap, or have
-    different entries or numbers (of "t" the largest is taken).
+    Raises ValueError if slices are missing, overlap, or have different entries or numbers (of "t" the largest counts).
     """
     ordered = sorted((one for one in slices if one[0] < one[1]), key=lambda one: one[0])
     ordered = ordered or list(slices[:1])
@@ -126,7 +123,7 @@ def _join(name: str, slices: Sequence[tuple[int, int, State]]) -> Any:
         if not isinstance(value, np.ndarray) or value.shape != (end - begin,) or value.dtype != values[0].dtype:
             what = f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else repr(value)
             raise ValueError(
-                f"{shown(name)} in the slice [{begin}, {end}) of a state is {what}, not a value per element"
+                f"{shown(name)} in the slice [{begin}, {end}) of a state is {what}, not one value per element"
             )
     return np.concatenate(values)
 

@@ -67,11 +67,10 @@ Place = str | os.PathLike[str] | InMemory
 
 
 def save_states(path: Place, records: Iterable[StateRecord], *, meta: Mapping[str, Any] | None = None) -> None:
-    """Write a file of states under another name, then rename it, so that it is never incomplete. Local, blocks.
+    """Write a file of states, whole or not at all. Local, blocks.
 
     records: one of all elements for each key; those of codecs may be of any elements. meta: JSON. Raises
-    UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError. On an error an existing
-    file does not change.
+    UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError.
     """
     if isinstance(path, InMemory):
         path.file = _file_of(records, dict(meta or {}))
@@ -82,11 +81,7 @@ def save_states(path: Place, records: Iterable[StateRecord], *, meta: Mapping[st
 
 
 def load_states(path: Place) -> StatesFile:
-    """Read a file of states. Local, blocks.
-
-    Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError if it cannot
-    be opened (FileNotFoundError if there is none).
-    """
+    """Read a file of states. Local. Raises StatesFileError for any other content, OSError if it cannot be opened."""
     if isinstance(path, InMemory):
         return path.file or StatesFile({})
     with open_regular(path) as file:

@@ -34,10 +34,7 @@ def compresses(session: Session, keys: Iterable[Key] | None = None) -> bool:
 
 
 def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[StateRecord]:
-    """Gather the states of all workers' codecs of `keys` (None: of all) at worker 0; other workers get none.
-
-    Collective, blocks, if pushes of one of the keys are encoded; else local.
-    """
+    """Gather the states of all workers' codecs of `keys` (None: of all) at worker 0. Collective if any is encoded."""
     if not isinstance(session, Workers) or not compresses(session, keys):
         return []
     found = [part for part in strategy.codec_states(call) if keys is None or part.key in keys]
@@ -58,10 +55,7 @@ def check(saved: Iterable[StateRecord], path: Place) -> None:
 
 
 def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[StateRecord]) -> None:
-    """Replace the states of all workers' codecs by those that were saved.
-
-    saved: of all workers, at worker 0. Collective, blocks, if pushes of some key of the store are encoded; else local.
-    """
+    """Replace the states of all workers' codecs by those saved, at worker 0. Collective if any key is encoded."""
     if not isinstance(session, Workers) or not compresses(session):
         return
     parts = None

@@ -125,10 +125,7 @@ def _write_file(
     cuts: Mapping[str, Any],
     dump_optimizer: bool,
 ) -> None:
-    """Join the shards' states of all owners and write those of `infos`, whole or not at all.
-
-    optimizers: the user's optimizers of these keys, with their current attributes.
-    """
+    """Join the shards' states of all owners and write those of `infos`. optimizers: the user's, of these keys."""
     by_key: dict[Key, list[StateRecord]] = {}
     for part in (part for some in parts for part in some):
         by_key.setdefault(part.key, []).append(part)

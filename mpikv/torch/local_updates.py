@@ -14,10 +14,9 @@ from mpikv.trainer.local_updates import LocalUpdates
 
 
 class ModelUpdates(LocalUpdates):
-    """`mpikv.LocalUpdates` for a torch.nn.Module, where its options and calls stand.
+    """`mpikv.LocalUpdates` for a torch.nn.Module, where its options and calls stand. Collective, blocks.
 
-    store: None: the default one, as in `mt.init`. Collective, blocks. Raises TypeError for what is no module; what
-    `mpikv.LocalUpdates` raises.
+    store: None: the default one, as in `mt.init`. Raises TypeError for what is no module, and what the base raises.
 
     >>> net = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

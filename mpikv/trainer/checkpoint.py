@@ -42,10 +42,9 @@ Kept = dict[str, HostArray] | None
 
 
 class Checkpoint(NamedTuple):
-    """The contents of a file. examples: how many the steps have used.
+    """The contents of a file. examples: how many the steps have used. of_workers: what each keeps for itself, or empty.
 
-    of_workers: what each worker keeps for itself, or empty. agreed: the factor that workers agreed on and the number of
-    workers, or empty if they have not agreed.
+    agreed: the factor that workers agreed on and the number of workers, or empty if they have not agreed.
     """
 
     steps: int
@@ -145,9 +144,9 @@ def gather_kept(store: KVStore | None, kept: WorkerState | None) -> list[bytes]:
 
 
 def kept_of(gathered: Sequence[bytes]) -> list[Kept]:
-    """Return what `gather_kept` has gathered, [] if no worker has a state; to be called where all share an error.
+    """Return what was gathered, [] if no worker has a state; to be called where all share an error.
 
-    Raises UnsupportedError if some worker's `state_dict` failed, or returned what cannot be saved. Local.
+    Raises UnsupportedError if some worker's `state_dict` failed, or returned what cannot be saved.
     """
     found = []
     for worker, data in enumerate(gathered):
@@ -159,10 +158,7 @@ def kept_of(gathered: Sequence[bytes]) -> list[Kept]:
 
 
 def give_kept(store: KVStore | None, kept: WorkerState | None, saved: Sequence[Kept], path: str) -> None:
-    """Give each worker its own state. saved: those of all workers, or empty, at worker 0. Collective, blocks.
-
-    Raises what `load_state_dict` raises, on this worker.
-    """
+    """Give each worker its own state. saved: those of all, or empty, at worker 0. Collective, blocks."""
     given = [_to_bytes(one) for one in saved] or [_to_bytes(None)] * (1 if store is None else store.num_workers)
     mine, _ = _from_bytes(given[0] if store is None else store.session.scatter("resume", given), path)
     if mine is not None and kept is not None:

@@ -39,10 +39,7 @@ class WeightUpdate(NamedTuple):
 
 
 class OwnUpdates:
-    """An optimizer with the states of some keys, in this process. Its calls are local.
-
-    spaces: in which weights are updated; by default in host memory alone, to which weights on a GPU are then copied.
-    """
+    """An optimizer with the states of some keys, in this process. Its calls are local."""
 
     def __init__(self, optimizer: Optimizer, spaces: Spaces | None = None) -> None:
         self._spaces = Spaces() if spaces is None else spaces
@@ -100,10 +97,7 @@ class OwnUpdates:
 
 
 def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Spaces) -> float:
-    """Return the norm of the gradients that `optimizer` will apply. grads: sums by name, equal on all devices.
-
-    Raises FloatingPointError if the norm is not finite.
-    """
+    """Return the norm of the gradients that `optimizer` will apply. Raises FloatingPointError if it is not finite."""
     whats = [f"the gradient of {name!r}" for name in grads]
     sums = spaces.sums_of_squares([replicas[0] for replicas in grads.values()], whats)
     norm = abs(optimizer.rescale_grad) * math.sqrt(functools.reduce(operator.add, sums, 0.0))

@@ -72,10 +72,7 @@ def distinct(tensor: Tensor) -> Tensor:
 
 
 class TorchParameter:
-    """A tensor that is trained, or not (`requires_grad`). Raises ValueError for the result of a computation.
-
-    sparse: `list_grad` returns its gradient as a `RowSparse`.
-    """
+    """A tensor that is trained, or not. sparse: `list_grad` returns a `RowSparse`. ValueError for a computed tensor."""
 
     def __init__(self, tensor: Tensor, name: str, *, sparse: bool = False) -> None:
         if not tensor.is_leaf:

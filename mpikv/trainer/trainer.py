@@ -36,10 +36,7 @@ from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
 
 
 class PushedGradient(NamedTuple):
-    """A gradient that was pushed before the step.
-
-    request: done when the sum of the workers' gradients is in `replicas`; None if the store makes the update.
-    """
+    """Pushed before the step. request: done when the sum is in `replicas`; None if the store makes the update."""
 
     request: Request | None
     replicas: list[Any]
@@ -510,10 +507,9 @@ class Trainer(TrainerFiles):
 
 
 def _in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError:
-    """Return the error of a wait in step `step`, counted in steps, as the program's loop does, where that is known.
+    """Return the error of a wait counted in steps, as the program's loop does, where that is known.
 
-    The store's own error counts the rounds of a key, which mean nothing to a user whose workers have different numbers
-    of batches.
+    The rounds of a key, which the store counts, mean nothing to a user whose workers have different numbers of batches.
     """
     if error.behind is None:
         return error

@@ -31,6 +31,7 @@ from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
 from mpikv.trainer.own_updates import OwnUpdates
 from mpikv.trainer.parameter import list_data, named, place_grad
+from mpikv.trainer.shares import positive
 from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module
 
 
@@ -251,13 +252,7 @@ class TrainedWeights:
 
     def _rescale(self, batch_size: float) -> None:
         """Make the optimizer divide gradients by `batch_size`."""
-        try:
-            number = checks.number("batch_size", batch_size)
-        except (TypeError, ValueError):
-            number = 0.0
-        if number <= 0:
-            what = "the number of examples of all workers together, above 0"
-            raise ValueError(f"batch_size is {what}; got {shown(batch_size)}")
+        number = positive(batch_size, "batch_size is the number of examples of all workers together, and")
         self._batch_size = batch_size
         self._optimizer.rescale_grad = self._scale / number
         self._apply_factors()
@@ -274,8 +269,7 @@ class TrainedWeights:
     def _place_gradients(self, store: KVStore, trained: Sequence[str]) -> None:
         """Allocate the gradients in memory that the host's workers share, so that they are added without a copy.
 
-        Each parameter gets a place, also one that this worker has on another device than its key: all workers must
-        allocate alike, and pages that are never written take no memory.
+        Each gets a place, also one on another device than its key: all workers must allocate alike.
         """
         kinds: dict[str, list[str]] = {}
         for name in trained:

@@ -15,7 +15,6 @@ from store_modes import ONE_HOST, SENDING, SERVED, TRAINING, TWO_HOSTS, Mode, mo
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.create import notices
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
-from mpikv.testing.ranks import RankError
 from mpikv.trainer import torch_parameter
 
 torch = frameworks.need("torch")
@@ -95,23 +94,6 @@ def test_arguments_of_a_torch_class_are_attributes(mode: Mode, on_store: bool) -
         return optimizer
 
     assert_close(mode.run(body), reference(even(mode.workers), optimizer=made))
-
-
-@pytest.mark.thorough
-@ON_STORE
-@modes(ONE_HOST, SERVED)
-def test_arguments_of_a_torch_class_that_differ(mode: Mode, on_store: bool) -> None:
-    def body(store: KVStore) -> None:
-        net = network(store.rank)
-        trainer = Trainer(net, torch.optim.AdamW, kvstore=store, update_on_kvstore=on_store)
-        trainer.optimizer.betas = (0.5 + store.rank / 4, 0.99)
-        of.train(net, trainer, store.rank, [0])
-
-    with pytest.raises(RankError) as caught:
-        mode.run(body)
-    said = [str(error) for error in caught.value.errors.values()]
-    assert len(said) == mode.workers
-    assert all("'betas': [0.5, 0.99]" in one and "'betas': [0.75, 0.99]" in one for one in said)
 
 
 @ON_STORE
