@@ -218,7 +218,7 @@ def arguments(draw: st.DrawFn, function: Callable[..., Any]) -> tuple[list[Any],
 CLASSES = [getattr(optimizers, name) for name in optimizers.__all__ if isinstance(getattr(optimizers, name), type)]
 CALLABLES: dict[str, Callable[..., Any]] = {
     **{cls.__name__: cls for cls in CLASSES if issubclass(cls, (optimizers.Optimizer, optimizers.Scheduler))},
-    **{f"optimizers.{name}": getattr(optimizers, name) for name in ("create", "from_config", "register")},
+    **{f"optimizers.{name}": getattr(optimizers, name) for name in ("create", "register")},
     **{one.__name__: one for one in (Config, Parameter, RowSparse, Trainer, LocalUpdates, SplitSampler)},
     **{"kv.create": kv.create, "split_data": split_data, "split_and_load": split_and_load},
     **{"Config.from_environ": Config.from_environ, "SplitSampler.for_store": SplitSampler.for_store},
