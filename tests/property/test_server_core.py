@@ -9,7 +9,6 @@ import random
 import cloudpickle
 import numpy as np
 import pytest
-from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,7 +157,7 @@ def post(session, worker, header, value):
 KINDS = {"push": wire.PUSH, "pull": wire.PULL, "pushpull": wire.PUSHPULL}
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=50)
 @given(st.integers(1, 4).flatmap(programs), st.sampled_from(DTYPES), st.data())
 def test_synchronous(programs, dtype, data):
     """Bits of sums in the order of the workers; a pull sees the version after its worker's last push, no other."""
@@ -190,7 +189,7 @@ def test_synchronous(programs, dtype, data):
         assert session.replies[place] == reference._versions[key][version].tobytes()
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=20)
 @given(st.integers(1, 3), st.integers(1, 4), st.data())
 def test_calls_with_lists_against_calls_with_keys(workers, rounds, data):
     """Some workers send the small keys of a round in one message, others each for itself, in orders of their own.
@@ -226,7 +225,7 @@ def test_calls_with_lists_against_calls_with_keys(workers, rounds, data):
         assert session.replies[place] == b"".join(reference._versions[key][round_].tobytes() for key in keys)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=30)
 @given(st.integers(1, 4).flatmap(programs), st.data())
 def test_a_pull_is_not_answered_before_its_version_exists(programs, data):
     workers = len(programs)
@@ -248,7 +247,7 @@ def test_a_pull_is_not_answered_before_its_version_exists(programs, data):
         assert set(session.replies) == {place for place, (k, version) in waiting.items() if version <= complete[k]}
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=50)
 @given(st.integers(1, 3).flatmap(programs), st.booleans(), st.data())
 def test_asynchronous(programs, late, data):
     """A pull sees all earlier pushes of its worker, of all workers where nothing takes time; the end is their sum."""
@@ -280,7 +279,7 @@ def test_asynchronous(programs, late, data):
         assert (session.values(0, 5000 + key) == own[:, key].sum()).all()
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=20)
 @given(
     st.integers(1, 3), st.lists(st.sampled_from(["sgd", "lamb", "adam"]), min_size=1, max_size=4), st.integers(0, 999)
 )
@@ -312,7 +311,7 @@ def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
     assert run(random.Random(seed).randrange) == run(None)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=20)
 @given(st.integers(2, 4), st.integers(1, 5), st.data())
 def test_each_round_is_made_with_its_attributes(workers, rounds, data):
     """Each worker sends new attributes ahead of its push; whatever the order, round i is made at rate i, with the
@@ -334,7 +333,7 @@ def test_each_round_is_made_with_its_attributes(workers, rounds, data):
     assert session.values(0, 1).tolist() == [-sum(factors) * (2.0 ** (rounds + 1) - 2)] * 3
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=10)
 @given(st.integers(2, 4), st.integers(1, 4), st.booleans(), st.data())
 def test_a_round_of_different_attributes_is_refused(workers, last, whole, data):
     """Up to round `last` all is well; there one worker brings another rate. Nothing after it is answered."""

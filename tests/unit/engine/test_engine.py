@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -157,34 +156,6 @@ def test_many_generators_wait_for_each_other(engine):
     assert [running.result for running in runnings] == list(range(50))
 
 
-def test_a_generator_may_start_others(engine):
-    def parent():
-        children = [engine.start(iter_of(Done(), i), "child") for i in range(5)]
-        yield from children
-        return [one.result for one in children]
-
-    running = engine.start(parent(), "parent")
-    engine.wait(running, 10, too_late)
-    assert running.result == [0, 1, 2, 3, 4]
-
-
-def test_several_threads_may_wait(engine):
-    flags, done = [Flag() for _ in range(4)], []
-
-    def waiter(running):
-        engine.wait(running, 10, too_late)
-        done.append(running)
-
-    threads = [threading.Thread(target=waiter, args=(engine.start(iter_of(flag), "x"),)) for flag in flags]
-    for thread in threads:
-        thread.start()
-    for flag in reversed(flags):
-        flag.done = True
-    for thread in threads:
-        thread.join(10)
-    assert len(done) == 4
-
-
 @pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 1), (0.125, 80)])
 def test_the_limit_holds_while_things_move(turn_s, turns):
     """Without any time, too."""
@@ -285,25 +256,6 @@ def test_after_ctrl_c_inside_a_transfer_every_wait_says_so(kind):
     engine.step()
     assert [type(error) for error in failures] == ([KeyboardInterrupt] if kind == "service" else [])
     engine.stop()
-
-
-def test_a_busy_service_keeps_nobody_waiting_and_lifts_no_limit(engine):
-    """One that always finds another message."""
-    turns, end = itertools.count(), threading.Event()
-
-    def service():
-        while not end.is_set():
-            next(turns)
-            yield Done()
-
-    engine.serve(service(), "busy")
-    flag = Flag()
-    running = engine.start(iter_of(flag), "x")
-    flag.done = True
-    engine.wait(running, 30, too_late)
-    with pytest.raises(TimeoutError):
-        engine.wait(Flag(), 0.05, too_late)
-    end.set()
 
 
 def test_stop_gives_up_what_runs(engine):
@@ -445,13 +397,6 @@ def test_a_step_costs_what_has_something_to_do_and_not_what_is_under_way(mailbox
     assert sum(transfer.done for transfer in transfers) == 5
 
 
-def test_a_message_that_came_before_anybody_waited_for_it_is_not_waited_for(mailbox, polling):
-    message = mailbox.receive()
-    mailbox.arrived.append(message)
-    polling.step()
-    assert polling.start(iter_of(message), "").done
-
-
 def test_who_waits_for_a_generator_is_woken_by_its_end(mailbox, polling):
     asked = []
 
@@ -486,27 +431,3 @@ def test_who_waits_for_a_generator_is_woken_when_it_is_given_up(mailbox, polling
     polling.step()
     assert parent.done
     assert type(parent.error) is (ZeroDivisionError if how == "fail" else type(None))
-
-
-def test_who_waits_for_what_wakes_nobody_is_asked_in_every_step(polling):
-    flag = Flag()
-    transfer = polling.start(iter_of(flag), "")
-    for _ in range(10):
-        polling.step()
-    assert flag.tests == 11
-    flag.done = True
-    polling.step()
-    assert transfer.done
-    polling.step()
-    assert flag.tests == 12
-
-
-def test_who_is_woken_by_another_thread_goes_on(engine):
-    """As a rank's sends are, where ranks are threads."""
-    completions = [Completion() for _ in range(200)]
-    transfers = [engine.start(iter_of(one), "") for one in completions]
-    finisher = threading.Thread(target=lambda: [one.finish() for one in completions])
-    finisher.start()
-    for transfer in transfers:
-        engine.wait(transfer, 10, too_late)
-    finisher.join()

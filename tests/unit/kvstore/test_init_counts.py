@@ -8,11 +8,7 @@ The first values travel down a binomial tree (W-1 messages for each key), or fro
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-from collections import Counter
-from collections.abc import Callable
-from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -137,61 +133,3 @@ def test_intervals_grow_to_a_limit() -> None:
 
 
 MANY = 500
-
-
-def calls_during(call: Callable[[], None]) -> Counter[CodeType]:
-    """How often this thread calls which functions of the package, without the calls that have returned False."""
-    ended: list[CodeType] = []
-    begun: list[int] = []  # of each call under way: how many had ended before it
-
-    def profile(frame: FrameType, event: str, returned: Any) -> None:
-        if event not in ("call", "return") or "/mpikv/" not in frame.f_code.co_filename:
-            return
-        if event == "call":
-            begun.append(len(ended))
-        elif begun:
-            before = begun.pop()
-            if returned is False:
-                del ended[before:]
-            else:
-                ended.append(frame.f_code)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return Counter(ended)
-
-
-def calls_per_key(call: Callable[[], None]) -> Counter[str]:
-    """Whole calls for each key, by the function's file and name."""
-    found: Counter[str] = Counter()
-    for code, count in calls_during(call).items():
-        package, file = code.co_filename.split("/")[-2:]
-        if count >= MANY and package not in ("engine", "transports"):
-            found[f"{package}/{file}: {code.co_name}"] += count // MANY
-    return found
-
-
-def calls_of(shared_memory: str) -> list[tuple[Counter[str], Counter[str]]]:
-    """Of each worker: the calls for each key of `init`, and of the first `pushpull`."""
-
-    def body(store: KVStore) -> tuple[Counter[str], Counter[str]]:
-        keys, values = [f"key {i}" for i in range(MANY)], [np.ones(64, np.float32) for _ in range(MANY)]
-        initialised = calls_per_key(lambda: store.init(keys, values))
-        pushed = calls_per_key(lambda: store.pushpull(keys, values))
-        assert all(np.all(value == 2) for value in values)
-        return initialised, pushed
-
-    config = Config(timeout_s=60, shared_memory=shared_memory, progress="calls")
-    return spawn_stores("dist_sync", 2, body, config=config)
-
-
-@pytest.mark.parametrize(("shared_memory", "most"), [("auto", (70, 50)), ("off", (70, 175))])
-def test_calls_of_functions_for_each_key(shared_memory: str, most: tuple[int, int]) -> None:
-    for found in calls_of(shared_memory):
-        for one, limit in zip(found, most, strict=True):
-            assert sum(one.values()) <= limit, one.most_common()
-        # What only rounds of single keys need is not made before one comes.
-        assert ("placement/labels.py: begin" in found[1]) == (shared_memory == "off")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from functools import partial
 
 import numpy as np
 import pytest
 from on_workers import full, on, uniform
-from store_modes import Mode, every_way
+from store_modes import Mode
 
-from mpikv import PeerError, StallError, optimizers
+from mpikv import StallError, optimizers
 from mpikv.create import assembly
 from mpikv.placement import on_servers
 from mpikv.strategies import exchange
@@ -22,10 +21,6 @@ PART_ELEMS = 8
 PART_BYTES = 4 * PART_ELEMS
 SIZES = (0, 1, PART_ELEMS - 1, PART_ELEMS, PART_ELEMS + 1, 2 * PART_ELEMS, 3 * PART_ELEMS + 5, 9 * PART_ELEMS - 1)
 NEVER = 10**9  # elements: keys stay whole
-
-
-def values_of(n, worker, round_):
-    return ((np.arange(n) * 5 + worker + 3 * round_) % 7 - 3).astype(np.float32)
 
 
 OPTIMIZERS = {
@@ -52,77 +47,28 @@ def body_of(name):
     return body
 
 
-@functools.cache
-def bits_without_servers(name, workers):
-    return Mode("dist_sync", workers, 0, "naive").run(body_of(name))
-
-
-@pytest.mark.grid
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("memory", ["auto", "off", "long"])
-def test_same_bits_as_without_partitions(name, workers, memory, unruly):
+def test_same_bits_as_without_partitions(name, workers, unruly):
     """And as without servers, also for an optimizer that needs whole values; whatever comes first."""
-    for servers, bound in ((1, NEVER), (2, NEVER), (2, 20)):
+    expected = Mode("dist_sync", workers, 0, "naive").run(body_of(name))
+    for servers, bound, memory in ((1, NEVER, "auto"), (2, NEVER, "off"), (2, 20, "long"), (2, 20, "off")):
         mode = Mode("dist_sync", workers, servers, memory=memory, part_bytes=PART_BYTES)
-        assert mode.run(body_of(name), bigarray_bound_elems=bound) == bits_without_servers(name, workers)
+        assert mode.run(body_of(name), bigarray_bound_elems=bound) == expected
 
 
-@pytest.mark.parametrize("hosts", ["aabab", "abcab", "aaabb", "abcde"])
-@pytest.mark.parametrize("name", ["none", "momentum"])
-def test_same_bits_on_several_hosts(name, hosts):
+@pytest.mark.parametrize("hosts", ["aabab", "aaabb", "abcde"])
+def test_same_bits_on_several_hosts(hosts):
     """Each worker reaches servers of its host through memory, the others by messages; three workers, two servers."""
 
     def body(store):
-        found = body_of(name)(store)
+        found = body_of("momentum")(store)
         assert (store.stats().get("memory_bytes", 0) > 0) == (hosts[store.rank] in hosts[3:])
         return found
 
     mode = Mode("dist_sync", 3, 2, hosts=hosts, part_bytes=PART_BYTES)
     found = mode.run(body, bigarray_bound_elems=20, server_placement="last")
-    assert found == bits_without_servers(name, 3)
-
-
-SERVED = every_way(Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0))
-
-
-@on(*[mode._replace(part_bytes=PART_BYTES) for mode in SERVED], bigarray_bound_elems=NEVER)
-def test_workers_may_use_different_call_forms(store, W):
-    """One pushes lists, another single keys in another order, in place or not, large and small."""
-    keys = [str(n) for n in SIZES]
-    store.set_optimizer(optimizers.create("test"))
-    store.init(keys, [np.zeros(n, np.float32) for n in SIZES])
-    for round_ in (1, 2, 3):
-        mine = {key: values_of(n, store.rank, round_) for key, n in zip(keys, SIZES, strict=True)}
-        if store.rank == 0:
-            store.pushpull(keys, list(mine.values()))
-        else:
-            requests = []
-            for i, key in enumerate(np.random.default_rng([store.rank, round_]).permutation(keys).tolist()):
-                if i % 3 == 0:
-                    store.push(key, mine[key])
-                elif i % 3 == 1:
-                    requests.append(store.pushpull_async(key, mine[key], priority=i))
-                else:
-                    requests.append(store.pushpull_async([key], [mine[key]], [np.empty_like(mine[key])]))
-            for request in requests:
-                request.wait()
-        store.barrier()
-    for n, value in zip(SIZES, store.pull(keys), strict=True):
-        assert value.tolist() == sum(values_of(n, w, r) for w in range(W) for r in (1, 2, 3)).tolist()
-
-
-@on(Mode("dist_sync", 2, 1, part_bytes=32))
-def test_lists_meet_single_calls_without_waiting_for_each_other(store):
-    """Blocking calls of single keys, in the other order, against one list."""
-    store.init(["a", "b", "c"], [np.zeros(n, np.float32) for n in (3, 50, 2)])
-    arrays = {key: full(store.rank + 1, n) for key, n in (("a", 3), ("b", 50), ("c", 2))}
-    if store.rank == 0:
-        store.pushpull(list(arrays), list(arrays.values()))
-    else:
-        for key in ("c", "b", "a"):
-            store.pushpull(key, arrays[key])
-    assert [uniform(value) for value in arrays.values()] == [3.0] * 3
+    assert found == Mode("dist_sync", 3, 0, "naive").run(body_of("momentum"))
 
 
 # --- optimizers that come and go
@@ -194,46 +140,35 @@ def one_by_one(store, keys, arrays):
 SMALL = [5] * 40
 # In one message each is padded, all but the last, and the answer has as many bytes as the values.
 BYTES = 40 * (wire.HEADER_BYTES + 32) - (32 - 20) + 40 * 20
-MESSAGE_BYTES = 1000
-PER_MESSAGE = -(-(MESSAGE_BYTES + 1) // (wire.HEADER_BYTES + 20))
+ASKED = wire.control({"kind": "fetch", "tag": wire.TAG_PAYLOAD + 1, "count": 4}).nbytes  # for all pieces at once
+LARGE_BYTES = wire.HEADER_BYTES + 2 * 4 * 100
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers", "call", "n_messages", "n_bytes"),
+    ("mode", "sizes", "call", "n_messages", "n_bytes"),
     [
-        *((w, 1, together, 2 * w, w * BYTES) for w in (1, 2, 3)),  # small keys of one call are one message each way
-        *((w, 1, one_by_one, 2 * w * 40, None) for w in (1, 2, 3)),
-        (2, 2, together, 2 * 2 * 2, None),  # one for each server
-        (2, 1, pushes, 2 * (1 + 2), None),  # a push is not answered; the pull of one key is a question and an answer
+        *(("1", SMALL, together, 2, BYTES), ("3", SMALL, together, 2, BYTES)),  # one message each way
+        *(("1", SMALL, one_by_one, 2 * 40, None), ("2/2", SMALL, together, 4, None)),  # one for each server
+        ("2", SMALL, pushes, 1 + 2, None),  # a push is not answered; the pull of one key is a question and an answer
+        # A header and its partitions each way, which the server asks for, but where MPI itself agrees on them.
+        *(("2", [100], call, 2 + 2 * 4, LARGE_BYTES + ASKED) for call in (together, one_by_one)),
+        ("2 mpi", [1 << 15], together, 1 + 2 * 2, wire.HEADER_BYTES + 2 * (1 << 17)),
+        *(("2/2 memory", [5, 100, 1000, 100_000], call, 0, 0) for call in (together, one_by_one, pushes)),
     ],
 )
-def test_messages_of_small_keys(workers, servers, call, n_messages, n_bytes):
-    found = messages(Mode("dist_sync", workers, servers, memory="off"), SMALL, call)
-    assert found == [n_messages, found[1] if n_bytes is None else n_bytes]
-
-
-@pytest.mark.parametrize("call", [together, one_by_one])
-def test_a_large_value_is_a_header_and_its_partitions_each_way_and_the_server_asks_for_them(call):
-    n, parts = 100, -(-100 // 32)
-    mode = Mode("dist_sync", 2, 1, memory="off", part_bytes=4 * 32)
-    asked = wire.control({"kind": "fetch", "tag": wire.TAG_PAYLOAD + 1, "count": parts})  # for all at once
-    assert messages(mode, [n], call) == [2 * (2 + 2 * parts), 2 * (wire.HEADER_BYTES + asked.nbytes + 2 * 4 * n)]
-
-
-def test_nobody_asks_for_what_mpi_itself_agrees_on():
-    n_bytes = 2 * (1 << 16)  # in two partitions
-    mode = Mode("dist_sync", 2, 1, memory="off", part_bytes=1 << 16)
-    assert messages(mode, [n_bytes // 4], together) == [2 * (1 + 2 * 2), 2 * (wire.HEADER_BYTES + 2 * n_bytes)]
-
-
-@pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)
-def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(call):
-    assert messages(Mode("dist_sync", 2, 2), [5, 100, 1000, 100_000], call) == [0, 0]
+def test_messages(mode, sizes, call, n_messages, n_bytes):
+    """Of each worker, there and back."""
+    workers, servers = int(mode[0]), 2 if "/" in mode else 1
+    part_bytes = 1 << 16 if "mpi" in mode else 4 * 32
+    memory = "auto" if "memory" in mode else "off"
+    found = messages(Mode("dist_sync", workers, servers, memory=memory, part_bytes=part_bytes), sizes, call)
+    assert found == [workers * n_messages, found[1] if n_bytes is None else workers * n_bytes]
 
 
 def test_messages_of_many_small_keys_are_cut(monkeypatch):
-    monkeypatch.setattr(exchange, "MESSAGE_BYTES", MESSAGE_BYTES)
-    assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // PER_MESSAGE)
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 1000)
+    per_message = -(-(1000 + 1) // (wire.HEADER_BYTES + 20))
+    assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // per_message)
 
 
 class Watched(Fabric):
@@ -280,10 +215,9 @@ def test_few_of_many_partitions_are_under_way_at_a_time(mode, in_place, monkeypa
     assert 0 < fabric.most <= exchange.PIECES_IN_FLIGHT + 3  # of each shard: the other one has three
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("memory", ["auto", "off", "long"])
-@pytest.mark.parametrize("name", ["none", "test", "lamb"])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("workers", "name", "memory"), [(1, "none", "auto"), (2, "test", "off"), (3, "lamb", "long"), (3, "none", "off")]
+)
 def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
     cores, made = [], assembly.ServerCore
@@ -314,20 +248,6 @@ def test_memory_of_a_server(monkeypatch, workers, name, memory):
 # --- waits for several keys at once
 
 WAITS = pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
-
-
-@WAITS
-@on(Mode("dist_sync", 2, 1, part_bytes=32))
-def test_a_worker_that_leaves_ends_the_wait_for_a_later_key(store, asynchronous):
-    """The keys of a list are waited for together; the one that cannot come is not the first."""
-    arrays = [full(1, 2), full(1, 60)]
-    store.init(["a", "b"], arrays)
-    if store.rank == 1:
-        store.pushpull("a", arrays[0])
-        store.close()
-        return
-    with pytest.raises(PeerError, match=r"key 'b', round 1.*worker 1"):
-        store.pushpull_async(["a", "b"], arrays).wait() if asynchronous else store.pushpull(["a", "b"], arrays)
 
 
 @WAITS

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-import time
 from typing import Any
 
 import ml_dtypes
@@ -19,30 +17,18 @@ from on_workers import counted, on, uniform
 from store_modes import ADDING, Mode
 
 from mpikv import ConfigError, optimizers
-from mpikv.strategies.allreduce import QueuedCall
 from mpikv.testing.reference import ReferenceStore
-from mpikv.testing.stores import TEST_TIMEOUT_S
 
 F32 = np.float32
 SIZES = (0, 1, 2, 5, 24, 300)
 DTYPES = tuple(np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 Form = functools.partial(Mode, "dist_sync")  # how a round goes
 
-ALGORITHMS = ("naive", "ring", "halving_doubling")
-BY_MESSAGES = tuple(Form(w, algorithm=a) for w in (2, 3, 5) for a in ALGORITHMS)
-HOSTS = (
-    *(Form(3, hosts="abc"), Form(4, hosts="aabb"), Form(5, hosts="aabbb")),
-    *(Form(5, hosts="ababb", memory="off"), Form(6, hosts="aabbcc", memory="off")),
-)
-SERVERS = tuple(
-    Form(w, s, memory=memory, part_bytes=part)
-    for (w, s, part), memory in itertools.product(((2, 1, 1 << 20), (3, 2, 64), (5, 3, 64)), ("auto", "off", "long"))
-)
-FORMS = (*BY_MESSAGES, Form(2), Form(3), Form(5), *HOSTS, *SERVERS, *ADDING)
-FEW = (
-    *(Form(3, algorithm="ring"), Form(3), Form(3, hosts="aab"), Form(3, hosts="abc"), *ADDING[:2]),
-    Form(3, 2, part_bytes=64),
-)
+BY_MESSAGES = (Form(2, algorithm="naive"), Form(3, algorithm="ring"), Form(5, algorithm="halving_doubling"))
+HOSTS = (Form(3, hosts="abc"), Form(4, hosts="aabb"), Form(5, hosts="ababb", memory="off"))
+SERVERS = (Form(2, 1), Form(3, 2, memory="off", part_bytes=64), Form(5, 3, memory="long", part_bytes=64))
+FORMS = (*BY_MESSAGES, Form(2), Form(3), *HOSTS, *SERVERS, *ADDING[:2])
+FEW = (Form(3, algorithm="ring"), Form(3), Form(3, hosts="aab"), ADDING[0], Form(3, 2, part_bytes=64))
 
 # The factor of each worker, step by step: alike; the last batch; alike again, also in the step in which all change; and
 # one worker alone, who then goes on with what it has.
@@ -68,7 +54,6 @@ def expected(n: int, workers: int, step: int) -> Any:
     )
 
 
-@pytest.mark.grid(1)
 @on(*FORMS)
 def test_each_gradient_counts_with_its_own_factor(store, W) -> None:
     # Each size in two dtypes, each dtype in three sizes.
@@ -187,7 +172,7 @@ def owned(store) -> list[bytes]:
     return [queue.value()[queue.span(info)].tobytes() for queue in queues.values() for info in queue.keys]
 
 
-def refused_step(store, W, attribute: str, *, steps: int = 1, armed: Any = None, **attributes: Any) -> None:
+def refused_step(store, W, attribute: str, *, steps: int = 1, **attributes: Any) -> None:
     """All is well for some steps; then the attributes differ. Both names, on all workers; nothing is updated.
 
     attributes: those that this worker sets. The arrays for the result hold the stored value then, or what they held.
@@ -203,8 +188,6 @@ def refused_step(store, W, attribute: str, *, steps: int = 1, armed: Any = None,
     before = owned(store)
     for name, value in attributes.items():
         setattr(optimizer, name, value)
-    if armed and store.rank == 0:
-        armed.set()
     outs = [np.full(n, 7, F32) for n in sizes]
     texts = [refused(store.pushpull, keys, grads, out=outs)]
     assert all((out == 7).all() or (out == value).all() for out, value in zip(outs, values, strict=True))
@@ -224,59 +207,17 @@ def test_another_rate_is_an_error_on_all(store, W) -> None:
     refused_step(store, W, "learning_rate", learning_rate=rate, rescale_grad=0.5)
 
 
-@on(*FEW)
-def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(mode: Mode, told, monkeypatch) -> None:
-    """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
-    before, late = QueuedCall._lent_round, threading.Event()
-
-    def slow(call, queue, *arguments):
-        keys = {one.info.key: one for one in call._keys.all()}
-        if told.is_set() and call._session.rank == 0 and queue.info.key != "w" and keys["w"].waiting:
-            deadline = time.monotonic() + TEST_TIMEOUT_S
-            while not keys["w"].running.done:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-            late.set()
-        return before(call, queue, *arguments)
-
-    def body(store):
-        rate = 0.2 if store.rank == 1 else 0.1
-        refused_step(store, mode.workers, "learning_rate", learning_rate=rate, armed=told)
-
-    monkeypatch.setattr(QueuedCall, "_lent_round", slow)
-    mode.run(body, bucket_bytes=0)  # bundles of keys leave at the end of a call
-    assert late.is_set() == (not mode.servers or mode in ADDING)  # to servers all keys go in one message
-
-
-@pytest.mark.grid
 @pytest.mark.parametrize("attribute", DIFFERENT)
-@on(FEW[0], FEW[1], FEW[-1])
+@on(FEW[1])
 def test_every_attribute_counts(store, W, attribute: str) -> None:
     refused_step(store, W, attribute, steps=2, **{attribute: DIFFERENT[attribute][store.rank == 1]})
 
 
-@pytest.mark.parametrize("changed", [{0}, {2}, {0, 2}], ids=str)
+@pytest.mark.parametrize("changed", [{0}, {0, 2}], ids=str)
 @on(*FEW)
 def test_who_has_changed_is_found_out_whoever_it_is(store, W, changed: set[int]) -> None:
     """Worker 1 stays as it was, the others change: one of them alone, or both alike."""
     refused_step(store, W, "learning_rate", steps=2, learning_rate=0.4 if store.rank in changed else 0.1)
-
-
-@on(*FEW)
-def test_an_attribute_changed_for_one_push_alone(store, W) -> None:
-    """Worker 0 changes it, pushes, and changes it back, far ahead of the others."""
-    optimizer = optimizers.create("sgd", learning_rate=0.5)
-    store.init(["a", "b"], [np.zeros(9, F32)] * 2)
-    store.set_optimizer(optimizer)
-    for step in range(6):
-        optimizer.learning_rate = 1.0 if (store.rank, step) == (0, 3) else 0.5
-        store.push("a", np.ones(9, F32))
-        optimizer.learning_rate = 0.5
-        store.push("b", np.ones(9, F32))
-    assert uniform(store.pull("b")) == -3.0 * W
-    text = refused(store.close)  # the first who can say it
-    assert "round 4" in text
-    assert "learning_rate=1.0" in text
 
 
 @on(*FEW)
@@ -350,15 +291,6 @@ def test_messages(store, mode: Mode) -> None:
         assert declined == (0, 0, 0, 1, 1, 1, 0)
     if not mode.servers:  # whom workers tell new attributes in a message, once for all keys
         assert set(messages) == {messages[0]}
-
-
-@on(Form(3, algorithm="ring"), Form(5, algorithm="halving_doubling"), *HOSTS)
-def test_messages_of_another_op(store) -> None:
-    store.init("w", np.ones(30, F32))
-    ops = ("sum", "sum", "max", "mean", "max", "sum")
-    calls = [functools.partial(store.pushpull, "w", np.ones(30, F32), op=op) for op in ops]
-    counts = [counted(store, call, "messages_sent") for call in calls]
-    assert counts == [counts[0]] * len(ops)
 
 
 @on(*FORMS)

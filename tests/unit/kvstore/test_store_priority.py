@@ -13,7 +13,6 @@ from on_workers import on, uniform
 from store_modes import Mode
 
 from mpikv import optimizers
-from mpikv.errors import StallError
 from mpikv.kvstore import KVStore
 from mpikv.transports import wire
 from mpikv.transports.base import Transport
@@ -108,106 +107,52 @@ def test_workers_in_opposite_orders_that_wait_for_one_key_before_they_push_the_n
     assert uniform(store.pull(0)) == 2
 
 
-@on(Mode("dist_sync", 2, hosts="ab"), timeout_s=1)
-def test_a_stall_names_the_key_that_was_not_pushed(store: KVStore, told: threading.Event) -> None:
-    values = [np.ones(LONG, np.float32), np.ones(4, np.float32)]
-    store.init(["there", "late"], values)
-    store.push("there", values[0])
-    if store.rank == 0:
-        store.push("late", values[1], priority=7)
-    store.pull("there")
-    if store.rank == 0:
-        with pytest.raises(StallError, match="'late'"):
-            store.pull("late")
-        told.set()
-    else:
-        assert told.wait(20)
-        store.push("late", values[1])
-
-
 # --- the same bits, whatever the calls
 
-DTYPES = [np.float32, np.float64, np.float16, np.int32]
-KEYS = 8
+SIZES, DTYPES = (0, 1, 7, 300, 1001, 20_001), (np.float32, np.float64, np.float16, np.int32)
+KEYS = {i: (n, DTYPES[i % 4]) for i, n in enumerate(SIZES)}
 
 
-def arrays_of(rank: int, round_: int, sizes: list[int]) -> list[Any]:
-    dice = np.random.default_rng(100 * round_ + rank)
-    return [
-        (dice.standard_normal(size) * 10).astype(DTYPES[i % len(DTYPES)] if i % 3 else np.float32)
-        for i, size in enumerate(sizes)
-    ]
+def exchange(store: KVStore, call: str, dice: random.Random, arrays: dict[int, Any]) -> None:
+    """In an order of this worker's own but where the call says so."""
+    order = dice.sample([*KEYS], len(KEYS))
+    if call == "one after another":
+        for key in KEYS:
+            store.pushpull(key, arrays[key])
+    elif call == "one call":
+        store.pushpull(order, [arrays[key] for key in order], priority=dice.randint(-3, 3))
+    elif call == "requests":
+        requests = [store.pushpull_async(key, arrays[key], priority=dice.randint(-3, 3)) for key in order]
+        for request in dice.sample(requests, len(requests)):
+            request.wait()
+    else:
+        for some in (order[:2], order[2:]):
+            store.push(some, [arrays[key] for key in some], priority=dice.randint(-3, 3))
+        for key in dice.sample(order, len(order)):
+            store.pull(key, out=arrays[key], priority=dice.randint(-3, 3))
 
 
-def by_lists(store: KVStore, dice: random.Random, arrays: list[Any]) -> None:
-    """Pieces of a shuffled list, in one call each, and read in another order."""
-    order = dice.sample(range(KEYS), KEYS)
-    while order:
-        some = [order.pop() for _ in range(min(len(order), dice.randint(1, 6)))]
-        store.push(some, [arrays[i] for i in some], priority=dice.randint(-3, 3))
-    for i in dice.sample(range(KEYS), KEYS):
-        store.pull(i, out=arrays[i], priority=dice.randint(-3, 3))
-
-
-def by_requests(store: KVStore, dice: random.Random, arrays: list[Any]) -> None:
-    """Key by key without blocking, and waited for in another order."""
-    order = dice.sample(range(KEYS), KEYS)
-    requests = [store.pushpull_async(i, arrays[i], priority=dice.randint(-3, 3)) for i in order]
-    for request in dice.sample(requests, KEYS):
-        request.wait()
-
-
-def by_one_call(store: KVStore, dice: random.Random, arrays: list[Any]) -> None:
-    """All keys, in an order of this worker's own."""
-    order = dice.sample(range(KEYS), KEYS)
-    store.pushpull(order, [arrays[i] for i in order], priority=dice.randint(-3, 3))
-
-
-def in_order(store: KVStore, dice: random.Random, arrays: list[Any]) -> None:
-    """The reference: one key after another."""
-    for i, array in enumerate(arrays):
-        store.pushpull(i, array)
-
-
-WAYS: list[Callable[[KVStore, random.Random, list[Any]], None]] = [by_lists, by_requests, by_one_call]
-
-
-def rounds(
-    mode: Mode, seed: int, bucket_bytes: int, ways: list[Callable[..., None]], *, optimizer: bool
-) -> list[bytes]:
-    """Two rounds; each worker picks a way for each of them. Returns every worker's results."""
-    dice = random.Random(seed)
-    sizes = [dice.choice([0, 1, 7, 65, 300, 1001, 20_001]) for _ in range(KEYS)]
-
-    def body(store: KVStore) -> bytes:
-        own = random.Random(f"{seed} {store.rank}")
-        values = arrays_of(99, 0, sizes)
-        if optimizer:
-            values = [value.astype(np.float32) for value in values]
-        store.init(list(range(KEYS)), values)
-        if optimizer:
-            store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
-        found = b""
-        for round_ in range(2):
-            arrays = arrays_of(store.rank, round_, sizes)
-            arrays = [array.astype(value.dtype) for array, value in zip(arrays, values, strict=True)]
-            own.choice(ways)(store, own, arrays)
-            found += b"".join(array.tobytes() for array in arrays)
-        return found
-
-    return mode.run(body, bucket_bytes=bucket_bytes)
-
-
-HOSTS = ("ab", "abc", "abcde", "aab", "ababb")
-
-
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("optimizer", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [0, 256, 61440])
-@on(*[Mode("dist_sync", len(hosts), memory=memory, hosts=hosts) for memory in ("auto", "off") for hosts in HOSTS])
-@pytest.mark.grid
+@pytest.mark.parametrize(("hosts", "memory"), [("abc", "off"), ("aab", "auto"), ("ababb", "off")])
 def test_the_bits_are_those_of_one_key_after_another(
-    mode: Mode, bucket_bytes: int, seed: int, *, optimizer: bool
+    hosts: str, memory: str, bucket_bytes: int, optimizer: bool
 ) -> None:
-    expected = rounds(mode, seed, 0, [in_order], optimizer=optimizer)
-    assert rounds(mode, seed, bucket_bytes, WAYS, optimizer=optimizer) == expected == expected[:1] * mode.workers
+    def results(calls: list[str], bucket_bytes: int) -> list[list[bytes]]:
+        def body(store: KVStore) -> list[bytes]:
+            dice, found = random.Random(store.rank), list[bytes]()
+            dtypes = {key: np.float32 if optimizer else dtype for key, (_, dtype) in KEYS.items()}
+            store.init([*KEYS], [np.ones(n, dtypes[key]) for key, (n, _) in KEYS.items()])
+            if optimizer:
+                store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
+            for round_ in range(4):
+                numbers = np.random.default_rng([round_, store.rank])
+                arrays = {key: (numbers.standard_normal(n) * 10).astype(dtypes[key]) for key, (n, _) in KEYS.items()}
+                exchange(store, calls[(round_ + store.rank) % len(calls)], dice, arrays)
+                found += [array.tobytes() for array in arrays.values()]
+            return found
+
+        return Mode("dist_sync", len(hosts), memory=memory, hosts=hosts).run(body, bucket_bytes=bucket_bytes)
+
+    expected = results(["one after another"], 0)
+    assert results(["one call", "requests", "lists"], bucket_bytes) == expected == expected[:1] * len(hosts)

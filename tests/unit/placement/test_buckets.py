@@ -27,11 +27,6 @@ def test_the_first_bucket_is_small_and_large_arrays_go_alone() -> None:
     assert buckets.plan([], []) == []
 
 
-def test_a_bucket_leaves_as_soon_as_it_is_full() -> None:
-    sizes = [buckets.FIRST_BYTES // 2] * 3 + [buckets.LIMIT_BYTES // 4] * 9
-    assert [len(group) for group in buckets.plan(sizes, ["f"] * 12)] == [2, 4, 4, 2]
-
-
 def test_buckets_on_gpus_are_longer() -> None:
     """What is there, of a kind of its own, does not lengthen those in host memory."""
     on_gpu = [False, *[False, True] * 40]

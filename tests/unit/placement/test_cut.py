@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mpikv.config import Config
-from mpikv.errors import ConfigError
 from mpikv.placement import cut
 from mpikv.placement.cut import GAIN, SHARES, cut_of, link_s, seconds, servers_share
 from mpikv.placement.encoding import Wire
@@ -92,15 +91,6 @@ def test_several_workers_of_a_host_count_as_one(k: int, share: float, per_host: 
     assert servers_share(store, LONG) == 0.0  # where each of them pushes by itself, their link has too much to carry
 
 
-def test_one_host_of_workers_leaves_all_to_servers() -> None:
-    """By itself, as it did before; what they get is added there first."""
-    store = members("aaa", "A")
-    assert store.divides
-    assert store.speakers == (0,)
-    assert cut_of(store, key(LONG), WIRE, whole=False) == 0
-    assert not members("aaa", "A", servers_take=0.5).adds_on_hosts  # the workers' part has the memory then
-
-
 def test_what_is_added_on_hosts() -> None:
     store = members("abab", "AB")
     assert store.speakers == (0, 1)
@@ -147,15 +137,3 @@ def test_the_share_that_is_asked_for() -> None:
     assert cut_of(store, key(100, space="device"), WIRE, whole=False) == 0
     nothing = members("ab", "ab", servers_take=0.0)
     assert cut_of(nothing, key(100), WIRE, whole=True) == 100
-
-
-@pytest.mark.parametrize("text", ["some", "-0.1", "1.1", "nan"])
-def test_no_share(text: str) -> None:
-    with pytest.raises(ConfigError, match="is neither auto nor all, nor a number from 0 to 1"):
-        Config(servers_take=text)
-
-
-@pytest.mark.parametrize("text", ["fast", "10", "0gbit", "10gbit,long", "10gbit,20us,3"])
-def test_no_link(text: str) -> None:
-    with pytest.raises(ConfigError, match="write a rate and a latency, as in 10gbit,50us"):
-        Config(link=text)

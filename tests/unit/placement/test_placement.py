@@ -11,7 +11,7 @@ from mpikv.arrays.as_numpy import dtype_of
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load, as_announced, on_server
+from mpikv.placement.on_servers import as_announced
 from mpikv.placement.place import place
 
 WHOLE = {"whole": True}
@@ -132,13 +132,6 @@ def test_on_devices(
         assert all(bound * info.dtype.itemsize % 128 == 0 or bound == info.n_elems for bound in found.bounds)
 
 
-def test_host_keys_where_nccl_is_asked_for() -> None:
-    """They go as if nothing were asked for, also through shared memory."""
-    for hosts in ("aaa", "aab", "abc"):
-        asked, plain = (members_of(hosts, {"algorithm": name}) for name in ("nccl", "auto"))
-        assert place(asked, key(0, 9000, "float32")) == place(plain, key(0, 9000, "float32"))
-
-
 def test_a_copied_key_that_shared_memory_has_no_room_for() -> None:
     members = Members(("a", "a", "b"), (0, 1, 2), device_path="host")
     found = place(members, key(0, 10, "float32")._replace(space="device"), fits=False)
@@ -173,20 +166,3 @@ def test_a_key_without_room_in_the_memory_takes_messages() -> None:
         members, info = Members(tuple(hosts), tuple(range(len(hosts)))), key(0, 100_000, "float32")
         found = place(members, info)
         assert place(members, info, fits=False) == found._replace(path="messages")
-
-
-def test_workers_without_memory_take_messages() -> None:
-    members = Members(("a",) * 5, tuple(range(5)), memory=False)
-    found = place(members, key(0, 10, "float32"))
-    assert (found.path, found.algorithm) == ("messages", "halving_doubling")
-
-
-def test_load_is_in_bytes() -> None:
-    load = [1, 2]
-    members = Members(("a", "a"), (), (0, 1), config=Config(bigarray_bound_elems=1))
-    add_load(load, place(members, key(0, 4, "float64"), load_bytes=load), 8)
-    assert load == [17, 18]
-
-
-def test_a_key_that_moves_to_one_server() -> None:
-    assert on_server(key(0, 7, "float32"), 2, 5).shards == ((2, 0, 7),)
