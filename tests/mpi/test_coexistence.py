@@ -63,26 +63,6 @@ def test_stores_on_sub_communicators_and_across(comm):
     half.Free()
 
 
-@pytest.mark.mpi(min_size=4)
-def test_servers_on_sub_communicators(comm):
-    """Two jobs side by side, each with a server of its own; one synchronous, one asynchronous."""
-    color = comm.Get_rank() % 2
-    half = comm.Split(color)
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        store.init("w", full(color, 1000))
-        for _ in range(3):
-            store.push("w", full(1 + color, 1000))
-        store.barrier()
-        return uniform(store.pull("w"))
-
-    workers = half.Get_size() - 1
-    found = on_workers(half, ("dist_sync", "dist_async")[color], body, num_servers=1, bigarray_bound_elems=10)
-    assert found == [color + 3.0 * workers * (1 + color)] * workers
-    half.Free()
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_the_users_own_traffic(comm, name):
@@ -124,18 +104,6 @@ def test_the_users_own_traffic(comm, name):
     for tag in TAGS:
         assert received[tag].tolist() == [1000 * before + tag] * 40
     user.Free()
-
-
-@pytest.mark.mpi
-def test_the_users_communicator_may_go_first(comm):
-    """The store talks on a duplicate."""
-    user = comm.Dup()
-    store = kv.create("dist_sync", comm=user, config=SETTINGS)
-    user.Free()
-    store.init("w", full(0, 3))
-    store.push("w", full(1, 3))
-    assert uniform(store.pull("w")) == comm.Get_size()
-    store.close()
 
 
 @pytest.mark.mpi

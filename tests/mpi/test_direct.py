@@ -10,7 +10,7 @@ import pytest
 from direct_stores import CALLS, exchange
 from mpi_stores import full, numbers, on_workers, uniform
 
-from mpikv import ShapeMismatch, optimizers
+from mpikv import optimizers
 from mpikv.hostmemory.common_calls import CommonCalls
 
 LARGE = 150_001
@@ -84,27 +84,6 @@ def test_the_steady_state_sends_nothing(comm, patient):
         assert abs(own[2] - 4 * (n_bytes * (p - 1) // p + n_bytes)) <= 4 * 64 * p
         assert abs(own[3] - 4 * n_bytes * (p - 1) // p) <= 4 * 64 * p * p
         assert shared[2:] == [4 * n_bytes * (p - 1) // p] * 2
-
-
-@pytest.mark.mpi
-def test_empty(comm):
-    size = comm.Get_size()
-
-    def body(store):
-        for shape, kind in ((-1, ValueError), ("3", TypeError), ((2, 1.5), TypeError)):
-            with pytest.raises(kind):
-                store.empty(shape)
-        if size > 1:
-            with pytest.raises(ShapeMismatch, match=r"worker 0 on .*worker 1 on"):
-                store.zeros(3 + (store.rank == 1))
-        arrays = store.zeros([(2, 3), (0,), (1000,)], "int32")
-        values = [array.tolist() for array in arrays]
-        for array in arrays:
-            array[...] = store.rank
-        store.barrier()
-        return [values == [[[0] * 3] * 2, [], [0] * 1000], int(arrays[0].max()), int(arrays[2].min())]
-
-    assert on_workers(comm, "dist_sync", body) == [[True, rank, rank] for rank in range(size)]
 
 
 @pytest.mark.mpi(min_size=2)

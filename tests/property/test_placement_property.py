@@ -11,7 +11,7 @@ from mpikv.config import Config
 from mpikv.placement.algorithms import bounds_of, most_owners
 from mpikv.placement.keys import KeyInfo, ShardPlan, even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load, as_announced, least_loaded
+from mpikv.placement.on_servers import add_load, as_announced
 from mpikv.placement.place import place
 from mpikv.server.roles import assign
 
@@ -146,20 +146,6 @@ def test_bounds_of_the_algorithms(n, hosts, algorithm):
         assert max(lengths[:owners]) - min(lengths[:owners]) <= 1
 
 
-@given(sizes, loads, st.integers(1, 10**6), st.booleans())
-def test_servers(n, held, bound, whole):
-    """A key below the bound goes whole to the server that holds least; a larger one is cut evenly over all."""
-    store = Members(("a",) * len(held), (), tuple(range(len(held))), config=Config(bigarray_bound_elems=bound))
-    shards = place(store, key(0, n), whole=whole, load_bytes=held).shards
-    if whole or n < bound:
-        assert len(shards) == (n > 0)
-        assert all(held[shard.owner] == min(held) for shard in shards)
-    else:
-        assert len(shards) == min(n, len(held))
-        lengths = [shard.end - shard.begin for shard in shards]
-        assert max(lengths) - min(lengths) <= 1
-
-
 @given(st.lists(st.tuples(st.integers(0, 5000), dtypes), max_size=60), st.integers(1, 6), st.integers(1, 2000))
 def test_servers_are_balanced_by_bytes(keys, servers, bound):
     """No server holds more than the lightest one by more than one whole key and a rounding error per cut one."""
@@ -175,8 +161,3 @@ def test_servers_are_balanced_by_bytes(keys, servers, bound):
         rounding += info.dtype.itemsize
     assert sum(held) == sum(n * np.dtype(dtype).itemsize for n, dtype in keys)
     assert max(held) - min(held) <= largest + rounding
-
-
-@given(loads)
-def test_the_first_of_those_that_hold_least(held):
-    assert least_loaded(held) == held.index(min(held))

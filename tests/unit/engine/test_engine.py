@@ -11,7 +11,7 @@ import pytest
 from mpikv.engine.backoff import Backoff, wait_until
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Completion, Done
-from mpikv.engine.running import Running, run
+from mpikv.engine.running import Running
 from mpikv.errors import MpikvError
 
 
@@ -76,29 +76,6 @@ def settled(condition, step=lambda: time.sleep(0.001)):
 # ---- one generator
 
 
-def test_a_generator_runs_until_it_must_wait():
-    flag, seen = Flag(), []
-
-    def steps():
-        seen.append(1)
-        yield Done()
-        seen.append(2)
-        yield flag
-        seen.append(3)
-        return "result"
-
-    running = Running(steps(), "x")
-    assert not running.test()
-    assert running.advance()
-    assert seen == [1, 2]
-    assert not running.advance()
-    flag.done = True
-    assert running.advance()
-    assert running.test()
-    assert (running.result, seen) == ("result", [1, 2, 3])
-    assert not running.advance()
-
-
 def test_an_error_inside_or_of_a_request_is_raised_by_test():
     flag = Flag()
     flag.error = KeyError("k")
@@ -108,16 +85,6 @@ def test_an_error_inside_or_of_a_request_is_raised_by_test():
         for _ in range(2):
             with pytest.raises(kind):
                 running.test()
-
-
-def test_run():
-    def twice():
-        yield Done()
-        return 1 + (yield from iter_of(Done(), 5))
-
-    assert run(twice(), 1, too_late) == 6
-    with pytest.raises(TimeoutError, match="too late"):
-        run(iter_of(Flag()), 0.01, too_late)
 
 
 # ---- waits
@@ -143,17 +110,6 @@ def test_wait_raises_the_error_or_what_check_raises(engine):
     with pytest.raises(KeyError):
         engine.wait(Flag(), 10, too_late, check)
     engine.wait(Done(), 0, too_late, check)  # done comes first
-
-
-def test_many_generators_wait_for_each_other(engine):
-    start = Flag()
-    runnings = [engine.start(iter_of(start, 0), "0")]
-    for i in range(1, 50):
-        runnings.append(engine.start(iter_of(runnings[-1], i), str(i)))
-    assert not any(running.done for running in runnings)
-    start.done = True
-    engine.wait(runnings[-1], 10, too_late)
-    assert [running.result for running in runnings] == list(range(50))
 
 
 @pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 1), (0.125, 80)])

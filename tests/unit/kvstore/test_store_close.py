@@ -10,7 +10,7 @@ import pytest
 from on_workers import full, on, uniform
 from store_modes import ADDING, FEW_ASYNC, FEW_ON_DEVICE, HYBRID, TWO_HOSTS, Mode
 
-from mpikv import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError, optimizers
+from mpikv import ConfigError, MpikvError, PeerError, StallError, optimizers
 from mpikv.arrays.as_numpy import host_view
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey
@@ -250,24 +250,6 @@ def test_what_goes_wrong_in_a_push_that_nobody_waits_for(mode, given, monkeypatc
     assert results[1] == ("closed" if given else "OverflowError") or (given and results[1] == "PeerError")
 
 
-@on(Mode("dist_sync", 2), timeout_s=5)
-@GIVEN
-def test_a_key_that_workers_turn_out_not_to_agree_on(store, given):
-    """`init` has returned on worker 0, since the others were in the `init` of another key."""
-    if store.rank == 0:
-        store.init("a", full(0, 2))
-        store.init("b", full(0))
-    else:
-        store.init("b", full(0))
-        with pytest.raises(ShapeMismatch, match="'a'"):
-            store.init("a", full(0, 3))
-    store.barrier()
-    if store.rank == 0 and given:
-        with pytest.raises(ShapeMismatch, match="'a'"):
-            store.pull("a")
-    assert close(store) == ("closed" if given or store.rank else "ShapeMismatch")
-
-
 @on(*SYNC)
 def test_close_does_every_round_that_is_complete(mode, tmp_path):
     """Nobody pulls: what was pushed reaches the owners all the same."""
@@ -287,11 +269,3 @@ def test_close_does_every_round_that_is_complete(mode, tmp_path):
     rounds = [round_ for path in tmp_path.iterdir() for round_ in path.read_text().split()]
     assert set(rounds) == {str(mode.workers * round_) for round_ in range(5)}
     assert len({rounds.count(round_) for round_ in rounds}) == 1  # each in as many parts as the first
-
-
-def test_threads_end_with_their_store():
-    before = set(threading.enumerate())
-    for mode in (Mode("dist_sync", 2), Mode("dist_sync", 1, 1), Mode("dist_async", 2)):
-        mode.run(lambda store: store.init("w", full(0)))
-    left = [thread for thread in threading.enumerate() if thread not in before and thread.name == "mpikv-progress"]
-    assert left == []

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from direct_stores import alike, bits, numbers
 from on_workers import counted, full, on, uniform
-from store_modes import DTYPES, FEW_ASYNC, LOCAL, Mode
+from store_modes import DTYPES, Mode
 
 from mpikv import MpikvError, ShapeMismatch, StallError, UnsupportedError, optimizers
 from mpikv.collectives import shared as sums
@@ -38,16 +38,6 @@ def refused(call, *arguments):
 
 
 # --- arguments
-
-
-@pytest.mark.parametrize("first", [0.0, -0.0, 1.0, np.nan])
-@alike(2, direct=False)
-def test_first_values_have_their_bits(store, first):
-    """Zeros are not written to memory that begins as zeros."""
-    values = [full(first, 5), full(2.0, 5)]
-    store.init(["a", "b"], values)
-    yield (found := store.pull(["a", "b"]))
-    assert bits(found) == bits(values)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -197,18 +187,6 @@ def test_a_call_that_did_not_meet_is_counted_and_sends(store, mode):
     assert met[:2] == [0, store.rank if mode.memory == "auto" else 0]
     assert met[2] > 0 or mode.memory == "auto"
     assert ("direct_calls" in store.stats()) == (mode.memory == "auto")
-
-
-@on(Mode("dist_sync", 4, hosts="aabb"))
-def test_what_hosts_hold(store):
-    """Two values of a rank at most, of which others read one; the result once for the host."""
-    value = np.ones(LARGE, F32)
-    store.init("w", value)
-    assert store.stats()["held_bytes"] == 0
-    for array in (value, store.zeros(LARGE)):
-        store.pushpull("w", array)
-        assert store.stats()["held_bytes"] == 4 * LARGE
-    assert store.stats()["shared_bytes"] == 4 * LARGE
 
 
 def test_memory_that_is_too_small(monkeypatch):
@@ -498,14 +476,3 @@ def test_memory_stays_valid_after_close():
         assert [uniform(array) for array in arrays] == [6, 6]
         arrays[0][:] = 5
         assert arrays[0].sum() == 5000
-
-
-@on(*LOCAL, FEW_ASYNC[0])
-def test_empty_in_stores_that_share_nothing(store, W):
-    store.set_optimizer(optimizers.create("test"))
-    store.init(["a", "b"], arrays := store.zeros([(3,), (2, 2)]))
-    for array in arrays:
-        array[:] = 1
-    store.pushpull(["a", "b"], arrays)
-    store.barrier()
-    assert [uniform(one) for one in store.pull(["a", "b"])] == [W, W]

@@ -198,17 +198,6 @@ def test_results_in_the_library_of_another_array(store, torch, jax):
     assert store.pull("w", like=tensor).tolist() == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(("name", "gets"), [("device", 1), ("local", 3)])
-def test_sum_on_the_device_crosses_once(name, gets):
-    device, store = ForeignDevice(), kv.create(name)
-    store.init("a", np.zeros(4, np.float16))
-    values = [device.asarray(np.full(4, v, np.float16)) for v in (2048, 1, 1)]
-    store.push("a", values)
-    assert store.pull("a").tolist() == [2050] * 4
-    assert device.gets == gets
-    assert [v.memory[0] for v in values] == [2048, 1, 1]
-
-
 # --- the store itself
 
 
@@ -228,14 +217,6 @@ def test_what_a_store_says_of_itself():
         store.pull("a")
     with pytest.raises(ZeroDivisionError), kv.create("local"):
         raise ZeroDivisionError
-
-
-def test_an_updater_takes_sums():
-    with kv.create("local") as store:
-        store.init("a", np.zeros(2))
-        store.set_updater(lambda key, pushed, stored: None)
-        with pytest.raises(UnsupportedError, match="an optimizer or an updater"):
-            store.pushpull("a", np.ones(2), op="min")
 
 
 @pytest.mark.parametrize("mode", [LOCAL[0], Mode("dist_sync", 1), Mode("dist_async", 1), Mode("dist_sync", 1, 1)])

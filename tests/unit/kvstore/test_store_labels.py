@@ -235,27 +235,6 @@ def test_integers_cannot_be_scaled(store, W) -> None:
     store.close()
 
 
-@on(*FEW)
-def test_optimizers_of_their_own_keys(store, W) -> None:
-    """Two slots: the factors of one differ, those of the other do not; an optimizer that needs the whole key."""
-    n, steps, alone = 30, len(FACTORS), np.ones(30, F32)
-    store.init(["a", "b"], [np.zeros(n, F32), alone])
-    first, second, lars = (optimizers.create(name) for name in ("test", "lars", "lars"))
-    second.learning_rate = lars.learning_rate = 0.5
-    store.strategy.set_optimizer(first, ["a"])
-    store.strategy.set_optimizer(second, ["b"])
-    state = lars.init(alone)
-    lars.rescale_grad = 0.25
-    for step, factors in enumerate(FACTORS):
-        first.rescale_grad = factors[store.rank]
-        second.rescale_grad = 0.25 * factors[store.rank]
-        store.pushpull(["a", "b"], [small_numbers(n, store.rank, step, F32) for _ in range(2)])
-        total = expected(n, W, step + 1) - expected(n, W, step)
-        state = lars.update("b", alone, total.astype(F32), state)
-    assert store.pull("a").tolist() == expected(n, W, steps).tolist()
-    np.testing.assert_allclose(store.pull("b"), alone, rtol=1e-5)
-
-
 @on(Mode("dist_async", 3), Mode("dist_async", 3, 2))
 def test_asynchronous_pushes_count_with_their_own_attributes(store) -> None:
     optimizer = optimizers.create("sgd", learning_rate=1.0)

@@ -11,7 +11,6 @@ from store_modes import BOUND, FEW_ASYNC, HYBRID, MESSAGES, ONE_HOST, SERVED, TW
 
 from mpikv import PeerError, ShapeMismatch, StallError, optimizers
 from mpikv.spaces.base import Space
-from mpikv.transports import wire
 
 LARGE = 5000  # float32: above the thread transport's eager limit, so that a message is read only when received
 SYNC = (ONE_HOST, MESSAGES, TWO_HOSTS, SERVED, *HYBRID[:2])
@@ -62,15 +61,6 @@ def test_a_wait_with_a_limit_of_its_own(store):
         store.barrier()
         store.pushpull("a", value := full(1))
     assert value.tolist() == [2.0] * 4
-
-
-@on(Mode("dist_sync", 2, 3))
-def test_more_pulls_under_way_than_reply_tags(store, monkeypatch):
-    monkeypatch.setattr(wire, "REPLY_TAGS", 16)
-    store.init(["a", "b"], [full(3, 1), full(4, 20)])
-    requests = [store.pull_async(["a", "b"]) for _ in range(100)]
-    store.wait_all()
-    assert {(float(a[0]), float(b[-1])) for a, b in (request.wait() for request in requests)} == {(3.0, 4.0)}
 
 
 @on(*SYNC)

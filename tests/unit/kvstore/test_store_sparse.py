@@ -146,16 +146,6 @@ def test_bytes_and_messages_follow_the_rows(store, mode):
     assert mode.servers or 500 * (ROW_BYTES + 16) <= held <= 750 * (ROW_BYTES + 32)
 
 
-@each(("n_rows", "n_bytes"), [(0, 0), (10, 48), (100, 128), (999, 128), (1000, 0)])
-@on(Mode("dist_sync", 1, 1, memory="off"))
-def test_a_push_of_many_rows_is_no_longer_than_a_dense_one(store, n_rows, n_bytes):
-    """Ids are 4 bytes each, then one bit for each row there is, then nothing."""
-    store.init("rows", RowSparse.zeros((1000, 4)))
-    before = store.stats()["bytes_sent"]
-    store.push("rows", ones(*range(n_rows), shape=(1000, 4)))
-    assert store.stats()["bytes_sent"] - before == HEADER + IDS + n_bytes + n_rows * 16
-
-
 # --- forms of calls
 
 
@@ -261,19 +251,6 @@ def test_a_dense_push_counts_as_one_of_all_rows():
         store.set_updater(lambda key, total, stored: None)
         with pytest.raises(UnsupportedError, match="updater"):
             store.push("r", np.ones((3, 2), "float32"))
-
-
-def test_what_is_pushed_and_initialised_may_be_changed_afterwards():
-    with kv.create("local") as store:
-        values = np.ones((1, 2))
-        store.init("r", RowSparse([1], values, (3, 2)))
-        for before, pushed in ((1, 5), (5, 7)):
-            values[:] = pushed  # in vain, where it was given away
-            found = store.row_sparse_pull("r", row_ids=[1])
-            assert uniform(found.values) == before
-            found.values[:] = 9
-            assert uniform(store.row_sparse_pull("r", row_ids=[1]).values) == before
-            store.push("r", RowSparse([1], values, (3, 2)))
 
 
 # --- workers that differ

@@ -52,16 +52,6 @@ def test_four_workers(k: int, share: float) -> None:
     assert servers_share(members("abcd", "ABCD"[:k]), LONG) == pytest.approx(share, abs=1 / SHARES)
 
 
-def test_the_cut_follows_a_slow_link() -> None:
-    """Of a worker all goes less over its link the more the servers take; of a server the less they take."""
-    equal = servers_share(members("abcd", "A", (1.0,) * 5), LONG)
-    slow_worker = servers_share(members("abcd", "A", (0.5, 1.0, 1.0, 1.0, 1.0)), LONG)
-    slow_server = servers_share(members("abcd", "A", (1.0, 1.0, 1.0, 1.0, 0.5)), LONG)
-    assert slow_server < equal < slow_worker
-    best = (1.5 - 0.5 * slow_worker) / 0.5
-    assert link_s(members("abcd", "A", (0.5, 1.0, 1.0, 1.0, 1.0)), slow_worker) == pytest.approx(best)
-
-
 @pytest.mark.parametrize("n_bytes", [4, 1 << 12, 1 << 16, 1 << 20, LONG])
 @pytest.mark.parametrize("link", ["200mbit,100us", "10gbit,20us", "100gbit,2us"])
 @pytest.mark.parametrize(("workers", "servers"), [("ab", "A"), ("abc", "AB"), ("abcdefg", "AB"), ("aabb", "A")])
@@ -72,11 +62,6 @@ def test_no_key_is_slower_than_whole(workers: str, servers: str, link: str, n_by
     assert seconds(store, n_bytes, share) <= min(ends)
     best = float(ends[1] < ends[0])
     assert share in (0.0, 1.0) or seconds(store, n_bytes, share) < GAIN[best] * min(ends)
-
-
-def test_what_stays_on_a_host_crosses_no_link() -> None:
-    assert link_s(members("ab", "ab", (1.0,) * 4), 1.0) == pytest.approx(0.5 + 0.5 * cut.SERVER_LINK)
-    assert link_s(members("aa", "a", (1.0,) * 3), 1.0) == 0
 
 
 @pytest.mark.parametrize(("k", "share"), [(1, 0.322), (2, 0.581), (4, 1.0)])

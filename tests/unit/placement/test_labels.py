@@ -26,10 +26,6 @@ def factor_in(label: labels.Label) -> float:
     return json.loads(label.text)["rescale_grad"]
 
 
-def test_the_factor_is_what_optimizers_declare():
-    assert labels.FACTOR in optimizers.Optimizer.fields
-
-
 def test_a_key_that_no_optimizer_serves():
     assert AttributeLog().push_label(0, exact=False) == (NO_OPTIMIZER, None)
 

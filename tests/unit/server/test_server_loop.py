@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mpikv.engine.running import Running
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.server import loop
 from mpikv.server.core import ServerCore
 from mpikv.server.policy import Synchronous
@@ -139,13 +138,6 @@ def test_the_server_asks_for_each_short_partition_once_and_in_time(monkeypatch):
         slow.worker.isend(np.ones(PART_ELEMS, np.float32), SERVER, wire.TAG_PAYLOAD + 11)
         slow.step()
         assert slow.questions() == ([{**asked, "count": 1}] if left > 0 else [])
-
-
-def test_mpi_itself_agrees_on_a_long_partition():
-    slow = Slow(1, part_elems=LINK_SEGMENT_BYTES // 4 + 1)
-    slow.send(wire.Header(wire.PUSH, 0, 0, 0, 1, 11))
-    assert ("irecv", wire.TAG_PAYLOAD + 11) in slow.started
-    assert slow.questions() == []
 
 
 def test_replies_leave_by_priority(monkeypatch):
