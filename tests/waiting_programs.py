@@ -1,10 +1,9 @@
 """Random programs that wait between their pushes, and that are right: no worker waits for one that waits for it.
 
-A program is made by playing it: one thread of one worker after another makes its next call. A call that has to wait for
-others is only made where they can still come. So the order in which the calls were made shows that the program can end;
-and since nobody's values depend on who is faster, it must end whatever happens first. Each thread has stores and a
-process group of its own; the threads of a worker run at the same time. Before a program ends all workers have pushed
-every key equally often, in orders of their own, and collective calls stand in one order.
+A program is drawn, and played: where its workers would all wait for each other one of them does without. Nobody's
+values depend on who is faster, so it must end whatever happens first. Each thread has stores and a process group of its
+own; the threads of a worker run at the same time. Before a program ends all workers have pushed every key equally
+often, in orders of their own, and collective calls stand in one order.
 
 Values are whole numbers, so that they are exact however they are added. What each round of a key gives says the
 reference store.
@@ -15,7 +14,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,122 +66,67 @@ def expected(workers: int, key: Key, round_: int) -> np.ndarray:
     return value_of(key, store.pull(0, key)[0])
 
 
-@dataclass
-class _Player:
-    """One worker's calls in one thread. begun: of its `_async` calls that it has not waited for, what ends them."""
-
-    calls: list[Call] = field(default_factory=list)
-    pushes: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
-    begun: dict[int, tuple[str, Key, int]] = field(default_factory=dict)
-    n_begun: int = 0
-    collectives: int = 0  # made or begun
-    waits_for: tuple[Key | None, int] | None = None  # a round of a key; without a key: a collective call
-
-
-class _Game:
-    """All workers' calls in one thread of each."""
-
-    def __init__(self, chance: random.Random, workers: int, keys: Sequence[Key], *, group: bool) -> None:
-        self.chance, self.keys = chance, list(keys)
-        self.players = [_Player() for _ in range(workers)]
-        stores = sorted({store for store, _ in keys})
-        kinds = [f"barrier {chance.choice(stores)}", *(["allreduce", "allreduce begin"] if group else [])]
-        self.collectives = chance.choices(kinds, k=chance.randint(0, 3))
-
-    def missing(self, waits_for: tuple[Key | None, int]) -> list[_Player]:
-        key, count = waits_for
-        return [one for one in self.players if (one.collectives if key is None else one.pushes[key]) < count]
-
-    def can_end(self, player: _Player, waits_for: tuple[Key | None, int]) -> bool:
-        """Whether those who are missing do not wait, directly or through others, for this worker."""
-        seen: list[_Player] = []
-        to_see = self.missing(waits_for)
-        while to_see:
-            one = to_see.pop()
-            if one is player:
-                return False
-            if one not in seen and one.waits_for is not None:
-                to_see += self.missing(one.waits_for)
-            seen.append(one)
-        return True
-
-    def wait(self, player: _Player, waits_for: tuple[Key | None, int]) -> None:
-        if self.missing(waits_for):
-            player.waits_for = waits_for
-
-    def play(self) -> list[list[Call]]:
-        while True:
-            free = [one for one in self.players if one.waits_for is None and not self.has_ended(one)]
-            if not free:
-                break
-            self.move(self.chance.choice(free))
-            for one in self.players:
-                if one.waits_for is not None and not self.missing(one.waits_for):
-                    one.waits_for = None
-        assert all(one.waits_for is None for one in self.players), "a program that cannot end"
-        return [one.calls for one in self.players]
-
-    def has_ended(self, player: _Player) -> bool:
-        rounds = all(player.pushes[key] == ROUNDS for key in self.keys)
-        return rounds and not player.begun and player.collectives == len(self.collectives)
-
-    def move(self, player: _Player) -> None:
-        """Make one call, if it is one that may be made now."""
-        chance = self.chance
-        kind = chance.choice(["push", "push", "pushpull", "begin", "pull", "pull begin", "end", "collective"])
-        key = chance.choice(self.keys)
-        round_ = player.pushes[key]
-        if (kind in ("push", "pushpull", "begin") and round_ == ROUNDS) or (
-            kind in ("begin", "pull begin") and len(player.begun) >= MOST_BEGUN
-        ):
-            return
-        if kind == "push":
-            player.pushes[key] += 1
-            player.calls.append(Call("push", key, round_ + 1))
-        elif kind == "pushpull":
-            player.pushes[key] += 1
-            if self.can_end(player, (key, round_ + 1)):
-                player.calls.append(Call("pushpull", key, round_ + 1))
-                self.wait(player, (key, round_ + 1))
-            else:
-                player.calls.append(Call("push", key, round_ + 1))
-        elif kind in ("begin", "pull begin"):
-            pushes = kind == "begin"
-            player.pushes[key] += pushes
-            player.begun[player.n_begun] = "end", key, round_ + pushes
-            player.calls.append(
-                Call("pushpull begin" if pushes else "pull begin", key, round_ + pushes, player.n_begun)
-            )
-            player.n_begun += 1
-        elif kind == "pull" and self.can_end(player, (key, round_)):
-            player.calls.append(Call("pull", key, round_))
-            self.wait(player, (key, round_))
-        elif kind == "end" and player.begun:
-            which = chance.choice(list(player.begun))
-            name, key, round_ = player.begun[which]
-            waits_for = (None, round_) if name == "allreduce end" else (key, round_)
-            if self.can_end(player, waits_for):
-                del player.begun[which]
-                player.calls.append(Call(name, key, round_, which))
-                self.wait(player, waits_for)
-        elif kind == "collective" and player.collectives < len(self.collectives):
-            self.collective(player)
-
-    def collective(self, player: _Player) -> None:
-        name = self.collectives[player.collectives]
-        number = player.collectives + 1
-        if name == "allreduce begin":
-            player.begun[player.n_begun] = "allreduce end", (0, "long" if number % 2 else "short"), number
-            player.calls.append(Call(name, player.begun[player.n_begun][1], number, player.n_begun))
-            player.n_begun += 1
-            player.collectives += 1
+def _drawn(chance: random.Random, keys: Sequence[Key], collectives: Sequence[str]) -> list[Call]:
+    """One worker's calls, with waits anywhere; every key is pushed in each round."""
+    pushes, rounds = chance.sample([*keys] * ROUNDS, len(keys) * ROUNDS), dict.fromkeys(keys, 0)
+    kinds = ["push"] * len(pushes) + ["pull"] * chance.randint(0, 8) + ["collective"] * len(collectives)
+    calls: list[Call] = []
+    begun: list[Call] = []  # what ends the calls that are under way
+    n_collectives = 0
+    for which, kind in enumerate(chance.sample(kinds, len(kinds))):
+        if kind == "collective":
+            name, n_collectives = collectives[n_collectives], n_collectives + 1
+            call = Call(name, (0, "long" if n_collectives % 2 else "short"), n_collectives, which)
+        elif kind == "push":
+            rounds[key := pushes.pop()] += 1
+            call = Call(chance.choice(["push", "push", "pushpull", "pushpull begin"]), key, rounds[key], which)
         else:
-            player.collectives += 1
-            if not self.can_end(player, (None, number)):
-                player.collectives -= 1
-                return
-            player.calls.append(Call(name, (0, "long" if number % 2 else "short"), number))
-            self.wait(player, (None, number))
+            key = chance.choice(keys)
+            call = Call(chance.choice(["pull", "pull begin"]), key, rounds[key], which)
+        calls.append(call)
+        if call.name.endswith("begin"):
+            begun.append(call._replace(name="allreduce end" if kind == "collective" else "end"))
+        while begun and (len(begun) > MOST_BEGUN or chance.random() < 0.3):
+            calls.append(begun.pop(chance.randrange(len(begun))))
+    return [*calls, *chance.sample(begun, len(begun))]
+
+
+def _that_end(workers: list[list[Call]]) -> list[list[Call]]:
+    """The programs, played: where all who are left would wait for each other, one of them does not wait.
+
+    What a call waits for, that others have come to some call, stays true. So an order that ends shows that all do.
+    """
+    at, entered = [0] * len(workers), [-1] * len(workers)
+    come: list[dict[Any, int]] = [defaultdict(int) for _ in workers]  # pushes of each key; None: collective calls
+
+    def can_go_on(worker: int) -> bool:
+        call = workers[worker][at[worker]]
+        of = None if call.name.startswith(("barrier", "allreduce")) else call.key
+        if entered[worker] < at[worker]:
+            entered[worker] = at[worker]
+            come[worker][of] += "push" in call.name or (of is None and call.name != "allreduce end")
+        waits = call.name != "push" and not call.name.endswith("begin")
+        return not waits or all(one[of] >= call.round for one in come)
+
+    while left := [worker for worker, calls in enumerate(workers) if at[worker] < len(calls)]:
+        if ready := [worker for worker in left if can_go_on(worker)]:
+            for worker in ready:
+                at[worker] += 1
+            continue
+        worker = next(
+            worker
+            for worker in left
+            if not workers[worker][at[worker]].name.startswith(("barrier", "allreduce"))
+            and not all(call.name.endswith("end") for call in workers[worker][at[worker] :])
+        )
+        call = workers[worker].pop(at[worker])
+        if call.name == "pushpull":
+            workers[worker].insert(at[worker], call._replace(name="push"))
+        else:
+            entered[worker] -= 1  # another call is here now
+        if call.name == "end":
+            workers[worker].append(call)
+    return workers
 
 
 @dataclass(frozen=True)
@@ -205,7 +149,9 @@ def program(seed: int, workers: int, stores: Sequence[int], *, groups: bool) -> 
     for some in of_thread:
         own = [key for key in keys if key[0] in some]
         own = chance.sample(own, chance.randint(2, len(own)))
-        played = _Game(chance, workers, own, group=groups).play()
+        kinds = [f"barrier {chance.choice(some)}", *(["allreduce", "allreduce begin"] if groups else [])]
+        collectives = chance.choices(kinds, k=chance.randint(0, 3))
+        played = _that_end([_drawn(chance, own, collectives) for _ in range(workers)])
         most = chance.choice([0, 2])
         calls.append([[call._replace(priority=chance.randint(-most, most)) for call in some] for some in played])
     used = sorted({call.key for thread in calls for some in thread for call in some if "push" in call.name})
