@@ -8,9 +8,10 @@ ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from mpikv.common.clock import Clock
 from mpikv.engine.operation import Operation
 from mpikv.observe.recorder import Recorder
 from mpikv.transports.ledger import Ledger
+
+T = TypeVar("T")
+Name = TypeVar("Name")
 
 
 class Incoming(Protocol):
@@ -78,6 +82,15 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back what the transport holds. Nothing may be under way any more."""
         ...
+
+
+def take_first(queues: dict[Name, deque[T]], name: Name) -> T:
+    """Take the first of the queue of this name, which goes with its last one."""
+    queue = queues[name]
+    found = queue.popleft()
+    if not queue:
+        del queues[name]
+    return found
 
 
 class Group:

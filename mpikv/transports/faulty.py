@@ -21,7 +21,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
 from mpikv.engine.operation import Completion, Operation, Waiter, Waking, wakes
 from mpikv.errors import MpikvError
-from mpikv.transports.base import Incoming, Transport
+from mpikv.transports.base import Incoming, Transport, take_first
 from mpikv.transports.threads import Fabric
 
 Route = tuple[int, int]  # source and tag
@@ -158,11 +158,9 @@ class FaultyTransport:
         return receive
 
     def _begin_receives(self) -> None:
-        for route, queue in tuple(self._receives.items()):
-            while queue and self._free(route, queue[0].due):
-                queue.popleft().begin()
-            if not queue:
-                self._receives.pop(route, None)
+        for route in tuple(self._receives):
+            while route in self._receives and self._free(route, self._receives[route][0].due):
+                take_first(self._receives, route).begin()
 
     def probe(self, tag: int) -> Incoming | None:
         """Do what `Transport.probe` does, later, and with messages of any sender in any order."""
@@ -177,11 +175,7 @@ class FaultyTransport:
             return None
         in_order = min(routes, key=lambda route: self._arrived[route][0][1])
         route = in_order if self._dice is None else self._dice.choice(routes)
-        queue = self._arrived[route]
-        found = queue.popleft()[2]
-        if not queue:
-            del self._arrived[route]
-        return found
+        return take_first(self._arrived, route)[2]
 
     def poll(self) -> None:
         """Do what `Transport.poll` does.

@@ -35,7 +35,7 @@ from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.rings import LONGEST_BYTES, RingReader, RingWriter, ring_begin, rings_bytes
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.hostmemory.waker import Waker, waker_bytes
-from mpikv.transports.base import Incoming, Transport
+from mpikv.transports.base import Incoming, Transport, take_first
 from mpikv.transports.memory_requests import Arrived, Backlogged, Receiving, Sending
 
 MESSAGE, REFERENCE, ANNOUNCED, WANTED, READ = 1, 2, 3, 4, 5
@@ -208,25 +208,18 @@ class LocalTransport:
         return self._receive(Receiving(self, None, n_bytes), source, tag)
 
     def _receive(self, receiving: Receiving, source: int, tag: int) -> Receiving:
-        box = self._boxes.get((source, tag))
-        if box is None:
-            self._posted.setdefault((source, tag), deque()).append(receiving)
+        if (source, tag) in self._boxes:
+            self.match(receiving, take_first(self._boxes, (source, tag)))
         else:
-            self.match(receiving, box.popleft())
-            if not box:
-                del self._boxes[source, tag]
+            self._posted.setdefault((source, tag), deque()).append(receiving)
         return receiving
 
     def probe(self, tag: int) -> Incoming | None:
         self.poll()
         if self._boxes:
             for source in self._peers:
-                box = self._boxes.get((source, tag))
-                if box is not None:
-                    found = box.popleft()
-                    if not box:
-                        del self._boxes[source, tag]
-                    return found
+                if (source, tag) in self._boxes:
+                    return take_first(self._boxes, (source, tag))
         return None if self._alone else self.inner.probe(tag)
 
     def match(self, receiving: Receiving, arrived: Arrived) -> None:
@@ -261,9 +254,8 @@ class LocalTransport:
         self, source: int, kind: int, a: int, b: int, c: int, payload: memoryview
     ) -> None:
         if kind == MESSAGE:
-            posted = self._posted.get((source, a))
-            if posted is not None:
-                receiving = self._next(posted, source, a)
+            if (source, a) in self._posted:
+                receiving = take_first(self._posted, (source, a))
                 if len(payload) != receiving.n_bytes:
                     raise MpikvError(f"message from rank {source}: {len(payload)} bytes, {receiving.n_bytes} expected")
                 self.copied_bytes += len(payload)
@@ -298,17 +290,10 @@ class LocalTransport:
             del self._pieces[source, number]
 
     def _arrived(self, source: int, tag: int, arrived: Arrived) -> None:
-        posted = self._posted.get((source, tag))
-        if posted is None:
-            self._boxes.setdefault((source, tag), deque()).append(arrived)
+        if (source, tag) in self._posted:
+            self.match(take_first(self._posted, (source, tag)), arrived)
         else:
-            self.match(self._next(posted, source, tag), arrived)
-
-    def _next(self, posted: deque[Receiving], source: int, tag: int) -> Receiving:
-        receiving = posted.popleft()
-        if not posted:
-            del self._posted[source, tag]
-        return receiving
+            self._boxes.setdefault((source, tag), deque()).append(arrived)
 
     def _read(self, number: int) -> None:
         slots = self._slots_out.get(number)

@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
-from typing import TypeVar
 
 import numpy as np
 
@@ -41,12 +40,11 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Completion, Operation, wakes
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
-from mpikv.transports.base import Incoming, Transport
+from mpikv.transports.base import Incoming, Transport, take_first
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
 REPORT_BYTES = WINDOW_BYTES // 4  # a bundle reports what was taken once it is so much, or leaves anyway
 LATE_BYTES = 16 * WINDOW_BYTES  # the same while the other rank does not wait for it; far below a count of 32 bits
-_T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
 _FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, whether the sender has priorities
 
@@ -293,7 +291,7 @@ class OrderedTransport:
             return _UnderWay(self._inner.irecv(buf, source, tag, room_bytes), peer, has_come)
         receiving = _Receiving(buf.reshape(-1).view(np.uint8), room_bytes)
         if tag in peer.arrived:
-            receiving.take(_first(peer.arrived, tag), source, tag)
+            receiving.take(take_first(peer.arrived, tag), source, tag)
         elif peer.error is not None:
             receiving.finish(peer.error)
         else:
@@ -340,13 +338,13 @@ class OrderedTransport:
             self._active[source] = peer
             _count(peer.asked, tag, count)
             while tag in peer.held and peer.asked.get(tag, 0) > 0:
-                heappush(peer.long, _first(peer.held, tag))
+                heappush(peer.long, take_first(peer.held, tag))
                 _count(peer.asked, tag, -1)
         for tag, n_bytes in head[n_asked:]:
             data = bundle[at : at + n_bytes]
             at += n_bytes
             if tag in peer.receiving:
-                _first(peer.receiving, tag).take(data, source, tag)
+                take_first(peer.receiving, tag).take(data, source, tag)
             else:
                 peer.arrived.setdefault(tag, deque()).append(data)
 
@@ -363,11 +361,3 @@ def _count(counts: dict[int, int], tag: int, more: int) -> None:
         counts[tag] = left
     else:
         counts.pop(tag, None)
-
-
-def _first(queues: dict[int, deque[_T]], tag: int) -> _T:
-    queue = queues[tag]
-    found = queue.popleft()
-    if not queue:
-        del queues[tag]
-    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 
@@ -19,13 +18,11 @@ from mpikv.common.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.observe.recorder import Recorder
-from mpikv.transports.base import Transport
+from mpikv.transports.base import Transport, take_first
 from mpikv.transports.ledger import Ledger
 from mpikv.transports.wire import TAG_REPLY
 
 EAGER_BYTES = 4096
-
-T = TypeVar("T")
 
 
 class _Message(Completion):
@@ -83,28 +80,16 @@ class _Box:
         self.receives: dict[Route, deque[_PostedReceive]] = {}
         self.count = 0  # of messages ever sent to it
 
-    def next(self, route: Route) -> _Message:
-        """Take the first message of a route that has one."""
-        return _first(self.messages, route)
-
     def match(self) -> None:
         """Give messages to receives in the order in which the receives were posted, as MPI does."""
         for route in [route for route in self.receives if route in self.messages]:
             while route in self.receives and route in self.messages:
-                receive = _first(self.receives, route)
+                receive = take_first(self.receives, route)
                 try:
-                    self.next(route).move_to(receive.buf, receive.room_bytes)
+                    take_first(self.messages, route).move_to(receive.buf, receive.room_bytes)
                     receive.finish()
                 except ShapeMismatch as error:
                     receive.finish(error)
-
-
-def _first(queues: dict[Route, deque[T]], route: Route) -> T:
-    queue = queues[route]
-    found = queue.popleft()
-    if not queue:
-        del queues[route]
-    return found
 
 
 class Fabric:
@@ -187,10 +172,11 @@ class ThreadTransport:
 
     def probe(self, tag: int) -> _Incoming | None:
         with self._fabric.lock:
-            routes = [route for route in self._box.messages if route[1] == tag]
+            messages = self._box.messages
+            routes = [route for route in messages if route[1] == tag]
             if not routes:
                 return None
-            return _Incoming(self._box.next(min(routes, key=lambda route: self._box.messages[route][0].number)))
+            return _Incoming(take_first(messages, min(routes, key=lambda route: messages[route][0].number)))
 
     def close(self) -> None:
         pass
