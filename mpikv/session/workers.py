@@ -130,7 +130,7 @@ class Workers(AgreedSession):
     def start(self, events: KeyEvents) -> None:
         """Begin to listen to the other workers, who may be ahead and ask at once. events: the strategy's."""
         self._events = events
-        self._listening = self.engine.serve(self.messages.listen(), "control messages")
+        self.engine.serve(self.messages.listen(), "control messages")
 
     def _pushes(self) -> dict[int, int]:
         return {**super()._pushes(), CALLS_ID: self.calls_made}

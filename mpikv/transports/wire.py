@@ -165,12 +165,6 @@ def clamped(priority: int) -> int:
     return max(-PRIORITY_LIMIT, min(PRIORITY_LIMIT, int(priority)))
 
 
-def parse_request(message: HostArray) -> tuple[Header, HostArray]:
-    """Header and payload (a view of `message`) of the only request in a message. Raises what `parse_requests` does."""
-    (found,) = parse_requests(message)
-    return found
-
-
 def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
     """Headers and payloads (views of `message`). Raises MpikvError for a message of another version or length."""
     found: list[tuple[Header, HostArray]] = []

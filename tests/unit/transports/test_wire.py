@@ -30,7 +30,7 @@ def test_request_copies_its_payload_and_keeps_it_aligned():
     payload = np.ones(3, np.float32)
     message = wire.request(wire.Header(wire.PUSH, 1, 2, 3, 4), payload)
     payload[:] = 0
-    header, found = wire.parse_request(message)
+    ((header, found),) = wire.parse_requests(message)
     assert header == wire.Header(wire.PUSH, 1, 2, 3, 4)
     assert found.view(np.float32).tolist() == [1, 1, 1]
 
@@ -39,14 +39,14 @@ def test_damaged_requests():
     good = wire.request(wire.Header(wire.PUSH, 7), np.ones(3, np.float32))
     for size in (0, 1, wire.HEADER_BYTES - 1):
         with pytest.raises(MpikvError, match="shorter than its header"):
-            wire.parse_request(good[:size].copy())
+            wire.parse_requests(good[:size].copy())
     for message in (good[:-1], np.concatenate([good, good[:1]])):
         with pytest.raises(MpikvError, match=r"announces 12 bytes and brought 1[13]"):
-            wire.parse_request(message.copy())
+            wire.parse_requests(message.copy())
     other = good.copy()
     other[0] = wire.VERSION + 1
     with pytest.raises(MpikvError, match="version"):
-        wire.parse_request(other)
+        wire.parse_requests(other)
 
 
 def test_control_messages():
