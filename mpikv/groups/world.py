@@ -67,10 +67,10 @@ class World:
         self.activity.reached, self.activity.elsewhere = self._reached, ""
         questions = Questions(messages, self.activity, processes or [this_process()] * self.size, {})
         self.stalls = Stalls(messages, questions, self.activity, config.stall_warn_s, what="rank")
-        self.engine.serve(messages.listen(), "control messages")
         self._watch = CallWatch(
             self.engine, self.service, self.groups, self.rank, self.labels, warn_s=config.stall_warn_s
         )
+        self.engine.serve(messages.listen(), "control messages")
         self.engine.serve(self._watch.serve(), "watch")
         self.sessions: list[object] = []  # what each init_process_group has made; their number keeps their keys apart
 
