@@ -22,7 +22,6 @@ from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
@@ -367,16 +366,16 @@ class PsStrategy(WorkersStrategy):
             self.takes_whole = not elementwise
         if not elementwise:
             self._move_cut_keys(slot)
-        self._send_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+        self._send_optimizer(slot, pickled, key_ids)
 
     def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
-        self._send_optimizer(slot, attributes, key_ids)
+        self._send_optimizer(slot, cloudpickle.dumps(attributes), key_ids)
 
-    def _send_optimizer(self, slot: int, optimizer: Optimizer | dict[str, Any], key_ids: list[int]) -> None:
+    def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
         """Send an optimizer, or its attributes, from worker 0 to the servers, and wait for it. Collective."""
 
         def send() -> None:
-            payload = cloudpickle.dumps((slot, optimizer, key_ids))
+            payload = cloudpickle.dumps((slot, cloudpickle.loads(pickled), key_ids))
             for answer in self._ask(wire.OPTIMIZER, [payload] * len(self._servers), "set_optimizer"):
                 if answer[1:]:
                     raise ConfigError(answer[1:].decode())
