@@ -86,7 +86,8 @@ class Engine:
         around: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._poll, self.clock, self._around, self._on_fatal = poll, clock, around, on_fatal
-        self._lock: threading.RLock | Lock = threading.RLock() if around is None else Lock(around)
+        # Held by a thread while it steps; to be taken to read or change what generators read or change.
+        self.lock: threading.RLock | Lock = threading.RLock() if around is None else Lock(around)
         self._rung = threading.Event()  # ends the naps of who waits for a GPU
         self._running: dict[Running[Any], None] = {}  # in the order of their start
         self._woken: deque[Running[Any]] = deque()
@@ -104,18 +105,13 @@ class Engine:
             self._thread = threading.Thread(target=self._loop, name="mpikv-progress", daemon=True)
             self._thread.start()
 
-    @property
-    def lock(self) -> threading.RLock | Lock:
-        """The lock that a thread holds while it steps; take it to read or change what generators read or change."""
-        return self._lock
-
     def start(self, steps: Steps[T], name: str) -> Running[T]:
         """Start a generator, and run it until it has to wait for the first time."""
         return self.take(Running(steps, name, started=True))
 
     def take(self, running: Running[T]) -> Running[T]:
         """Move a generator on that was begun without an engine, as `start` does."""
-        with self._lock:
+        with self.lock:
             running.queue = self._woken
             self._running[running] = None
             try:
@@ -133,14 +129,14 @@ class Engine:
     def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
         """Start a generator that runs beside the others until it ends or the engine stops."""
         running = Running(steps, name)
-        with self._lock:
+        with self.lock:
             self._services = [service for service in self._services if not service.done] + [running]
             self._wake.set()
         return running
 
     def step(self) -> bool:
         """Resume every generator that can go on. Returns whether anything moved."""
-        with self._lock:
+        with self.lock:
             moved = False
             self._poll()
             for running in self._services:
@@ -202,7 +198,7 @@ class Engine:
         """Block until `request` is done. Raises its error, what `check` raises, or `on_timeout()` when time is up."""
 
         def test() -> bool:
-            with self._lock:
+            with self.lock:
                 if self.failure is not None:
                     raise self.failure
                 if request.test():
@@ -211,12 +207,12 @@ class Engine:
                     check()
                 return False
 
-        with self._lock:
+        with self.lock:
             self._callers += 1
         try:
             wait_until(test, self.step, timeout_s, on_timeout, sleep=self._nap(), clock=self.clock)
         finally:
-            with self._lock:
+            with self.lock:
                 self._callers -= 1
                 if self._running:
                     self._wake.set()
@@ -246,7 +242,7 @@ class Engine:
         backoff = Backoff(IDLE_NAP_S, clock=self.clock)
         usual_s = None  # the user's switch interval, while ours is in force
         while not self._stopped:
-            with self._lock:
+            with self.lock:
                 busy = bool(self._running) and self._callers == 0
             if busy and sys.getswitchinterval() > BUSY_SWITCH_S:
                 usual_s = sys.getswitchinterval()
@@ -257,7 +253,7 @@ class Engine:
             if self._callers == 0 and self.step():
                 backoff.reset()
                 continue
-            with self._lock:
+            with self.lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
                 (self._nap() or self.clock.sleep)(BUSY_NAP_S)
@@ -282,7 +278,7 @@ class Engine:
                     f"the thread that moves transfers on has not ended in {STOP_S:g} s: a call of MPI, a codec or an "
                     "optimizer does not return"
                 )
-        with self._lock:
+        with self.lock:
             for running in (*self._running, *self._services):
                 running.cancel()
             for some in (self._running, self._asked, self._woken, self._services):

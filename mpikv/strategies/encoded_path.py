@@ -123,7 +123,6 @@ class EncodedPath(KeyPath):
         super().__init__(resources, info, placement, place)
         self._sum_dtype, self.dtype = self.dtype, info.dtype
         self._device = self._space if isinstance(self._space, DeviceSpace) else None
-        self.value = self._space.empty(info.n_elems, info.dtype)
         self.codec = KeyCodec(info, self._space, resources.group)
 
     @property
