@@ -141,7 +141,7 @@ class QueuedCall(PreparedCall):
             delivery.write(queue.value())
         else:
             queue.deliveries.append(delivery)
-        return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info), queue.servers))
+        return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info), queue.paths.usual.servers))
 
 
 class AllreduceStrategy(WorkersStrategy):
@@ -248,8 +248,8 @@ class AllreduceStrategy(WorkersStrategy):
         session = self._session
         buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
         queues = (self._queues.get(session.infos[key].id) for key in keys)
-        alone = (queue for queue in queues if queue is not None and not queue.servers)  # servers have the others
-        infos = [queue.info for queue in alone]
+        # Servers have the others, or a part of them.
+        infos = [queue.info for queue in queues if queue is not None and not queue.paths.usual.servers]
         if self.keys.direct is not None:
             infos = [info for info in infos if info.space == DEVICE]
         optimizers = [self.keys.owner.optimizer_of(info.id) for info in infos]

@@ -38,7 +38,7 @@ class Bucket(RoundQueue):
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
         first = infos[0]
         super().__init__(KeyInfo(name, first.id, (begins[-1],), first.dtype, first.codec, first.space), space)
-        self._infos = tuple(infos)
+        self.keys = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
         self._incomplete: deque[Round] = deque()  # rounds in which keys are still missing, oldest first
@@ -51,10 +51,6 @@ class Bucket(RoundQueue):
         if self.space.device is None:
             for i, round_ in enumerate(self._incomplete):
                 self._incomplete[i] = round_._replace(values=self.space.cast(round_.values, paths.dtype))
-
-    @property
-    def keys(self) -> Sequence[KeyInfo]:
-        return self._infos
 
     def span(self, info: KeyInfo) -> slice:
         return self._spans[info.id]
@@ -88,7 +84,7 @@ class Bucket(RoundQueue):
             whole.values[info.id] = round_.values
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
-        while self._incomplete and len(self._incomplete[0].under) == len(self._infos):
+        while self._incomplete and len(self._incomplete[0].under) == len(self.keys):
             self.waiting.append(self._incomplete.popleft())
             self.pushed += 1
             completed = True
@@ -110,19 +106,19 @@ class Bucket(RoundQueue):
             yield self.space.written(values)
         self.space.wait_for_callers(*round_.values.values())
         buf = self._buffer()
-        arrays = [round_.values.get(info.id) for info in self._infos]
-        for i, info in enumerate(self._infos):
+        arrays = [round_.values.get(info.id) for info in self.keys]
+        for i, info in enumerate(self.keys):
             if arrays[i] is None:  # skipped
                 arrays[i] = np.zeros_like(buf, shape=(info.n_elems,))
         np.concatenate(arrays, out=buf)
         return buf
 
     def labels(self, under: Unders) -> Labels:
-        return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
+        return tuple(None if (one := under[info.id]) is None else one.label for info in self.keys)
 
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
         joined = []
-        for info in self._infos:
+        for info in self.keys:
             of_key, one = self._spans[info.id], under[info.id]
             first, last = max(span[0], of_key.start), min(span[1], of_key.stop)
             if first < last and one is not None:

@@ -102,6 +102,7 @@ class RoundQueue:
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
+        self.keys: Sequence[KeyInfo] = (info,)
         self.paths: KeyPaths
         self.stored: SpaceArray
         self.direct_calls = KeyDirectCalls(info.id)
@@ -120,10 +121,6 @@ class RoundQueue:
     @property
     def placement(self) -> Placement:
         return self.paths.placement
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        return self.paths.usual.servers
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -164,10 +161,6 @@ class RoundQueue:
         return self.paths.held_bytes + queued
 
     # --- rounds
-
-    @property
-    def keys(self) -> Sequence[KeyInfo]:
-        return (self.info,)
 
     def span(self, info: KeyInfo) -> slice:
         return slice(0, self.info.n_elems)
