@@ -241,9 +241,10 @@ class AllreduceStrategy(WorkersStrategy):
     # --- buckets
 
     def bucket(self, keys: Sequence[Key]) -> BucketedKeys:
-        """A key is sent by itself where its value is in memory that all workers share, where it has a communicator of
+        """Put keys that were never pushed into buckets, where they can share a buffer.
 
-        its own, or where an optimizer needs all elements of it at one owner.
+        A key goes alone if its value is in memory that all workers share, if it has a communicator of its own, or if an
+        optimizer needs all elements of it at one owner.
         """
         session = self._session
         buckets = WorkersBuckets(session, self._queues, self.keys.start_rounds)
