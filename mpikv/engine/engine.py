@@ -69,11 +69,11 @@ class Lock:
 
 
 class Engine:
-    """threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
+    """Moves the transfers of one store on.
 
-    on_fatal: called with the exception when a service ends by one. poll: called in each step; it finds out what is
-    done, and wakes whoever waits for that; usually a transport's. around: a context for whoever holds the lock: a GPU's
-    stream.
+    threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE. on_fatal: called
+    with the exception when a service ends by one. poll: called in each step; it finds out what is done, and wakes
+    whoever waits for that; usually a transport's. around: a context for whoever holds the lock: a GPU's stream.
     """
 
     def __init__(

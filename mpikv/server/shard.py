@@ -98,9 +98,10 @@ class Unit:
 
 
 class ServedShard:
-    """begin: its first element in the key. labels: the workers' names in errors. pushers: the workers that push it.
+    """A key's shard on this server.
 
-    Their gradients are added in that order. policy(n): makes the policy of a new unit with so many pushers.
+    begin: its first element in the key. labels: the workers' names in errors. pushers: the workers that push it, in the
+    order in which their gradients are added. policy(n): makes the policy of a new unit with so many pushers.
     """
 
     def __init__(

@@ -118,7 +118,10 @@ class _OrRefused(Waking):
 
 
 class DividedPath(SharedPath):
-    """place: where the value, the counters of the workers' part, and those of the servers' part are."""
+    """A key that hosts add and servers share.
+
+    place: where the value, the counters of the workers' part, and those of the servers' part are.
+    """
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(resources, info, placement, (place[0], place[2]))

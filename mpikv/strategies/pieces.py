@@ -41,7 +41,10 @@ def piece_elems(codec: Codec, dtype: np.dtype[Any]) -> int:
 
 
 class Pieces:
-    """encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding. states: the codec's, by piece."""
+    """One key's pieces in the encoding of one codec. states: the codec's, by piece.
+
+    encoded_from_bytes, encoded_bytes: of all pushes, before and after encoding.
+    """
 
     def __init__(self, info: KeyInfo, codec: Codec, recorder: Recorder | None = None) -> None:
         self._codec, self._dtype, self._key = codec, info.dtype, info.key

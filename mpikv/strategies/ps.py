@@ -99,9 +99,9 @@ class PsCall(PreparedCall):
 
 
 class PsStrategy(WorkersStrategy):
-    """service: the loop of a server to run inside this worker, or None. loopback: passes device arrays to that server.
+    """The strategy of one worker. service: the loop of a server to run inside this worker.
 
-    speaker: asks for keys that the workers of a host add first.
+    loopback: passes device arrays to that server. speaker: asks for keys that the workers of a host add first.
     """
 
     rows: RowClient
