@@ -98,7 +98,6 @@ LENET_BYTES = 4 * 431_080
     ("line", "whats", "size"),
     [
         ("pushpull -b 12 -e 12", ["in place", "out=", "sgd", RAW], (1, 12)),
-        ("pushpull --keys 50x1K", ["ordinary", RAW, PACKED], (50, 51200)),
         ("model --model lenet", ["ordinary", RAW, PACKED], (len(shapes("lenet")), LENET_BYTES)),
     ],
 )

@@ -24,10 +24,6 @@ MIN_ITERATIONS, MAX_ITERATIONS = 5, 2000
 WARMUP = 3  # rounds that are not timed: connections are made, forms are chosen, memory is touched
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass
 class Contender:
     """One way of doing the work. `run` alone is timed; all are collective.
@@ -38,9 +34,9 @@ class Contender:
 
     what: str
     run: Callable[[], object]
-    prepare: Callable[[], None] = _nothing
+    prepare: Callable[[], object] = lambda: None
     check: Callable[[], bool] = lambda: True
-    close: Callable[[], None] = _nothing
+    close: Callable[[], object] = lambda: None
     counts: Callable[[], Mapping[str, int | None]] = dict
 
 
