@@ -99,9 +99,6 @@ def records_from_bytes(data: bytes, origin: str = "records of states") -> list[S
     return _records(*read_archive(io.BytesIO(data), KIND, origin), origin)
 
 
-# --- writing
-
-
 def packed(
     records: Iterable[StateRecord], meta: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, HostArray]]:
@@ -137,9 +134,6 @@ def _pack(key: Key, state: State, arrays: dict[str, HostArray]) -> dict[str, Any
                 "One that can be is None, a number, an array, or a flat dict, list or tuple of numbers and arrays"
             )
     return found
-
-
-# --- reading
 
 
 def unpacked(content: Mapping[str, Any], arrays: Mapping[str, HostArray], origin: str) -> StatesFile:

@@ -11,18 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from mpikv.errors import MpikvError
 from mpikv.trainer.hooks import add_hooks, remove_hooks
 from mpikv.trainer.torch_parameter import Tensor, TorchParameter
-
-
-class _Pushed(NamedTuple):
-    """A gradient, and its version when it was pushed."""
-
-    grad: Tensor
-    version: int
 
 
 class Overlap:
@@ -31,7 +23,7 @@ class Overlap:
     def __init__(self, parameters: Mapping[str, TorchParameter], ready: Callable[[str], None]) -> None:
         self._parameters = parameters
         self._ready = weakref.WeakMethod(ready)  # no cycle, so that a trainer is freed with its last reference
-        self._pushed: dict[str, _Pushed] = {}
+        self._pushed: dict[str, tuple[Tensor, int]] = {}  # a gradient, and its version when it was pushed
         self._paused = 0
         self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self._hooks = add_hooks(self, Overlap, [parameters[name].tensor for name in self._names])
@@ -55,13 +47,13 @@ class Overlap:
             return
         ready(name)
         grad = self._parameters[name].tensor.grad
-        self._pushed[name] = _Pushed(grad, grad._version)
+        self._pushed[name] = grad, grad._version
 
     def check(self) -> None:
         """Raise MpikvError, before the step, if a gradient has changed since it was pushed."""
-        for name, pushed in self._pushed.items():
+        for name, (pushed, version) in self._pushed.items():
             grad = self._parameters[name].tensor.grad
-            if grad is not pushed.grad or grad._version != pushed.version:
+            if grad is not pushed or grad._version != version:
                 raise MpikvError(
                     f"the gradient of {name!r} was changed after the backward pass, when it had been pushed "
                     "(overlap=True). Clip with clip_global_norm=, call zero_grad after the step, or leave overlap out"

@@ -27,14 +27,6 @@ UNCOUNTED = 3  # means over an unknown number of examples
 _CALLS = {SUMS: "step(batch_size)", MEANS: "step(examples=)", UNCOUNTED: "step()"}
 
 
-class _Table(NamedTuple):
-    """What the workers have exchanged, one number each: kind of gradients, number of examples, learning rate."""
-
-    kinds: HostArray
-    examples: HostArray
-    rates: HostArray
-
-
 class Share(NamedTuple):
     """How a step scales gradients. divisor: of the sum over all workers. factor: of this worker's gradients before.
 
@@ -83,11 +75,12 @@ class Shares:
         Returns its share in that step; None: no worker makes one.
         """
         table = self._exchange(0, 0.0)
-        present = np.flatnonzero(table.kinds)
+        kinds, _, rates = table
+        present = np.flatnonzero(kinds)
         if not present.size:
             return None
         if self._optimizer.lr_scheduler is None:
-            self._optimizer.learning_rate = float(table.rates[present[0]])
+            self._optimizer.learning_rate = float(rates[present[0]])
         return self._share(table, int(present[0]))._replace(factor=1.0)
 
     @contextmanager
@@ -118,29 +111,30 @@ class Shares:
                 self._store.strategy.set_optimizer(Function(_keep), [self._key])
         return self._array
 
-    def _exchange(self, kind: int, examples: float) -> _Table:
+    def _exchange(self, kind: int, examples: float) -> HostArray:
+        """Return kinds of gradients, numbers of examples and learning rates, (3, num_workers)."""
         array = self._init_table("step(examples=)")
         array[...] = 0
         array[:, self._rank] = kind, examples, self._optimizer.learning_rate
         if self._store is not None:
             self._store.pushpull(self._key, array)
-        return _Table(*array)
+        return array
 
-    def _share(self, table: _Table, worker: int) -> Share:
-        present = np.flatnonzero(table.kinds)
-        kinds = {int(kind) for kind in table.kinds[present]}
+    def _share(self, table: HostArray, worker: int) -> Share:
+        of_workers, examples, _ = table
+        present = np.flatnonzero(of_workers)
+        kinds = {int(kind) for kind in of_workers[present]}
         if len(kinds) > 1:
-            calls = ", ".join(
-                f"{_CALLS[kind]} on worker {np.flatnonzero(table.kinds == kind)[0]}" for kind in sorted(kinds)
-            )
+            first = {kind: np.flatnonzero(of_workers == kind)[0] for kind in sorted(kinds)}
+            calls = ", ".join(f"{_CALLS[kind]} on worker {worker}" for kind, worker in first.items())
             raise ValueError(f"a step that workers call in different ways: {calls}")
         if kinds == {UNCOUNTED}:
             return Share(float(present.size) * self._devices)
-        total = float(np.sum(table.examples))
+        total = float(np.sum(examples))
         if kinds == {SUMS}:
             return Share(total, examples=total)
         # This divisor stays the same from step to step, as long as the same workers have data.
-        return Share(float(present.size) * self._devices, float(table.examples[worker]) * present.size / total, total)
+        return Share(float(present.size) * self._devices, float(examples[worker]) * present.size / total, total)
 
 
 def positive(value: Any, what: str) -> float:

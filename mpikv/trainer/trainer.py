@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.calls.request import Request
@@ -33,13 +33,6 @@ from mpikv.trainer.own_updates import WeightUpdate, factor_for, norm_of
 from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
 from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
-
-
-class PushedGradient(NamedTuple):
-    """Pushed before the step. request: done when the sum is in `replicas`; None if the store makes the update."""
-
-    request: Request | None
-    replicas: list[Any]
 
 
 class Trainer(TrainerFiles):
@@ -117,7 +110,8 @@ class Trainer(TrainerFiles):
             worker_state=worker_state,
         )
         self.last_global_norm: float | None = None  # before clipping, of the last step; None without clip_global_norm
-        self._pushed: dict[str, PushedGradient] = {}  # gradients pushed since the last step
+        # Gradients pushed since the last step. Of each a request, done when the workers' sum is in it, if they update.
+        self._pushed: dict[str, tuple[Request | None, list[Any]]] = {}
         self._pushed_with: Mapping[str, Any] = {}  # the optimizer's attributes when they were pushed
         self._bucketed: list[str] = []  # parameters whose keys may be sent in buckets
         self._buckets: BucketedKeys | None = None
@@ -176,11 +170,11 @@ class Trainer(TrainerFiles):
             self._pushed_with = self._optimizer.attributes()
         if self._updater is not None:
             self._updater.push(self._keys[name], replicas, self._priority(name))
-            self._pushed[name] = PushedGradient(None, [])
+            self._pushed[name] = None, []
         elif not self._workers_update or self._factor() == self._optimizer.rescale_grad:  # else `step` scales a copy
             with self._scaling():
                 request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
-            self._pushed[name] = PushedGradient(request, replicas)
+            self._pushed[name] = request, replicas
 
     def _gradient_ready(self, name: str) -> None:
         if not self._is_frozen(name):
@@ -420,11 +414,11 @@ class Trainer(TrainerFiles):
             rest = [name for name in grads if name not in self._pushed]
             with self._scaling() if scales else nullcontext():
                 self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
-            for gradient in self._pushed.values():
-                if gradient.request is not None:
-                    gradient.request.wait()
+            for request, replicas in self._pushed.values():
+                if request is not None:
+                    request.wait()
                     # They may have been pushed in another stream than the one in which the program uses the sums.
-                    self._spaces.make_callers_wait(self._spaces.callers_arrays(gradient.replicas))
+                    self._spaces.make_callers_wait(self._spaces.callers_arrays(replicas))
             for name in grads if self._tensors else ():
                 parameters.grad_written(self._params[name])
             self._forget_pushed()
@@ -471,7 +465,7 @@ class Trainer(TrainerFiles):
             if self._is_frozen(name):
                 continue
             if name in self._pushed:
-                result[name] = self._pushed[name].replicas
+                _, result[name] = self._pushed[name]
                 continue
             if name not in self._trainable:
                 self._needs_another([name], "was frozen when")

@@ -116,8 +116,6 @@ class TrainedWeights:
                 self._store.strategy.compare_updates(self._optimizer, keys)
             _warn_of_codec(self._store, self._optimizer, keys)
 
-    # --- the weights
-
     def wait(self, parameter: Any) -> None:
         """Block until this parameter's weight of the last `step(wait=False)` has arrived.
 
