@@ -7,7 +7,6 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, kv, optimizers
-from mpikv.engine.operation import Predicate
 from mpikv.transports import wire
 
 SETTINGS = Config(timeout_s=30)
@@ -144,32 +143,6 @@ def test_the_workers_part_of_divided_keys_goes_native(comm, test_hosts):
     expected = [(values * (W * (W + 1) // 2) + W * round_).tolist() for round_ in range(2)]
     take = {"servers_take": 0.37, "server_placement": "last", "bigarray_bound_elems": 100, "test_hosts": test_hosts}
     assert on_workers(comm, "dist_sync", body, num_servers=1, algorithm="native", **take) == [expected] * W
-
-
-@pytest.mark.mpi
-def test_communicators_that_no_round_needs(comm, monkeypatch):
-    """Of compressed keys; close waits for those that MPI is still making, since MPI may end after it."""
-    store = kv.create("dist_sync", comm=comm, config=Config(timeout_s=30, algorithm="native"))
-    communicators = store.strategy.keys.communicators
-    if communicators is None:
-        pytest.skip("one worker has none")
-    duplicate, drain, drained = communicators.native.duplicate, store.strategy.keys.drain, []
-
-    def duplicate_late(parent):
-        yield Predicate(lambda: bool(drained))
-        return (yield from duplicate(parent))
-
-    def drain_and_say(*args):
-        drain(*args)
-        drained.append(True)
-
-    monkeypatch.setattr(communicators.native, "duplicate", duplicate_late)
-    monkeypatch.setattr(store.strategy.keys, "drain", drain_and_say)
-    store.set_gradient_compression({"type": "2bit", "force": True})
-    store.init(list("abcd"), [full(0, 500)] * 4)
-    store.pushpull(list("abcd"), [full(1, 500) for _ in range(4)])
-    store.close()
-    assert all(made.result is not None for made in communicators._made.values())
 
 
 @pytest.mark.mpi

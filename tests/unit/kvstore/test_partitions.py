@@ -12,9 +12,8 @@ from store_modes import Mode
 
 from mpikv import StallError, optimizers
 from mpikv.create import assembly
-from mpikv.placement import on_servers
 from mpikv.strategies import exchange
-from mpikv.transports import threads, wire
+from mpikv.transports import wire
 from mpikv.transports.threads import Fabric
 
 PART_ELEMS = 8
@@ -169,50 +168,6 @@ def test_messages_of_many_small_keys_are_cut(monkeypatch):
     monkeypatch.setattr(exchange, "MESSAGE_BYTES", 1000)
     per_message = -(-(1000 + 1) // (wire.HEADER_BYTES + 20))
     assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // per_message)
-
-
-class Watched(Fabric):
-    """most: how many messages of one rank have been under way at a time."""
-
-    most = 0
-
-    def rank(self, rank):
-        transport, sends = super().rank(rank), []
-        isend, irecv = transport.isend, transport.irecv
-
-        def watch(request):
-            with self.lock:
-                sends[:] = [one for one in sends if not one.done]
-                self.most = max(self.most, *map(len, self.boxes[rank].receives.values()), len(sends))
-            return request
-
-        def send(buf, dest, tag):
-            request = isend(buf, dest, tag)
-            sends.extend([request] if tag >= wire.TAG_PAYLOAD else [])
-            return watch(request)
-
-        transport.isend, transport.irecv = send, lambda *args: watch(irecv(*args))
-        return transport
-
-
-@on(Mode("dist_sync", 3, 1, memory="off", part_bytes=4), Mode("dist_async", 3, 1, memory="off", part_bytes=4))
-@pytest.mark.parametrize("in_place", [False, True], ids=["another array", "in place"])
-def test_few_of_many_partitions_are_under_way_at_a_time(mode, in_place, monkeypatch):
-    """MPI looks through all that is under way for each message, so that thousands would take minutes."""
-    monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
-    monkeypatch.setattr(on_servers, "SHORT_PARTITION_BYTES", 1)  # else only a value of many MB is cut into so many
-    n, fabric = 20 * exchange.PIECES_IN_FLIGHT, Watched(4)
-
-    def body(store):
-        store.set_optimizer(optimizers.create("test"))
-        store.init(["w", "v"], [full(0, n), full(0, 3)])
-        value = full(store.rank + 1, n)
-        store.pushpull(["w", "v"], [value, full(1, 3)], out=[value if in_place else full(0, n), full(0, 3)])
-        store.barrier()
-        assert [uniform(store.pull(key)) for key in "wv"] == [6, 3]
-
-    mode.run(body, fabric=fabric, bigarray_bound_elems=10**6)
-    assert 0 < fabric.most <= exchange.PIECES_IN_FLIGHT + 3  # of each shard: the other one has three
 
 
 @pytest.mark.parametrize(

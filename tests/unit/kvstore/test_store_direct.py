@@ -10,11 +10,10 @@ import gc
 import threading
 import time
 import weakref
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from direct_stores import alike, bits, numbers
+from direct_stores import alike, numbers
 from on_workers import counted, full, on, uniform
 from store_modes import DTYPES, Mode
 
@@ -189,46 +188,7 @@ def test_a_call_that_did_not_meet_is_counted_and_sends(store, mode):
     assert ("direct_calls" in store.stats()) == (mode.memory == "auto")
 
 
-def test_memory_that_is_too_small(monkeypatch):
-    """What has no place in it goes by messages, and `empty` gives ordinary arrays; the rest is as before."""
-    monkeypatch.setattr("mpikv.hostmemory.segment.memory_size_bytes", lambda: 1 << 18)
-
-    def body(store):
-        store.init(keys := ["small", "large", "last"], [np.zeros(n, F32) for n in (10, LARGE, 20)])
-        arrays, found = [store.zeros(10), store.zeros(LARGE), store.zeros(20)], []
-        for seed in range(2):
-            for array in arrays:
-                array[:] = numbers(store, array.size, seed)
-            store.pushpull(keys, arrays)
-            found += [bits(array) for array in arrays]
-        return found, store.stats().get("shared_bytes", 0)
-
-    by_messages = Mode("dist_sync", 4, memory="off", hosts="aabb").run(body)
-    results = Mode("dist_sync", 4, hosts="aabb").run(body)
-    assert [found for found, _ in results] == [by_messages[0][0]] * 4
-    assert {held for _, held in results} == {30 * 4}
-
-
 # --- updates, and where the value is
-
-
-@alike(2, timeout_s=3.0)
-def test_an_attribute_that_cannot_be_sent(store, patient):
-    """It raises before anything is pushed; the worker can go on, and nobody has waited for it in vain."""
-    store.init(["v", "w"], [np.zeros(10, F32)] * 2)
-    store.set_optimizer(optimizer := optimizers.create("sgd", learning_rate=1.0))
-    value = np.empty(10, F32)
-    for step in range(5):
-        value[:] = 1
-        if step == 2 and store.rank == 1:
-            optimizer.lr_mult["w"] = F32(1)  # JSON has no such number
-            assert refused(store.pushpull, "w", value)[0] is TypeError
-            del optimizer.lr_mult["w"]
-            store.push("w", value)
-            store.pull("w", value)
-        else:
-            store.pushpull("w", value)
-        assert uniform(value) == -2.0 * (step + 1)
 
 
 @on(TWO)
@@ -441,20 +401,6 @@ def test_shapes_and_dtypes_of_empty(store):
     assert type(several) is list
     assert not any(array.any() for array in several)
     assert [array.shape for array in several] == [(2, 3), (0,), (), (7,)]
-
-
-@on(Mode("dist_sync", 3))
-def test_arrays_of_one_list_lie_side_by_side_and_do_not_overlap(store):
-    shapes = [(3,), (5, 5), (), (1000,), (16,), (1,)]
-    lists = store.empty(shapes), store.empty(shapes, "int8")
-    for i, array in enumerate(lists[0] + lists[1]):
-        array[...] = i + 10 * store.rank
-    store.barrier()
-    assert [uniform(array) for array in lists[0] + lists[1]] == [i + 10 * store.rank for i in range(12)]
-    for arrays in lists:
-        for one, after in pairwise(arrays):
-            begin, end = (array.__array_interface__["data"][0] for array in (one, after))
-            assert 0 <= end - begin - one.nbytes < 64
 
 
 def test_memory_stays_valid_after_close():

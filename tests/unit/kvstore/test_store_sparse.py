@@ -243,16 +243,6 @@ def test_optimizers_that_need_all_rows_are_refused(store):
             store.push("r", RowSparse.zeros(SHAPE))
 
 
-def test_a_dense_push_counts_as_one_of_all_rows():
-    with kv.create("local") as store:
-        store.init("r", RowSparse.zeros((3, 2)))
-        store.push("r", [np.ones((3, 2), "float32"), RowSparse([1], np.ones((1, 2), "float32"), (3, 2))])
-        assert store.pull("r", ignore_sparse=False)[:, 0].tolist() == [1, 2, 1]
-        store.set_updater(lambda key, total, stored: None)
-        with pytest.raises(UnsupportedError, match="updater"):
-            store.push("r", np.ones((3, 2), "float32"))
-
-
 # --- workers that differ
 
 

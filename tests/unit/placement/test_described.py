@@ -54,9 +54,3 @@ def test_a_path_and_why(members: str, info: KeyInfo, options: dict[str, Any], sa
     assert text.startswith(head)
     assert text.endswith("; no codec")
     assert re.fullmatch(says, text[len(head) : -len("; no codec")]), text
-
-
-def test_a_codec_that_is_not_used() -> None:
-    info = KEY._replace(codec="fp16")
-    text = described.codec(info, place(MEMBERS["here"], info))
-    assert text == "codec fp16 is not used: it would save no bytes between hosts"

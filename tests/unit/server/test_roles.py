@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv.config import PLACEMENTS
@@ -121,14 +121,3 @@ def test_whole_hosts(hosts, data):
     # The last hosts: of two sets the one that has the last host in which they differ.
     weight = {host: 2**i for i, host in enumerate(others)}
     assert sum(weight[host] for host in servers) == max(sum(weight[host] for host in one) for one in fitting)
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_block_and_cyclic_agree(n_hosts, per_host, data):
-    """The same number of servers on each host, however equal hosts are numbered, but for the order of the hosts."""
-    n = data.draw(st.integers(0, n_hosts * per_host - 1))
-    assume(n_hosts * per_host > 1)
-    block = [f"h{host}" for host in range(n_hosts) for _ in range(per_host)]
-    cyclic = [f"h{host}" for _ in range(per_host) for host in range(n_hosts)]
-    shares = [Counter(hosts[rank] for rank in assign(hosts, n).servers) for hosts in (block, cyclic)]
-    assert shares[0] == shares[1]
