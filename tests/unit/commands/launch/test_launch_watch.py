@@ -725,22 +725,3 @@ def test_a_full_disk_below_stdout_is_one_warning() -> None:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=-1, text=True, check=True)
     warning = "mpikv launch: warning: stdout: No space left on device; lines are lost"
     assert sorted(done.stderr.splitlines()) == ["mpikv launch: the end", warning]
-
-
-def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In a folder that somebody else can write to, too."""
-    mine, folder = tmp_path / "mine", tmp_path / "logs"
-    mine.write_text("dear to me")
-    folder.mkdir()
-    (folder / "worker-0.log").symlink_to(mine)
-    output = Output(folder, colours=(False, False))
-    output.lines(1, "worker", 0, "h", b"a\n")
-    output.lines(1, "worker", 1, "h", b"b\n")
-    output.close()
-    assert capfd.readouterr().out == "[worker 0 @ h] a\n[worker 1 @ h] b\n"
-    assert mine.read_text() == "dear to me"
-    (folder / "launch.log").unlink()
-    (folder / "launch.log").symlink_to(mine)
-    with pytest.raises(ConfigError, match=r"--output-dir .*launch\.log"):
-        Output(folder)
-    assert mine.read_text() == "dear to me"
