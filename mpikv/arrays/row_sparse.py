@@ -114,10 +114,12 @@ class RowSparse:
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def nbytes(self) -> int:
+        """The bytes of indices and values."""
         return self.indices.nbytes + self.values.nbytes
 
     def __repr__(self) -> str:

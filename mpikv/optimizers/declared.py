@@ -248,7 +248,10 @@ class Declared(metaclass=_Declaring):
         return f"{type(self).__name__}({values})"
 
     def attributes(self) -> dict[str, Any]:
-        """Return the present value of every hyperparameter, as JSON; of a user's function its identity."""
+        """Return the present value of every hyperparameter, as JSON; of a user's function its identity.
+
+        Example: see `set_attributes`.
+        """
         return {name: field.to_json(getattr(self, name)) for name, field in self.fields.items()}
 
     def set_attributes(self, values: Mapping[str, Any]) -> None:
