@@ -54,7 +54,7 @@ from torch import nn
 from torch_networks import NETWORKS
 from usage import Parser
 
-from mpikv import KVStore, LocalUpdates, MpikvError, Trainer, kv, optimizers
+from mpikv import KVStore, LocalUpdates, MpikvError, Trainer, kv
 from mpikv.common.progress import Progress
 from mpikv.data import SplitSampler, split_and_load
 
@@ -66,18 +66,12 @@ EVALUATION_BATCH = 250  # images at once: the activations of resnet18-large then
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
+    parser.add_training("images", "adam")
     add = parser.add_argument
     add("--dataset", choices=sorted(DATASETS), default="cifar10", help="(cifar10)")
     add("--data-dir", help="where its files are (data/cifar10 of this clone; Debian's or scripts/demo's Fashion-MNIST)")
     add("--model", choices=sorted(NETWORKS), default="resnet18", help="(resnet18)")
-    add("--kv-store", "--kvstore", default="dist_sync", metavar="TYPE", help="dist_sync, dist_async, ... (dist_sync)")
-    add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
-    add("--batch-size", type=int, default=64, help="images of one worker in a step, shared by its devices (64)")
     add("--epochs", "--num-epochs", type=int, default=5, help="(5)")
-    add("--max-steps", type=int, help="stop after so many steps")
-    add("--num-examples", type=int, help="train on the first N images only")
-    names = optimizers.names()
-    add("--optimizer", choices=names, default="adam", metavar="NAME", help=f"one of {', '.join(names)} (adam)")
     add("--local", type=int, metavar="H", help="workers train by themselves, and make their weights one every H steps")
     add("--outer", choices=OUTER, default="mean", help="with --local: what makes the common weights (mean)")
     add("--lr", type=float, help="learning rate (0.001; optimizers with momentum 0.05)")
@@ -86,17 +80,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--momentum", type=float, default=0.9, help=f"for {', '.join(sorted(WITH_MOMENTUM))} (0.9)")
     add("--wd", type=float, default=0.0, help="weight decay (0)")
     add("--no-augment", action="store_true", help="train on the images as they are, not cut and mirrored at random")
-    add("--seed", type=int, default=0, help="of the first weights, the order of the images and their changes (0)")
-    add("--num-devices", type=int, default=1, help="replicas of the model per worker, on the CPU (1)")
-    add(
-        "--gpus",
-        nargs="?",
-        const="auto",
-        help="GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count",
-    )
-    add("--save", type=Path, metavar="FILE", help="write everything into FILE after every epoch")
     add("--tensorboard", type=Path, metavar="DIR", help="write loss, accuracy and the store's counts for TensorBoard")
-    add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     compressed.add_options(parser)
     options = parser.parse_args(line)
     options.compression = compressed.compression_params(parser, options)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,15 +47,20 @@ class Layer:
 
     def bind(self, data: Sequence[Array]) -> None:
         """Use these weights."""
+        self.weight, self.bias = data or (None, None)
 
     def bind_grad(self, grad: Sequence[Array]) -> None:
         """Write the gradients there."""
+        self.d_weight, self.d_bias = grad or (None, None)
 
     def forward(self, x: Array) -> Array:
         raise NotImplementedError
 
     def backward(self, dy: Array, need_dx: bool) -> Array | None:
         raise NotImplementedError
+
+
+Layers = dict[str, tuple[Any, ...]]  # by name: the class and its arguments
 
 
 class Dense(Layer):
@@ -65,12 +71,6 @@ class Dense(Layer):
     def __init__(self, inputs: int, outputs: int) -> None:
         self.shapes = ((outputs, inputs), (outputs,))
         self.fans = inputs + outputs
-
-    def bind(self, data: Sequence[Array]) -> None:
-        self.weight, self.bias = data
-
-    def bind_grad(self, grad: Sequence[Array]) -> None:
-        self.d_weight, self.d_bias = grad
 
     def forward(self, x: Array) -> Array:
         self.x_shape = x.shape
@@ -96,12 +96,6 @@ class ConvPool(Layer):
         self.k = k
         self.shapes = ((filters, channels, k, k), (filters,))
         self.fans = (channels + filters) * k * k
-
-    def bind(self, data: Sequence[Array]) -> None:
-        self.weight, self.bias = data
-
-    def bind_grad(self, grad: Sequence[Array]) -> None:
-        self.d_weight, self.d_bias = grad
 
     def forward(self, x: Array) -> Array:
         xp, k, filters = array_module(x), self.k, len(self.weight)
@@ -192,9 +186,9 @@ class Network:
 
     def __init__(
         self,
-        layers: dict[str, type[Layer] | tuple[Any, ...]],
-        devices: Sequence[Any],
-        seed: int,
+        layers: Layers,
+        devices: Sequence[Any] = ("cpu",),
+        seed: int = 0,
         dtype: Any = np.float32,
     ) -> None:
         self.dtype = dtype
@@ -249,38 +243,9 @@ class Network:
         return int((self.logits(x, replica).argmax(axis=0) == labels).sum())
 
 
-def lenet(devices: Sequence[Any] = ("cpu",), seed: int = 0, dtype: Any = np.float32) -> Network:
-    """MXNet's LeNet for images of 28x28 and 10 classes: 431 080 weights."""
-    return Network(
-        {
-            "conv1": (ConvPool, 1, 20, 5),
-            "tanh1": (Tanh,),
-            "conv2": (ConvPool, 20, 50, 5),
-            "tanh2": (Tanh,),
-            "fc1": (Dense, 50 * 4 * 4, 500),
-            "tanh3": (Tanh,),
-            "fc2": (Dense, 500, 10),
-        },
-        devices,
-        seed,
-        dtype,
-    )
-
-
-def mlp(devices: Sequence[Any] = ("cpu",), seed: int = 0, dtype: Any = np.float32) -> Network:
-    """MXNet's perceptron for images of 28x28 and 10 classes: 128 and 64 hidden units, 109 386 weights."""
-    return Network(
-        {
-            "fc1": (Dense, 28 * 28, 128),
-            "relu1": (Relu,),
-            "fc2": (Dense, 128, 64),
-            "relu2": (Relu,),
-            "fc3": (Dense, 64, 10),
-        },
-        devices,
-        seed,
-        dtype,
-    )
-
-
-NETWORKS = {"lenet": lenet, "mlp": mlp}
+LENET: Layers = {"conv1": (ConvPool, 1, 20, 5), "tanh1": (Tanh,), "conv2": (ConvPool, 20, 50, 5), "tanh2": (Tanh,)}
+LENET |= {"fc1": (Dense, 50 * 4 * 4, 500), "tanh3": (Tanh,), "fc2": (Dense, 500, 10)}  # 431 080 weights
+MLP: Layers = {"fc1": (Dense, 28 * 28, 128), "relu1": (Relu,), "fc2": (Dense, 128, 64), "relu2": (Relu,)}
+MLP |= {"fc3": (Dense, 64, 10)}  # 109 386 weights
+# MXNet's, for images of 28x28 and 10 classes.
+NETWORKS = {"lenet": partial(Network, LENET), "mlp": partial(Network, MLP)}

@@ -36,7 +36,7 @@ from image_files import Images, load_images
 from networks import NETWORKS, Network
 from usage import Parser
 
-from mpikv import KVStore, MpikvError, Parameter, Trainer, kv, optimizers
+from mpikv import KVStore, MpikvError, Parameter, Trainer, kv
 from mpikv.arrays.devices import use
 from mpikv.common.files import replacing
 from mpikv.common.progress import Progress
@@ -48,20 +48,15 @@ EVALUATION_BATCH = 500  # images at once: the activations of LeNet then take 30 
 
 def arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
+    parser.add_training("examples", "sgd")
     add = parser.add_argument
-    add("--kv-store", default="dist_sync", metavar="TYPE", help="local, device, dist_sync, dist_async, ... (dist_sync)")
-    add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
     add("--network", choices=sorted(NETWORKS), default="lenet", help="(lenet)")
     add(
         "--data-dir",
         help="directory with the four IDX files (what scripts/demo has fetched, else Debian's package, else "
         "scikit-learn's digits)",
     )
-    add("--num-examples", type=int, help="train on the first N examples only")
     add("--num-epochs", type=int, default=3, help="(3)")
-    add("--max-steps", type=int, help="stop after so many steps")
-    add("--batch-size", type=int, default=64, help="examples of one worker in a step, shared by its devices (64)")
-    add("--optimizer", default="sgd", help=f"one of {', '.join(optimizers.names())} (sgd)")
     add("--lr", type=float, help="learning rate (0.05, asynchronous 0.3; optimizers without momentum 0.001)")
     add(
         "--warmup-epochs", type=float, default=0.5, help="the rate grows to --lr over so much of the first epochs (0.5)"
@@ -71,18 +66,6 @@ def arguments() -> argparse.Namespace:
     add("--mom", type=float, help=f"momentum, for {', '.join(sorted(WITH_MOMENTUM))} (0.9, asynchronous 0)")
     add("--wd", type=float, default=1e-4, help="weight decay (0.0001)")
     add("--dtype", choices=("float32", "float64"), default="float32", help="of weights and gradients (float32)")
-    add("--seed", type=int, default=0, help="of the first weights and the order of the examples (0)")
-    add(
-        "--num-devices", type=int, default=1, help="replicas per worker in host memory, each with its part of the batch"
-    )
-    add(
-        "--gpus",
-        nargs="?",
-        const="auto",
-        help="GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count",
-    )
-    add("--save", type=Path, metavar="FILE", help="write all that is needed to go on, after every epoch")
-    add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     add("--dump-weights", type=Path, metavar="FILE", help="write the final weights as .npz")
     compressed.add_options(parser)
     options = parser.parse_args()

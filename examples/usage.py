@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from mpikv import optimizers
 from mpikv.runtime.launcher import let_rank_0_speak, said_rank
 
 
@@ -43,3 +45,26 @@ class Parser(argparse.ArgumentParser):
             return [kind(one) for one in text.split(",") if one]
         except ValueError as error:
             self.error(f"{option} is numbers with commas between them ({error})")
+
+    def add_training(self, what: str, optimizer: str) -> None:
+        """The options that trainings share. what: images or examples. optimizer: by default."""
+        add, names = self.add_argument, optimizers.names()
+        add(
+            "--kv-store",
+            "--kvstore",
+            default="dist_sync",
+            metavar="TYPE",
+            help="dist_sync, dist_async, ... (dist_sync)",
+        )
+        add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
+        add("--batch-size", type=int, default=64, help=f"{what} of one worker in a step, shared by its devices (64)")
+        add("--max-steps", type=int, help="stop after so many steps")
+        add("--num-examples", type=int, help=f"train on the first N {what} only")
+        text = f"one of {', '.join(names)} ({optimizer})"
+        add("--optimizer", choices=names, default=optimizer, metavar="NAME", help=text)
+        add("--seed", type=int, default=0, help=f"of the first weights, the order of the {what} and their changes (0)")
+        add("--num-devices", type=int, default=1, help="replicas of the model per worker, on the CPU (1)")
+        text = "GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count"
+        add("--gpus", nargs="?", const="auto", help=text)
+        add("--save", type=Path, metavar="FILE", help="write all that is needed to go on into FILE after every epoch")
+        add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")

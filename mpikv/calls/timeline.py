@@ -40,7 +40,9 @@ class Timeline:
             raise MpikvError("timeline: another timeline of this store is being written; end it first")
         self._store, self._session, self._strategy = store, session, strategy
         store_id = session.activity.store if session.activity is not None else ""
-        self._directory, self._about = directory, {"store": store_id or _of_process(), "type": session.name}
+        # In place of a store's own, the same in all of this process.
+        of_process = uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{os.getpid()}").hex
+        self._about = {"store": store_id or of_process, "type": session.name}
         about = {**self._about, "role": "worker", "number": session.rank, "workers": session.num_workers}
         self.path = path_of(directory, about)
         self._n_servers = 0  # of those that are ranks of their own, and are asked by this worker
@@ -53,7 +55,7 @@ class Timeline:
             session.clock_probes.begin()
             session.clock_probes.meet()
         try:
-            self._at_servers(self._directory)
+            self._at_servers(directory)
             self._probe()
         except BaseException:
             self.end()
@@ -116,7 +118,3 @@ class Timeline:
                 asked_s = session.recorder.now_s()
                 (answer,) = self._strategy.ask_servers(b"{}", number)
                 session.recorder.add("clock", asked_s, ["server", number, json.loads(answer)["time_ns"]])
-
-
-def _of_process() -> str:
-    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{os.getpid()}").hex

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,6 @@ from mpikv.data.split import SplitSampler
 from mpikv.runtime.abort import tells
 
 MOST_AHEAD = 1000  # batches
-
-
-class Dataset(Protocol):
-    """What a DataLoader loads from, if not from arrays."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> Any: ...
 
 
 class _Arrays:
@@ -87,7 +79,7 @@ class DataLoader:
     @tells
     def __init__(
         self,
-        dataset: Dataset | NDArray[Any] | tuple[NDArray[Any], ...],
+        dataset: Any,
         batch_size: int,
         *,
         sampler: Iterable[int] | None = None,

@@ -17,7 +17,7 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,16 +46,6 @@ def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
     whole, rest = divmod(n, num_parts)
     begin = whole * part_index + min(part_index, rest)
     return begin, begin + whole + (part_index < rest)
-
-
-class HasRank(Protocol):
-    """What `SplitSampler.for_store` asks of a store."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_workers(self) -> int: ...
 
 
 class SplitSampler:
@@ -109,7 +99,7 @@ class SplitSampler:
 
     @classmethod
     def for_store(
-        cls, length: int, store: HasRank, *, last: Last | None = None, shuffle: bool = True, seed: int = 0
+        cls, length: int, store: Any, *, last: Last | None = None, shuffle: bool = True, seed: int = 0
     ) -> SplitSampler:
         """Make the sampler of this worker: part `store.rank` of `store.num_workers`. Local.
 

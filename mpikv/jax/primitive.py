@@ -24,7 +24,6 @@ from jax.interpreters import ad, batching, mlir
 
 from mpikv.errors import UnsupportedError
 from mpikv.jax.calls import ALIGNED, Call
-from mpikv.kvstore import KVStore
 from mpikv.spaces.callers import gpu_of
 
 exchange_p = Primitive("mpikv_exchange")
@@ -46,7 +45,8 @@ def _at_once(*leaves: Any, call: Call) -> list[Any]:
         if not leaf.is_fully_addressable:
             raise UnsupportedError(f"{call.lines[0]}: {line} lies partly on devices of another process")
     store = call.calls.store
-    if leaves and call.op != "broadcast" and all(_is_on_gpu_of(store, leaf) for leaf in leaves):
+    on_gpu = store.device is not None and all(len(one.devices()) == 1 and gpu_of(one) == store.device for one in leaves)
+    if leaves and call.op != "broadcast" and on_gpu:
         divisor = store.num_workers if call.op == "mean" else 1
         # Before adding, as on the host, and in the leaf's dtype.
         scaled = [leaf if divisor == 1 else leaf / jnp.asarray(divisor, leaf.dtype) for leaf in leaves]
@@ -56,11 +56,6 @@ def _at_once(*leaves: Any, call: Call) -> list[Any]:
             return [_like(np.asarray(one), leaf) if w else one for one, leaf, w in zip(sums, leaves, weak, strict=True)]
     results = call.calls.exchange(call, [np.asarray(leaf) for leaf in leaves])
     return [_like(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-
-
-def _is_on_gpu_of(store: KVStore, leaf: Any) -> bool:
-    """Whether an array is on the GPU that the store uses, and nowhere else."""
-    return store.device is not None and len(leaf.devices()) == 1 and gpu_of(leaf) == store.device
 
 
 def _like(result: np.ndarray[Any, Any], leaf: Any) -> Any:

@@ -374,7 +374,7 @@ def test_asynchronous_training(digits: Path, tmp_path: Path) -> None:
         (["--lr-step-epochs", "2,x"], "numbers with commas between them"),
         (["--data-dir", "/nowhere"], "/nowhere: there is no such directory"),
         (["--kv-store", "dist_snyc"], "dist_snyc"),
-        (["--optimizer", "gradient"], "unknown optimizer 'gradient'"),
+        (["--optimizer", "gradient"], "invalid choice: 'gradient'"),
         (["--resume", "/nowhere/run"], "train_mnist.py: --resume /nowhere/run: there is no such file"),
         (["--resume", __file__], f"train_mnist.py: --resume {__file__}: not a file of states, or a damaged one"),
     ],

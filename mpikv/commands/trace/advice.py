@@ -23,7 +23,9 @@ NOTHING: Finding = 0.0, ""
 def advice(ranks: Sequence[Rank], analysis: Analysis) -> str:
     if not any(worker.whole for worker in analysis.workers.values()):
         return "nothing was pushed while these timelines were written"
-    found = (_late(ranks, analysis), _small(analysis), _coding(analysis), _servers(analysis), _sent(ranks, analysis))
+    coding = _share(analysis, "coding")
+    text = f"encoding and decoding take {coding:.0%} of the time: a cheaper codec, such as fp16, or none"
+    found = (_late(ranks, analysis), _small(analysis), (coding, text), _servers(analysis), _sent(ranks, analysis))
     share, text = max(found, key=lambda one: one[0])
     if share >= WORTH:
         return text
@@ -68,11 +70,6 @@ def _small(analysis: Analysis) -> Finding:
     share = _share(analysis, "sending") + _share(analysis, "other")
     text = f"{len(sizes):,} keys of about {round(statistics.median(sizes))} bytes cost {share:.0%} of the time"
     return share, f"{text}: push them as one list, or use a Trainer, which puts small keys into buckets"
-
-
-def _coding(analysis: Analysis) -> Finding:
-    share = _share(analysis, "coding")
-    return share, f"encoding and decoding take {share:.0%} of the time: a cheaper codec, such as fp16, or none"
 
 
 def _servers(analysis: Analysis) -> Finding:

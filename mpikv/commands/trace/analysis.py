@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from mpikv.commands.trace.files import Rank
 from mpikv.commands.trace.rounds import CONTRIBUTES, Name, Timed, TimedRound, by_rank, complete
-from mpikv.commands.trace.spans import Spans, common, total, union
 
 WAITS = ("wait", "meet", "collective")  # for others, and then for what is sent
 IN_STORE = (*WAITS, "call", "agree", "add")
 MOVES = ("reduce-scatter", "update", "allgather", "copy", "exchange", "pull", "add", "collective")
 CODING = ("encode", "decode")
 
+Spans = list[tuple[float, float]]  # moments: sorted, and apart from each other
 Last = dict[Name, tuple[int, float]]  # who contributed last to a round, and when
 
 
@@ -173,3 +173,32 @@ class _Worker:
 
 def _spans(own: Iterable[Timed], kinds: Sequence[str]) -> Spans:
     return [(one.begin_us, one.end_us) for one in own if one.event.kind in kinds]
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Return the moments that are in any of the spans."""
+    found: Spans = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def common(one: Spans, other: Spans) -> Spans:
+    """Return the moments that are in both."""
+    found, i, j = Spans(), 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def total(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)

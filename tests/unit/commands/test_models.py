@@ -38,5 +38,5 @@ def test_resnet50_begins_and_ends_as_it_does() -> None:
 
 
 def test_lenet_is_that_of_the_examples() -> None:
-    network = networks.lenet()
+    network = networks.NETWORKS["lenet"]()
     assert tuple(parameter.data.shape for parameter in network.parameters.values()) == shapes("lenet")
