@@ -2,12 +2,11 @@
 
 The callable changes `weight` in place and returns the `state` that it gets at the next update; the first one is None.
 It gets the weight itself, in its shape and dtype, and the gradient multiplied by `rescale_grad` (float32 if the weight
-is float16 or bfloat16), which it must not change. For a key on a GPU both are arrays of CuPy. It does not get the other
-common parameters, such as the learning rate. Its keys are not cut, since its formula is unknown, unless it has an
-attribute `elementwise = True`; then it gets flat slices.
+is float16 or bfloat16), which it must not change; for a key on a GPU arrays of CuPy. Its keys are not cut, since its
+formula is unknown, unless it has an attribute `elementwise = True`; then it gets flat slices.
 
-The state that it returns may be any object. It can be saved, and moved to another rank, if it is None, a number, an
-array, or a flat dict (with string keys), list or tuple of numbers and arrays.
+The state may be any object. It can be saved, and moved to another rank, if it is None, a number, an array, or a flat
+dict (with string keys), list or tuple of numbers and arrays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A text by which ranks check that they have the same user function.
+"""A text by which ranks check that they have the same user function, since functions cannot be compared.
 
-Functions cannot be compared, so the text is the function's name with a digest of its code: bytecode, the names and
-constants in it, default values, and simple values (numbers, strings) in its closure. So two lambdas on one line differ,
-and so do two functions with different learning rates in their closures; memory addresses and file paths make no
-difference. Global variables, and arrays in closures, are not compared.
+It is the function's name with a digest of its code: bytecode, the names and constants in it, default values, and simple
+values (numbers, strings) in its closure. So two lambdas on one line differ, and so do two functions with different
+learning rates in their closures; memory addresses and file paths make no difference. Global variables, and arrays in
+closures, are not compared.
 """
 
 from __future__ import annotations

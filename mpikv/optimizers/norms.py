@@ -1,7 +1,7 @@
 """Optimizers that scale the step of each key by the ratio of two norms. A key is not cut, since a norm needs all of it.
 
-A norm has the same bits every time (spaces/folded.py), so workers with the same values have the same norm. On a GPU the
-norm stays there: it only goes into further arithmetic, and `np.where` takes the place of an `if`.
+A norm has the same bits every time (spaces/folded.py). On a GPU it stays there: it only goes into further arithmetic,
+and `np.where` takes the place of an `if`.
 
 Cost per update: LARS that of SGD, LAMB that of Adam, and two arrays read once more for their norms. Sources: LARS: You,
 Gitman and Ginsburg, arXiv:1708.03888; correction of the momentum: Goyal et al., arXiv:1706.02677; in the form of MXNet

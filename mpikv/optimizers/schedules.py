@@ -1,14 +1,13 @@
 """Learning rate schedules: pure functions from the number of updates to a learning rate.
 
 A schedule is a frozen value. Called with the update's number t (1 for the first update of a key) it returns the same
-learning rate every time, so that it can be called on any rank, in any order, and after a restart. While
-t < warmup_steps the rate rises from `warmup_begin_lr` to `base_lr` in equal steps (`warmup_mode='linear'`) or stays at
-`warmup_begin_lr` (`'constant'`); steps and decay below count all updates, those of the warm-up included.
+learning rate every time. While t < warmup_steps the rate rises from `warmup_begin_lr` to `base_lr` in equal steps
+(`warmup_mode='linear'`) or stays at `warmup_begin_lr` (`'constant'`); steps and decay below count all updates.
+`dataclasses.replace(schedule, base_lr=...)` makes a changed schedule.
 
 Names, defaults and values are those of MXNet 1.9, with two differences. A schedule of MXNet remembers its last update,
 so that a call for an earlier one returns a later rate. And an optimizer's `learning_rate` overwrites its `base_lr`, but
-not the rate from which the warm-up and the decay start. `dataclasses.replace(schedule, base_lr=...)` makes a changed
-schedule.
+not the rate from which the warm-up and the decay start.
 
 Source: MXNet 1.9, python/mxnet/lr_scheduler.py; cosine: Loshchilov and Hutter, SGDR, ICLR 2017, without restarts.
 """

@@ -1,17 +1,11 @@
 """Training that seldom talks: workers make steps by themselves, and then agree on weights by what each has moved.
 
-    trainer = Trainer(params, "adam", {"learning_rate": 1e-3}, kvstore=None)
-    local = LocalUpdates(params, store, every=8, outer={"type": "nesterov", "learning_rate": 0.7, "momentum": 0.9})
-    ...
-    trainer.step(batch_size)             # or of PyTorch: optimizer.step()
-    local.step()                         # after every 8 steps all workers have the same weights again
-
 What a worker has moved since the last round, `old - new`, is pushed as if it were a gradient; the store's *outer*
 optimizer makes the next common weights of the mean. With SGD and a rate of 1 that is the mean of the workers' weights
-("mean": local SGD; Lin et al. 2020, arXiv:1808.07217, from some step on: post-local SGD). With Nesterov momentum it is
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with plain momentum SlowMo (Wang et al. 2020, arXiv:1910.00643) for an
-inner rate that does not change. With elastic averaging (Zhang et al. 2015, arXiv:1412.6651) a worker keeps its weights,
-and they and the common ones come nearer to each other by a part of their difference.
+("mean": local SGD; Lin et al. 2020, arXiv:1808.07217). With Nesterov momentum it is DiLoCo (Douillard et al. 2023,
+arXiv:2311.08105); with plain momentum SlowMo (Wang et al. 2020, arXiv:1910.00643) for an inner rate that does not
+change. With elastic averaging (Zhang et al. 2015, arXiv:1412.6651) a worker keeps its weights, and they and the common
+ones come nearer to each other by a part of their difference.
 
 The exchanges may be spread, and hidden behind computing (Streaming DiLoCo; Douillard et al. 2025, arXiv:2501.18512):
 each of several parts of the weights has rounds of its own, which end one after another, and the result of an exchange
@@ -103,8 +97,8 @@ class LocalUpdates:
     each worker's own, but for `sync_buffers`. store: `dist_sync`, `dist_async` or `local`.
 
     every: after how many steps a round ends; or a function that gets the number of steps made and returns that, the
-    same on all workers (`lambda step: 1 if step < 1000 else 8`: post-local SGD); or None: a round ends where the
-    program calls `exchange`, after any number of steps on each worker, by which their parts are weighed.
+    same on all workers; or None: a round ends where the program calls `exchange`, after any number of steps on each
+    worker, by which their parts are weighed.
 
     outer: 'mean', 'nesterov', 'slowmo', 'easgd' or a dict with such a `type` and its arguments; or an optimizer as
     `optimizers.create` takes one, to which the mean of what workers have moved is the gradient. 'easgd', made for
@@ -119,8 +113,7 @@ class LocalUpdates:
     begun its result is written into the parameters; only then a worker waits for it. At most `every` // `parts`.
 
     mixing: what the parameters get when the common weights arrive. None: these, and what the worker has moved since the
-    exchange began. A number from 0 to 1: mixing * own + (1 - mixing) * common, as in Streaming DiLoCo; of what the
-    worker has moved in the delay that part is left.
+    exchange began. A number from 0 to 1: mixing * own + (1 - mixing) * common, as in Streaming DiLoCo.
 
     common: the weights of the last round: a module if `params` is one, else parameters by their names.
 

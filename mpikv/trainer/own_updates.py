@@ -1,11 +1,9 @@
 """Updates that no store makes: a worker applies the optimizer to its own weights, which clipping by the norm needs.
 
 The first device's replica is updated in its memory (host or GPU), in place if it is contiguous, and copied to the other
-devices. So replicas stay equal, and each worker holds the optimizer's states once, not once per device.
-
-The norm is that of the gradient which the update applies, the mean over all examples, and of all parameters together.
-It is computed from the sums, which have the same bits on all workers, and in an order of additions that does not depend
-on the processor. So all workers compute the same norm, and their weights stay the same.
+devices. So replicas stay equal, and each worker holds the optimizer's states once, not once per device. The norm is
+that of the mean over all examples, and of all parameters together: of the sums, which have the same bits on all
+workers, added in an order that does not depend on the processor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Row-sparse parameters of a Trainer: a worker pushes the rows of their gradients, and pulls the changed rows.
 
 The weight is a dense array on every worker, as models read it. A worker pulls the rows that any worker's push has
-changed since its last pull: in each step those that are in some worker's gradient.
+changed since its last pull.
 """
 
 from __future__ import annotations

@@ -136,9 +136,8 @@ class Trainer(TrainerFiles):
 
         parameter: one of this trainer's, or its name. batch_size: the one that `step` will get; by default that of the
         last step. The gradient may be overwritten when this returns, except with `update_on_kvstore=False`: then the
-        sum over the workers is written into it, before `step` returns. Does not wait for other workers, but for once in
-        the first step, in which they agree on the divisor. `step` sends every gradient that was not pushed; it sends
-        all of them in the first step if no batch_size is given here, and where all workers share memory.
+        sum over the workers is written into it, before `step` returns. Waits for other workers in the first step alone.
+        `step` sends what was not pushed: all in a first step without batch_size, and where all workers share memory.
 
         Raises ValueError for a parameter that is not this trainer's, one that was pushed before in this step, a missing
         gradient, or a batch_size that differs from that of earlier pushes.
