@@ -23,7 +23,7 @@ from mpikv.observe.recorder import Recorder
 from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import Space
-from mpikv.strategies.device_pieces import DevicePieces, pieces_in
+from mpikv.strategies.device_pieces import pieces_in
 from mpikv.strategies.pieces import Pieces
 from mpikv.transports import wire
 
@@ -131,17 +131,9 @@ class ClientKey:
             return total[begin:end]
         return self.encoded.encode(total, (begin, end))
 
-    def encodes_on_device(self, *, uncompressed: bool) -> bool:
-        """Whether a push is encoded on the GPU, before it is copied to the host."""
-        return isinstance(self.encoded, DevicePieces) and not uncompressed
-
     @cached_property
     def returned_in_space(self) -> Pieces:
         return pieces_in(self._space, self.info, self.compression.pull, self._recorder)
-
-    def decodes_on_device(self, *, uncompressed: bool) -> bool:
-        """Whether an answer is decoded on the GPU, after it has been copied there."""
-        return isinstance(self.returned_in_space, DevicePieces) and not uncompressed
 
     # --- states
 
@@ -156,9 +148,6 @@ class ClientKey:
     @property
     def _pieces(self) -> list[Span]:
         return [piece for route in self.routes for piece in route.pieces]
-
-    def answer_buffer(self, array: HostArray | PieceMessages, *, uncompressed: bool) -> AnswerBuffer:
-        return AnswerBuffer(array, None if uncompressed else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """The messages that give each owner its shard's first values: server, header, payload."""

@@ -149,8 +149,9 @@ class _KeyCall:
         self._on_device: SpaceArray = total
         if total is None and DEVICE in self._space_names:
             self._on_device = calls.space.empty(info.n_elems, info.dtype)
-        encodes = total is not None and item.key.encodes_on_device(uncompressed=item.pushes_uncompressed)
-        decodes = self._space_names == {DEVICE} and item.key.decodes_on_device(uncompressed=item.answered_uncompressed)
+        encodes = total is not None and isinstance(item.key.encoded, DevicePieces) and not item.pushes_uncompressed
+        decodes = self._space_names == {DEVICE} and isinstance(item.key.returned_in_space, DevicePieces)
+        decodes &= not item.answered_uncompressed
         copies_up = DEVICE in self._space_names and (bool(self._copied) or HOST in self._space_names) and not decodes
         if copies_up or (total is not None and self._copied and not encodes):
             self._on_host = calls.space.page_locked(info.n_elems * info.dtype.itemsize).view(info.dtype)

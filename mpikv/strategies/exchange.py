@@ -105,6 +105,12 @@ class Item(NamedTuple):
     def answered_uncompressed(self) -> bool:
         return bool(self.flags & wire.UNCOMPRESSED_ANSWER)
 
+    def answer_buffer(self) -> AnswerBuffer | None:
+        """Make the buffer for the answer; None if nothing is pulled."""
+        if self.sink is None:
+            return None
+        return AnswerBuffer(self.sink.buffer(), None if self.answered_uncompressed else self.key.returned)
+
     def pushed(self, begin: int, end: int) -> HostArray | None:
         """Elements [begin, end) as they are sent; None if nothing is pushed."""
         if self.total is None:
@@ -260,12 +266,7 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, for all items. Ends when all answers have been received and no array is in use."""
         self.unsent += kind == wire.PUSH
-        buffers = [
-            None
-            if item.sink is None
-            else item.key.answer_buffer(item.sink.buffer(), uncompressed=item.answered_uncompressed)
-            for item in items
-        ]
+        buffers = [item.answer_buffer() for item in items]
         windowed = any(len(route.pieces) > PIECES_IN_FLIGHT for item in items for route in item.routes)
         transfer = _Transfer(self, kind, priority, windowed=windowed)
         transfer.send_small(items, buffers)
