@@ -70,14 +70,8 @@ def test_each_mode_records_what_it_does(case, tmp_path):
     assert {event.kind for rank in ranks if rank not in workers for event in rank.events} == at_servers
     for rank in workers:
         calls = [event.what for event in rank.events if event.kind == "call"]
-        assert calls == [
-            "init",
-            *(["set_optimizer"] if case == "asynchronous" else []),
-            "pushpull",
-            "push",
-            "pull",
-            "barrier",
-        ]
+        optimizer = ["set_optimizer"] if case == "asynchronous" else []
+        assert calls == ["init", *optimizer, "pushpull", "push", "pull", "barrier"]
         rounds = {event.round for event in rank.events if event.kind in ("push", "meet", "exchange")}
         assert rounds == ({1} if case == "direct" else {1, 2})
 

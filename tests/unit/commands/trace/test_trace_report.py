@@ -152,20 +152,6 @@ ANSWERS = "workers wait 100% of theirs for answers"
         (keys(1, 8, 0.1), "computing takes 99% of the time: nothing in the store is worth a change"),
         ([rank("worker", 0, 1, ("call", 0, 1, "init"))], "nothing was pushed while these timelines were written"),
     ],
-    ids=[
-        "late",
-        "a little late",
-        "small",
-        "coded",
-        "servers",
-        "a key that is cut",
-        "a short key",
-        "uncompressed",
-        "not hidden",
-        "hidden",
-        "fine",
-        "nothing",
-    ],
 )
 def test_one_sentence_says_what_costs_most_and_what_helps(ranks: Sequence[Rank], text: str):
     assert advice(ranks, analysis_of(ranks)).startswith(text)
@@ -175,21 +161,8 @@ def test_the_report_has_a_line_for_each_rank_the_dearest_keys_and_the_advice():
     ranks = [*late(), rank("server", 0, 2, ("serve", 0, 3), ("serve", 8, 10))]
     ranks[0].lost = 7
     lines = [*report(ranks, analysis_of(ranks))]
-    assert lines[2].split() == [
-        "worker",
-        "0",
-        "on",
-        "a",
-        "0.060",
-        "s",
-        "16.7%",
-        "66.3%",
-        "worker",
-        "1",
-        "16.7%",
-        "0.3%",
-        "0%",
-    ]
+    expected = "worker 0 on a 0.060 s 16.7% 66.3% worker 1 16.7% 0.3% 0%"
+    assert " ".join(lines[2].split()) == expected
     assert "slowest: worker 1 on a; each other worker waits 19.9 ms a round for it" in lines
     assert "server 0 on a: busy for 50% of its time" in lines
     assert [line.split() for line in lines if line.startswith("w ")] == [["w", "1048576", "2", "4.950", "5.000"]]
