@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class _Tensor(NamedTuple):
+class _StoredTensor(NamedTuple):
     name: str
     dtype: str
     shape: Sequence[int]
@@ -44,7 +44,9 @@ def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any], arrays
         if array.dtype not in _NAMES:
             raise UnsupportedError(f"an array of dtype {array.dtype} cannot be saved in a file of states")
     tensors = [
-        _Tensor(name, _NAMES[array.dtype], list(array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        _StoredTensor(
+            name, _NAMES[array.dtype], list(array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
         for name, array in arrays.items()
     ]
     tensors.sort(key=lambda one: -DTYPES[one.dtype].itemsize)  # each begins at a multiple of its elements' size
@@ -77,7 +79,7 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
             damaged(origin, f"written in version {shown(metadata.get('version'))}; this mpikv reads version {VERSION}")
         file.seek(0)
         opened: Any = deserialize(file.read())  # type: ignore[no-untyped-call]
-        tensors = [_Tensor(name, one["dtype"], one["shape"], one["data"]) for name, one in opened]
+        tensors = [_StoredTensor(name, one["dtype"], one["shape"], one["data"]) for name, one in opened]
         text = metadata["content"]
         if metadata.get("crc32") != _checksum(text, tensors):
             damaged(origin, "damaged: its checksum is wrong")
@@ -115,7 +117,7 @@ def _metadata(header: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _checksum(text: str, tensors: Sequence[_Tensor]) -> str:
+def _checksum(text: str, tensors: Sequence[_StoredTensor]) -> str:
     found = zlib.crc32(text.encode())
     for one in sorted(tensors):
         found = zlib.crc32(one.data, zlib.crc32(f"{one.name} {one.dtype} {[*one.shape]}".encode(), found))
