@@ -11,7 +11,7 @@ import pytest
 from mpikv.engine.backoff import Backoff, wait_until
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Completion, Done
-from mpikv.engine.running import Running
+from mpikv.engine.running import Running, run
 from mpikv.errors import MpikvError
 
 
@@ -85,6 +85,12 @@ def test_an_error_inside_or_of_a_request_is_raised_by_test():
         for _ in range(2):
             with pytest.raises(kind):
                 running.test()
+
+
+def test_run():
+    assert run(iter_of(Done(), 5), 1, too_late) == 5
+    with pytest.raises(TimeoutError, match="too late"):
+        run(iter_of(Flag()), 0.01, too_late)
 
 
 # ---- waits
