@@ -104,6 +104,16 @@ def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there again
 
 
+def test_results_go_to_standard_output_while_a_bar_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = terminal_of(monkeypatch)
+    with Progress("plan", 2, "rows") as progress:
+        progress.say("a row", "another")
+    assert capsys.readouterr().out == "a row\nanother\n"
+    assert "row\n" not in terminal.getvalue()
+
+
 def test_no_bar_where_none_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch, "dumb")
     clock = Clock()
