@@ -84,9 +84,16 @@ def _folder_of_variables(job: BatchJob) -> str:
     """Where the file of --env lies: beside the output, or at home if others could replace there what is run."""
     folder = job.output_dir or "."
     os.makedirs(folder, exist_ok=True)
-    status = os.stat(folder)
-    ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    place = Path(folder).resolve()
+    # In a folder with the sticky bit, such as /tmp, nobody renames what is another's.
+    above = [one.stat() for one in place.parents]
+    ours = _only_ours(place.stat()) and all(_only_ours(one, 0) or one.st_mode & stat.S_ISVTX for one in above)
     return folder if ours else os.path.expanduser("~")
+
+
+def _only_ours(status: os.stat_result, *others: int) -> bool:
+    """Whether this user, or one of these others, owns a folder that nobody else may write to."""
+    return status.st_uid in (os.geteuid(), *others) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _submit(job: BatchJob, text: str, variables: Mapping[str, str]) -> str:

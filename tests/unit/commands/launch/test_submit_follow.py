@@ -256,18 +256,19 @@ def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) 
     assert [str(file) for file in left] == ([] if wait else [line.removeprefix("ENV_FILE=")])
 
 
-def test_values_of_variables_lie_where_nobody_replaces_them(slurm: dict[str, str], tmp_path: Path) -> None:
-    """The job runs their lines: they go into the home folder where others may write beside the output."""
+@pytest.mark.parametrize("inner", ["", "mine"])
+def test_values_of_variables_lie_where_nobody_replaces_them(slurm: dict[str, str], tmp_path: Path, inner: str) -> None:
+    """The job runs their lines: they go into the home folder where others may write beside the output, or above it."""
     shared, home = tmp_path / "shared", tmp_path / "home"
-    shared.mkdir()
+    (shared / inner).mkdir(parents=True)
     shared.chmod(0o777)
     home.mkdir()
-    words = command("slurm", "-n", "2", "--output-dir", str(shared), "--env", "A=1", "--", "true")
+    words = command("slurm", "-n", "2", "--output-dir", str(shared / inner), "--env", "A=1", "--", "true")
     environ = {**slurm, "HOME": str(home)}
     subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=60, check=True)
     (line,) = (one for one in settings((tmp_path / "script").read_text()) if one.startswith("ENV_FILE="))
     assert [f"ENV_FILE={one}" for one in home.iterdir()] == [line]
-    assert list(shared.iterdir()) == []
+    assert list((shared / inner).iterdir()) == []
 
 
 def test_values_of_variables_are_not_printed(tmp_path: Path) -> None:
