@@ -83,6 +83,9 @@ def test_the_trace_of_a_store_keeps_to_the_format_and_has_an_arrow_from_each_con
     found = [*events_of(ranks, timed, rounds)]
     rows = check(found)
     assert {pid for pid, _ in rows} == {ROWS * (i + 1) for i in range(len(ranks))}
+    threads = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    at_servers = {"servers": {"requests"}, "asynchronous": {"server"}}  # of ranks of their own, and within workers
+    assert threads & {"requests", "server"} == at_servers.get(name, set())
     sent = [event["name"].split()[0] for event in found if event.get("cat") in ("exchange", "pull")]
     names = Counter(sent)
     assert names["push"] == names["exchange"]
