@@ -123,6 +123,15 @@ def test_not_found(made, other):
     assert prepared.find(*other) is None
 
 
+def test_one_key_with_lists():
+    for value, out in (([X], None), (X, [Y, Z]), ([X], [Y])):
+        prepared, _ = known(("w", value, out))
+        for argument in (value, out):
+            if isinstance(argument, list):
+                argument[0] = Z
+        assert prepared.find("w", value, out) is None
+
+
 def test_an_array_in_another_shape_or_read_only_is_checked_anew():
     value, out = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
     prepared, call = known(("w", value, None), ("v", value, out))[:2]
