@@ -36,8 +36,7 @@ def main():
     train, test = tensors(images.train_x, images.train_y), tensors(images.test_x, images.test_y)
 
     store = kv.create("dist_sync")  # mpikv
-    net = network()
-    net = mt.DistributedModel(net, store)  # mpikv
+    net = mt.DistributedModel(network(), store)  # mpikv
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     sampler = SplitSampler.for_store(len(train), store, last="drop")  # mpikv: parts of equal length
     loader = DataLoader(train, batch_size=64, sampler=sampler)
