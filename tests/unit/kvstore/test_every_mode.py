@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from on_workers import on
 from store_checks import every_check
-from store_modes import FEW, FEW_ASYNC, HYBRID, ONE_HOST, SERVED, THREE_HOSTS, TWO_HOSTS
+from store_modes import FEW, FEW_ASYNC, HYBRID, ONE_HOST, THREE_HOSTS, TWO_HOSTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # of np.matrix
 
@@ -15,6 +15,6 @@ def test_every_check(store, mode):
     every_check(store, mode)
 
 
-@on(TWO_HOSTS, THREE_HOSTS, SERVED, HYBRID[0], FEW_ASYNC[0], late=True, progress="calls")
+@on(TWO_HOSTS, HYBRID[0], FEW_ASYNC[0], late=True, progress="calls")
 def test_messages_that_come_late_to_a_store_without_a_thread(store, mode):
     every_check(store, mode)

@@ -10,7 +10,7 @@ import pytest
 from on_workers import full, on
 from store_modes import ADDING, ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, THREE_HOSTS, TWO_HOSTS, Mode, every_way, mode_id
 
-from mpikv import KVStore, optimizers
+from mpikv import KVStore, MpikvError, optimizers
 from mpikv.config import Config
 from mpikv.placement.place import place
 from mpikv.strategies import placed_keys
@@ -179,6 +179,28 @@ def test_a_bucket_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
             assert value.tolist() == [i * sum(range(2, W + 2)) for i in range(size)]
 
     TWO_HOSTS.run(body)
+
+
+@on(TWO_HOSTS, THREE_HOSTS)
+def test_keys_of_a_bucket_are_reduced_in_one_way(store, W):
+    store.init(keys := ["a", "b", "c"], [full(0), full(0, 5), full(0, 2)])
+    store.strategy.bucket(keys)
+    mine = [full(store.rank + 1), full(store.rank + 2, 5), full(store.rank + 3, 2)]
+    for _ in range(2):
+        for op, wanted in (
+            ("sum", [W * (W + 1) / 2 + W * i for i in range(3)]),
+            ("max", [W, W + 1, W + 2]),
+            ("min", [1, 2, 3]),
+        ):
+            store.pushpull(keys, values := [array.copy() for array in mine], op=op)
+            assert [value[0] for value in values] == wanted
+    store.pushpull_async("a", mine[0], full(0), op="min")
+    with pytest.raises(MpikvError, match="other keys of its bucket were pushed with 'min', and all keys of a bucket"):
+        store.pushpull("b", mine[1], full(0, 5), op="max")
+    for i in (1, 2):
+        store.pushpull_async(keys[i], mine[i], np.zeros_like(mine[i]), op="min")
+    store.wait_all()
+    assert store.pull("b").tolist() == [2.0] * 5
 
 
 # --- calls that come again with the same arrays do what calls with new arrays do, whatever has changed since
