@@ -153,10 +153,17 @@ def test_jax(n: int | None, digits: Path) -> None:
     assert len((EXAMPLES / "jax_mnist.py").read_text().splitlines()) < 60
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 7,000 words in a file."""
+    file = tmp_path_factory.mktemp("text") / "text"
+    file.write_text("".join((EXAMPLES.parent / f"docs/{name}.md").read_text() for name in ("semantics", "pytorch")))
+    return file
+
+
 @pytest.mark.parametrize(("n", "servers"), [(None, 0), job(3, 0), job(3, 1)])
-def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: int) -> None:
+def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: int, text: Path) -> None:
     """The same losses, and at most a tenth of the bytes that the whole tables have, pushed and pulled, in each step."""
-    text = EXAMPLES.parent / "CHANGELOG.md"
     common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
     found = {}
     for way in ((), ("--dense",)):
@@ -172,9 +179,8 @@ def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: in
 
 
 @pytest.mark.parametrize("n", [None, job(3)])
-def test_word_vectors_of_workers_that_train_by_themselves(n: int | None) -> None:
+def test_word_vectors_of_workers_that_train_by_themselves(n: int | None, text: Path) -> None:
     """They learn; three workers send two tables of the text's words, there and back, in each of a few rounds."""
-    text = EXAMPLES.parent / "CHANGELOG.md"
     common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
     sent = []
     for every in (16, 1_000_000):
