@@ -162,7 +162,7 @@ def _records(content: Mapping[str, Any], arrays: Mapping[str, HostArray], origin
     for item in listed:
         record = _record(item, arrays, origin)
         end = ends.get((record.key, record.worker))
-        if end is not None and (record.begin < end or record.whole):
+        if end is not None and (record.begin < end or not record.n_elems):
             damaged(origin, f"damaged: element {record.begin} of key {shown(record.key)} is there twice")
         ends[record.key, record.worker] = record.end
         records.append(record)

@@ -201,7 +201,8 @@ def test_the_array_is_the_value_until_the_next_push(store, patient):
     assert uniform(store.pull("w")) == 6
     x += 1
     assert uniform(store.pull("w")) == 7
-    store.pushpull("w", full(1, 8))
+    once = full(1, 8)  # kept: an array at its place in memory would be known by it
+    store.pushpull("w", once)
     x += 1
     assert uniform(store.pull("w")) == 2
     alive = [numbers(store, 8, step) for step in range(6)]

@@ -53,8 +53,9 @@ for word in words:
 # Rank 0 is run, below the shell that belongs to each rank; the others begin, and end with status 0, but for the lost.
 at = words.index("RUN")
 mark = os.path.join(os.path.dirname(words[at - 2]), words[at - 1])
-ranks = []
+ranks, came = [], []
 def hand_on(number, _):
+    came.append(number)
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(rank.pid, number)
@@ -68,6 +69,8 @@ if sys.argv[0].endswith("srun"):
     number_is = "SLURM_PROCID"
 program = [*words[at - 3:at], sys.executable, "-ISc", *words[at + 1:]]
 ranks.append(subprocess.Popen(program, env={{**os.environ, number_is: "0"}}, start_new_session=True))
+for number in came[:1]:  # it came before rank 0 was known here
+    hand_on(number, None)
 status = ranks[0].wait()
 for other in others[int(os.environ.get("LOST", "0")):]:
     open(f"{{mark}}-ended-{{other}}", "w")
