@@ -6,6 +6,7 @@ Who stays away comes once there is a file $FOLDER/go. Prints `survived` where a 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -56,6 +57,8 @@ with kv.create("dist_sync") as store:
         kv.create("dist_sync")
     elif store.rank == victim and not case.startswith("before"):
         print(f"rank {victim} stays away", flush=True)
+        if case == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         sleep_in_python()
     store.pushpull("a", np.ones(3, np.float32))
 print("survived", flush=True)

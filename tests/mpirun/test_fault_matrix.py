@@ -103,7 +103,6 @@ FAULTS = {
     ),
     "uneven_batches": Fault(
         (
-            rf"before epoch 1 began, .* batches: worker 0 {HOST}: 5; worker 1 {HOST}, worker 2 {HOST}: 4",
             rf"PeerError: worker 0 .* pushpull of key 'a', round 12: worker [12] {HOST} closed its store after 11",
             r"fault_program\.py\", line \d+, in uneven_batches",
         )
