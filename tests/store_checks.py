@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from foreign_arrays import ForeignArray, ForeignDevice
+from foreign_arrays import ForeignArray, ForeignDevice, Tensor
 from on_workers import full, uniform
 from store_modes import DTYPES, Mode
 
@@ -34,19 +34,6 @@ OPS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "pro
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
-
-
-class Tensor:
-    """An array that has DLPack and nothing else."""
-
-    def __init__(self, memory):
-        self.memory = memory
-
-    def __dlpack__(self, **kwargs):
-        return self.memory.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self.memory.__dlpack_device__()
 
 
 # --- without an optimizer: sums

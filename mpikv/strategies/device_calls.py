@@ -37,7 +37,7 @@ from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey, PieceMessages, Route
 from mpikv.strategies.device_pieces import DevicePieces
-from mpikv.strategies.exchange import Client, Item
+from mpikv.strategies.exchange import Client, InPlace, Item
 from mpikv.strategies.pieces import Pieces
 from mpikv.transports import wire
 
@@ -116,19 +116,6 @@ class DeviceCalls:
             key.deliver()
 
 
-class _MemoryTarget:
-    """A `Target` that is only memory for messages."""
-
-    def __init__(self, memory: SpaceArray | PieceMessages) -> None:
-        self._memory = memory
-
-    def buffer(self) -> SpaceArray | PieceMessages:
-        return self._memory
-
-    def deliver(self, value: SpaceArray | PieceMessages) -> None:
-        """Do nothing: `_KeyCall.deliver` writes the value, once all shards of the key have been received."""
-
-
 class _KeyCall:
     """One key of a call. Its copies down begin in the constructor.
 
@@ -174,7 +161,7 @@ class _KeyCall:
         self.items = [
             item._replace(
                 total=None if total is None else array,
-                sink=None if self._sink is None else _MemoryTarget(into),
+                sink=None if self._sink is None else InPlace(into),
                 routes=routes,
                 flags=item.flags | flags,
             )

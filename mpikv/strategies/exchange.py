@@ -72,9 +72,9 @@ class Target(Protocol):
 class InPlace(NamedTuple):
     """A target whose answer stays where it is received."""
 
-    value: HostArray
+    value: SpaceArray | PieceMessages
 
-    def buffer(self) -> HostArray:
+    def buffer(self) -> SpaceArray | PieceMessages:
         return self.value
 
     def deliver(self, value: object) -> None: ...

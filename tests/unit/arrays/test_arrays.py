@@ -11,7 +11,7 @@ from unittest import mock
 import frameworks
 import numpy as np
 import pytest
-from foreign_arrays import ForeignDevice
+from foreign_arrays import ForeignDevice, Tensor
 from on_workers import on
 from store_modes import Mode
 
@@ -35,17 +35,6 @@ from mpikv.errors import UnsupportedError
 
 # Whether NumPy lets what another library shares by DLPack be written to: an older one does not know whether it may be.
 DLPACK_IS_WRITABLE = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
-
-
-class Tensor:
-    def __init__(self, memory):
-        self.memory = memory
-
-    def __dlpack__(self, **kwargs):
-        return self.memory.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self.memory.__dlpack_device__()
 
 
 class Far(Tensor):
