@@ -8,11 +8,11 @@ More vectors are combined in pairs. With W ranks and P the largest power of two 
 sends its vector to rank i, which combines the two. Then the first P ranks are combined as a tree: rank 0 with 1, 2 with
 3, ..., then the results of these pairs with each other, until one is left.
 
-Each of the log2(P) steps halves what a rank holds (halving_doubling.py, whose exchanges and allgather this uses, with
-the ranks in an order in which partners are neighbours first): partners exchange halves, so that of one half each has
-both vectors. The vectors of a step's pair lie in parts on all ranks that were combined so far. So each rank calculates
-the three products `a·a`, `a·b`, `b·b` of its part in float64, and these ranks add them up by recursive doubling, before
-each combines its part. An allgather brings the whole result to all.
+Each of the log2(P) steps halves what a rank holds (recursive halving, with the ranks in an order in which partners are
+neighbours first): partners exchange halves, so that of one half each has both vectors. The vectors of a step's pair lie
+in parts on all ranks that were combined so far. So each rank calculates the three products `a·a`, `a·b`, `b·b` of its
+part in float64, and these ranks add them up by recursive doubling, before each combines its part. The same exchanges
+backwards bring the whole result to all.
 
 Every element of the result is made by one rank and copied by the others, and the products are added in an order that
 the ranks alone decide: all ranks have the same bits. A NaN or an infinity makes a product, and so a whole vector, NaN;
@@ -21,20 +21,19 @@ so does a float64 vector whose squares overflow (elements from about 1e154 on).
 Cost per rank: 2 log2(P) messages with 2n(P-1)/P elements, and (log2(P) + 1) log2(P) / 2 messages of 24 bytes (the
 folded ranks and their partners: 2n elements more, and products of n); 3n multiplications and additions in float64 and
 as many in the vectors' dtype. Scratch: n/2 elements (n at a partner of a folded rank). Restrictions: floating dtypes.
-Source: Maleki et al., Scaling Distributed Training with Adaptive Summation (2020), arXiv:2006.02924.
+Source: Maleki et al., Scaling Distributed Training with Adaptive Summation (2020), arXiv:2006.02924; halving and
+doubling: Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.collectives import halving_doubling
 from mpikv.engine.operation import Steps
-from mpikv.placement.algorithms import most_owners
 from mpikv.placement.keys import even_bounds
 from mpikv.transports.base import Group
 
@@ -47,7 +46,7 @@ BLOCK_ELEMS = 8192
 
 def allreduce(group: Group, buf: HostArray, tag: int) -> Steps[None]:
     """Combine `buf`, (n,), contiguous, float32 or float64, of all ranks, in place. Collective."""
-    core, me = most_owners("halving_doubling", group.size), group.rank
+    core, me = 1 << (group.size.bit_length() - 1), group.rank
     if not buf.size:
         return
     if me >= core:
@@ -62,13 +61,13 @@ def allreduce(group: Group, buf: HostArray, tag: int) -> Steps[None]:
         del other
     part, chunks = group.part(_neighbours_first(core)), even_bounds(buf.size, core)
     yield from _halve(part, buf, chunks, tag)
-    yield from halving_doubling.allgather(part, buf, chunks, tag)
+    yield from _allgather(part, buf, chunks, tag)
     if folded is not None:
         yield group.isend(buf, folded, tag)
 
 
 def _neighbours_first(core: int) -> list[int]:
-    """The ranks in the order in which the first exchange of halving_doubling is between neighbours, as 0 and 1.
+    """The ranks in the order in which the first of `_exchanges` is between neighbours, as 0 and 1.
 
     There the partners of the first exchange are `core / 2` apart, of the next one half of that. So the bits of a rank's
     place in the order are those of the rank, backwards.
@@ -79,10 +78,30 @@ def _neighbours_first(core: int) -> list[int]:
     return order
 
 
+def _exchanges(rank: int, chunks: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
+    """How a rank comes to its own chunk: for each step its partner, what it keeps, and what it gives to the partner."""
+    low, high = 0, len(chunks) - 1  # the chunks that this rank still holds
+    while high - low > 1:
+        middle = (low + high) // 2
+        keep, give = ((low, middle), (middle, high)) if rank < middle else ((middle, high), (low, middle))
+        yield rank ^ (middle - low), slice(chunks[keep[0]], chunks[keep[1]]), slice(chunks[give[0]], chunks[give[1]])
+        low, high = keep
+
+
+def _allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Bring every rank's own chunk to all, by the same exchanges backwards."""
+    for partner, mine, theirs in reversed(list(_exchanges(group.rank, chunks))):
+        send = group.isend(buf[mine], partner, tag) if buf[mine].size else None
+        if buf[theirs].size:
+            yield group.irecv(buf[theirs], partner, tag)
+        if send is not None:
+            yield send
+
+
 def _halve(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
     """Combine what the ranks hold, step by step; then each rank's own chunk of its `buf` holds the result."""
     partners: list[int] = []
-    for partner, keep, give in halving_doubling.exchanges(group.rank, chunks):
+    for partner, keep, give in _exchanges(group.rank, chunks):
         kept, given = buf[keep], buf[give]
         send = group.isend(given, partner, tag) if given.size else None
         other = group.empty(kept.size, buf.dtype)

@@ -84,7 +84,6 @@ class RankGroup:
         *,
         timeout_s: float,
         shared: SharedCalls | None,
-        algorithm: str,
         label: str,
         stalls: Stalls,
         stalled: Callable[[GroupCall, float], BaseException],
@@ -101,7 +100,7 @@ class RankGroup:
         self.under_way: list[GroupCall] = []
         self._failed_elsewhere: dict[int, BaseException] = {}  # why other ranks do not make a call, by its number
         self.texts: dict[int, str] = {}
-        self._messages = MessageCalls(group, algorithm)
+        self._messages = MessageCalls(group)
         self._order = threading.Lock()
         self._sent: dict[tuple[int, int], int] = {}  # messages between two ranks, by the receiver and the tag
         self._received: dict[tuple[int, int], int] = {}  # receives that were begun, by the sender and the tag

@@ -1,7 +1,7 @@
 """The collectives of a group by messages, as generators: they run where the ranks share no memory.
 
-`allreduce` and `reduce_scatter` run the algorithms of `mpikv.collectives`, chosen by the same table as a store's. Calls
-that only move data are one `exchange`: one message to and from each rank in its arguments. All arrays are flat and
+`allreduce` and `reduce_scatter` send short arrays straight to who adds them, and long ones around a ring. Calls that
+only move data are one `exchange`: one message to and from each rank in its arguments. All arrays are flat and
 contiguous. A generator uses one tag. Ranks that run different calls under one tag would receive each other's messages,
 so each call has a tag of its own (group.py), or ranks compare their calls first (workers.py).
 """
@@ -9,30 +9,37 @@ so each call has a tag of its own (group.py), or ranks compare their calls first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.collectives import naive, ring
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.operation import Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.groups.operators import Operator
 from mpikv.groups.receive_queue import ReceiveQueue
-from mpikv.placement.algorithms import bounds_of, choose
+from mpikv.placement.keys import even_bounds
 from mpikv.transports.base import Group
 
-DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each chunk straight to its owner
+# Up to here each rank sends every chunk straight to its owner. All these messages are under way at once, where a ring
+# has p-1 steps one after another, and the time of short messages is that of the steps. A chunk is at most 32 KiB, which
+# MPI sends without asking the receiver first. Of longer arrays the ring keeps both directions of a link busy, and needs
+# scratch memory for some segments only.
+DIRECT_BYTES = 64 << 10
 TOKEN = np.zeros(1, np.uint8)
 
 
-class MessageCalls:
-    """One rank's side. algorithm: a value of MPIKV_ALGORITHM."""
+def _algorithm(buf: HostArray) -> ModuleType:
+    return naive if buf.nbytes <= DIRECT_BYTES else ring
 
-    def __init__(self, group: Group, algorithm: str = "auto") -> None:
+
+class MessageCalls:
+    """One rank's side."""
+
+    def __init__(self, group: Group) -> None:
         self.group = group
-        self._algorithm = "auto" if algorithm == "native" else algorithm
         self._receive_queues: dict[int, ReceiveQueue] = {}
 
     def receive_queue(self, tag: int) -> ReceiveQueue:
@@ -44,16 +51,15 @@ class MessageCalls:
         for buf in arrays if group.size > 1 else ():
             if not buf.size:
                 continue
-            name = choose(buf.nbytes, group.size, self._algorithm, group.hosts)
-            module = ALGORITHMS[name]
-            chunks = bounds_of(name, buf.size, group.hosts)
+            chunks = even_bounds(buf.size, group.size)
             own = slice(chunks[group.rank], chunks[group.rank + 1])
             wide = buf.astype(sum_dtype(buf.dtype), copy=False)
-            yield from module.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)
+            algorithm = _algorithm(wide)
+            yield from algorithm.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)
             operator.finish(wide[own], group.size)
             if wide is not buf:
                 np.copyto(buf[own], wide[own], casting="unsafe")
-            yield from module.allgather(group, buf, chunks, tag)
+            yield from algorithm.allgather(group, buf, chunks, tag)
 
     def reduce(self, buf: HostArray, out: HostArray, operator: Operator, root: int, tag: int) -> Steps[None]:
         """Combine `buf` over all ranks into the root's `out` (which may be `buf`), along a binomial tree."""
@@ -90,8 +96,7 @@ class MessageCalls:
         for arrays, out in pairs:
             chunks = (0, *(int(end) for end in np.cumsum([array.size for array in arrays])))
             buf = np.concatenate(arrays).astype(sum_dtype(out.dtype), copy=False)
-            direct = group.size <= DIRECT_RANKS or buf.nbytes <= DIRECT_BYTES
-            yield from (naive if direct else ring).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
+            yield from _algorithm(buf).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
             own = buf[chunks[group.rank] : chunks[group.rank + 1]]
             operator.finish(own, group.size)
             np.copyto(out, own, casting="unsafe")

@@ -161,7 +161,7 @@ class WorkersGroup:
         No agreement of the workers, since another thread of this one may take part in one meanwhile.
         """
         session, found = self._session, None
-        self._messages, self._shared = MessageCalls(group, session.members.config.host_algorithm), None
+        self._messages, self._shared = MessageCalls(group), None
         if session.members.path == "direct":
             found = self._reserve(-(-region_bytes(group.size) // group.size))
         if found is not None:

@@ -31,7 +31,7 @@ from mpikv.session.stalls import Stalls
 from mpikv.transports.base import Group, Transport
 
 # Settings that must be equal on all ranks of a job.
-SETTINGS = ("algorithm", "test_hosts", "shared_memory")
+SETTINGS = ("test_hosts", "shared_memory")
 
 # The world of this process, or none. A process is one rank of COMM_WORLD, and MPI is initialised once in it. PyTorch
 # passes nothing to a backend by which a second init_process_group could find the world that the first one has made.
@@ -83,7 +83,6 @@ class World:
             self.engine,
             timeout_s=timeout_s,
             shared=self._shared(group, number),
-            algorithm=self.config.host_algorithm,
             label=self.labels[self.rank],
             stalls=self.stalls,
             stalled=self._watch.stall,
