@@ -477,7 +477,8 @@ class KVStore:
         if lent is not None:
             arrays = (array for entries in (items, targets) for _, arrays in entries for array in arrays)
             if form is None and all(map(may_come_again, arrays)):
-                prepared.add(key, value, out, call)
+                own = self.session.own_keys.issuperset(item.key for item in items)
+                prepared.add(key, value, out, call, at_once=own)
             else:
                 call.release()
         return finished(form)

@@ -1,7 +1,8 @@
 """Calls that come again and again with the same arrays, as a training loop's do: they are checked once, then known.
 
 A call is known by its keys and by the very array objects it was made with, in order. It is kept from its second coming
-on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys. So it
+on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys. Those
+of adapters, such as the buckets of a model, are kept at once, so that no value is copied to its key's own place. So it
 is not noticed if a NumPy array in a list has been given another shape in place, or was made read-only, since it was
 pushed last. PyTorch's tensors are looked at each time, since `tensor.data =` and `set_` give them other memory.
 
@@ -170,22 +171,26 @@ class PreparedCalls:
                     return listed.call
         return None
 
-    def add(self, key: Any, value: Any, out: Any, call: PreparedCall) -> None:
-        """Keep a call if it comes for the second time, else let go of it."""
+    def add(self, key: Any, value: Any, out: Any, call: PreparedCall, *, at_once: bool = False) -> None:
+        """Keep a call if it comes for the second time, else let go of it.
+
+        at_once: keep it the first time, in place of one with the same keys and other arrays.
+        """
         listed = isinstance(key, Listed)
         if not listed and (isinstance(value, Listed) or isinstance(out, Listed)):
             call.release()  # one key with lists of one array each: seldom, and not worth a form of its own
             return
         name = ("list", *key) if listed else key
         ids = tuple(map(id, [*_objects(value), None, *_objects(out or ())] if listed else [value, out]))
-        if self._seen.get(name) != ids:
+        if self._seen.get(name) != ids and not at_once:
             self._seen[name] = ids
             if len(self._seen) > KEPT_SINGLES:
                 self._seen.popitem(last=False)
             call.release()
             return
         if listed:
-            kept = [old for old in self._lists if old.call.valid][: KEPT_LISTS - 1]
+            kept = [old for old in self._lists if old.call.valid and not (at_once and old.keys == list(key))]
+            del kept[KEPT_LISTS - 1 :]
             dropped = [old.call for old in self._lists if old not in kept]
             self._lists = [_List(key, value, out, call), *kept]
         else:

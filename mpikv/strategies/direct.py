@@ -154,7 +154,7 @@ class Direct:
     def release(self, call: DirectCall) -> None:
         """Forget the call and its arrays; values that are only there are first copied to their keys' places."""
         for queue in call.queues:
-            if queue.direct_calls.newest is call:
+            if queue.direct_calls.newest is call and not self._session.closed:  # nobody reads a closed store
                 self._copy_to_place(queue)
             elif not call.values:  # the call has written to the key's place
                 queue.direct_calls.copied_at = max(queue.direct_calls.copied_at, call.last)

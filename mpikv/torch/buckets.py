@@ -33,7 +33,6 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.placement import buckets
-from mpikv.strategies.base import PreparedCall
 from mpikv.torch.arrays import dtype_name, is_dense, on_store
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)
@@ -229,13 +228,12 @@ class GradientView:
 
 
 class Spare(NamedTuple):
-    """Some keys and their memory. in_use: dead where no tensor refers to it. calls: prepared with them and others."""
+    """Some keys and their memory. in_use: dead where no tensor refers to it."""
 
     sizes: str
     keys: list[str]
     flats: list[Any]
     in_use: list[weakref.ref[Any] | None]
-    calls: list[PreparedCall]
 
 
 class Spares:
@@ -305,8 +303,6 @@ def make_buckets(
     form += f", tail {tail_elems}, {compression.text}"
     number, spare = Spares.of(store).take(calls, form)
     flats: dict[int, Any] = {} if spare is None else dict(enumerate(spare.flats))
-    while spare is not None and spare.calls:
-        spare.calls.pop().release()
     for dtype, on_gpu in sorted(set(kinds)) if spare is None else ():
         chosen = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]
         shapes = [(lengths[g],) for g in chosen]

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from mpikv.codecs.compression import make
 from mpikv.common import checks
 from mpikv.create.notices import warn_of_codec
 from mpikv.errors import ConfigError, PeerError, ShapeMismatch, UnsupportedError
-from mpikv.strategies.base import Entry, PreparedCall
+from mpikv.strategies.base import Entry
 from mpikv.torch.buckets import Form, GradientBucket, GradientView, Spare, Spares, form_of, gradient_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Compression
@@ -90,11 +89,9 @@ class Gradients:
         self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
         self._buckets: list[GradientBucket] = []
         self._sets: list[tuple[int, str, list[GradientBucket]]] = []  # see `make_buckets`
-        self._prepared: list[PreparedCall] = []  # the last call that added buckets in shared memory
-        weakref.finalize(self, _give_back, Spares.of(self._store), self._sets, self._prepared).atexit = False
+        weakref.finalize(self, _give_back, Spares.of(self._store), self._sets).atexit = False
         self._views: dict[int, GradientView] = {}
         self._tail_bucket: GradientBucket | None = None
-        self._called: list[Any] = []  # its arrays
         self._tail = GradientTail(self._store.num_workers, len(named), 0)
         self._trained: Flags = self._requires_grad()  # as all workers have agreed
         self._groups = 0
@@ -151,12 +148,8 @@ class Gradients:
         if bucket.on_gpu or not self._store.strategy.lends:
             bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
         else:  # faster: the checks of `pushpull_async` are not needed for this key and array
-            call = self._store.strategy.prepare(self._entries([bucket.key], [bucket.flat]), SUM)
-            bucket.request = Request(session, call.start())
-
-    def _entries(self, keys: Sequence[str], flats: Sequence[Any]) -> list[Entry]:
-        infos = self._store.session.infos
-        return [Entry(infos[key], flat, None, (flat,)) for key, flat in zip(keys, flats, strict=True)]
+            entry = Entry(session.infos[bucket.key], bucket.flat, None, (bucket.flat,))
+            bucket.request = Request(session, self._store.strategy.prepare([entry], SUM).start())
 
     def _fill(self, bucket: GradientBucket) -> None:
         """Complete all gradients of a bucket, also of parameters that got none in this round."""
@@ -288,27 +281,10 @@ class Gradients:
             return
         for bucket in chosen:
             self._fill(bucket)
-        on_host = [bucket for bucket in chosen if not bucket.on_gpu]
-        on_gpu = [bucket for bucket in chosen if bucket.on_gpu]  # in a call of its own, so that both add in place
-        if on_host:
-            self._add_in_shared_memory([bucket.key for bucket in on_host], [bucket.flat for bucket in on_host])
-        if on_gpu:
-            self._store.pushpull([bucket.key for bucket in on_gpu], [bucket.flat for bucket in on_gpu])
-
-    def _add_in_shared_memory(self, keys: list[str], flats: list[Any]) -> None:
-        """Add the arrays of all keys in one call. One that was not prepared would copy them into the keys' memory."""
-        self._store.session.check_open("backward")
-        if not self._store.strategy.lends:
-            self._store.pushpull_async(keys, flats).wait()
-            return
-        call = self._prepared[0] if self._prepared else None
-        if call is None or not call.valid or len(flats) != len(self._called) or any(map(is_not, flats, self._called)):
-            if call is not None:
-                call.release()
-            call = self._store.strategy.prepare(self._entries(keys, flats), SUM, waits=True)
-            self._prepared[:], self._called = [call], flats
-        if pending := call.start():
-            call.wait(pending)
+        for on_gpu in (False, True):  # those on a GPU in a call of their own, so that both add in place
+            some = [bucket for bucket in chosen if bucket.on_gpu == on_gpu]
+            if some:
+                self._store.pushpull([bucket.key for bucket in some], [bucket.flat for bucket in some])
 
     def _check(self, outcome: RoundOutcome, settings: str) -> None:
         if outcome.failed:
@@ -367,7 +343,7 @@ def agreed(
     return found
 
 
-def _give_back(spares: Spares, sets: list[tuple[int, str, list[GradientBucket]]], prepared: list[PreparedCall]) -> None:
+def _give_back(spares: Spares, sets: list[tuple[int, str, list[GradientBucket]]]) -> None:
     """Give back the keys of buckets whose gradients are freed, unless they are compressed or being sent."""
     for i, sizes, found in sets:
         in_use = [view.in_use for bucket in found for view in bucket.views.values()]
@@ -375,7 +351,7 @@ def _give_back(spares: Spares, sets: list[tuple[int, str, list[GradientBucket]]]
             bucket.views.clear()  # which refer to the bucket, so that both are freed at once
         if not any(bucket.compressed or bucket.sent for bucket in found):
             keys, flats = [bucket.key for bucket in found], [bucket.flat for bucket in found]
-            spares.give(i, Spare(sizes, keys, flats, in_use, prepared))
+            spares.give(i, Spare(sizes, keys, flats, in_use))
 
 
 class UnusedSums:

@@ -54,6 +54,17 @@ def test_a_call_is_kept_from_its_second_coming():
     assert prepared.find("w", x, None) is second
 
 
+def test_a_call_that_is_kept_at_once_takes_the_place_of_one_with_the_same_keys():
+    prepared, keys = PreparedCalls(), ["a", "b"]
+    first, other, second = Call(), Call(), Call()
+    prepared.add(keys, [X, Y], None, first, at_once=True)
+    prepared.add(["a"], [X], None, other, at_once=True)
+    assert prepared.find(keys, [X, Y], None) is first
+    prepared.add(keys, [X, Z], None, second, at_once=True)
+    assert prepared.find(keys, [X, Z], None) is second
+    assert [call.released for call in (first, other, second)] == [1, 0, 0]
+
+
 def test_arrays_that_are_new_in_every_step_are_not_held():
     prepared, alive = PreparedCalls(), []
     for _ in range(20):
