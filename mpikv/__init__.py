@@ -15,9 +15,8 @@ from __future__ import annotations
 from mpikv import data, errors, kv, optimizers
 from mpikv._version import __version__
 from mpikv.arrays.row_sparse import RowSparse
-from mpikv.calls.request import Request
 from mpikv.config import Config
-from mpikv.data.split import SplitSampler, split_and_load, split_data
+from mpikv.data.split import SplitSampler
 from mpikv.errors import (
     ConfigError,
     KeyExists,
@@ -29,7 +28,7 @@ from mpikv.errors import (
     StatesFileError,
     UnsupportedError,
 )
-from mpikv.kv import KVStore, create
+from mpikv.kv import KVStore
 from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import Parameter
 from mpikv.trainer.trainer import Trainer
@@ -44,7 +43,6 @@ __all__ = [
     "MpikvError",
     "Parameter",
     "PeerError",
-    "Request",
     "RowSparse",
     "ShapeMismatch",
     "SplitSampler",
@@ -53,11 +51,8 @@ __all__ = [
     "Trainer",
     "UnsupportedError",
     "__version__",
-    "create",
     "data",
     "errors",
     "kv",
     "optimizers",
-    "split_and_load",
-    "split_data",
 ]

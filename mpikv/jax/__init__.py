@@ -40,18 +40,13 @@ from mpikv.jax.calls import Call, Calls
 from mpikv.jax.primitive import exchange
 from mpikv.kvstore import KVStore
 
-__all__ = ["GradientTransformation", "allreduce", "allreduce_gradients", "broadcast"]
+__all__ = ["allreduce", "allreduce_gradients", "broadcast"]
 
 OPS = ("mean", "sum")
 
 
-class GradientTransformation(NamedTuple):
-    """optax's pair of functions; `optax.chain` and everything else in optax takes any object that has the two.
-
-    >>> transformation = mj.allreduce_gradients(kv.create('local'))
-    >>> transformation.update({'w': jnp.ones(2)}, transformation.init(None))
-    ({'w': Array([1., 1.], dtype=float32)}, ())
-    """
+class _GradientTransformation(NamedTuple):
+    """optax's pair of functions; `optax.chain` and everything else in optax takes any object that has the two."""
 
     init: Callable[[Any], Any]
     update: Callable[..., Any]
@@ -89,7 +84,7 @@ def broadcast(tree: Any, store: KVStore, root: int = 0) -> Any:
     return _exchange(tree, store, f"broadcast(root {root})", "broadcast", int(root))
 
 
-def allreduce_gradients(store: KVStore, op: str = "mean") -> GradientTransformation:
+def allreduce_gradients(store: KVStore, op: str = "mean") -> _GradientTransformation:
     """Make a link for `optax.chain`: its `update` replaces gradients by their mean (or sum) over the workers.
 
     It stands before whatever uses gradients, also before clipping by the global norm. Keeps no state. Its `update` is
@@ -105,7 +100,7 @@ def allreduce_gradients(store: KVStore, op: str = "mean") -> GradientTransformat
     def update(updates: Any, state: Any, _params: Any = None) -> tuple[Any, Any]:
         return allreduce(updates, store, op), state
 
-    return GradientTransformation(lambda _params: (), update)
+    return _GradientTransformation(lambda _params: (), update)
 
 
 def _check(call: str, store: Any, op: str = "sum") -> None:

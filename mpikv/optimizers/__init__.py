@@ -13,7 +13,7 @@ from mpikv.common.checks import meant, shown
 from mpikv.optimizers.adagrad import AdaDelta, AdaGrad, RMSProp
 from mpikv.optimizers.adam import Adam, AdamW
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.declared import field, flag, number, texts
+from mpikv.optimizers.declared import flag, number
 from mpikv.optimizers.ftrl import Ftrl
 from mpikv.optimizers.function import Function
 from mpikv.optimizers.norms import LAMB, LARS
@@ -25,7 +25,7 @@ from mpikv.optimizers.schedules import (
     Scheduler,
 )
 from mpikv.optimizers.sgd import DCASGD, NAG, SGD, Signum, Test
-from mpikv.optimizers.step import Array, Scalar, State, Step
+from mpikv.optimizers.step import Array, Scalar, Step
 from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
 from mpikv.runtime.abort import tells
 
@@ -43,7 +43,6 @@ __all__ = [
     "CosineScheduler",
     "FactorScheduler",
     "Ftrl",
-    "Function",
     "MultiFactorScheduler",
     "Optimizer",
     "PolyScheduler",
@@ -51,17 +50,13 @@ __all__ = [
     "Scalar",
     "Scheduler",
     "Signum",
-    "State",
     "Step",
     "Test",
-    "TorchOptimizer",
     "create",
-    "field",
     "flag",
     "names",
     "number",
     "register",
-    "texts",
 ]
 
 _registry: dict[str, type[Optimizer]] = {}

@@ -56,18 +56,7 @@ class Field(NamedTuple):
 
 
 def field(*, default: Any, check: Check, doc: str, type: Any = Any, wanted: str = "", **more: Any) -> Any:  # noqa: A002
-    """Declare a hyperparameter of any kind; its values are JSON, or become JSON by `to_json`. See `Field`.
-
-    >>> def odd(owner, name, value):
-    ...     if value % 2 == 0:
-    ...         raise ValueError(f'{owner}: {name} is an odd number, not {value}')
-    ...     return value
-    >>> class Strange(optimizers.Optimizer):
-    ...     size: int = optimizers.field(default=3, check=odd, doc='how many')
-    >>> Strange(size=4)
-    Traceback (most recent call last):
-    ValueError: strange: size is an odd number, not 4
-    """
+    """Declare a hyperparameter of any kind; its values are JSON, or become JSON by `to_json`. See `Field`."""
     return Field(default, check, type, wanted, doc, **more)
 
 
@@ -114,13 +103,7 @@ def flag(*, default: bool, doc: str) -> Any:
 
 
 def texts(*, default: tuple[str, ...], doc: str) -> Any:
-    """Declare a hyperparameter that is a tuple of strings.
-
-    >>> class Strange(optimizers.Optimizer):
-    ...     skip: tuple = optimizers.texts(default=('bias',), doc='keys that are left alone')
-    >>> Strange(skip=['bias', 'gamma']).skip
-    ('bias', 'gamma')
-    """
+    """Declare a hyperparameter that is a tuple of strings."""
 
     def check(owner: str, name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):

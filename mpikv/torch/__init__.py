@@ -49,7 +49,6 @@ from mpikv.torch.calls import (
 )
 from mpikv.torch.compression import Compression
 from mpikv.torch.default import (
-    default_store,
     init,
     is_initialized,
     local_rank,
@@ -101,7 +100,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "default_store",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",

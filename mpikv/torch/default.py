@@ -31,8 +31,8 @@ def init(store: KVStore | None = None) -> None:
     """Make the default store, or use `store` as such. Collective, blocks. Does nothing if there is one already.
 
     >>> mt.init(kv.create('local'))  # without an argument: a dist_sync store over all ranks
-    >>> mt.rank(), mt.size(), mt.local_rank(), mt.local_size(), mt.default_store()
-    (0, 1, 0, 1, <KVStore local: worker 0 of 1>)
+    >>> mt.rank(), mt.size(), mt.local_rank(), mt.local_size()
+    (0, 1, 0, 1)
     >>> mt.shutdown()
     >>> mt.is_initialized()
     False
@@ -70,21 +70,13 @@ def calls_of(store: KVStore | None) -> CollectiveCalls:
     return _default.calls
 
 
-def default_store() -> KVStore:
-    """Return the store that calls without `store` use.
-
-    It is made if there is none yet, and the call is collective then. Example: see `init`.
-    """
-    return calls_of(None).store
-
-
 def rank() -> int:
-    """Return this worker's number in the default store. Makes it as `default_store` does. Example: see `init`."""
+    """Return this worker's number in the default store, which is made if there is none. Example: see `init`."""
     return calls_of(None).store.rank
 
 
 def size() -> int:
-    """Return how many workers the default store has. Makes it as `default_store` does. Example: see `init`."""
+    """Return how many workers the default store has, which is made if there is none. Example: see `init`."""
     return calls_of(None).store.num_workers
 
 

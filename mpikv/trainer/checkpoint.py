@@ -30,8 +30,9 @@ from mpikv.common.checks import shown
 from mpikv.common.files import open_regular, replacing
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.optimizers import Function, Optimizer, Step
+from mpikv.optimizers import Optimizer, Step
 from mpikv.optimizers.archive import DTYPES, damaged, free_name, read_archive, write_archive
+from mpikv.optimizers.function import Function
 from mpikv.optimizers.states_file import StatesFile, packed, unpacked
 from mpikv.placement.keys import Key
 

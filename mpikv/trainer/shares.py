@@ -18,7 +18,8 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.optimizers import Function, Optimizer
+from mpikv.optimizers import Optimizer
+from mpikv.optimizers.function import Function
 
 # The kinds of a worker's gradients. 0: it has none.
 SUMS = 1  # over its examples

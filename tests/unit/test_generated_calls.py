@@ -27,6 +27,7 @@ from store_modes import Mode, mode_id
 
 import mpikv
 from mpikv import Config, KVStore, LocalUpdates, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
+from mpikv.calls.request import Request
 from mpikv.common.checks import shown
 from mpikv.data import split_and_load, split_data
 from mpikv.errors import MpikvError, StallError
@@ -212,7 +213,7 @@ CALLABLES: dict[str, Callable[..., Any]] = {
     **{"Config.from_environ": Config.from_environ, "SplitSampler.for_store": SplitSampler.for_store},
 }
 KINDS = (
-    *(KVStore, mpikv.Request, Trainer, LocalUpdates, RowSparse, Parameter, SplitSampler, Config),
+    *(KVStore, Request, Trainer, LocalUpdates, RowSparse, Parameter, SplitSampler, Config),
     *(optimizers.Optimizer, optimizers.Scheduler),
 )
 ATTRIBUTES = {
@@ -332,10 +333,9 @@ def a_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_public_names_are_all_called() -> None:
     """What is public and can be called is in one of the tables, or stands here."""
     errors = {name for name, one in vars(mpikv).items() if isinstance(one, type) and issubclass(one, Exception)}
-    known = {name.rpartition(".")[2] for name in CALLABLES} | {"KVStore", "Request"}
+    known = {name.rpartition(".")[2] for name in CALLABLES} | {"KVStore"}
     assert set(mpikv.__all__) - errors - {"data", "errors", "kv", "optimizers", "__version__"} <= known
-    declarations = {"Array", "Scalar", "field", "flag", "number", "texts"}
-    assert set(optimizers.__all__) - known - declarations == {"State", "Step", "names"}
+    assert set(optimizers.__all__) - known - {"Array", "Scalar", "flag", "number"} == {"Step", "names"}
 
 
 settled = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100, derandomize=True)
@@ -354,7 +354,7 @@ MODES = (
 )
 OF_STORE = st.one_of(
     *[method(KVStore)] * 5,
-    method(mpikv.Request),
+    method(Request),
     made(["Trainer", "LocalUpdates"]),
     method(Trainer),
     method(LocalUpdates),
