@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +26,8 @@ from mpikv.groups import collective
 from mpikv.groups.collective import Collective
 from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.shared import MismatchError
-from mpikv.groups.workers import WorkersGroup
 from mpikv.hostmemory.segment import aligned
 from mpikv.session.agreement import grouped
-from mpikv.session.base import Session
 
 PIECE_BYTES = 4 << 20  # of what goes by messages: bounds their memory, and is passed on while the next one comes
 _SHOWN = 2000  # characters of a description in an error
@@ -38,18 +36,6 @@ OPS = tuple(REDUCTIONS)
 _CALL = "a collective call"
 _JOIN = f"{_CALL}\njoin"
 _NOTHING = collective.broadcast([], 0)  # for a call of which only the texts are compared
-
-
-@runtime_checkable
-class _Store(Protocol):
-    """What of a KVStore is used here."""
-
-    type: str
-    rank: int
-    num_workers: int
-    has_optimizer: bool
-    session: Session
-    workers_group: WorkersGroup | None
 
 
 class CollectiveCalls:
@@ -62,7 +48,7 @@ class CollectiveCalls:
     """
 
     def __init__(self, store: Any) -> None:
-        if not isinstance(store, _Store):
+        if not hasattr(store, "workers_group"):  # the class itself is in a layer beside this one
             raise TypeError(f"store is a KVStore, such as kv.create('dist_sync') gives, not {type(store).__name__}")
         if "async" in store.type:
             raise UnsupportedError(
@@ -119,7 +105,10 @@ class CollectiveCalls:
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
         """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks."""
         with self._refusing("broadcast"):
-            self.check_root(root)
+            if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+                raise TypeError(f"root is a worker's number, not {root!r}")
+            if not 0 <= root < self.store.num_workers:
+                raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
             values = _arrays("broadcast", arrays)
             text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
         ends = np.cumsum([aligned(value.nbytes) for value in values], dtype=np.int64)
@@ -167,20 +156,6 @@ class CollectiveCalls:
         counts = self.allgather(np.array([rounds], np.int64)).tolist()
         return max(worker for worker, count in enumerate(counts) if count == min(counts))
 
-    def check_root(self, root: int) -> None:
-        if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
-            raise TypeError(f"root is a worker's number, not {root!r}")
-        if not 0 <= root < self.store.num_workers:
-            raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
-
-    def check_sums(self) -> None:
-        """Raise UnsupportedError where the store gives no sums. Local."""
-        if self.store.has_optimizer:
-            raise UnsupportedError(
-                "the store has an optimizer for all keys, so it gives updated weights and not sums; "
-                "make collective calls on another store"
-            )
-
     # --- how they are done
 
     @contextmanager
@@ -210,7 +185,11 @@ class CollectiveCalls:
         with workers that have joined; "" where they raise.
         """
         self.store.session.check_open(call)
-        self.check_sums()
+        if self.store.has_optimizer:
+            raise UnsupportedError(
+                "the store has an optimizer for all keys, so it gives updated weights and not sums; "
+                "make collective calls on another store"
+            )
         group = self.store.workers_group
         if group is None:
             return None

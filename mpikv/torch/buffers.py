@@ -17,7 +17,7 @@ from mpikv.arrays import tensors as tensors_
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
-from mpikv.torch import arrays, gpu_calls
+from mpikv.torch import arrays
 from mpikv.trainer.torch_parameter import distinct
 
 
@@ -142,10 +142,6 @@ def _owner(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor |
 def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Write worker `root`'s values into these tensors on every worker. Collective, blocks."""
     tensors = [distinct(tensor) for tensor in tensors]
-    if gpu_calls.everywhere(calls, tensors):
-        for tensor, values in zip(tensors, gpu_calls.broadcast(calls, tensors, root, name), strict=True):
-            tensor.data.copy_(values)
-        return
     found = calls.broadcast(_bytes_of(tensors), root, name)
     if calls.store.rank != root:
         _write(list(zip(tensors, found, strict=True)))
@@ -153,7 +149,9 @@ def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, na
 
 def _bytes_of(tensors: list[torch.Tensor]) -> list[HostArray]:
     """Return the bytes of tensors, as views if possible; those on a device are copied to the host in one copy."""
-    flat = [one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for one in tensors]
+    whole = [one.detach().resolve_conj().resolve_neg().contiguous() for one in tensors]
+    # `reshape` would keep the stride of a single element of a column, which then has no view as bytes.
+    flat = [one.as_strided((one.numel(),), (1,)).view(torch.uint8) for one in whole]
     found = [values.numpy() if arrays.in_host_memory(values) else None for values in flat]
     devices = {tensors_.device_of(one): None for one, content in zip(tensors, found, strict=True) if content is None}
     for device in devices:

@@ -100,8 +100,6 @@ class Broadcast(TensorCall):
     root: int
 
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
-        if gpu_calls.everywhere(self.calls, tensors):
-            return gpu_calls.broadcast(self.calls, tensors, self.root, self.name)
         return _beside(tensors, self.calls.broadcast([array_of(one) for one in tensors], self.root, self.name))
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
@@ -145,8 +143,6 @@ class SparseAllreduce(TensorCall):
 
 
 def gathered(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    if gpu_calls.everywhere(calls, [tensor]):
-        return gpu_calls.allgather(calls, tensor, name)
     return _beside([tensor], [calls.allgather(array_of(tensor), name)])[0]
 
 

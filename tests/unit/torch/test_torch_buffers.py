@@ -59,9 +59,10 @@ def test_what_expand_has_made_is_sent(store: Any, changes: Any) -> None:
         step(model)
     assert torch.equal(net.mask, expanded(float(len(changes))))
     assert net.mask.stride() == (1, 0)
-    given = {"a": expanded(1.0 + store.rank), "b": torch.ones(1) + store.rank}
+    given = {"a": expanded(1.0 + store.rank), "b": torch.full((3, 2), 1.0 + store.rank)[:1, 0]}
     mt.broadcast_parameters(given, 1, store=store)
     assert torch.equal(given["a"], expanded(2.0))
+    assert given["b"].item() == 2.0
     net.mask = expanded(store.rank + 9.0)
     trainer = Trainer(net, "sgd", kvstore=store)
     assert torch.equal(net.mask, expanded(9.0))
