@@ -7,46 +7,13 @@ after `import torch` and `import mpikv.torch as mt`, and those of `mpikv`.
 from typing import Any
 
 try:
-    from mpikv.torch import backend
+    from mpikv.torch import backend, calls
 except ModuleNotFoundError as error:
     error.msg += "; mpikv.torch needs PyTorch: pip install torch"
     raise
 from mpikv.common.checks import meant
 from mpikv.errors import MpikvError as HorovodInternalError
-from mpikv.torch.calls import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
+from mpikv.torch.calls import *  # noqa: F403 - what its `__all__` lists
 from mpikv.torch.compression import Compression
 from mpikv.torch.default import (
     init,
@@ -70,60 +37,29 @@ from mpikv.torch.states import (
 from mpikv.torch.uneven import join
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedModel",
     "DistributedOptimizer",
     "HorovodInternalError",
     "LocalUpdates",
-    "Max",
-    "Min",
     "ProcessSet",
-    "Product",
-    "Sum",
     "add_process_set",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "global_process_set",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
-    "poll",
     "rank",
-    "reducescatter",
-    "reducescatter_async",
     "remove_process_set",
     "shutdown",
     "size",
-    "sparse_allreduce_async",
-    "synchronize",
 ]
+__all__ += calls.__all__
 
 # What else `horovod.torch` has: what programs ask, and what to use instead of the rest.
 _MPI = ("mpi_built", "mpi_enabled", "mpi_threads_supported")

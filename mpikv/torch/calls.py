@@ -30,6 +30,41 @@ from mpikv.torch.compression import Compression, Compressor
 from mpikv.torch.process_sets import ProcessSet, calls_in, root_in
 from mpikv.torch.tensor_calls import Handle, Tensors, begun, blocking, set_
 
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
 Average, Sum, Min, Max, Product, Adasum = "mean", "sum", "min", "max", "prod", "adasum"
 Splits: TypeAlias = torch.Tensor | Sequence[int] | None
 
