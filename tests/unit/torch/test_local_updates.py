@@ -135,29 +135,6 @@ def test_who_makes_fewer_steps_has_less_weight(mode):
         close(found, weights(reference.nets[0]))
 
 
-@on(Mode("dist_async", 2), Mode("dist_sync", 2))
-def test_elastic_averaging_moves_workers_and_common_weights_towards_each_other(store):
-    """By the paper's formulas, with a rate of 0.8 over two workers."""
-    net = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.constant_(net.weight, 1.0)
-    local = mt.LocalUpdates(net, store, every=1, outer={"type": "easgd", "moving_rate": 0.8})
-    with torch.no_grad():
-        net.weight.add_(1.0 + store.rank)
-    moved = 2.0 + store.rank
-    if store.type == "dist_sync":
-        local.step()
-        common, own = 1.0 + 0.4 * (1.0 + 2.0), moved - 0.4 * (moved - 1.0)
-    else:
-        for turn in range(2):
-            if store.rank == turn:
-                local.step()
-            store.barrier()
-        before = 1.0 + 0.4 * 1.0 * store.rank  # worker 1 comes later
-        common, own = before + 0.4 * (moved - before), moved - 0.4 * (moved - before)
-    assert net.weight.flatten().tolist() == pytest.approx([own] * 2)
-    assert local.common.weight.flatten().tolist() == pytest.approx([common] * 2)
-
-
 @on(MESSAGES, SERVED, Mode("local", 1))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_model_of_any_dtype_is_resumed_with_its_optimizer(mode, dtype, tmp_path):
