@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -68,8 +69,7 @@ class KVStore:
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
         self._has_optimizer = False
-        self._prepared = PreparedCalls()
-        self._prepared_by: dict[str, PreparedCalls] = {}  # with another reduction than the sum
+        self._prepared = defaultdict[str, PreparedCalls](PreparedCalls)  # by the name of the reduction
 
     # --- what it is
 
@@ -457,11 +457,9 @@ class KVStore:
         self._check_open("pushpull")
         if type(priority) is not int:
             _check_priority(priority)
-        reduction, prepared = SUM, self._prepared
-        if op is not SUM_NAME:  # an equal string takes the longer path
-            reduction = self._forms.reduction("pushpull", key, op)
-            if reduction is not SUM:
-                prepared = self._prepared_by.setdefault(op, PreparedCalls())
+        # An equal string takes the longer path.
+        reduction = SUM if op is SUM_NAME else self._forms.reduction("pushpull", key, op)
+        prepared = self._prepared[reduction.name]
         call = prepared.find(key, value, out)
         if call is not None:
             if pending := call.start(priority):
@@ -721,7 +719,7 @@ class KVStore:
         for wait in session.before_close:
             wait()
         session.closed = session.given.closing = True
-        for prepared in (self._prepared, *self._prepared_by.values()):
+        for prepared in self._prepared.values():
             prepared.clear()
         try:
             self.strategy.close()

@@ -286,28 +286,27 @@ def make_buckets(
     """
     store = calls.store
     numbers = [*members, TAIL] if tail_elems else list(members)
-    sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
-    dtypes = ["float32" if i == TAIL else forms[i].dtype for i in numbers]
-    kinds = [(dtype, i != TAIL and forms[i].on_gpu) for i, dtype in zip(numbers, dtypes, strict=True)]
-    n_bytes = [n * dtype_of(dtype).itemsize for n, dtype in zip(sizes, dtypes, strict=True)]
-    named = [f"{dtype} on a GPU" if on_gpu else dtype for dtype, on_gpu in kinds]
-    shaped = [compression if i == TAIL else _for_form(compression, forms[i]) for i in numbers]
-    named = [
-        name if one == compression else f"{name} {at}" for at, (name, one) in enumerate(zip(named, shaped, strict=True))
+    chosen = [Form("tail", (tail_elems,), (1,), "float32") if i == TAIL else forms[i] for i in numbers]
+    sizes = [one.n_elems for one in chosen]
+    kinds = [(one.dtype, one.on_gpu) for one in chosen]
+    shaped = [_for_form(compression, one) for one in chosen]
+    apart = [
+        str(kind) if one == compression else str(at) for at, (kind, one) in enumerate(zip(kinds, shaped, strict=True))
     ]
     if tail_elems and not compression.uncompressed:
-        named[-1] = "tail"
-    groups = buckets.plan(n_bytes, named, on_gpu=[on_gpu for _, on_gpu in kinds], limit_bytes=limit_bytes)
+        apart[-1] = "tail"
+    n_bytes = [one.n_elems * dtype_of(one.dtype).itemsize for one in chosen]
+    groups = buckets.plan(n_bytes, apart, on_gpu=[on_gpu for _, on_gpu in kinds], limit_bytes=limit_bytes)
     lengths = [sum(sizes[i] for i in group) for group in groups]
     form = str([(kinds[group[0]], lengths[g], len(numbers) - 1 in group) for g, group in enumerate(groups)])
     form += f", tail {tail_elems}, {compression.text}"
     number, spare = Spares.of(store).take(calls, form)
     flats: dict[int, Any] = {} if spare is None else dict(enumerate(spare.flats))
     for dtype, on_gpu in sorted(set(kinds)) if spare is None else ():
-        chosen = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]
-        shapes = [(lengths[g],) for g in chosen]
+        alike = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]
+        shapes = [(lengths[g],) for g in alike]
         made = zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
-        flats.update(zip(chosen, made, strict=True))
+        flats.update(zip(alike, made, strict=True))
     found = []
     for g, group in enumerate(groups):
         key = f"{name} {g}" if spare is None else spare.keys[g]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,18 +134,12 @@ register_optimizer_step_pre_hook(_before_step)
 
 def lines_of(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Describe the settings of these groups, equal ones by equal lines; not tensors on a device: that would wait."""
-    kind = type(optimizer).__name__
     return [
-        f"{kind}, parameter group {i}: {name}={text}"
+        f"{type(optimizer).__name__}, parameter group {i}: {name}={text}"
         for i, group in enumerate(groups)
-        for name, text in sorted(_settings(group))
+        for name, value in sorted(group.items())
+        if name not in _NOT_SETTINGS and (text := _text(value)) is not None
     ]
-
-
-def _settings(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in group.items():
-        if name not in _NOT_SETTINGS and (text := _text(value)) is not None:
-            yield name, text
 
 
 def _text(value: Any) -> str | None:
