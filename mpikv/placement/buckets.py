@@ -25,7 +25,6 @@ def plan(
     kinds: Sequence[str],
     *,
     on_gpu: Sequence[bool] = (),
-    first_bytes: int = FIRST_BYTES,
     limit_bytes: int | None = None,
 ) -> list[list[int]]:
     """Buckets as lists of positions, in the order in which they fill up. Every position is in exactly one.
@@ -37,7 +36,7 @@ def plan(
     open_: dict[str, tuple[list[int], int]] = {}
     for i, (n_bytes, kind) in enumerate(zip(sizes_bytes, kinds, strict=True)):
         limit = limit_bytes or (GPU_LIMIT_BYTES if on_gpu and on_gpu[i] else LIMIT_BYTES)
-        limit = limit if done else min(first_bytes, limit)
+        limit = limit if done else min(FIRST_BYTES, limit)
         if n_bytes >= limit:
             done.append([i])
             continue

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -311,7 +312,7 @@ def make_buckets(
     for g, group in enumerate(groups):
         key = f"{name} {g}" if spare is None else spare.keys[g]
         bucket = GradientBucket(key, flats[g], tail_elems if TAIL in [numbers[i] for i in group] else 0)
-        for i, begin in zip(group, buckets.offsets([sizes[i] for i in group]), strict=False):
+        for i, begin in zip(group, accumulate((sizes[i] for i in group), initial=0), strict=False):
             if (member := numbers[i]) != TAIL:
                 bucket.views[member] = GradientView(bucket, forms[member], parameters[member], begin)
         store.session.own_keys.add(bucket.key)

@@ -44,7 +44,7 @@ class Passes:
         """Add hooks that detect the backward pass which begins at the result of this forward pass."""
         for tensor in tensors_in(result):
             if tensor.requires_grad and not tensor.is_leaf:  # a parameter has a hook already
-                tensor.register_hook(self._on_result)
+                tensor.register_hook(lambda _gradient: self._begin())
 
     def before_forward(self) -> None:
         """Complete the round of a pass that ended by an error, if there is one. Blocks then."""
@@ -54,9 +54,6 @@ class Passes:
             if self._exchanged:
                 self._start_round()
                 self._gradients.finish(failed=True)
-
-    def _on_result(self, _gradient: torch.Tensor) -> None:
-        self._begin()
 
     def _begin(self) -> None:
         if self._task is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ SIZES = st.lists(st.integers(0, 50), max_size=40)
 @given(SIZES, st.data())
 def test_every_key_is_in_one_bucket_and_none_is_too_large(sizes: list[int], data: st.DataObject) -> None:
     dtypes = data.draw(st.lists(st.sampled_from(["float32", "float16"]), min_size=len(sizes), max_size=len(sizes)))
-    plan = buckets.plan(sizes, dtypes, first_bytes=10, limit_bytes=30)
+    plan = buckets.plan(sizes, dtypes, limit_bytes=30)
     assert sorted(i for group in plan for i in group) == list(range(len(sizes)))
     for group in plan:
         assert group == sorted(group)
@@ -21,9 +22,10 @@ def test_every_key_is_in_one_bucket_and_none_is_too_large(sizes: list[int], data
         assert len(group) == 1 or sum(sizes[i] for i in group) <= 30
 
 
-def test_the_first_bucket_is_small_and_large_arrays_go_alone() -> None:
+def test_the_first_bucket_is_small_and_large_arrays_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 8)
     sizes = [4, 4, 4, 4, 4, 100, 4, 4, 20, 4]
-    assert buckets.plan(sizes, ["f"] * 10, first_bytes=8, limit_bytes=16) == [[0, 1], [5], [2, 3, 4, 6], [8], [7, 9]]
+    assert buckets.plan(sizes, ["f"] * 10, limit_bytes=16) == [[0, 1], [5], [2, 3, 4, 6], [8], [7, 9]]
     assert buckets.plan([], []) == []
 
 
