@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
-import subprocess
-import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpikv.data import DataLoader, ImageRecords, RecordFile, SplitSampler
 
@@ -32,29 +34,49 @@ def threads() -> list[threading.Thread]:
 # ---- batches
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [
-        ("keep", [[[0, 1, 2], [3, 4, 5], [6]], [[0, 1, 2], [3, 4, 5], [6]]]),
-        ("discard", [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]]]),
-        ("rollover", [[[0, 1, 2], [3, 4, 5]], [[6, 0, 1], [2, 3, 4]], [[5, 6, 0], [1, 2, 3], [4, 5, 6]]]),
-    ],
-)
-def test_last(last: Any, expected: list[list[list[int]]], prefetch: int) -> None:
-    loader = DataLoader(np.arange(7), 3, last=last, prefetch=prefetch)
-    for epoch, wanted in enumerate(expected):
+def new_loader(last: Any, length: int = 23, batch_size: int = 4, **options: Any) -> DataLoader:
+    return DataLoader(np.arange(length), batch_size, shuffle=True, seed=1, last=last, **options)
+
+
+def expected(length: int, batch_size: int, last: str) -> Iterator[list[list[int]]]:
+    """The batches of each epoch."""
+    left: list[int] = []
+    for epoch in itertools.count():
+        sampler = SplitSampler(length, seed=1, last="uneven")
+        sampler.set_epoch(epoch)
+        order, left = [*left, *sampler], []
+        found = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        if found and len(found[-1]) < batch_size and last != "keep":
+            short = found.pop()
+            left = short if last == "rollover" else []
+        yield found
+
+
+@given(st.integers(0, 25), st.integers(1, 9), st.sampled_from(["keep", "discard", "rollover"]), st.data())
+def test_all_examples_come_and_a_run_that_was_stopped_anywhere_has_the_same_batches(
+    length: int, batch_size: int, last: str, data: st.DataObject
+) -> None:
+    options = {"length": length, "batch_size": batch_size, "prefetch": data.draw(st.sampled_from([0, 1, 4]))}
+    loader, through, states = new_loader(last, **options), [], []
+    for epoch, wanted in zip(range(3), expected(length, batch_size, last), strict=False):
         loader.set_epoch(epoch)
         assert len(loader) == len(wanted)
-        assert batches(loader) == wanted
-
-
-@pytest.mark.parametrize("batch_size", [7, 8, 100])
-def test_batches_as_large_as_all(batch_size: int) -> None:
-    whole = [list(range(7))]
-    assert batches(DataLoader(np.arange(7), batch_size)) == whole
-    assert batches(DataLoader(np.arange(7), batch_size, last="discard")) == (whole if batch_size == 7 else [])
-    assert batches(DataLoader(np.arange(0), batch_size)) == []
+        states.append((len(through), loader.state()))
+        for batch, right in zip(loader, wanted, strict=True):
+            assert batch.tolist() == right
+            through.append(right)
+            states.append((len(through), loader.state()))
+        states.append((len(through), loader.state()))
+    done, state = data.draw(st.sampled_from(states))
+    again = new_loader(last, **options)
+    again.load_state(json.loads(json.dumps(state)))
+    assert again.state() == state
+    found = []
+    for epoch in range(again.epoch, 3):
+        again.set_epoch(epoch)
+        found += batches(again)
+    assert found == through[done:]
+    assert again.state() == loader.state()
 
 
 def test_the_order_is_the_samplers() -> None:
@@ -123,33 +145,6 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: s
 # ---- taking it up again
 
 
-def new_loader(last: Any) -> DataLoader:
-    return DataLoader(np.arange(23), 4, shuffle=True, seed=1, last=last)
-
-
-@pytest.mark.parametrize("last", ["keep", "rollover"])
-def test_a_run_that_was_stopped_anywhere_has_the_same_batches(last: Any) -> None:
-    through, states = [], []
-    loader = new_loader(last)
-    for epoch in range(4):
-        loader.set_epoch(epoch)
-        states.append((len(through), loader.state()))
-        for batch in loader:
-            through.append(batch.tolist())
-            states.append((len(through), loader.state()))
-        states.append((len(through), loader.state()))
-    for done, state in states:
-        again = new_loader(last)
-        again.load_state(json.loads(json.dumps(state)))
-        assert again.state() == state
-        found = []
-        for epoch in range(again.epoch, 4):
-            again.set_epoch(epoch)
-            found += batches(again)
-        assert found == through[done:]
-        assert again.state() == loader.state()
-
-
 def test_an_epoch_that_began_later_goes_on_with_the_loops_own_set_epoch() -> None:
     loader = DataLoader(np.arange(23), 4, shuffle=True)
     loader.set_epoch(1, 7)
@@ -197,6 +192,9 @@ def test_an_iteration_that_is_no_longer_the_last_changes_nothing() -> None:
     assert len(list(second)) == 4
 
 
+OTHER = DataLoader(np.arange(23), 8, sampler=SplitSampler(23, 2, 1, seed=1, last="uneven"))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -206,6 +204,7 @@ def test_an_iteration_that_is_no_longer_the_last_changes_nothing() -> None:
         ({"more": 1}, ValueError, "state is none that a DataLoader gave"),
         ({"before": [23]}, ValueError, r"state\['before'\] has example 23, this data set has 23"),
         ({"of": {}}, ValueError, "of other batches than this loader makes: batch_size None .here 4."),
+        ({"of": OTHER.state()["of"]}, ValueError, r"batch_size 8 \(here 4\), num_parts 2 \(here 1\)$"),
     ],
 )
 def test_states_that_do_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -214,17 +213,11 @@ def test_states_that_do_not_fit(change: dict[str, Any], error: type[Exception], 
     with pytest.raises(error, match=words):
         loader.load_state({**before, **change})
     assert loader.state() == before
+    with pytest.raises(TypeError, match="state is a dict"):
+        loader.load_state([1])  # type: ignore[arg-type]
     loader.load_state({**before, "batches": 99})
     with pytest.raises(ValueError, match="99 batches of this epoch are done, but it has 6"):
         iter(loader)
-
-
-def test_a_state_of_another_loader() -> None:
-    other = DataLoader(np.arange(23), 8, sampler=SplitSampler(23, 2, 1, seed=1, last="uneven"))
-    with pytest.raises(ValueError, match=r"batch_size 8 \(here 4\), num_parts 2 \(here 1\)$"):
-        new_loader("keep").load_state(other.state())
-    with pytest.raises(TypeError, match="state is a dict"):
-        new_loader("keep").load_state([1])  # type: ignore[arg-type]
 
 
 # ---- the thread
@@ -320,17 +313,3 @@ def test_a_forked_process_is_told() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert len(list(running)) == 8
-
-
-@pytest.mark.parametrize("end", ["", "1 / 0"])
-def test_a_program_ends_although_an_iterator_is_left(end: str) -> None:
-    program = f"""
-from mpikv.data import DataLoader
-running = iter(DataLoader(range(100), 1))
-print(next(running))
-{end}
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "[0]\n"
-    assert done.returncode == (end != "")
-    assert "ZeroDivisionError" in done.stderr if end == "1 / 0" else done.stderr == ""
