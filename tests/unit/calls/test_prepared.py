@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import frameworks
 import numpy as np
 import pytest
@@ -63,21 +60,6 @@ def test_a_call_that_is_kept_at_once_takes_the_place_of_one_with_the_same_keys()
     prepared.add(keys, [X, Z], None, second, at_once=True)
     assert prepared.find(keys, [X, Z], None) is second
     assert [call.released for call in (first, other, second)] == [1, 0, 0]
-
-
-def test_arrays_that_are_new_in_every_step_are_not_held():
-    prepared, alive = PreparedCalls(), []
-    for _ in range(20):
-        step = [array() for _ in range(3)]
-        alive.append(step)  # so that no address is given out twice
-        call = Call()
-        prepared.add("w", step[0], step[1], call)
-        prepared.add(["a", "b"], step[:2], [step[1], step[2]], call)
-        assert call.released == 2
-    references = [weakref.ref(one) for step in alive for one in step]
-    del alive, step
-    gc.collect()
-    assert [one() for one in references] == [None] * 60
 
 
 X, Y, Z = array(), array(), array()

@@ -457,16 +457,6 @@ def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> 
     run_while_time_passes(way, 3, body, lookers=2, until=2, begin=has_left)
 
 
-def test_a_message_that_nobody_sends_is_an_error() -> None:
-    def body(told: list, world: World, group: RankGroup):
-        if group.rank == 0:
-            with pytest.raises(StallError, match="in recv from 1 with tag 5 of the process group of ranks 0, 1"):
-                group.receive(np.zeros(1), 1, 5, SOON).wait()
-            told.append(0)
-
-    run_while_time_passes("memory", 2, body, lookers=1)
-
-
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_the_limit_of_a_call_begins_when_the_calls_before_it_have_ended(way: str) -> None:
     """Of thousands that are begun at once the last ones wait for long, though every rank has made them."""

@@ -232,22 +232,19 @@ def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
     ],
     ids=["shape", "dtype", "name", "structure", "empty"],
 )
-def test_different_trees_are_an_error_on_every_worker(store: Any, one: Any, other: Any, told: tuple[str, str]) -> None:
+def test_different_trees_and_calls_are_an_error_on_every_worker(store: Any, one: Any, other: Any, told: tuple[str, str]) -> None:
     tree = other if store.rank == 2 else one
     for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
         for way in ways(call):
             for words in ("worker 0, worker 1: ", told[0], "worker 2: ", told[1]):
                 refused(ShapeMismatch, words, lambda way=way: way(tree))
+    several = (
+        lambda: mj.allreduce(one, store),
+        lambda: mj.allreduce(one, store, "sum"),
+        lambda: mj.broadcast(one, store),
+    )
+    refused(ShapeMismatch, "worker 2: broadcast(root 0)", several[store.rank])
     assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
-
-
-@on(TWO)
-def test_different_calls_are_an_error_on_every_worker(store: Any) -> None:
-    x = jnp.ones(2)
-    calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
-    refused(ShapeMismatch, "allreduce(sum)", calls_of_ranks[store.rank])
-    calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.broadcast(x, store))
-    refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
 
 
 @on(Mode("local", 1))
