@@ -232,7 +232,7 @@ def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
     ],
     ids=["shape", "dtype", "name", "structure", "empty"],
 )
-def test_different_trees_and_calls_are_an_error_on_every_worker(store: Any, one: Any, other: Any, told: tuple[str, str]) -> None:
+def test_different_trees_and_calls_are_an_error_on_all(store: Any, one: Any, other: Any, told: tuple[str, str]) -> None:
     tree = other if store.rank == 2 else one
     for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
         for way in ways(call):
