@@ -12,41 +12,45 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpikv.errors import MpikvError, StallError
+from mpikv.errors import StallError
 from mpikv.observe.stall import Waiting
 from mpikv.session.agreement import Agreement, Decision, Item, Name, Proposal, Verdict
 from mpikv.session.messages import ControlMessages, Message
-from mpikv.session.stopping import Stopping
 from mpikv.session.waits import Waits
 
 BLOCK = 100  # verdicts in one message: a worker acts on as many in some milliseconds
 
 
 class Agreeing:
-    """One worker's end. agreement: makes the state machine, at worker 0. on_verdict: called for every verdict."""
+    """One worker's end. agreement: makes the state machine, at worker 0. on_verdict: called for every verdict.
+
+    closed: all workers have agreed to close the store, and none listens any more.
+    """
 
     def __init__(
         self,
         messages: ControlMessages,
         waits: Waits,
-        stopping: Stopping,
         *,
         agreement: Callable[[Sequence[str]], Agreement],
         on_verdict: Callable[[Item, Decision], None],
     ) -> None:
-        self._messages, self._waits, self._stopping = messages, waits, stopping
-        self._agreement = agreement(messages.names) if messages.leads else None
+        self._messages, self._waits = messages, waits
+        self.closed = False
         self._on_verdict = on_verdict
         self._proposals: list[Proposal] = []
-        messages.acts |= {"propose": self._proposal_came, "verdicts": self._verdicts_came}
+        if messages.leads:
+            self._agreement = agreement(messages.names)
+            messages.acts["propose"] = lambda _source, message: self._take(message["worker"], message["items"])
+        messages.acts["verdicts"] = self._verdicts_came
 
     def propose(self, items: Sequence[tuple[str, Name, Any]]) -> Proposal:
         """Propose to worker 0. Local; wait for the result with `agree`, or for the proposal, which is a request."""
         proposal = Proposal([(topic, name) for topic, name, _ in items])
         with self._messages.engine.lock:
             self._proposals.append(proposal)
-            if self._agreement is not None:
-                self._deliver(self._agreement.propose(self._messages.workers.rank, items))
+            if self._messages.leads:
+                self._take(self._messages.workers.rank, items)
             else:
                 self._messages.send_to(0, {"kind": "propose", "items": [list(item) for item in items]})
         return proposal
@@ -67,18 +71,13 @@ class Agreeing:
                 print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
         return proposal.decisions[topic, name].unwrap()
 
-    def _proposal_came(self, source: int, message: Message) -> None:
-        if self._agreement is None:
-            raise MpikvError(f"{self._messages.me}: a proposal from rank {source} came here instead of to worker 0")
-        items = [(topic, name, payload) for topic, name, payload in message["items"]]
-        self._deliver(self._agreement.propose(message["worker"], items))
-
-    def _deliver(self, verdicts: Sequence[Verdict]) -> None:
-        """At worker 0."""
-        if self._agreement is not None:
-            self._stopping.blocked(self._agreement.blocked())
+    def _take(self, worker: int, items: Sequence[tuple[str, Name, Any]]) -> None:
+        """At worker 0: take proposals, and deliver the verdicts that follow."""
+        for topic, _, payload in items:
+            if topic == "close":
+                self._waits.left(worker, dict(payload[0]))
         by_worker: dict[int, list[Verdict]] = {}
-        for verdict in verdicts:
+        for verdict in self._agreement.propose(worker, items):
             by_worker.setdefault(verdict.worker, []).append(verdict)
         me = self._messages.workers.rank
         # In blocks, on which all act side by side. This worker first: then the first value of a key is there.
@@ -103,5 +102,4 @@ class Agreeing:
                 if proposal.test():
                     self._proposals.remove(proposal)
                 break
-        if verdict.topic == "close" and error is None:
-            self._stopping.end()
+        self.closed |= verdict.topic == "close" and error is None

@@ -10,6 +10,9 @@ hanging:
   go on; the final one follows. Anything else is an error that names the call in which each worker is.
 - A worker has closed its store. Whatever else is proposed can never be complete.
 
+Workers that are held until all are (stop.py) make no mistake: they are released where others wait for them. And the
+verdict that all close comes after that on where all stop, so that nobody is told of this who has ended.
+
 Cost: two messages per worker and proposal. No clock, no MPI.
 """
 
@@ -26,6 +29,7 @@ from mpikv.placement.keys import Key
 Name = Key
 Item = tuple[str, Name]
 ROUND = "round"  # the topic that no call proposes, but a round whose labels differ: no worker waits in it
+STOP, HELD = ("stop", 0), ("held", 0)  # of stopping together (stop.py): a worker's reads so far, and that it is held
 
 ERRORS: dict[str, type[MpikvError]] = {
     error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch, UnsupportedError)
@@ -152,25 +156,34 @@ class Agreement:
                     proposal.error = refused
             if proposal.error is not None:
                 verdicts += self._fail(item, [worker])
-            elif len(proposal.payloads) == len(self._labels):
+            elif self._is_complete(item):
                 verdicts += self._decide(item)
+                if item == STOP:
+                    closing = [other for other in self._open if other[0] == "close" and self._is_complete(other)]
+                    verdicts += [verdict for other in closing for verdict in self._decide(other)]
         if self._closed:
             verdicts += self._fail_what_cannot_complete()
+        if STOP in self._open:  # the last answer comes soon, and who is stuck then is seen to
+            return verdicts
         stuck = self._stuck()
+        if any(HELD in self._waiting[worker] for worker in stuck):
+            verdicts += self._settle(HELD, None)
+            stuck = self._stuck()
         if stuck:
             verdicts += self._untangle(stuck)
         return verdicts
 
-    def blocked(self) -> set[int]:
-        """Return the workers that wait for a verdict."""
-        return {worker for worker, items in self._waiting.items() if items}
+    def _is_complete(self, item: Item) -> bool:
+        """Whether every worker has come to an item; to `close` only when all have answered where they can stop."""
+        all_came = len(self._open[item].payloads) == len(self._labels)
+        return all_came and not (item[0] == "close" and STOP in self._open)
 
     def _stuck(self) -> set[int]:
         """The workers that wait for each other and for nobody else, so that none of them can move by itself.
 
         Starts from all who wait, and takes out who waits for somebody outside, until nothing changes.
         """
-        stuck = self.blocked()
+        stuck = {worker for worker, items in self._waiting.items() if items}
         while stuck:
             # Mostly the first of those outside is missing everywhere, so that this is no look at all workers per item.
             outside = self._waiting.keys() - stuck
@@ -190,12 +203,14 @@ class Agreement:
         except Disagreement as disagreement:
             proposal.error = disagreement
             return self._fail(item, list(proposal.payloads))
-        del self._open[item]
+        return self._settle(item, proposal.reserved if item[0] == "init" else result)
+
+    def _settle(self, item: Item, result: Any) -> list[Verdict]:
+        """Send an item's result to the workers that have proposed it."""
+        workers = sorted(self._open.pop(item).payloads)
         for items in self._waiting.values():
             items.discard(item)
-        if item[0] == "init":
-            result = proposal.reserved
-        return [Verdict(worker, *item, result, None, final=True) for worker in range(len(self._labels))]
+        return [Verdict(worker, *item, result, None, final=True) for worker in workers]
 
     def _fail(self, item: Item, workers: Sequence[int]) -> list[Verdict]:
         """Send an item's error to these workers; to others when they propose it."""
@@ -213,7 +228,7 @@ class Agreement:
         gone = ", ".join(self._labels[worker] for worker in sorted(self._closed))
         verdicts = []
         for item, proposal in list(self._open.items()):
-            if item[0] in {"close", ROUND} or self._closed <= proposal.payloads.keys():
+            if item[0] in {"close", ROUND, STOP[0], HELD[0]} or self._closed <= proposal.payloads.keys():
                 continue
             text = (
                 f"{call_text(*item)} needs every worker, and {gone} closed the store already (its program ended early?)"

@@ -15,7 +15,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, ShapeMismatch
 from mpikv.placement.keys import Key
 from mpikv.placement.labels import FACTOR, Label
-from mpikv.session.agreement import ROUND, Disagreement, Name, Rule, first, grouped
+from mpikv.session.agreement import HELD, ROUND, STOP, Disagreement, Name, Rule, first, grouped
 from mpikv.spaces.named import HOST
 
 
@@ -143,6 +143,8 @@ RULES: Mapping[str, Rule] = {
     ),
     "skip": _same("a step with different parameters frozen", lambda own: ", ".join(map(str, own)) or "none"),
     ROUND: _round_rule,
+    STOP[0]: lambda _name, reads, _labels: 1 + max(reads),
+    HELD[0]: first,
     "factor": first,
     "set_optimizer in place": first,
     "save_optimizer_states": first,

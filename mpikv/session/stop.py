@@ -1,147 +1,103 @@
-"""How all workers agree to stop at the same place, as pure state machines: messages in, messages out.
+"""Stopping together: who wishes it, how all workers agree where they stop, and what `stop_requested` says.
 
-A program reads `stop_requested` once per step. Somebody wishes to stop: a rank got a signal, or asked by a call. Worker
-0, the leader, then asks every worker how far it is; the answers decide where all of them stop.
+A program reads `stop_requested` once per step. Somebody wishes to stop: a rank, also a server, got a signal or found a
+batch script's file (runtime/signals.py), or the program asked by a call. The wish goes to worker 0, and from there to
+all workers (message `wish`). Each of them then proposes to the agreement (agreement.py) where it can stop:
 
-- Synchronous stores: a worker answers at once with the number of reads that it has made, and holds its next read until
-  the decision comes. All stop at read S = 1 + the largest of these numbers: nobody can have passed it, as whoever
-  answered last made no read since. A worker answers from the progress engine, also while it waits in a call for
-  workers that are held; so an answer never waits for another worker, and the decision comes.
+- Synchronous stores: under STOP, at once, the number of reads that it has made; its next read is held until the verdict
+  is there. All stop at read S = 1 + the largest of these numbers: nobody can have passed it, as whoever proposed last
+  made no read since. The progress engine proposes, also while the program waits in a call for workers that are held;
+  so no proposal waits for another worker, and the verdict comes.
 - Asynchronous stores: steps of different workers have nothing to do with each other, so each stops at a read of its
-  own. A worker answers when it comes to its next read, and is held there; when all are held, all stop. But one may wait
-  in a call that all must make (`barrier`, or `close` after its last step), perhaps for those that are held. Then they
-  go on, for one read, and are asked anew.
+  own. A worker proposes under HELD when it comes to its next read, and is held there; when all are, all stop. But one
+  may wait in a call that all must make (`barrier`, or `close` after its last step), perhaps for those that are held.
+  Then the agreement lets these go on, and each proposes anew at its next read.
 
-So in both, either every worker's read returns True, all at the same step, or none does.
+So in both, either every worker's read returns True, all at the same step, or none does. A `Trainer` then saves, and
+ends the program (trainer/files.py); any other program does so itself.
 
 Cost: nothing but a counter until somebody wishes to stop; then three messages per worker (asynchronous: two more for
-each time that they had to go on). No clock, no MPI.
+each time that they had to go on).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
-ASK, GO, STOP = "ask", "go", "stop"
-
-
-class Order(NamedTuple):
-    """From the leader to `worker`: ASK how far it is, GO on from the read that is held, STOP at read number `value`.
-
-    value of ASK and GO: the number of the question.
-    """
-
-    worker: int
-    kind: str
-    value: int
+from mpikv.engine.operation import Predicate, Steps
+from mpikv.observe.stall import Waiting, say
+from mpikv.session.agreeing import Agreeing
+from mpikv.session.agreement import HELD, STOP, Proposal
+from mpikv.session.messages import ControlMessages
+from mpikv.session.waits import Waits
 
 
-class StopAnswer(NamedTuple):
-    """From a worker to the leader: `reads` were made before question number `question`."""
+class Stopping:
+    """One worker's end. common_steps: whether all workers make the same steps (synchronous stores)."""
 
-    question: int
-    reads: int
+    def __init__(self, messages: ControlMessages, waits: Waits, agreeing: Agreeing, *, common_steps: bool) -> None:
+        self._messages, self._waits, self._agreeing = messages, waits, agreeing
+        self._common = common_steps
+        self._asked: Callable[[], str | None] = lambda: None
+        self._told = False  # this worker's own wish has been sent
+        self._wished = False  # somebody's wish has come here by way of worker 0
+        self._reads = 0  # that have returned
+        self._proposal: Proposal | None = None
+        messages.acts["wish"] = lambda _source, message: self._wish(message["text"])
 
+    def wish(self, why: str) -> None:
+        """Ask all workers to stop. Local. why: who or what asked, for the one line that worker 0 prints."""
+        messages = self._messages
+        with messages.engine.lock:
+            if self._told or self._agreeing.closed:
+                return
+            self._told = True
+            text = f"{why} at {messages.names[messages.workers.rank]}"
+            if messages.leads:
+                self._wish(text)
+            else:
+                messages.send_to(0, {"kind": "wish", "text": text})
 
-class StopReader:
-    """A worker's side. common: whether all workers stop at the same number of reads (synchronous stores)."""
+    def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
+        self._asked = asked
+        yield Predicate(lambda: asked() is not None)
+        self.wish(asked() or "")
 
-    def __init__(self, *, common: bool) -> None:
-        self.reads = 0  # that have returned
-        self.stop_at: int | None = None  # the first read that returns True
-        self._common = common
-        self._question: int | None = None  # that has no decision yet
-        self._held = False  # inside a read that waits for the decision
-        self._passes = False  # the held read returns, whatever has been asked since
+    def _wish(self, text: str) -> None:
+        """A wish has come: to worker 0 from anybody, of which the first one counts, and from there to all others."""
+        if self._wished or self._agreeing.closed:
+            return
+        self._wished = True
+        if self._messages.leads:
+            say(f"mpikv: {text}: all workers stop after their step")
+            for worker in range(1, self._messages.workers.size):
+                self._messages.send_to(worker, {"kind": "wish", "text": text})
+        if self._common:
+            self._proposal = self._agreeing.propose([(*STOP, self._reads)])
 
-    def read(self) -> tuple[bool | None, StopAnswer | None]:
-        """Count one read. Returns what it says (None: it is held; call again when something has come), and an answer to
-        send.
-        """
-        if self._passes or self.stop_at is not None or self._question is None:
-            self._passes = self._held = False
-            self.reads += 1
-            return self.stop_at is not None and self.reads >= self.stop_at, None
-        if self._held:
-            return None, None
-        self._held = True
-        return None, None if self._common else StopAnswer(self._question, self.reads)
+    def read(self) -> bool | None:
+        """Count one read, under the engine's lock. Returns what it says; None: it is held, call again after the verdict."""
+        if self._wished and self._proposal is None:
+            self._proposal = self._agreeing.propose([(*HELD, 0)])
+        if self._proposal is not None and not self._proposal.test():
+            return None
+        self._reads += 1
+        if self._proposal is None:
+            return False
+        (decision,) = self._proposal.decisions.values()
+        if decision.result is None:  # those that are held go on
+            self._proposal = None
+            return False
+        return bool(self._reads >= decision.result)
 
-    def obey(self, kind: str, value: int) -> StopAnswer | None:
-        """Act on an order of the leader's; the answer to send."""
-        if kind == STOP:
-            self.stop_at, self._question = value, None
-        elif kind == GO:
-            if self._held:
-                self._passes = True
-            self._question = None
-        else:
-            self._question = value
-            # Held already: its answer to the last question crossed the decision to ask anew.
-            if self._common or (self._held and not self._passes):
-                return StopAnswer(value, self.reads)
-        return None
-
-
-class Leader:
-    """Worker 0's side. size: of how many workers. common: as in `StopReader`."""
-
-    def __init__(self, size: int, *, common: bool) -> None:
-        self._workers = range(size)
-        self._common = common
-        self._question = 0  # the number of the last one
-        self._answers: dict[int, int] = {}
-        self._blocked: set[int] = set()
-        self._ended = False
-        self.asking = False
-        self.decided = False
-
-    @property
-    def settled(self) -> bool:
-        """Whether every answer that must come without any further read has come."""
-        return not (self.asking and self._common)
-
-    def wish(self) -> list[Order]:
-        """Note that somebody wishes to stop. Only the first wish counts."""
-        if self.asking or self.decided or self._ended:
-            return []
-        return self._ask()
-
-    def answer(self, worker: int, answer: StopAnswer) -> list[Order]:
-        """Take an answer, and return the orders that follow from it."""
-        if not self.asking or answer.question != self._question:
-            return []
-        self._answers[worker] = answer.reads
-        return self._decide()
-
-    def blocked(self, workers: Iterable[int]) -> list[Order]:
-        """Note that these workers, and no others, wait in calls that all must make."""
-        self._blocked = set(workers)
-        return self._decide()
-
-    def end(self) -> None:
-        """Note that all workers have closed the store: nobody reads any more, and nothing is sent any more."""
-        self._ended = True
-
-    def _ask(self) -> list[Order]:
-        self._question += 1
-        self._answers = {}
-        self.asking = True
-        return [Order(worker, ASK, self._question) for worker in self._workers]
-
-    def _decide(self) -> list[Order]:
-        if not self.asking:
-            return []
-        if len(self._answers) == len(self._workers):
-            self.asking, self.decided = False, True
-            if self._ended:
-                return []
-            last = max(self._answers.values())
-            return [
-                Order(worker, STOP, 1 + (last if self._common else self._answers[worker])) for worker in self._workers
-            ]
-        held = set() if self._common or self._ended else set(self._answers)
-        if held and held | self._blocked >= set(self._workers):
-            return [*(Order(worker, GO, self._question) for worker in sorted(held)), *self._ask()]
-        return []
+    def stop_requested(self) -> bool:
+        """One read. Blocks while workers agree. Raises StallError where they do not come to it."""
+        if (why := self._asked()) is not None:
+            self.wish(why)
+        with self._messages.engine.lock:
+            said = self.read()
+        if said is None and self._proposal is not None:
+            self._waits.wait(self._proposal, Waiting("stop_requested"))
+            with self._messages.engine.lock:
+                said = self.read()
+        return bool(said)

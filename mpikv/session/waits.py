@@ -1,10 +1,9 @@
 """Waiting with a limit: for what a worker waits, who has left, and where everybody is.
 
 A wait ends with its request, with an error as soon as what is waited for can never come, or, when its time is up, with
-a StallError that says what each other worker is doing. To know that, workers tell each other: `left` (to worker 0: a
-worker has closed, with its number of pushes per key), `gone` (from worker 0 to those still at work: how few pushes
-others left with; leaving.py), `refused` (from a server: nothing was updated in a round). What happens while a wait
-lasts is in stalls.py.
+a StallError that says what each other worker is doing. To know that, workers are told: `gone` (by worker 0: how few
+pushes those left with who have proposed to close; leaving.py), `refused` (by a server: nothing was updated in a round).
+What happens while a wait lasts is in stalls.py.
 
 Cost: no message; at the time limit one question to each other worker, and its answer.
 """
@@ -76,11 +75,7 @@ class Waits:
         self.spent = Spent()
         self.all_answered = True  # every worker, the last report
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
-        messages.acts |= {
-            "left": self._left,
-            "gone": self._gone,
-            "refused": self._refused,
-        }
+        messages.acts |= {"gone": self._gone, "refused": self._refused}
         messages.due.append(self._tell_who_has_left)
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
         self._departures = Departures(messages.workers.size) if messages.leads else None
@@ -144,17 +139,10 @@ class Waits:
 
     # --- leaving
 
-    def leave(self, pushes: dict[int, int]) -> None:
-        """Tell worker 0, and so the others, that this one pushes nothing any more."""
-        with self._engine.lock:
-            if self._departures is not None:
-                self._departures.add(self._messages.workers.rank, pushes, self._engine.clock.now_s())
-            else:
-                self._messages.send_to(0, {"kind": "left", "pushes": sorted(pushes.items())})
-
-    def _left(self, _source: int, message: Message) -> None:
+    def left(self, worker: int, pushes: dict[int, int]) -> None:
+        """At worker 0: a worker pushes nothing any more. pushes: how often it has pushed each key, by its number."""
         if self._departures is not None:
-            self._departures.add(message["worker"], dict(message["pushes"]), self._engine.clock.now_s())
+            self._departures.add(worker, pushes, self._engine.clock.now_s())
             self._know(tuple(self._departures.fewest.values()))
 
     def _tell_who_has_left(self) -> None:

@@ -33,7 +33,7 @@ from mpikv.session.clocks import ClockProbes
 from mpikv.session.messages import ControlMessages
 from mpikv.session.questions import Questions
 from mpikv.session.rules import RULES
-from mpikv.session.stopping import Stopping
+from mpikv.session.stop import Stopping
 from mpikv.session.waits import Waits
 from mpikv.spaces.named import Spaces
 from mpikv.transports import wire
@@ -116,14 +116,13 @@ class Workers(AgreedSession):
             check_key=self._check_key,
             given=self.given,
         )
-        self.stopping = Stopping(self.messages, self.waits, common_steps=members.synchronous)
         self.agreeing = Agreeing(
             self.messages,
             self.waits,
-            self.stopping,
             agreement=lambda names: Agreement(names, RULES, self._reserve),
             on_verdict=self._verdict,
         )
+        self.stopping = Stopping(self.messages, self.waits, self.agreeing, common_steps=members.synchronous)
         self.clock_probes = ClockProbes(self.messages, self.recorder)
         self.activity = activity
 
@@ -240,15 +239,12 @@ class Workers(AgreedSession):
         rounds that all have in common, and the error to raise where this worker pushed more.
         """
         pushes = self._pushes()
-        if matched:
-            with self.engine.lock:
-                self.waits.leave(pushes)
         # Workers may well have different amounts of work left, and a last evaluation takes its time.
         payload = [sorted(pushes.items()) if matched else [], self.attributes.updates()]
         unmatched, different = self.agree("close", payload, "close", patient=True)
         if different:
             self._different = ConfigError(different)
-        self.wait_for(Predicate(lambda: self.messages.sent() and self.stopping.settled), "close")
+        self.wait_for(Predicate(self.messages.sent), "close")
         error = None
         names = {CALLS_ID: CALLS_NAME, **{info.id: info.key for info in self.infos.values()}}
         for key_id, _, least, short in unmatched:

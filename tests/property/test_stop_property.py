@@ -1,136 +1,127 @@
-"""The agreement to stop under random interleavings: nobody waits for ever, and either all stop or none.
+"""Stopping together under random interleavings: nobody waits for ever, and either all stop or none.
 
 Messages travel in order between two workers, and not otherwise. A synchronous worker's step ends when every worker has
-begun it; asynchronous ones meet in barriers at some steps. Workers answer whenever a message comes, also while they
-wait, as the progress engine does.
+begun it; asynchronous ones meet in barriers at some steps. Workers act whenever a message comes, also while they wait,
+as the progress engine does.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.session.stop import Leader, StopAnswer, StopReader
+from mpikv.session.agreeing import Agreeing
+from mpikv.session.agreement import Agreement, Proposal
+from mpikv.session.rules import RULES
+from mpikv.session.stop import Stopping
 
 
 class Worker:
     """A program: in each step it works, meets the others where it must, and reads; `at` says where it is."""
 
-    def __init__(self, number: int, steps: int, *, common: bool) -> None:
-        self.number = number
-        self.steps = steps
-        self.reader = StopReader(common=common)
+    def __init__(self, world: World, number: int, steps: int) -> None:
+        self.number, self.steps = number, steps
+        self.messages: Any = SimpleNamespace(
+            acts={},
+            names=[f"worker {i}" for i in range(world.size)],
+            leads=number == 0,
+            workers=SimpleNamespace(rank=number, size=world.size),
+            engine=SimpleNamespace(lock=nullcontext()),
+            send_to=lambda to, message: world.send(number, to, message),
+        )
+        waits: Any = SimpleNamespace(left=lambda worker, pushes: None)
+        self.agreeing = Agreeing(
+            self.messages,
+            waits,
+            agreement=lambda names: Agreement(names, RULES, lambda *_: None),
+            on_verdict=lambda item, decision: None,
+        )
+        self.stopping = Stopping(self.messages, waits, self.agreeing, common_steps=world.common)
         self.step = 0  # that it is in, from 1 on
-        self.at = "work"  # work, meeting, reading, closing, stopped
+        self.at = "work"  # work, meeting, reading, closing, closed
+        self.call: Proposal | None = None  # that it waits for
         self.said: list[bool] = []
+
+    def agree(self, topic: str, name: int, payload: Any) -> bool:
+        """Whether a call that all make has ended."""
+        if self.call is None:
+            self.call = self.agreeing.propose([(topic, name, payload)])
+        if not self.call.test():
+            return False
+        self.call.decisions[topic, name].unwrap()
+        self.call = None
+        return True
 
 
 class World:
-    """All workers, the messages between them, and the leader beside worker 0."""
+    """All workers, and the messages between them. meets: asynchronous ones wait for all in every so many steps."""
 
     def __init__(self, steps: list[int], meets: int, *, common: bool) -> None:
-        self.common = common
-        self.meets = meets  # asynchronous: every so many steps all wait in a barrier; 0: never
-        self.workers = [Worker(i, n, common=common) for i, n in enumerate(steps)]
-        self.leader = Leader(len(steps), common=common)
-        self.to = [deque() for _ in steps]  # orders to each worker
-        self.back = [deque() for _ in steps]  # answers and wishes of each worker
-        self.messages = 0
+        self.size, self.common, self.meets = len(steps), common, meets
+        self.on_the_way: dict[tuple[int, int], deque[Any]] = {}
+        self.sent = 0
+        self.workers = [Worker(self, i, n) for i, n in enumerate(steps)]
 
-    # --- messages
+    def send(self, sender: int, to: int, message: Any) -> None:
+        self.sent += message["kind"] == "wish" or "close" not in str(message) and "barrier" not in str(message)
+        self.on_the_way.setdefault((sender, to), deque()).append({"worker": sender, **message})
 
-    def order(self, orders) -> None:
-        for order in orders:
-            self.messages += 1
-            self.to[order.worker].append(order)
+    def deliver(self, ends: tuple[int, int]) -> None:
+        message, worker = self.on_the_way[ends].popleft(), self.workers[ends[1]]
+        # A worker that has not heard yet that all close may wish; nothing else comes to who has closed.
+        assert worker.at != "closed" or (message["kind"] == "wish" and ends[1] == 0)
+        worker.messages.acts[message["kind"]](ends[0], message)
 
-    def answer(self, worker: Worker, answer: StopAnswer | None) -> None:
-        if answer is not None:
-            self.messages += 1
-            self.back[worker.number].append(answer)
-
-    def wish(self, worker: Worker) -> None:
-        self.back[worker.number].append("wish")
-
-    def deliver(self, box: deque, number: int) -> None:
-        message = box.popleft()
-        if box is self.to[number]:
-            self.answer(self.workers[number], self.workers[number].reader.obey(message.kind, message.value))
-        elif message == "wish":
-            self.order(self.leader.wish())
-        else:
-            self.order(self.leader.answer(number, message))
-
-    # --- programs
-
-    def blocked(self) -> set[int]:
-        """Those who wait in a call that all must make. What the leader knows of them may be old, but not wrong."""
-        return {w.number for w in self.workers if w.at in ("meeting", "closing") and not self.met(w)}
-
-    def met(self, worker: Worker) -> bool:
-        if worker.at == "closing":
-            return all(other.at == "closing" for other in self.workers)
-        return all(other.step >= worker.step for other in self.workers)
-
-    def can_move(self, worker: Worker) -> bool:
-        if worker.at == "meeting":
-            return self.met(worker)
-        return worker.at not in ("closing", "stopped")
-
-    def move(self, worker: Worker) -> None:
+    def move(self, worker: Worker) -> bool:
+        """Let a worker go on. Whether it could."""
         if worker.at == "work":
             worker.step += 1
             meets = self.common or (self.meets and worker.step % self.meets == 0)
             worker.at = "meeting" if meets else "reading"
         elif worker.at == "meeting":
-            worker.at = "reading"
+            if self.common:
+                met = all(other.step >= worker.step for other in self.workers)
+            else:
+                met = worker.agree("barrier", worker.step, None)
+            worker.at = "reading" if met else "meeting"
+            return met
         elif worker.at == "reading":
-            said, answer = worker.reader.read()
-            self.answer(worker, answer)
-            if said is not None:
-                worker.said.append(said)
-                worker.at = "stopped" if said else ("closing" if worker.step == worker.steps else "work")
-        if not self.common:
-            self.order(self.leader.blocked(self.blocked()))
-
-    def moves(self) -> list:
-        found = [(self.move, worker) for worker in self.workers if self.can_move(worker)]
-        return found + [
-            (lambda box_number: self.deliver(*box_number), (box, number))
-            for boxes in (self.to, self.back)
-            for number, box in enumerate(boxes)
-            if box
-        ]
-
-    def held(self, worker: Worker) -> bool:
-        return worker.at == "reading" and worker.reader._held
+            if (said := worker.stopping.read()) is None:
+                return False
+            worker.said.append(said)
+            worker.at = "closing" if said or worker.step == worker.steps else "work"
+        elif worker.at == "closing":
+            closed = worker.agree("close", 1, [[], {}])
+            worker.at = "closed" if closed else "closing"
+            return closed
+        return worker.at != "closed"
 
 
 def play(world: World, data: st.DataObject, wishes: list[tuple[int, int]]) -> None:
-    """Move on at random until everybody is at the end. A wish comes after so many moves, at such a worker."""
+    """Move on at random until all have closed. A wish comes after so many moves, at such a worker."""
     after = sorted(wishes)
-    for turn in range(4000):
+    in_vain = 0
+    for turn in range(8000):
         while after and after[0][0] <= turn:
-            world.wish(world.workers[after.pop(0)[1] % len(world.workers)])
-        moves = world.moves()
-        # A held read may be tried at any time, and changes nothing: what else is there?
-        real = [move for move in moves if not (move[0] == world.move and world.held(move[1]))]
-        if not real and not after:
-            for act, what in moves:
-                act(what)
-            moves = world.moves()
-            if all(w.at in ("stopped", "closing") for w in world.workers):
-                return
-            if not [move for move in moves if not (move[0] == world.move and world.held(move[1]))]:
-                raise AssertionError(f"nobody moves: {[(w.step, w.at, w.reader.__dict__) for w in world.workers]}")
+            world.workers[after.pop(0)[1] % world.size].stopping.wish("test")
+        boxes = [ends for ends, box in world.on_the_way.items() if box]
+        workers = [worker for worker in world.workers if worker.at != "closed"]
+        if not workers and not after:
+            return
+        moves = [*workers, *boxes]
+        # Half of the turns are fair, so that every play ends.
+        i = data.draw(st.integers(0, len(moves) - 1)) if turn % 2 and moves else turn // 2 % max(1, len(moves))
         if moves:
-            # Half of the turns are fair, so that every play ends.
-            act, what = moves[data.draw(st.integers(0, len(moves) - 1)) if turn % 2 else turn // 2 % len(moves)]
-            act(what)
+            moved = world.deliver(moves[i]) or True if isinstance(moves[i], tuple) else world.move(moves[i])
+            in_vain = 0 if moved or after else in_vain + 1
+        assert in_vain < 20 * (world.size + 1), [(worker.step, worker.at, worker.said) for worker in world.workers]
     raise AssertionError("no end")
 
 
@@ -145,51 +136,42 @@ def test_all_stop_or_none(data, steps, meets, common, wishes):
         steps = steps[:1] * len(steps)
     world = World(steps, meets, common=common)
     play(world, data, wishes)
-    assert {worker.at for worker in world.workers} in ({"stopped"}, {"closing"})
-    if not wishes:
-        assert world.workers[0].at == "closing"
+    stopped = {worker.said[-1] for worker in world.workers}
+    assert len(stopped) == 1
+    assert not any(said for worker in world.workers for said in worker.said[:-1])
+    assert wishes or stopped == {False}
     if common:  # the same answers, at the same reads
         assert all(worker.said == world.workers[0].said for worker in world.workers)
-        assert world.messages <= 3 * len(steps)
-    if not wishes and (common or not meets):
-        assert world.messages == 0
+        assert world.sent <= 3 * len(steps) + len(wishes)
+    if not wishes:
+        assert world.sent == 0
+
+
+def in_turn(world: World) -> None:
+    """Let all go on to the end, with everything delivered at once."""
+    for _ in range(40):
+        for ends in [*world.on_the_way]:
+            while world.on_the_way[ends]:
+                world.deliver(ends)
+        for worker in world.workers:
+            world.move(worker)
 
 
 @pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_early_wish_stops_everybody(common, workers):
-    """Asked for before the first step, with everything delivered at once: the first read says so."""
+    """Asked for before the first step: the first read says so."""
     world = World([10] * workers, 0, common=common)
-    world.wish(world.workers[-1])
-    for _ in range(20):
-        while any((*world.to, *world.back)):
-            for boxes in (world.to, world.back):
-                for number, box in enumerate(boxes):
-                    if box:
-                        world.deliver(box, number)
-        for worker in world.workers:
-            if world.can_move(worker):
-                world.move(worker)
-    assert [worker.said for worker in world.workers] == [[True]] * workers
+    world.workers[-1].stopping.wish("test")
+    in_turn(world)
+    assert [(worker.said, worker.at) for worker in world.workers] == [([True], "closed")] * workers
 
 
-def test_leader_that_has_ended_says_nothing():
-    leader = Leader(2, common=True)
-    assert len(leader.wish()) == 2
-    assert not leader.settled
-    leader.end()
-    assert leader.answer(0, StopAnswer(1, 3)) == []
-    assert leader.answer(1, StopAnswer(1, 3)) == []
-    assert leader.settled
-    assert leader.wish() == []
-
-
-def test_old_answers_do_not_count():
-    leader = Leader(2, common=False)
-    assert [order.kind for order in leader.wish()] == ["ask", "ask"]
-    leader.answer(0, StopAnswer(1, 5))
-    assert [order.kind for order in leader.blocked({1})] == ["go", "ask", "ask"]
-    assert leader.answer(0, StopAnswer(1, 5)) == []
-    leader.blocked(())
-    leader.answer(1, StopAnswer(2, 1))
-    assert [(o.worker, o.kind, o.value) for o in leader.answer(0, StopAnswer(2, 6))] == [(0, "stop", 7), (1, "stop", 2)]
+def test_who_is_held_goes_on_where_another_waits_for_it_and_stops_later():
+    world = World([10, 10], 2, common=False)
+    first, second = world.workers
+    while first.at != "meeting" or first.call is None:  # in the barrier of its second step
+        world.move(first)
+    second.stopping.wish("test")
+    in_turn(world)
+    assert [worker.said for worker in world.workers] == [[False, True]] * 2

@@ -50,7 +50,7 @@ ABORTED = re.compile(
     rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",
     re.MULTILINE,
 )
-STOPPING = re.compile(rb"^mpikv: .*: all workers stop after their step$", re.MULTILINE)  # session/stopping.py
+STOPPING = re.compile(rb"^mpikv: .*: all workers stop after their step$", re.MULTILINE)  # session/stop.py
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Open MPI 5, when its child was quicker (PRRTE, plm_ssh_module.c)
 TIMED_OUT = 124  # as timeout(1)
 BROKEN_PIPE = 128 + signal.SIGPIPE
