@@ -36,7 +36,7 @@ from mpikv.placement.described import several
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Labels, PushLabel
 from mpikv.placement.members import Members
-from mpikv.session.agreement import ROUND, Decision, Disagreement, Item, Name
+from mpikv.session.agreement import ROUND, Disagreement, Name, Verdict
 from mpikv.session.base import NewKey, Updater
 from mpikv.session.collective import CollectiveSession
 from mpikv.spaces.named import Spaces
@@ -131,9 +131,9 @@ class AgreedSession(CollectiveSession):
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
         return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), *result[3:6])
 
-    def _verdict(self, item: Item, decision: Decision) -> None:
-        topic, name = item
-        if topic != "init":
+    def _verdict(self, decision: Verdict) -> None:
+        name = decision.name
+        if decision.topic != "init":
             return
         if decision.error is None:
             info = self._info(name, decision.result)
@@ -181,7 +181,7 @@ class AgreedSession(CollectiveSession):
         text = f"init({names})"
         first, *others = [Waiting(text, agreed=(INIT, new.key)) for new in values]
         self.waits.wait(proposal, first, others=others)
-        decisions = [(item[1], proposal.decisions[item]) for item in proposal.items]
+        decisions = [(item[1], proposal.verdicts[item]) for item in proposal.items]
         agreed = [
             self.infos.get(name) or self._info(name, decision.result)
             for name, decision in decisions
@@ -264,7 +264,7 @@ class AgreedSession(CollectiveSession):
         """
         proposal = self.agreeing.propose([(ROUND, info.id, [info.key, round_, labels])])
         yield proposal
-        return proposal.decisions[ROUND, info.id].exception()  # type: ignore[return-value]
+        return proposal.verdicts[ROUND, info.id].exception()  # type: ignore[return-value]
 
     def agree_on_factor(self, key: Key) -> None:
         """Owners apply worker 0's factor of now to this key, and those beside it, from now on. Collective, blocks."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpikv.errors import StallError
 from mpikv.observe.stall import Waiting
-from mpikv.session.agreement import Agreement, Decision, Item, Name, Proposal, Verdict
+from mpikv.session.agreement import Agreement, Name, Proposal, Verdict
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.waits import Waits
 
@@ -33,7 +33,7 @@ class Agreeing:
         waits: Waits,
         *,
         agreement: Callable[[Sequence[str]], Agreement],
-        on_verdict: Callable[[Item, Decision], None],
+        on_verdict: Callable[[Verdict], None],
     ) -> None:
         self._messages, self._waits = messages, waits
         self.closed = False
@@ -49,10 +49,7 @@ class Agreeing:
         proposal = Proposal([(topic, name) for topic, name, _ in items])
         with self._messages.engine.lock:
             self._proposals.append(proposal)
-            if self._messages.leads:
-                self._take(self._messages.workers.rank, items)
-            else:
-                self._messages.send_to(0, {"kind": "propose", "items": [list(item) for item in items]})
+            self._messages.send_to(0, {"kind": "propose", "items": items})
         return proposal
 
     def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting, *, patient: bool = False) -> Any:
@@ -69,7 +66,7 @@ class Agreeing:
                 if not patient or stall.deadlock or not waits.all_answered:
                     raise
                 print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
-        return proposal.decisions[topic, name].unwrap()
+        return proposal.verdicts[topic, name].unwrap()
 
     def _take(self, worker: int, items: Sequence[tuple[str, Name, Any]]) -> None:
         """At worker 0: take proposals, and deliver the verdicts that follow."""
@@ -79,27 +76,21 @@ class Agreeing:
         by_worker: dict[int, list[Verdict]] = {}
         for verdict in self._agreement.propose(worker, items):
             by_worker.setdefault(verdict.worker, []).append(verdict)
-        me = self._messages.workers.rank
         # In blocks, on which all act side by side. This worker first: then the first value of a key is there.
         for begin in range(0, max(map(len, by_worker.values()), default=0), BLOCK):
-            for verdict in by_worker.get(me, ())[begin : begin + BLOCK]:
-                self._decided(verdict)
-            for worker, some in by_worker.items():
-                block = some[begin : begin + BLOCK]
-                if block and worker != me:
-                    self._messages.send_to(worker, {"kind": "verdicts", "verdicts": block})
+            for one in sorted(by_worker):
+                if block := by_worker[one][begin : begin + BLOCK]:
+                    self._messages.send_to(one, {"kind": "verdicts", "verdicts": block})
 
     def _verdicts_came(self, _source: int, message: Message) -> None:
         for fields in message["verdicts"]:
             self._decided(Verdict(*fields))
 
     def _decided(self, verdict: Verdict) -> None:
-        item, error = (verdict.topic, verdict.name), verdict.error
-        decision = Decision(verdict.result, None if error is None else (error[0], error[1]), verdict.final)
-        self._on_verdict(item, decision)
+        self._on_verdict(verdict)
         for proposal in self._proposals:
-            if proposal.take(item, decision):
+            if proposal.take(verdict):
                 if proposal.test():
                     self._proposals.remove(proposal)
                 break
-        self.closed |= verdict.topic == "close" and error is None
+        self.closed |= verdict.topic == "close" and verdict.error is None

@@ -22,18 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mpikv import errors
 from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, UnsupportedError
+from mpikv.errors import MpikvError, PeerError
 from mpikv.placement.keys import Key
 
 Name = Key
 Item = tuple[str, Name]
 ROUND = "round"  # the topic that no call proposes, but a round whose labels differ: no worker waits in it
 STOP, HELD = ("stop", 0), ("held", 0)  # of stopping together (stop.py): a worker's reads so far, and that it is held
-
-ERRORS: dict[str, type[MpikvError]] = {
-    error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch, UnsupportedError)
-}
 
 
 class Disagreement(Exception):  # noqa: N818 - it is one
@@ -54,17 +51,10 @@ class Verdict(NamedTuple):
     error: tuple[str, str] | None
     final: bool
 
-
-class Decision(NamedTuple):
-    """What worker 0 decided on one proposal."""
-
-    result: Any
-    error: tuple[str, str] | None
-    final: bool
-
     def exception(self) -> MpikvError:
         name, text = self.error or ("MpikvError", "")
-        return ERRORS.get(name, MpikvError)(text)
+        kind: type[MpikvError] = getattr(errors, name)
+        return kind(text)
 
     def unwrap(self) -> Any:
         if self.error is not None:
@@ -77,15 +67,16 @@ class Proposal:
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = tuple(items)
-        self.decisions: dict[Item, Decision] = {}  # in the order in which they came
+        self.verdicts: dict[Item, Verdict] = {}  # in the order in which they came
         self._missing = set(items)
 
-    def take(self, item: Item, decision: Decision) -> bool:
+    def take(self, verdict: Verdict) -> bool:
         """Note a verdict; False where it is not one that this proposal waits for."""
+        item = verdict.topic, verdict.name
         if item not in self._missing:
             return False
         self._missing.remove(item)
-        self.decisions[item] = decision
+        self.verdicts[item] = verdict
         return True
 
     def test(self) -> bool:
@@ -115,16 +106,12 @@ def grouped(payloads: Sequence[Any], labels: Sequence[str]) -> str:
     return "; ".join(f"{', '.join(who)}: {what}" for what, who in groups.items())
 
 
-def first(_name: Name, payloads: Sequence[Any], _labels: Sequence[str]) -> Any:
-    """A rule by which the result is what worker 0 brought."""
-    return payloads[0]
-
-
 class Agreement:
     """Worker 0's side of every agreement.
 
-    labels: how each worker is named in errors ('worker 1 on h2'). rules: topic -> rule. reserve(name, payload): for
-    `init`, what every rank must know of the key (its number, where its shards live), fixed when it is first proposed.
+    labels: how each worker is named in errors ('worker 1 on h2'). rules: topic -> rule; without one the result is what
+    worker 0 brought. reserve(name, payload): for `init`, what every rank must know of the key (its number, where its
+    shards live), fixed when it is first proposed.
     """
 
     def __init__(self, labels: Sequence[str], rules: Mapping[str, Rule], reserve: Callable[[Name, Any], Any]) -> None:
@@ -196,14 +183,23 @@ class Agreement:
 
     def _decide(self, item: Item) -> list[Verdict]:
         """Decide on a proposal for which every worker has come."""
-        proposal = self._open[item]
-        payloads = [proposal.payloads[worker] for worker in range(len(self._labels))]
-        try:
-            result = self._rules[item[0]](item[1], payloads, self._labels)
-        except Disagreement as disagreement:
-            proposal.error = disagreement
+        proposal, result = self._open[item], self._judged(item)
+        if isinstance(result, Disagreement):
+            proposal.error = result
             return self._fail(item, list(proposal.payloads))
         return self._settle(item, proposal.reserved if item[0] == "init" else result)
+
+    def _judged(self, item: Item) -> Any:
+        """What the topic's rule makes of what has been brought so far: a result or a Disagreement."""
+        topic, name = item
+        come = sorted(self._open[item].payloads)
+        payloads = [self._open[item].payloads[worker] for worker in come]
+        if topic not in self._rules:
+            return payloads[0]
+        try:
+            return self._rules[topic](name, payloads, [self._labels[worker] for worker in come])
+        except Disagreement as disagreement:
+            return disagreement
 
     def _settle(self, item: Item, result: Any) -> list[Verdict]:
         """Send an item's result to the workers that have proposed it."""
@@ -263,26 +259,16 @@ class Agreement:
 
         Who waits for a key that differs already stays, so that its error names all workers, unless nobody could go on.
         """
-        items = {item: self._disagreement(item) for item in {item for items in waiting.values() for item in items}}
+        items = {item: self._judged(item) for item in {item for items in waiting.values() for item in items}}
         verdicts = []
         for worker, mine in waiting.items():
             for item in mine:
-                if items[item] is None:
+                if not isinstance(items[item], Disagreement):
                     self._waiting[worker].discard(item)
                     verdicts.append(Verdict(worker, *item, self._open[item].reserved, None, final=False))
         if all(self._waiting[worker] for worker in waiting):
-            for item, disagreement in items.items():
-                if disagreement is not None:
-                    self._open[item].error = disagreement
+            for item, judged in items.items():
+                if isinstance(judged, Disagreement):
+                    self._open[item].error = judged
                     verdicts += self._fail(item, sorted(self._open[item].payloads))
         return verdicts
-
-    def _disagreement(self, item: Item) -> Disagreement | None:
-        """Say what those who have come so far disagree about."""
-        payloads = self._open[item].payloads
-        come = sorted(payloads)
-        try:
-            self._rules[item[0]](item[1], [payloads[worker] for worker in come], [self._labels[i] for i in come])
-        except Disagreement as disagreement:
-            return disagreement
-        return None

@@ -67,8 +67,12 @@ class ControlMessages:
         self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
 
     def send_to(self, worker: int, message: Message) -> None:
-        """Send to a worker; the message names the sender."""
-        self.send(self.workers.ranks[worker], {"worker": self.workers.rank, **message})
+        """Send to a worker, and let this one act at once, under the engine's lock. The message names the sender."""
+        message = {"worker": self.workers.rank, **message}
+        if worker == self.workers.rank:
+            self.acts[message["kind"]](self._transport.rank, message)
+        else:
+            self.send(self.workers.ranks[worker], message)
 
     def sent(self) -> bool:
         self._sending = [request for request in self._sending if not request.test()]

@@ -15,7 +15,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, ShapeMismatch
 from mpikv.placement.keys import Key
 from mpikv.placement.labels import FACTOR, Label
-from mpikv.session.agreement import HELD, ROUND, STOP, Disagreement, Name, Rule, first, grouped
+from mpikv.session.agreement import ROUND, STOP, Disagreement, Name, Rule, grouped
 from mpikv.spaces.named import HOST
 
 
@@ -136,7 +136,6 @@ def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
 RULES: Mapping[str, Rule] = {
     "init": _init_rule,
     "set_optimizer": _optimizer_rule,
-    "barrier": first,
     "empty": _empty_rule,
     "bucket": _same(
         "trainers with different trained parameters", lambda own: f"{sum(map(len, own))} keys in {len(own)} buckets"
@@ -144,12 +143,5 @@ RULES: Mapping[str, Rule] = {
     "skip": _same("a step with different parameters frozen", lambda own: ", ".join(map(str, own)) or "none"),
     ROUND: _round_rule,
     STOP[0]: lambda _name, reads, _labels: 1 + max(reads),
-    HELD[0]: first,
-    "factor": first,
-    "set_optimizer in place": first,
-    "save_optimizer_states": first,
-    "load_optimizer_states": first,
-    "save": first,
-    "resume": first,
     "close": _close_rule,
 }

@@ -120,10 +120,7 @@ class Stalls:
         blocked = self._activity.blocked() or Blocked("", str(waiting), [])
         lasting = {"blocked": blocked, "owners": waiting.owners, "waited_s": waited_s, "warn_after_s": warn_after_s}
         self._reported_s = now_s
-        if self._asker == messages.workers.rank:
-            self._waits(self._asker, {"worker": self._asker, **lasting})
-        else:
-            messages.send_to(self._asker, {"kind": "waits", **lasting})
+        messages.send_to(self._asker, {"kind": "waits", **lasting})
 
     @look(None)
     def ended(self, waiting: Waiting, waited_s: float, *, well: bool) -> None:
@@ -137,10 +134,7 @@ class Stalls:
         messages = self._messages
         with messages.engine.lock:
             for worker in range(self._asker + 1):
-                if worker == messages.workers.rank:
-                    self._moved(worker, {"worker": worker, "well": well})
-                else:
-                    messages.send_to(worker, {"kind": "moved", "well": well})
+                messages.send_to(worker, {"kind": "moved", "well": well})
         self._asker = 0
 
     @look(None)
@@ -222,11 +216,7 @@ class Stalls:
         if len({wait.partition("/")[0] for wait in hopeless}) > 1:
             text += f" They wait in different stores: {SAME_ORDER}."
         for worker, blocked in waits.items():
-            if blocked.id not in hopeless:
-                continue
-            if worker == self._messages.workers.rank:
-                self._activity.give_up(blocked.id, text)
-            else:
+            if blocked.id in hopeless:
                 self._messages.send_to(worker, {"kind": "circle", "wait": blocked.id, "text": text})
 
     def _tell(self, answers: dict[int, Message], missing: list[int], now_s: float) -> None:

@@ -52,11 +52,7 @@ class Stopping:
             if self._told or self._agreeing.closed:
                 return
             self._told = True
-            text = f"{why} at {messages.names[messages.workers.rank]}"
-            if messages.leads:
-                self._wish(text)
-            else:
-                messages.send_to(0, {"kind": "wish", "text": text})
+            messages.send_to(0, {"kind": "wish", "text": f"{why} at {messages.names[messages.workers.rank]}"})
 
     def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
         self._asked = asked
@@ -76,7 +72,7 @@ class Stopping:
             self._proposal = self._agreeing.propose([(*STOP, self._reads)])
 
     def read(self) -> bool | None:
-        """Count one read, under the engine's lock. Returns what it says; None: it is held, call again after the verdict."""
+        """Count one read, under the engine's lock. Returns what it says; None: it is held until the verdict."""
         if self._wished and self._proposal is None:
             self._proposal = self._agreeing.propose([(*HELD, 0)])
         if self._proposal is not None and not self._proposal.test():
@@ -84,11 +80,11 @@ class Stopping:
         self._reads += 1
         if self._proposal is None:
             return False
-        (decision,) = self._proposal.decisions.values()
-        if decision.result is None:  # those that are held go on
+        (verdict,) = self._proposal.verdicts.values()
+        if verdict.result is None:  # those that are held go on
             self._proposal = None
             return False
-        return bool(self._reads >= decision.result)
+        return bool(self._reads >= verdict.result)
 
     def stop_requested(self) -> bool:
         """One read. Blocks while workers agree. Raises StallError where they do not come to it."""

@@ -17,7 +17,7 @@ import grids
 import pytest
 
 from mpikv.observe.deadlock import Blocked, WaitFact, circle, compare, deadlocks
-from mpikv.session.agreement import Agreement, first
+from mpikv.session.agreement import Agreement
 
 BARRIER = "barrier"
 Op = tuple[str, Any]  # a store, and a key of it, BARRIER or ("init", key)
@@ -46,7 +46,7 @@ class Model:
         n = chance.randint(2, 5)
         self.stores = {"a": range(n), "b": sorted(chance.sample(range(n), chance.randint(2, n)))}
         self.agreements = {
-            store: Agreement([f"worker {i}" for i in its], {"init": first}, lambda name, _: name)
+            store: Agreement([f"worker {i}" for i in its], {}, lambda name, _: name)
             for store, its in self.stores.items()
         }
         limits = chance.random() < 0.3

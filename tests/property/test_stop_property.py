@@ -7,6 +7,7 @@ as the progress engine does.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ class Worker:
             self.messages,
             waits,
             agreement=lambda names: Agreement(names, RULES, lambda *_: None),
-            on_verdict=lambda item, decision: None,
+            on_verdict=lambda verdict: None,
         )
         self.stopping = Stopping(self.messages, waits, self.agreeing, common_steps=world.common)
         self.step = 0  # that it is in, from 1 on
@@ -55,7 +56,7 @@ class Worker:
             self.call = self.agreeing.propose([(topic, name, payload)])
         if not self.call.test():
             return False
-        self.call.decisions[topic, name].unwrap()
+        self.call.verdicts[topic, name].unwrap()
         self.call = None
         return True
 
@@ -70,7 +71,10 @@ class World:
         self.workers = [Worker(self, i, n) for i, n in enumerate(steps)]
 
     def send(self, sender: int, to: int, message: Any) -> None:
-        self.sent += message["kind"] == "wish" or "close" not in str(message) and "barrier" not in str(message)
+        if to == sender:
+            self.workers[to].messages.acts[message["kind"]](to, {"worker": to, **message})
+            return
+        self.sent += message["kind"] == "wish" or not {"close", "barrier"} & {*re.findall(r"\w+", str(message))}
         self.on_the_way.setdefault((sender, to), deque()).append({"worker": sender, **message})
 
     def deliver(self, ends: tuple[int, int]) -> None:

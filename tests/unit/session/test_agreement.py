@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
-from mpikv.session.agreement import Agreement, Disagreement, call_text, first, grouped
+from mpikv.session.agreement import Agreement, Disagreement, call_text, grouped
 
 
 def equal(name, payloads, labels):
@@ -17,7 +17,7 @@ def equal(name, payloads, labels):
 def make(workers=2, reserve=None):
     labels = [f"worker {i} on h{i}" for i in range(workers)]
     numbers = itertools.count()
-    rules = {"init": equal, "barrier": first, "close": first, "set_optimizer": equal, "outcome": first}
+    rules = {"init": equal, "set_optimizer": equal}
     return Agreement(labels, rules, reserve or (lambda name, payload: [next(numbers), payload]))
 
 
@@ -34,7 +34,7 @@ def test_a_verdict_for_all_when_the_last_one_comes():
     assert len(verdicts) == 3
 
 
-def test_the_payload_of_worker_0_counts_under_first():
+def test_without_a_rule_the_payload_of_worker_0_counts():
     agreement = make(2)
     agreement.propose(1, [("outcome", 1, "of 1")])
     assert set(finals(agreement.propose(0, [("outcome", 1, "of 0")])).values()) == {"of 0"}
