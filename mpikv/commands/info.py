@@ -29,7 +29,7 @@ from mpikv.hostmemory import segment
 from mpikv.placement import device_paths
 from mpikv.placement.members import Members
 from mpikv.placement.topology import pretended, topology
-from mpikv.runtime import cuda_aware, cuda_driver, device_choice, interface, launcher, library
+from mpikv.runtime import cuda_aware, cuda_driver, interface, launcher, library
 from mpikv.server.roles import assign
 from mpikv.spaces.gpu import Gpu
 
@@ -90,7 +90,7 @@ def _gpu_row(environ: Mapping[str, str]) -> Fact:
     if devices.problem:
         return Fact("GPU", f"none: {devices.problem}")
     try:
-        used = device_choice.describe(_config(environ).local_device, 0, len(devices.names))
+        used = worker_device.describe(_config(environ).local_device, 0, len(devices.names))
     except ConfigError as error:
         return Fact("GPU", str(error), problem=True)
     names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(devices.names).items())
@@ -178,7 +178,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Fact]:
         by_nccl = nccl_setup.why_not(lambda: Nccl(Gpu(number)), names, rank, comm.allgather)
     if rank:
         return []
-    device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
+    device = 0 if config.local_device == worker_device.AUTO else int(config.local_device)
     where = f"; asked on {hosts[0]}" if len(set(hosts)) > 1 else ""
     answer = cuda_aware.find_out(device)
     rows = [Fact("CUDA-aware MPI", f"{answer}{where}")]

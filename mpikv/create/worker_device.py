@@ -4,6 +4,11 @@ Asked for it is by a store's type (`device`, `dist_sync_device`), by MPIKV_LOCAL
 MPIKV_ALGORITHM=nccl, or by an array library that this program has imported and that has GPUs in use. Else nothing is
 imported, and no driver is asked: a program of NumPy alone pays nothing. Local.
 
+MPIKV_LOCAL_DEVICE names it. Otherwise it is the local rank, the worker's number on its host, modulo the number of GPUs
+that the worker sees. So ranks that all see every GPU of their host take one each, or share them evenly; a rank that was
+given a GPU of its own, by its scheduler or by CUDA_VISIBLE_DEVICES, sees one and takes that. Numbers count what is
+visible, as CUDA does: GPU 0 under CUDA_VISIBLE_DEVICES=3 is the machine's fourth.
+
 Cost: where it is asked for, CUDA's driver is asked for its GPUs, and CuPy is imported if there are any.
 """
 
@@ -18,13 +23,13 @@ from mpikv.config import Config
 from mpikv.create.spec import StoreSpec
 from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.placement.device_paths import DeviceReport
-from mpikv.runtime import cuda_driver, device_choice
+from mpikv.runtime import cuda_driver
 from mpikv.spaces.callers import gpu_of
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.named import Spaces
 
-CUPY = "cupy-cuda12x, or cupy-cuda13x for CUDA 13"
+AUTO = "auto"
 
 
 class WorkerGpu(NamedTuple):
@@ -47,7 +52,7 @@ def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | No
     modules = sys.modules if modules is None else modules
     if spec is not None and spec.on_device:
         return "the type of the store"
-    if config.local_device != device_choice.AUTO:
+    if config.local_device != AUTO:
         return "MPIKV_LOCAL_DEVICE"
     if config.device_path != "auto":
         return "MPIKV_DEVICE_PATH"
@@ -64,6 +69,42 @@ def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | No
     if any(name.startswith("jax_cuda") for name in tuple(modules)):  # JAX imports it to use GPUs
         return "JAX"
     return ""
+
+
+def choose(setting: int | str, local_rank: int, visible: int) -> int | None:
+    """Return the number of the GPU to use, None where none is visible and none was asked for.
+
+    setting: of MPIKV_LOCAL_DEVICE, a number from 0 or `auto`. local_rank: from 0, among the ranks of the host. Raises
+    ConfigError where the GPU that was asked for is not among the visible ones.
+    """
+    if setting == AUTO:
+        return local_rank % visible if visible else None
+    number = int(setting)
+    if number < visible:
+        return number
+    if visible == 0:
+        raise ConfigError(
+            f"MPIKV_LOCAL_DEVICE={number}, but this process sees no GPU: unset it to work on the processor, ask the "
+            "scheduler for a GPU, or look at CUDA_VISIBLE_DEVICES; `mpikv info` says what is seen"
+        )
+    seen = "one GPU, number 0" if visible == 1 else f"{visible} GPUs, numbers 0 to {visible - 1}"
+    raise ConfigError(
+        f"MPIKV_LOCAL_DEVICE={number}, but this process sees {seen}: name one of these, or unset it and each rank "
+        "takes one by its local rank. Numbers count the GPUs that are visible, not those of the machine "
+        "(CUDA_VISIBLE_DEVICES, --gpus-per-task)"
+    )
+
+
+def describe(setting: int | str, local_rank: int, visible: int) -> str:
+    """Say which GPU is used, and why that one. Raises as `choose` does."""
+    number = choose(setting, local_rank, visible)
+    if number is None:
+        return "none"
+    if setting != AUTO:
+        return f"gpu:{number}, by MPIKV_LOCAL_DEVICE"
+    if visible == 1:
+        return "gpu:0, the only one that is visible"
+    return f"gpu:{number}, by local rank {local_rank}"
 
 
 def find(
@@ -84,15 +125,13 @@ def find(
         return WorkerGpu()
     gpus = ask()
     try:
-        number = device_choice.choose(config.local_device, local_rank, len(gpus.names))
+        number = choose(config.local_device, local_rank, len(gpus.names))
         if number is None:
             return WorkerGpu(told=DeviceReport(why_none=gpus.problem))
         if open_gpu is None and not cuda_driver.has_cupy():
-            why = f"CuPy is not installed (pip install {CUPY})"
-            text = f"mpikv: {asker} asks for a GPU, and {why}: keys are in host memory"
-            return WorkerGpu(
-                told=DeviceReport(why_none=why), warning=text if asker.startswith(("the type", "MPIKV")) else ""
-            )
+            text = f"mpikv: {asker} asks for a GPU, and {cuda_driver.NO_CUPY}: keys are in host memory"
+            warns = asker.startswith(("the type", "MPIKV"))
+            return WorkerGpu(told=DeviceReport(why_none=cuda_driver.NO_CUPY), warning=text if warns else "")
         gpu = (open_gpu or Gpu)(number)
     except ConfigError as error:
         return WorkerGpu(told=DeviceReport(error=str(error)))
@@ -115,5 +154,5 @@ def spaces_for(arrays: Iterable[Any]) -> Spaces:
 
 def open_gpu(number: int) -> Gpu:
     if not cuda_driver.has_cupy():
-        raise UnsupportedError(f"CuPy is not installed (pip install {CUPY})")
+        raise UnsupportedError(cuda_driver.NO_CUPY)
     return Gpu(number)
