@@ -49,20 +49,18 @@ def unread(environ: Mapping[str, str]) -> str:
     return f"mpikv: {what} set, and mpikv does not read {'it' if len(found) == 1 else 'them'}: {'; '.join(found)}"
 
 
-def warn_of_unread(environ: Mapping[str, str] | None = None) -> None:
+def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
     """Warn of such variables. Local."""
-    environ = os.environ if environ is None else environ
     text = unread(environ)
     if text:
         warn("variables", text, environ)
 
 
-def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) -> None:
+def warn_of_separate_ranks(what: str, environ: Mapping[str, str] = os.environ) -> None:
     """Warn where several ranks were started, and `what` exchanges nothing between them. Local.
 
     There is no warning where the process has a store that does exchange something: then it is meant so.
     """
-    environ = os.environ if environ is None else environ
     size = max(launcher.size(environ), launcher.torch_size(environ))
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"

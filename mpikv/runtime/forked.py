@@ -72,8 +72,5 @@ def takers(number: int) -> Iterator[TakesSignals]:
         action = owner.previous(number)
 
 
-def _register(hooks: _AtFork) -> None:
-    os.register_at_fork(before=hooks.before, after_in_parent=hooks.in_parent, after_in_child=hooks.in_child)
-
-
-_register(_AtFork())
+_hooks = _AtFork()
+os.register_at_fork(before=_hooks.before, after_in_parent=_hooks.in_parent, after_in_child=_hooks.in_child)

@@ -89,9 +89,8 @@ def interface_variables(family: str, value: str, interfaces: Sequence[Interface]
     return {OPEN_MPI_INCLUDE: ",".join(dict.fromkeys(words)), UCX: ",".join(devices)}
 
 
-def choose(family: str, value: str, environ: Mapping[str, str] | None = None) -> InterfaceChoice:
+def choose(family: str, value: str, environ: Mapping[str, str] = os.environ) -> InterfaceChoice:
     """Return what this rank has to set and what the user has set. InterfaceError as `interface_variables`."""
-    environ = os.environ if environ is None else environ
     if value == AUTO_INTERFACE:
         return InterfaceChoice((), {}, {})
     existing = host_interfaces()
@@ -104,15 +103,13 @@ def choose(family: str, value: str, environ: Mapping[str, str] | None = None) ->
     return InterfaceChoice(tuple(chosen), {name: text for name, text in wanted.items() if name not in own}, own)
 
 
-def apply(family: str, value: str, environ: MutableMapping[str, str] | None = None) -> None:
+def apply(family: str, value: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables for a library that is not initialised yet. InterfaceError as `interface_variables`."""
-    environ = os.environ if environ is None else environ
     environ.update(choose(family, value, environ).variables)
 
 
-def too_late(family: str, value: str, environ: Mapping[str, str] | None = None) -> str:
+def too_late(family: str, value: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return what to do where the library is initialised already; "" where the variables were set in time."""
-    environ = os.environ if environ is None else environ
     missing = {name: text for name, text in choose(family, value, environ).variables.items() if name not in environ}
     if not missing:
         return ""

@@ -54,9 +54,8 @@ class Launcher(NamedTuple):
         return f"{self.program or 'an unknown launcher'} ({self.variable}={self.size})"
 
 
-def find(environ: Mapping[str, str] | None = None) -> Launcher | None:
+def find(environ: Mapping[str, str] = os.environ) -> Launcher | None:
     """Return the launcher of this process, or None where it was started alone."""
-    environ = os.environ if environ is None else environ
     variable = _size_variable(environ)
     return None if variable is None else Launcher(int(environ[variable]), variable, program())
 
@@ -77,13 +76,12 @@ def _size_variable(environ: Mapping[str, str]) -> str | None:
     return next((name for name in SIZES if environ.get(name, "").isdigit()), None)
 
 
-def ends_jobs(environ: Mapping[str, str] | None = None) -> bool:
+def ends_jobs(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher has ended the job when a rank ends with a status other than 0 after MPI_Init.
 
     Open MPI's mpirun does so, but not with fault tolerance, where the others are to go on; hydra may then give the
     status of a rank that it has killed; `srun` needs an option.
     """
-    environ = os.environ if environ is None else environ
     tolerant = environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")
     started_by = find(environ)
     of_open_mpi = started_by is not None and os.path.basename(started_by.program).startswith(OPEN_MPI_PROGRAMS)
@@ -123,13 +121,12 @@ def mark_rank() -> None:
         os.environ[MARK] = str(os.getpid())
 
 
-def is_child_of_rank(environ: Mapping[str, str] | None = None) -> bool:
+def is_child_of_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process has the launcher's variables only because a rank started it: one that has used MPI,
     or any by `multiprocessing`.
 
     One whom another launcher started, below a rank, is a rank itself; so is the one child of a program that starts it.
     """
-    environ = os.environ if environ is None else environ
     marked = environ.get(MARK, "")
     if marked == str(os.getpid()) or _size_variable(environ) is None:
         return False
@@ -145,9 +142,8 @@ def is_child_of_rank(environ: Mapping[str, str] | None = None) -> bool:
     return False
 
 
-def check_process(environ: Mapping[str, str] | None = None) -> None:
+def check_process(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError in a process that a rank has started, where MPI_Init would crash or wait for ever."""
-    environ = os.environ if environ is None else environ
     if is_child_of_rank(environ):
         raise ConfigError(
             f"this process was started by rank {said_rank(environ)} of {size(environ)}, as DataLoader's and "
@@ -168,12 +164,11 @@ def program() -> str:
     return found
 
 
-def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = None) -> None:
+def check_before_init(name: str, path: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError where the library would fail inside MPI_Init under this launcher.
 
     name: the library's name, as mpi4py's `get_vendor` says it; path: where it was loaded from.
     """
-    environ = os.environ if environ is None else environ
     launcher = find(environ)
     if launcher is None:
         return
@@ -190,11 +185,10 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
         raise _mixture(launcher, f"{name} at {path}", "which cannot talk to it")
 
 
-def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | None = None) -> None:
+def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError where several ranks were started but COMM_WORLD has one. library: name and path."""
     if comm_size != 1:
         return
-    environ = os.environ if environ is None else environ
     launcher = find(environ)
     if launcher is not None and launcher.size > 1:
         raise _mixture(

@@ -2,16 +2,18 @@
 
 A wait ends with its request, with an error as soon as what is waited for can never come, or, when its time is up, with
 a StallError that says what each other worker is doing. To know that, workers are told: `gone` (by worker 0: how few
-pushes those left with who have proposed to close; leaving.py), `refused` (by a server: nothing was updated in a round).
+pushes those left with who have proposed to close), `refused` (by a server: nothing was updated in a round).
 What happens while a wait lasts is in stalls.py.
 
-Cost: no message; at the time limit one question to each other worker, and its answer.
+Cost: no message, but where some leave earlier than others usually one for each of those others; at the time limit one
+question to each other worker, and its answer.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
@@ -19,11 +21,12 @@ from mpikv.observe.program import ENDED, WorkerStatus
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.placement.keys import Key
 from mpikv.session.given import GivenErrors
-from mpikv.session.leaving import Departures, Fewest
 from mpikv.session.messages import ControlMessages, Message
 from mpikv.session.questions import Question, Questions, StoreItem, describe
 from mpikv.session.stalls import Stalls, kind_of
 
+FIRST_S = 0.05  # all workers of a synchronous store get their last values within milliseconds of each other
+LAST_S = 1.0  # how long a worker may wait in vain
 ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers within some milliseconds
 
 
@@ -48,6 +51,52 @@ class Spent:
     @property
     def seconds(self) -> float:
         return sum(seconds for _, seconds in tuple(self.by_call.values()))
+
+
+class Fewest(NamedTuple):
+    """How often a key was pushed by the worker that left with the fewest pushes of it."""
+
+    key_id: int
+    pushes: int
+    worker: int
+
+
+class Departures:
+    """At worker 0: the workers that have closed the store. Pure.
+
+    Programs end together, as a rule: a message from each worker to each other would grow with the square of their number
+    and be of use to nobody. So worker 0 waits a moment, and then sends those who have not left the fewest pushes of each
+    key; again, in growing intervals, only when that has changed. size: the number of workers. fewest: by key.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._left: set[int] = set()
+        self.fewest: dict[int, Fewest] = {}
+        self._unsent = False
+        self._interval_s = FIRST_S
+        self._due_s = 0.0
+
+    def add(self, worker: int, pushes: Mapping[int, int], now_s: float) -> None:
+        """Note that a worker has left. pushes: key id -> how often it pushed that key."""
+        self._left.add(worker)
+        changed = False
+        for key_id in self.fewest.keys() | pushes.keys():
+            count, known = pushes.get(key_id, 0), self.fewest.get(key_id)
+            if known is None or count < known.pushes:
+                self.fewest[key_id] = Fewest(key_id, count, worker)
+                changed = True
+        if changed and not self._unsent:
+            self._unsent, self._due_s = True, now_s + self._interval_s
+
+    def due(self, now_s: float) -> list[tuple[int, list[Fewest]]]:
+        """Return what is due to which workers. Those that have left need nothing, nor does worker 0, which knows."""
+        if not self._unsent or now_s < self._due_s:
+            return []
+        self._unsent = False
+        self._interval_s = min(2 * self._interval_s, LAST_S)
+        fewest = sorted(self.fewest.values())
+        return [(worker, fewest) for worker in range(1, self._size) if worker not in self._left]
 
 
 class Waits:

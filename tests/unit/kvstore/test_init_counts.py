@@ -16,7 +16,7 @@ import pytest
 
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
-from mpikv.session.leaving import FIRST_S, Departures, Fewest
+from mpikv.session.waits import FIRST_S, Departures, Fewest
 from mpikv.testing.stores import spawn_stores
 
 KEYS = 3

@@ -18,7 +18,7 @@ from store_modes import Mode, mode_id
 from mpikv import PeerError, StallError
 from mpikv.observe import program
 from mpikv.observe.program import Process, state_of, this_process
-from mpikv.session import leaving, questions, stalls, waits
+from mpikv.session import questions, stalls, waits
 from mpikv.transports import threads, wire
 
 WARN_S = 0.2
@@ -178,7 +178,7 @@ def test_who_closes_early_gets_no_error_for_those_that_wait_for_it(
     mode: Mode, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are told that it has left, here after several questions to all, and close, too."""
-    monkeypatch.setattr(leaving, "FIRST_S", 5 * WARN_S)
+    monkeypatch.setattr(waits, "FIRST_S", 5 * WARN_S)
 
     def body(store: Any) -> None:
         store.init("w", np.zeros(3, np.float32))
