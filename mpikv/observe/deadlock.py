@@ -79,7 +79,6 @@ def compare(
 
 
 def _init_in(blocked: Blocked) -> str | None:
-    """The store in which it is an `init`."""
     return next(
         (store for store, (item, _) in blocked.needs if isinstance(item, (list, tuple)) and item[0] == INIT), None
     )

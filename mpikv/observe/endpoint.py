@@ -52,13 +52,10 @@ def allowed(peer_uid: int, own_uid: int) -> bool:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]  # type: ignore[no-any-return]
 
 
 class Endpoint:
-    """The socket of this process."""
-
     def __init__(self) -> None:
         self._offers: list[Offer] = []
         self._lock = threading.Lock()

@@ -47,7 +47,6 @@ class Part:
         self._begun_s = recorder.now_s()
 
     def done(self, kind: str) -> None:
-        """Record this part, and begin the next one."""
         self._recorder.add(kind, self._begun_s, *self._about)
         self._begun_s = self._recorder.now_s()
 
@@ -72,7 +71,6 @@ class Recorder:
         ring.records.append((kind, begun_s, self.now_s(), what, round_, n_bytes))
 
     def begin(self, what: Any = None, round_: int = 0, n_bytes: int = 0) -> Part:
-        """Begin a part of what this rank does; its `done` records it."""
         return Part(self, what, round_, n_bytes)
 
     @contextmanager

@@ -122,5 +122,4 @@ def without_seconds(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print what is seen of a wait to stderr, at once."""
     print(text, file=sys.stderr, flush=True)

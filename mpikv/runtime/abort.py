@@ -88,7 +88,6 @@ class Guard(TakesSignals):
         activity.alone = program.alone
 
     def unwatch(self, activity: Activity) -> None:
-        """Note that it is closed."""
         if activity in self.activities:
             self.activities.remove(activity)
 
@@ -113,7 +112,6 @@ class Guard(TakesSignals):
         return signal.SIG_DFL
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the error with this rank, and end the job."""
         if self.is_child():
             self._before(kind, error, trace)
         elif kind is KeyboardInterrupt:
@@ -123,7 +121,6 @@ class Guard(TakesSignals):
             self.tell(error.with_traceback(trace))
 
     def tell(self, error: BaseException) -> None:
-        """Print an error, and end the job."""
         self._note_end(f"{type(error).__name__}: {error}")
         found = None if wants_full_tracebacks() else tracebacks.mistake(error)
         if found is None:
@@ -216,13 +213,11 @@ class Quitter:
         return repr(self._before)
 
     def __call__(self, code: Any = None) -> None:
-        """End the program, as `sys.exit` does."""
         self._note(code)
         self._before(code)
 
 
 def guard() -> Guard | None:
-    """Return the guard of this process, or None where none is installed."""
     owner = getattr(sys.exit, "__self__", None)  # not `sys.excepthook`, which torch.distributed wraps into its own
     return owner if isinstance(owner, Guard) else None
 
@@ -335,7 +330,6 @@ def fatal(error: BaseException) -> None:
 
 
 def is_running() -> bool:
-    """Return whether MPI is initialised."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
 

@@ -111,7 +111,6 @@ def _run(command: list[str], env: dict[str, str], folder: str, limit_s: float) -
 
 
 def _judge(status: int | None, out: str, err: str, limit_s: float) -> CudaSupport:
-    """Return what the end of a child means."""
     if status is None:
         return CudaSupport(False, f"the trial did not end within {limit_s:g} s")
     if status < 0:

@@ -43,12 +43,10 @@ class _AtFork(threading.local):
         self._held: set[int] = set()
 
     def before(self) -> None:
-        """Hold the signals back."""
         taken: set[int] = {number for number in signal.valid_signals() for _ in takers(number)}
         self._held = taken - signal.pthread_sigmask(signal.SIG_BLOCK, taken)
 
     def in_parent(self) -> None:
-        """Let them through."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held)
 
     def in_child(self) -> None:

@@ -33,7 +33,6 @@ class ProcessEntry(NamedTuple):
 
     @property
     def is_launcher(self) -> bool:
-        """Whether it is mpirun, or a part of it."""
         return launcher.PROGRAMS.fullmatch(self.name) is not None
 
 
@@ -41,7 +40,6 @@ Table = Mapping[int, ProcessEntry]
 
 
 def read() -> dict[int, ProcessEntry]:
-    """Return all processes that have not ended."""
     found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and (entry := _entry(Path("/proc", name))) is not None:

@@ -36,8 +36,6 @@ class NoLibraryError(ConfigError):
 
 @dataclass(frozen=True)
 class Library:
-    """The library that this process has loaded and initialised."""
-
     name: str  # "Open MPI", "MPICH", ...
     version: str
     standard: str  # of the MPI standard

@@ -164,11 +164,9 @@ class SetLater(TakesSignals):
         self.kept_off = stop.kept_off
 
     def previous(self, number: int) -> Handler:
-        """See TakesSignals."""
         return self._handler
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Let the store know, and call it."""
         self.stop.pass_on(number, frame, self._handler)
 
 

@@ -52,7 +52,6 @@ class Mistake(NamedTuple):
 
 
 def is_ours(filename: str) -> bool:
-    """Return whether a file of code belongs to this library."""
     return filename.startswith(HERE)
 
 
@@ -91,7 +90,6 @@ def mistake(error: BaseException) -> Mistake | None:
 
 
 def full(error: BaseException) -> str:
-    """Return the traceback as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip() + _suggestion(error)
 
 
@@ -148,7 +146,6 @@ class _Folded(traceback.StackSummary):
 
 
 def _chain(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Return the exception, and those that led to it."""
     todo: list[traceback.TracebackException | None] = [shown]
     while todo:
         one = todo.pop()
@@ -170,7 +167,6 @@ def _file(step: TracebackType) -> str:
 
 
 def _is_raise(step: TracebackType) -> bool:
-    """Return whether the frame was left by a `raise` statement."""
     return dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
 
 

@@ -53,21 +53,15 @@ def end_job(status: int, *, by_exit: bool = False) -> None:
 
 def tell_hydra(status: int) -> bool:
     """Ask hydra, if it has started this process, to end the job with `status`. Returns whether it was asked."""
-    words = os.environ.get("PMI_FD", "")
-    if not words.isdigit() or not _is_socket(int(words)):
-        return False
-    printed.wait_until_read(PASS_ON_S)
+    words, asked = os.environ.get("PMI_FD", ""), False
     with contextlib.suppress(OSError):
-        os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
-    return True
-
-
-def _is_socket(fd: int) -> bool:
-    """Return whether this file descriptor is a socket: a rank's child has its variables, but other descriptors."""
-    try:
-        return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError:
-        return False
+        # A rank's child has its variables, but other descriptors.
+        asked = words.isdigit() and stat.S_ISSOCK(os.fstat(int(words)).st_mode)
+    if asked:
+        printed.wait_until_read(PASS_ON_S)
+        with contextlib.suppress(OSError):
+            os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
+    return asked
 
 
 def meet() -> bool:

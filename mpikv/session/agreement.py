@@ -182,7 +182,6 @@ class Agreement:
         return stuck
 
     def _decide(self, item: Item) -> list[Verdict]:
-        """Decide on a proposal for which every worker has come."""
         proposal, result = self._open[item], self._judged(item)
         if isinstance(result, Disagreement):
             proposal.error = result

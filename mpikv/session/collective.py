@@ -43,7 +43,6 @@ class CollectiveSession(Session):
         self._counts: dict[str, int] = {}
 
     def wait_for(self, request: Operation, call: str, owners: tuple[str, ...] = ()) -> None:
-        """Block until a request of a whole call is done."""
         self.waits.wait(request, Waiting(call, owners=owners))
 
     def _count(self, topic: str) -> int:

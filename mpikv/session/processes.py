@@ -8,7 +8,7 @@ Importing this module initialises MPI.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -68,21 +68,21 @@ class Processes:
         name = self._call.partition("(")[0]
         mine = {**mine, "call": name, "version": __version__}
         announced = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
+
+        def compare(what: str, values: Sequence[Any]) -> None:
+            if len(set(values)) > 1:
+                raise ConfigError(f"{what}: {grouped(values, labels(self.transport.hosts))}")
+
+        # The version first: all else that they bring may differ with it.
         versions = [entry.get("version", "an older one") for entry in announced]
-        if len(set(versions)) > 1:  # all else that they bring may differ with it
-            differs = grouped(versions, labels(self.transport.hosts))
-            raise ConfigError(f"{name}: the version of mpikv differs between ranks: {differs}")
-        calls = [entry["call"] for entry in announced]
-        if len(set(calls)) > 1:
-            raise ConfigError(
-                "all ranks of a job make a store or are its servers, or all make a process group, which has no servers "
-                f"(mpikv launch -s 0): {grouped(calls, labels(self.transport.hosts))}"
-            )
+        compare(f"{name}: the version of mpikv differs between ranks", versions)
+        one_kind = (
+            "all ranks of a job make a store or are its servers, or all make a process group, which has no servers"
+        )
+        compare(f"{one_kind} (mpikv launch -s 0)", [entry["call"] for entry in announced])
         for setting in announced[0]["settings"]:
             values = [entry["settings"][setting] for entry in announced]
-            if len(set(values)) > 1:
-                differs = grouped(values, labels(self.transport.hosts))
-                raise ConfigError(f"{name}: {setting} differs between ranks: {differs}")
+            compare(f"{name}: {setting} differs between ranks", values)
         self.transport.hosts = pretended(self.transport.hosts, self._config.test_hosts)
         return announced
 

@@ -9,7 +9,7 @@ Cost: a message to each other worker, and its answer, only when somebody asks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpikv.observe.activity import Activity
 from mpikv.observe.looks import look
@@ -19,17 +19,18 @@ from mpikv.session.messages import ControlMessages, Message
 StoreItem = tuple[str, Any]  # what workers of a store must come to
 
 
-class Question:
-    """One question. items: what was asked of. answers: by worker, this one's own among them."""
+class Question(NamedTuple):
+    """One question. items: what was asked of. size: how many workers. answers: by worker, this one's own among them."""
 
-    def __init__(self, number: int, items: Sequence[StoreItem], asked_s: float, size: int) -> None:
-        self.number, self.items, self.asked_s = number, items, asked_s
-        self._size = size
-        self.answers: dict[int, Message] = {}
+    number: int
+    items: Sequence[StoreItem]
+    asked_s: float
+    size: int
+    answers: dict[int, Message]
 
     @property
     def complete(self) -> bool:
-        return len(self.answers) == self._size
+        return len(self.answers) == self.size
 
 
 class Questions:
@@ -56,11 +57,10 @@ class Questions:
         now_s = messages.engine.clock.now_s()
         with messages.engine.lock:
             self._numbers += 1
-            question = Question(self._numbers, items, now_s, messages.workers.size)
+            question = Question(self._numbers, items, now_s, messages.workers.size, {me: self._answer(items, look_at)})
             self._open = {n: one for n, one in self._open.items() if now_s - one.asked_s < 60.0}
             self._open[question.number] = question
             asked = {"question": question.number, "items": [list(item) for item in items], "look_at": list(look_at)}
-            question.answers[me] = self._answer(items, look_at)
             for worker in range(messages.workers.size):
                 if worker != me:
                     messages.send_to(worker, {"kind": "where", **asked})

@@ -63,8 +63,6 @@ def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str])
 
 
 def _same(what: str, shown_as: Callable[[Any], str]) -> Rule:
-    """Make a rule by which all bring the same."""
-
     def rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
         if any(payload != payloads[0] for payload in payloads):
             brought = grouped([shown_as(payload) for payload in payloads], labels)

@@ -241,5 +241,4 @@ class Stalls:
 
 
 def kind_of(call: str) -> str:
-    """Return the kind of a call: its name without the keys."""
     return call.partition("(")[0]

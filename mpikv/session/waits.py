@@ -62,11 +62,10 @@ class Fewest(NamedTuple):
 
 
 class Departures:
-    """At worker 0: the workers that have closed the store. Pure.
+    """At worker 0: the workers that have closed the store. size: of how many. fewest: by key, of all who have left.
 
-    Programs end together, as a rule: a message from each worker to each other would grow with the square of their number
-    and be of use to nobody. So worker 0 waits a moment, and then sends those who have not left the fewest pushes of each
-    key; again, in growing intervals, only when that has changed. size: the number of workers. fewest: by key.
+    Programs end together, as a rule, and a message from each to each other would be of use to nobody. So worker 0 waits
+    a moment, and then sends the fewest pushes to those still at work; again, in growing intervals, if that has changed.
     """
 
     def __init__(self, size: int) -> None:

@@ -47,7 +47,6 @@ def _read(name: str) -> str:
 
 
 def _settings(job: BatchJob) -> list[str]:
-    """The variables at the script's top, each with its comment."""
     settings = [
         (f"PYTHON_ENV={quoted(job.python_env) if job.python_env else ''}",
          "the Python environment's folder; empty: the active one, else .venv here"),

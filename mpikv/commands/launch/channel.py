@@ -44,12 +44,10 @@ IDLE_S, PROBE_S, PROBES = 10, 5, 4
 
 
 def frame(kind: int, data: bytes) -> bytes:
-    """One frame."""
     return HEADER.pack(len(data), kind) + data
 
 
 def message(kind: int, **fields: Any) -> bytes:
-    """One frame of JSON."""
     return frame(kind, json.dumps(fields).encode())
 
 

@@ -34,8 +34,6 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as a shell has them
 
 
 class Command:
-    """The command while it runs."""
-
     def __init__(
         self, launcher: channel.ToLauncher, wakeup: socket.socket, stand_in_ended: int, grace_s: float
     ) -> None:
@@ -113,7 +111,6 @@ class Command:
         return "", 0
 
     def _step(self, timeout_s: float) -> None:
-        """Wait for something to happen, and see to it."""
         self._watch_backlog()
         for key, events in self._selector.select(min(timeout_s, max(0.0, self._kill_at - time.monotonic()))):
             if key.fd == self._stand_in_ended:
@@ -182,7 +179,6 @@ class Command:
                 line[:] = b"\r" + text + b"\r" * line.endswith(b"\r")
 
     def _obey(self) -> None:
-        """Do what the launcher asks for."""
         try:
             data = self._launcher.socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -248,7 +244,6 @@ class Command:
         self._launcher.write(channel.message(channel.ENDED, status=status, asked=self._asked, error=error))
 
     def _end_rest(self) -> None:
-        """End what the command has left running."""
         gentle, hard = time.monotonic() + LINGER_S, time.monotonic() + LINGER_S + 1.0
         if self._asked or self.abandoned:
             gentle, hard = time.monotonic(), time.monotonic() + 1.0

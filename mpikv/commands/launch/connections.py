@@ -94,7 +94,6 @@ class Connections:
 
     @property
     def open(self) -> bool:
-        """Whether any rank is connected."""
         return any(peer.rank for peer in self._peers.values())
 
     def event(self, one: socket.socket) -> Iterator[tuple[LaunchedRank, int, bytes]]:
@@ -110,7 +109,6 @@ class Connections:
             yield from self._read_rank(self._peers[one])
 
     def send(self, kind: int, to: LaunchedRank | None = None, **fields: object) -> None:
-        """Send a message to all ranks, or to one."""
         for peer in self._peers.values():
             if peer.rank is not None and (to is None or to is peer.rank):
                 with contextlib.suppress(OSError):  # a full pipe: it does not listen; its end is noticed elsewhere
@@ -138,7 +136,6 @@ class Connections:
             self._drop(peer)
 
     def close(self) -> None:
-        """Close every socket."""
         for one in (*self._listeners, *self._strangers, *self._peers):
             one.close()
 

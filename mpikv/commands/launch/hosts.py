@@ -129,7 +129,6 @@ def is_here(name: str) -> bool:
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this process runs in an allocation of a scheduler."""
     return any(environ.get(name) for name in ("SLURM_JOB_NODELIST", "PE_HOSTFILE", *OTHER_SCHEDULERS))
 
 

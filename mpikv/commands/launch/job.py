@@ -121,7 +121,6 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
 
 
 def _limits(options: argparse.Namespace, workers: Config) -> Limits:
-    """The time limits. workers: their settings."""
     grace_s = GRACE_S if options.grace is None else options.grace
     save_s = workers.timeout_s if options.grace is None else options.grace  # as long as workers wait for each other
     saves = "TERM" in workers.stop_signals.split(",")

@@ -59,7 +59,6 @@ SCHEDULERS = {  # the name for a reader, and an example of --option
 
 
 def add_launch(commands: Any) -> None:
-    """Add `launch` to the commands of `mpikv`."""
     parser = commands.add_parser(
         "launch",
         help="start workers and servers, here, on hosts or through a scheduler, and watch them",
@@ -106,7 +105,6 @@ class SubmitParser(RankedParser):
 
 
 def add_submit(commands: Any) -> None:
-    """Add `submit` to the commands of `mpikv`."""
     submit = commands.add_parser(
         "submit",
         help="write a batch script for Slurm or Grid Engine and submit it",

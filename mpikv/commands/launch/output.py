@@ -65,11 +65,9 @@ class Output:
         self._tagged(stream, tag, RANK.sub(rb"\1", data), f"{role}-{number}.log")
 
     def of_mpirun(self, data: bytes) -> None:
-        """Whole lines of mpirun's own."""
         self._tagged(ERR, "[mpirun]", data, "launch.log")
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own, on stderr."""
         data = f"mpikv launch: {text}\n".encode(errors="backslashreplace")
         self._log("launch.log", data)
         self._put(ERR, data)

@@ -57,7 +57,6 @@ def die_with_parent(parent: int, signum: int) -> Callable[[], None]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan among its descendants, instead of process 1."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -78,7 +77,6 @@ def is_alive(pid: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    """All live processes below `root`."""
     parents = {pid: state_and_parent(pid) for pid in _all()}
     found: list[int] = []
     level = {root}
@@ -144,7 +142,6 @@ def _maps(pid: int) -> str:
 
 
 def send(pids: Iterable[int], signum: int) -> None:
-    """A signal to each that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)

@@ -22,7 +22,6 @@ def command(what: str, *arguments: str) -> list[str]:
 
 
 def main() -> int:
-    """Run `rank` or `sweep` with the arguments that follow the word."""
     package = types.ModuleType("mpikv")
     package.__path__ = [str(PACKAGE)]
     sys.modules["mpikv"] = package

@@ -87,7 +87,6 @@ def guarded(word: str) -> str:
 
 
 def unguarded(word: str) -> str:
-    """Undo `guarded`."""
     return word[1:] if word[:1] == "\\" and COLON.fullmatch(word) else word
 
 
@@ -134,7 +133,6 @@ def end_daemon(pid: int) -> None:
 
 
 def environment(environ: Mapping[str, str], plan: Mapping[str, Any], role: str, number: int) -> dict[str, str]:
-    """What the command gets to see."""
     job = {JOB: f"{plan['job']}/{role}-{number}"}
     # A pipe is no terminal, so Python would keep what it prints until it has 8 KiB of it.
     return {"PYTHONUNBUFFERED": "1", **environ, **plan.get("env", {}), **job}

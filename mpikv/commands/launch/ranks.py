@@ -49,7 +49,6 @@ class LaunchedRank:
 
     @property
     def running(self) -> bool:
-        """Whether it has started and may still run."""
         return bool(self.host) and self.status is None and not self.lost
 
 
@@ -100,7 +99,6 @@ def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: b
 
 
 def per_host(blocks: Sequence[RankBlock]) -> list[tuple[str, int]]:
-    """How many ranks each host gets, in the order in which they are filled."""
     counts: dict[str, int] = {}
     for block in blocks:
         if block.host:
@@ -125,7 +123,6 @@ def expected(blocks: Sequence[RankBlock]) -> dict[int, LaunchedRank]:
 
 
 def exit_status(status: int) -> int:
-    """A process's status as a shell has it."""
     return 128 - status if status < 0 else status
 
 

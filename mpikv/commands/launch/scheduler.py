@@ -79,7 +79,6 @@ class BatchJob:
 
     @property
     def ranks(self) -> int:
-        """Workers and servers: the slots that the job needs."""
         return self.workers + self.servers
 
     def output(self, job_id: str) -> Path:

@@ -17,7 +17,6 @@ PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"
 
 
 def lines(job: BatchJob) -> tuple[str, list[str]]:
-    """The template of its script and the option lines."""
     words = [f"-N {job.name}", f"-pe {job.parallel_environment or 'mpi'} {job.ranks}"]
     if job.time_s:
         # Not s_rt: of a job on several hosts the master host's daemon takes it for a limit like h_rt (8.1.9).
@@ -34,7 +33,6 @@ def lines(job: BatchJob) -> tuple[str, list[str]]:
 
 
 def state(job_id: str) -> BatchState:
-    """Where the job is. Raises SchedulerError where Grid Engine does not answer."""
     done = run(["qstat", "-u", getpass.getuser(), "-g", "t", "-xml"], "Grid Engine")
     if done.returncode != 0:
         raise SchedulerError(words_of(done))

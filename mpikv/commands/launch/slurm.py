@@ -28,7 +28,6 @@ FIELD = re.compile(r"(?:^|\s)(JobState|Reason|NodeList|ExitCode)=(\S*)")
 
 
 def lines(job: BatchJob) -> tuple[str, list[str]]:
-    """The template of its script and the option lines."""
     template = "array.sbatch" if job.array else "train-srun.sbatch" if job.with_srun else "train.sbatch"
     words = [f"--job-name={job.name}", f"--ntasks={job.ranks}"]
     words.append(f"--cpus-per-task={job.cpus_per_task}")
@@ -44,7 +43,6 @@ def lines(job: BatchJob) -> tuple[str, list[str]]:
 
 
 def state(job_id: str) -> BatchState:
-    """Where the job is. Raises SchedulerError where Slurm does not answer."""
     done = run(["scontrol", "--oneliner", "show", "job", job_id], "Slurm")
     if done.returncode == 0:
         return read_state(done.stdout)

@@ -97,7 +97,6 @@ def _only_ours(status: os.stat_result, *others: int) -> bool:
 
 
 def _submit(job: BatchJob, text: str, variables: Mapping[str, str]) -> str:
-    """Submit the script; the job's number."""
     system = SYSTEMS[job.scheduler]
     try:
         if job.output_dir:

@@ -119,7 +119,6 @@ class JobWatch:
         return end
 
     def close(self) -> None:
-        """Close every socket, as `run` does in the end."""
         self._connections.close()
         self._selector.close()
 
