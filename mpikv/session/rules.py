@@ -12,7 +12,7 @@ from typing import Any
 
 from mpikv.codecs.identity import IDENTITY
 from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, ShapeMismatch
+from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
 from mpikv.placement.keys import Key
 from mpikv.placement.labels import FACTOR, Label
 from mpikv.session.agreement import ROUND, STOP, Disagreement, Name, Rule, grouped
@@ -25,26 +25,34 @@ def _describe_init(payload: Sequence[Any]) -> str:
     return form + (f" in {space} memory" if space != HOST else "") + (", row-sparse" if sparse else "")
 
 
+def _alike(
+    kind: type[MpikvError],
+    what: str,
+    values: Sequence[Any],
+    labels: Sequence[str],
+    shown_as: Callable[[Any], Any] = str,
+) -> None:
+    """Raise a Disagreement that says who brought what, unless all have brought the same."""
+    if any(value != values[0] for value in values):
+        raise Disagreement(kind, f"{what} on different workers: {grouped([*map(shown_as, values)], labels)}")
+
+
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if payloads.count(payloads[0]) < len(payloads):
-        spaces = [space for *_, space, _ in payloads]
-        if all([*payload[:3], payload[4]] == [*payloads[0][:3], payloads[0][4]] for payload in payloads):
-            brought = grouped([f"{space} memory" for space in spaces], labels)
-            raise Disagreement(
-                ShapeMismatch,
-                f"init of key {shown(name)} in different kinds of memory on different workers: {brought}. Let all of "
-                "them bring arrays of one kind; in a store of a device type each worker needs a GPU, or none has one",
-            )
-        brought = grouped([_describe_init(payload) for payload in payloads], labels)
+    what = f"init of key {shown(name)}"
+    spaces = [f"{space} memory" for *_, space, _ in payloads]
+    if len(set(spaces)) > 1 and all([*one[:3], one[4]] == [*payloads[0][:3], payloads[0][4]] for one in payloads):
         raise Disagreement(
-            ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"
+            ShapeMismatch,
+            f"{what} in different kinds of memory on different workers: {grouped(spaces, labels)}. Let all of them "
+            "bring arrays of one kind; in a store of a device type each worker needs a GPU, or none has one",
         )
+    _alike(ShapeMismatch, f"{what} with different values", payloads, labels, _describe_init)
     return payloads[0]
 
 
-def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> None:
     """Equal optimizers for the same keys; the error names only what differs."""
-    configs = [json.loads(config) for config, _ in payloads]
+    what, configs = "set_optimizer with different optimizers", [json.loads(config) for config, _ in payloads]
     facts: list[dict[str, Any]] = [
         {"optimizer": config.get("name"), "keys": keys, **config.get("attributes", {})}
         for config, (_, keys) in zip(configs, payloads, strict=True)
@@ -52,34 +60,24 @@ def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str])
     kinds = [{"optimizer": fact["optimizer"], "keys": fact["keys"]} for fact in facts]
     compared = facts if all(kind == kinds[0] for kind in kinds) else kinds
     for name in compared[0]:
-        values = [fact.get(name) for fact in compared]
-        if any(value != values[0] for value in values):
-            brought = grouped([f"{name}={value!r}" for value in values], labels)
-            raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([config for config, _ in payloads], labels)
-        raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
-    return None
-
-
-def _same(what: str, shown_as: Callable[[Any], str]) -> Rule:
-    def rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-        if any(payload != payloads[0] for payload in payloads):
-            brought = grouped([shown_as(payload) for payload in payloads], labels)
-            raise Disagreement(ConfigError, f"{what} on different workers: {brought}")
-        return None
-
-    return rule
+        _alike(ConfigError, what, [fact.get(name) for fact in compared], labels, f"{name}={{!r}}".format)
+    _alike(ConfigError, what, payloads, labels, lambda payload: payload[0])
 
 
 def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     """All allocate the same, where worker 0 says."""
-    texts = [text for text, _ in payloads]
-    if len(set(texts)) > 1:
-        raise Disagreement(
-            ShapeMismatch, f"empty or zeros with different arguments on different workers: {grouped(texts, labels)}"
-        )
+    _alike(ShapeMismatch, "empty or zeros with different arguments", [text for text, _ in payloads], labels)
     return payloads[0][1]
+
+
+def _bucket_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> None:
+    what = "trainers with different trained parameters"
+    _alike(ConfigError, what, payloads, labels, lambda own: f"{sum(map(len, own))} keys in {len(own)} buckets")
+
+
+def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> None:
+    what = "a step with different parameters frozen"
+    _alike(ConfigError, what, payloads, labels, lambda own: ", ".join(map(str, own)) or "none")
 
 
 def refusal(key: Key, round_: int, labels: Sequence[Label], names: Sequence[str]) -> str:
@@ -135,10 +133,8 @@ RULES: Mapping[str, Rule] = {
     "init": _init_rule,
     "set_optimizer": _optimizer_rule,
     "empty": _empty_rule,
-    "bucket": _same(
-        "trainers with different trained parameters", lambda own: f"{sum(map(len, own))} keys in {len(own)} buckets"
-    ),
-    "skip": _same("a step with different parameters frozen", lambda own: ", ".join(map(str, own)) or "none"),
+    "bucket": _bucket_rule,
+    "skip": _skip_rule,
     ROUND: _round_rule,
     STOP[0]: lambda _name, reads, _labels: 1 + max(reads),
     "close": _close_rule,
