@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import jobs
+import training
+from grid_engine import GridEngine
+from slurm import Slurm
 
 HERE = Path(__file__).parent
 WHEREABOUTS = ["python", str(HERE / "whereabouts.py")]
@@ -34,6 +39,59 @@ class Ended:
         return found
 
 
+class Batch:
+    """A submitted script. options: of the scheduler; variables: beside those of whoever has activated the MPI's
+    environment.
+    """
+
+    def __init__(  # noqa: PLR0917 - a job has that many parts
+        self,
+        cluster: Slurm | GridEngine,
+        mpi: jobs.Mpi,
+        folder: Path,
+        options: Sequence[str],
+        program: Sequence[str],
+        script: Path,
+        **variables: str,
+    ) -> None:
+        self._cluster, self._folder = cluster, folder
+        env = training.environment(mpi, folder, **variables)
+        self.follow(cluster.submit([*options, str(script), *program], folder, env, [*variables]))
+
+    def follow(self, number: str) -> None:
+        """Go on with another job: a copy that this one has left."""
+        self.number, self._out = number, self._folder / f"job-{number}.out"
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text() if self._out.exists() else ""
+
+    def said(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
+        """Wait for so many matches in the output."""
+        deadline = time.monotonic() + 60
+        while True:
+            more, text = self._cluster.running(self.number), self.output
+            found = list(re.finditer(pattern, text))
+            if len(found) >= times:
+                return found
+            assert more, f"the job ended without {times} x {pattern!r}:\n{text}"
+            assert time.monotonic() < deadline, f"no {times} x {pattern!r} within 60 s:\n{text}"
+            time.sleep(0.1)
+
+    def workers(self) -> dict[str, re.Match[str]]:
+        """Wait until the four workers of looping.py run; of each its host and its process."""
+        return {match[1]: match for match in self.said(r"worker (\d) of 4 is (\w+) (\d+)", 4)}
+
+    def ended(self, timeout_s: float = 60) -> Ended:
+        """Wait for its end."""
+        try:
+            self._cluster.wait_for_end(self.number, timeout_s)
+        except AssertionError as error:
+            self._cluster.cancel(self.number)
+            raise AssertionError(f"{error}\n{self.output}\n{self._cluster.logs()}") from None
+        return Ended(self._cluster.status(self.number, self.output), self.output)
+
+
 def changed(script: Path, folder: Path, **settings: str) -> Path:
     """A copy of a script with other values in the lines at its top."""
     text = script.read_text()
@@ -55,20 +113,6 @@ def check_map(found: dict[str, object], hosts: list[str], of_servers: list[str])
     assert found["map"] == [[rank, number, hosts[rank]] for number, rank in enumerate(workers)]
     assert found["sum"] == [sum(range(1, len(workers) + 1))] * 3
     assert 0 in workers
-
-
-def said(file: Path, pattern: str, times: int = 1, timeout_s: float = 60, running: Callable[[], bool] | None = None):
-    """Wait until a file holds so many matches; all of them. running: says whether more can come."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        more = running is None or running()
-        text = file.read_text() if file.exists() else ""
-        found = list(re.finditer(pattern, text))
-        if len(found) >= times:
-            return found
-        assert more, f"the job ended without {times} x {pattern!r}:\n{text}"
-        assert time.monotonic() < deadline, f"no {times} x {pattern!r} within {timeout_s:g} s:\n{text}"
-        time.sleep(0.1)
 
 
 def stopped_together(output: str, workers: int) -> int:

@@ -23,7 +23,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from namespaces import Network
@@ -114,6 +114,32 @@ class GridEngine:
     def run(self, *command: str) -> str:
         """Run one of its commands on the first host; what it printed. Raises RuntimeError."""
         return self.hosts.run(self.hosts[0], *command, env=self.env)
+
+    def submit(self, words: Sequence[str], folder: Path, env: Mapping[str, str], named: Sequence[str]) -> str:
+        """Submit a script, whose job writes its output to `folder`/job-NUMBER.out, with these variables. The number."""
+        names = ",".join(name for name in env if name in named or name.startswith("OMPI_"))
+        given = ["-v", names] if names else []
+        done = self.call("qsub", "-terse", "-o", f"{folder}/job-$JOB_ID.out", *given, *words, env=env, cwd=folder)
+        assert done.stdout.strip().isdigit(), done
+        return done.stdout.strip()
+
+    def running(self, number: str) -> bool:
+        return self.state(number) != ""
+
+    def wait_for_end(self, number: str, timeout_s: float) -> None:
+        self.wait_for(number, "", timeout_s)
+
+    def notify(self, number: str) -> None:
+        """Do what it does before it ends a job: here it ends it, too."""
+        self.call("qdel", number)
+
+    def cancel(self, number: str) -> None:
+        self.call("qdel", "-f", number)
+
+    def status(self, _number: str, output: str) -> int:
+        """What the script has said, -1 if it came to no end by itself. Open MPI prints bytes 0."""
+        found = re.findall(r"^\0*mpikv: job \d+ ends with status (\d+)", output, re.M)
+        return int(found[-1]) if found else -1
 
     def state(self, number: int | str) -> str:
         """A job's state in `qstat`: qw (waits), r (runs), hqw, Rq, ...; "" when it is gone."""

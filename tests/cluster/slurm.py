@@ -24,7 +24,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from namespaces import Network
@@ -90,6 +90,31 @@ class Slurm:
     ) -> subprocess.CompletedProcess[str]:
         """Run one of its commands on the first host, whatever its status."""
         return self.hosts.call(self.hosts[0], *command, env={**self.env, **(env or {})}, timeout_s=timeout_s, cwd=cwd)
+
+    def submit(self, words: Sequence[str], folder: Path, env: Mapping[str, str], _named: Sequence[str]) -> str:
+        """Submit a script, whose job writes its output to `folder`/job-NUMBER.out. The number."""
+        done = self.call("sbatch", "--parsable", f"--output={folder}/job-%j.out", *words, env=env, cwd=folder)
+        assert done.stdout.strip().isdigit(), done
+        return done.stdout.strip()
+
+    def running(self, number: str) -> bool:
+        return self.wait_for(number, ".+")["JobState"] not in FINAL.split("|")  # a busy controller may give no answer
+
+    def wait_for_end(self, number: str, timeout_s: float) -> None:
+        self.wait_for(number, FINAL, timeout_s)
+
+    def notify(self, number: str) -> None:
+        """Do what it does before a job's time limit."""
+        self.call("scancel", "--batch", "--signal=USR1", number)
+
+    def cancel(self, number: str) -> None:
+        self.call("scancel", number)
+
+    def status(self, number: str, _output: str) -> int:
+        """How a job has ended: its status or the number of a signal, and never 0 where it has not ended well."""
+        job = self.job(number)
+        status, signum = map(int, job["ExitCode"].split(":"))
+        return status or signum or int(job["JobState"] != "COMPLETED")
 
     def job(self, number: int | str) -> dict[str, str]:
         """What `scontrol show job` says of a job."""
