@@ -1,4 +1,5 @@
-"""Three workers, of which worker 1 makes a fault: `fault_program.py FAULT`, the name of a function below.
+"""Three ranks, of which worker 1 makes a fault: `fault_program.py FAULT TYPE`, the name of a function below, and the
+type of the store.
 
 Each worker makes two good steps before. Prints `survived` where a worker gets to the end.
 """
@@ -11,6 +12,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 import mpikv._version
-from mpikv import data, kv, optimizers
-from mpikv.runtime import launcher
+from mpikv import StatesFileError, data, kv, optimizers
+from mpikv.runtime import abort, launcher
 
 ONES = np.ones(4, np.float32)
 EVER_S = 1000
@@ -154,14 +156,116 @@ def version() -> None:
     globals()["fault"] = none
 
 
-def never_creates() -> None:
-    time.sleep(EVER_S)
+def number_of_servers() -> None:
+    os.environ["MPIKV_NUM_SERVERS"] = "2"
+    globals()["fault"] = none
 
 
-fault = globals()[sys.argv[1]]
-if sys.argv[1] in ("version", "never_creates") and launcher.said_rank(os.environ) == 1:
+def other_type() -> None:
+    globals()["kind"] = "dist_async"
+    globals()["fault"] = none
+
+
+def failing(weight, grad, state):
+    """An optimizer of the user's that raises in its third round."""
+    weight -= grad
+    if weight.min() < -6:
+        raise ZeroDivisionError("in the user's optimizer")
+    return state
+
+
+def leaving(weight, grad, state):
+    """An optimizer of the user's that ends the program."""
+    sys.exit(3)
+
+
+def optimizer_raises(store: kv.KVStore) -> None:
+    store.set_optimizer(failing)
+    for _ in range(20):
+        store.pushpull("a", ONES.copy())
+
+
+def optimizer_exits(store: kv.KVStore) -> None:
+    store.set_optimizer(leaving)
+    store.pushpull("a", ONES.copy())
+
+
+def damaged_states(store: kv.KVStore) -> None:
+    """Loading a broken file raises everywhere and changes nothing: the next update is as if nobody had tried."""
+    store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
+    path = Path(os.environ["FOLDER"], "states")
+    for _ in range(2):
+        store.pushpull("a", before := ONES.copy())
+    store.save_optimizer_states(path)
+    if store.rank == 0:
+        data = path.read_bytes()
+        half = len(data) // 2
+        path.write_bytes(data[:half] + bytes([data[half] ^ 0xFF]) + data[half + 1 :])
+    store.barrier()
+    try:
+        store.load_optimizer_states(path)
+    except StatesFileError:
+        store.pushpull("a", after := ONES.copy())
+        # Momentum 0.5 and a rate of 1 after two equal rounds of W ones: the third step is 1.75 W.
+        print(f"the next step was {float((before - after).max()) / store.num_workers}", flush=True)
+        raise
+
+
+def other_call(store: kv.KVStore) -> None:
+    store.init("x", ONES) if store.rank == 1 else store.barrier()
+
+
+def second_store(store: kv.KVStore) -> None:
+    kv.create("dist_sync")
+
+
+def store_after_store(store: kv.KVStore) -> None:
+    store.close()
+    kv.create("dist_sync")
+
+
+def returns_early(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        sys.exit(0)
+
+
+def os_exit(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        os._exit(5)
+
+
+def interrupted_at_exit(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)  # while the exit waits in `close`
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        sys.exit(0)
+    time.sleep(20)
+
+
+def killed(store: kv.KVStore) -> None:
+    """From outside. Who then waits for that rank says so: half a second in one call is a wait for it."""
+    print(f"ready {store.rank}", flush=True)
+
+    def say_when_it_waits() -> None:
+        (activity,) = abort.guard().activities
+        while not Path(os.environ["FOLDER"], "stopped").exists():
+            time.sleep(0.01)
+        while not re.search(r" for (0\.[5-9]|[1-9].*) s$", activity.waiting() or ""):
+            time.sleep(0.05)
+        os.write(1, b"waits\n")
+
+    threading.Thread(target=say_when_it_waits, daemon=True).start()
+    for _ in range(2000):
+        store.pushpull("a", ONES.copy())
+        time.sleep(0.01)
+
+
+fault, kind = globals()[sys.argv[1]], sys.argv[2]
+if fault in (version, number_of_servers, other_type) and launcher.said_rank(os.environ) == 1:
     fault()
-with kv.create("dist_sync") as store:
+with kv.create(kind) as store:
+    if "async" in kind:
+        store.set_optimizer("test")
     store.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
     for _ in range(2):
         for key in "ab":

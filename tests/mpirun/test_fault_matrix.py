@@ -1,19 +1,21 @@
 """Every fault of one worker is named: by rank, host, key and the line of the program, soon, and the job ends.
 
-Each row is a fault of fault_program.py. Soon: what is found at once comes before any table of a wait, and what has a
-limit before a longer one, which no test waits for. Two MPIs in one job are in tests/jobs/test_library_mix.py.
+Each row is a fault of fault_program.py, by the name of its function. Soon: what is found at once comes before any table
+of a wait, and what has a limit before a longer one, which no test waits for. Two MPIs in one job are in
+tests/jobs/test_library_mix.py.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jobs import BACKING, SHM, Mpi, mpirun
+from jobs import BACKING, SHM, Job, Mpi, mpirun, start
 
 PROGRAM = str(Path(__file__).with_name("fault_program.py"))
 WAITS = str(Path(__file__).with_name("waits_program.py"))
@@ -37,6 +39,9 @@ PID = r"( \(pid \d+\))?"  # where a process has several stores
 class Fault(NamedTuple):
     """What is printed of a fault. warn_s, timeout_s: the limits, so long that what is printed cannot come from a later
     one. status: None: any but 0. of: the MPI under which some of it is said; the others end the job all the same.
+
+    both: the launcher has a part in it, or the start and the end of MPI. Other faults are the store's alone, and made
+    under both MPIs by --full only: MPICH starts a job in a third of the time.
     """
 
     said: tuple[str, ...]
@@ -44,6 +49,9 @@ class Fault(NamedTuple):
     timeout_s: float = 1000
     status: int | None = None
     of: str = ""
+    servers: int = 0
+    kind: str = "dist_sync"
+    both: bool = False
 
 
 def circle(one: str, other: str) -> Fault:
@@ -61,6 +69,7 @@ def away(doing: str) -> Fault:
     return Fault((rf"  worker 0, 2 .*: in {waiting} for .*; {AT_END}", rf"{table}[^\0]*{error}"), warn_s=1, timeout_s=5)
 
 
+UPDATE = r"ZeroDivisionError: in the user's optimizer", r"in the update of key 'a'"
 AWAY = r"outside the store for \d+\.\d s, its last call was pushpull of key 'b'; "
 SILENT = r"no answer for 1\.0 s; "
 FAULTS = {
@@ -87,14 +96,18 @@ FAULTS = {
     "attribute": Fault(
         (rf"ConfigError: key 'a', round 3: different attributes .*: learning_rate=0\.5; worker 1 {HOST}: .*1\.5",)
     ),
-    "exception": Fault((rf"{RAISED} .*fault_program\.py\", line \d+, in exc", rf"{RAISED} RuntimeError: boom on one")),
-    "sys_exit": Fault((rf"{RAISED} sys\.exit\(3\) while <KVStore dist_sync: worker 1 of 3> was open",), status=3),
+    "exception": Fault(
+        (rf"{RAISED} .*fault_program\.py\", line \d+, in exc", rf"{RAISED} RuntimeError: boom on one"), both=True
+    ),
+    "sys_exit": Fault(
+        (rf"{RAISED} sys\.exit\(3\) while <KVStore dist_sync: worker 1 of 3> was open",), status=3, both=True
+    ),
     "loop_in_python": away(f"{AWAY}{at('loop_in_python')}, computing"),
     "sleep_in_python": away(f"{AWAY}{at('sleep_in_python')}, not computing"),
     "loop_in_c": away(f"{SILENT}it computes without a break for other threads"),
     "sleep_in_c": away(f"{SILENT}it sleeps in a call that lets no other thread run"),
     "sigstop": away(f"{SILENT}it was stopped by a signal"),
-    "sigkill": Fault((r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9",), of="openmpi"),
+    "sigkill": Fault((r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9",), of="openmpi", both=True),
     "fork_and_use": Fault(
         (
             "MpikvError: pushpull in a process that was forked from worker 1 of 3",
@@ -117,6 +130,44 @@ FAULTS = {
     "version": Fault(
         (rf"ConfigError: kv\.create: the version of mpikv differs between ranks: rank 0 .*; rank 1 {HOST}: 0\.0\.1",),
         status=2,
+        both=True,
+    ),
+    "os_exit": Fault((), both=True),
+    "interrupted_at_exit": Fault((rf"{RAISED} KeyboardInterrupt",), status=130, both=True),
+    "interrupted_at_exit with a server": Fault((rf"{RAISED} KeyboardInterrupt",), status=130, servers=1),
+    "returns_early with a server": Fault(
+        (rf"PeerError: worker 0 .* pushpull of key 'a', round 3: worker 1 {HOST} closed its store after 2",), servers=1
+    ),
+    "sleep_in_python with a server": Fault(
+        (r"StallError: worker 0 .* pushpull of key 'a', round 3\. Not arrived: worker 1",), timeout_s=4, servers=1
+    ),
+    "other_call": Fault((rf"different calls.* worker 0 {HOST}: barrier\(\); worker 1 {HOST}: init\('x'\)",)),
+    "other_call, asynchronous": Fault((r"different calls|closed the store already",), kind="dist_async"),
+    "exception, asynchronous": Fault((rf"{RAISED} RuntimeError: boom on one worker",), kind="dist_async"),
+    "other_type": Fault((rf"ConfigError: .* rank 0 {HOST}, rank 2 {HOST}: dist_sync; rank 1 {HOST}: dist_async",)),
+    "number_of_servers": Fault((rf"ConfigError: .*number of servers.* rank 2 {HOST}: 0; rank 1 {HOST}: 2",)),
+    "too many servers": Fault((r"ConfigError: 3 servers among 3 ranks leave no worker: .*mpirun -n 4",), servers=3),
+    "optimizer_raises": Fault(UPDATE),
+    "optimizer_raises with a server": Fault((*UPDATE, rf"\[rank 2 of 3 {HOST}\] .*ZeroDiv"), servers=1),
+    "optimizer_raises, asynchronous": Fault(UPDATE, kind="dist_async"),
+    "optimizer_exits with a server": Fault(
+        (rf"\[rank 2 of 3 {HOST}\] .*MpikvError: an optimizer has called sys\.exit\(3\) at this server",),
+        servers=1,
+        both=True,
+    ),
+    "damaged_states": Fault((r"StatesFileError: .*states", r"the next step was 1\.75\n")),
+    "damaged_states with a server": Fault((r"StatesFileError: .*states", r"the next step was 1\.75\n"), servers=1),
+    "second_store with a server": Fault(
+        (r"ConfigError: .* another store is open and has its servers at rank 2; make one store for all",), servers=1
+    ),
+    "store_after_store with a server": Fault(
+        (
+            r"StallError: rank [01] of 3 waited 4 s in kv\.create\('dist_sync'\) for the other ranks .*: every one of "
+            r"them must call it; an earlier store had its servers at rank 2, where the process ended with it: make one",
+        ),
+        timeout_s=4,
+        servers=1,
+        both=True,
     ),
 }  # fmt: skip
 
@@ -125,24 +176,81 @@ def left_in_memory() -> list[str]:
     return [path.name for path in SHM.iterdir() if "mpikv" in path.name]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_and_ends_the_job(mpi: Mpi, name: str) -> None:
-    fault = FAULTS[name]
-    env = {"MPIKV_STALL_WARN_S": str(fault.warn_s), "MPIKV_TIMEOUT_S": str(fault.timeout_s)}
-    job = mpirun(3, ["python", PROGRAM, name], env=env, timeout_s=LIMIT_S, mpi=mpi)
+def environment(folder: Path, fault: Fault) -> dict[str, str]:
+    limits = {"MPIKV_STALL_WARN_S": str(fault.warn_s), "MPIKV_TIMEOUT_S": str(fault.timeout_s)}
+    return {**limits, "MPIKV_NUM_SERVERS": str(fault.servers), "FOLDER": str(folder)}
+
+
+def check_end(job: Job, fault: Fault) -> None:
     assert not job.timed_out, job.output
     assert job.status == fault.status or (fault.status is None and job.status != 0), job.output
     assert job.ranks_left == [], job.output
     assert "survived" not in job.stdout, job.output
     assert left_in_memory() == []
+
+
+@pytest.mark.parametrize(
+    ("mpi", "name"),
+    [
+        pytest.param(kind, name, marks=[] if kind == "mpich" or fault.both else pytest.mark.full)
+        for name, fault in FAULTS.items()
+        for kind in ("mpich", "openmpi")
+    ],
+    indirect=["mpi"],
+)
+def test_a_fault_is_named_and_ends_the_job(mpi: Mpi, name: str, tmp_path: Path) -> None:
+    fault, function = FAULTS[name], re.split(r"\W", name)[0]
+    words = ["python", PROGRAM, "none" if function == "too" else function, fault.kind]
+    job = mpirun(3, words, env=environment(tmp_path, fault), timeout_s=LIMIT_S, mpi=mpi)
+    check_end(job, fault)
     for text in fault.said if fault.of in ("", mpi.kind) else ():
         assert re.search(text, job.output), f"no {text!r} in:\n{job.output}"
+    if name == "os_exit" and mpi.kind == "openmpi":
+        assert job.status == 5
 
 
-def test_without_a_fault_the_program_survives(mpi: Mpi) -> None:
-    """Else the test above could not fail."""
-    job = mpirun(3, ["python", PROGRAM, "none"], timeout_s=LIMIT_S, mpi=mpi)
-    assert (job.status, job.stdout.count("survived"), job.ranks_left) == (0, 3, []), job.output
+@pytest.mark.parametrize(
+    ("kind", "servers", "victim"), [("dist_sync", 0, 1), ("dist_sync", 1, 2), ("dist_async", 0, 0)]
+)
+def test_killed(mpi: Mpi, kind: str, servers: int, victim: int, tmp_path: Path) -> None:
+    """kill -9 of a worker, of a server: the others are gone at once; mpirun names the rank, they say what they lack."""
+    fault = Fault((), servers=servers)
+    words = ["python", PROGRAM, "killed", kind]
+    with start(3, words, env=environment(tmp_path, fault), timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for("ready 0")
+        ranks = {int(rank): pid for pid in running.processes() if (rank := rank_of(pid)) is not None}
+        if kind == "dist_sync":  # the others say what they lack if they already wait for it when they are ended
+            running.kill(ranks[victim], signal.SIGSTOP)
+            (tmp_path / "stopped").touch()
+            running.wait_for("waits")
+        running.kill(ranks[victim])
+    job = running.result
+    check_end(job, fault)
+    if mpi.kind == "openmpi":
+        # Open MPI lets the other ranks end by SIGTERM; MPICH kills them, and prints the exit code alone.
+        assert re.search(rf"rank {victim} with PID \d+ on node \S+ exited on\s+signal 9", job.output), job.output
+        if kind == "dist_sync":
+            assert re.search(r"told to end \(SIGTERM\) while in pushpull of key 'a', round \d+", job.output), job.output
+    else:
+        assert re.search(r"RANK \d|EXIT CODE: 9", job.output), job.output
+
+
+def rank_of(pid: int, program: str = PROGRAM) -> int | None:
+    """The rank of a process that runs the program; None for mpirun and its helpers."""
+    words, name = (Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "comm"))
+    if program not in words.split("\0") or "mpirun" in name:
+        return None
+    environ = Path(f"/proc/{pid}/environ").read_text()
+    rank = re.search(r"(?:^|\0)(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=(\d+)\0", environ)
+    return None if rank is None else int(rank[1])
+
+
+@pytest.mark.parametrize(("kind", "servers"), [("dist_sync", 0), ("dist_sync", 1), ("dist_async", 0)])
+def test_without_a_fault_the_program_survives(mpi: Mpi, kind: str, servers: int, tmp_path: Path) -> None:
+    """Else the tests above could not fail."""
+    env = environment(tmp_path, Fault((), servers=servers))
+    job = mpirun(3, ["python", PROGRAM, "none", kind], env=env, timeout_s=LIMIT_S, mpi=mpi)
+    assert (job.status, job.stdout.count("survived"), job.ranks_left) == (0, 3 - servers, []), job.output
     assert left_in_memory() == []
 
 
@@ -181,7 +289,7 @@ def test_a_small_dev_shm(mpi: Mpi, tmp_path: Path, size_mib: int) -> None:
 def test_a_full_dev_shm(mpi: Mpi, tmp_path: Path) -> None:
     """Where nothing goes into it: Open MPI does without, MPICH dies, and then a line of ours is all that says why."""
     full = with_dev_shm(mpi, tmp_path, 1, 2_000_000)
-    job = mpirun(3, ["python", PROGRAM, "none"], timeout_s=LIMIT_S, mpi=full)
+    job = mpirun(3, ["python", PROGRAM, "none", "dist_sync"], timeout_s=LIMIT_S, mpi=full)
     assert not job.timed_out, job.output
     assert re.search(rf"mpikv: {SHM} has 0\.0 MiB left {HOST}, and MPI needs some", job.output), job.output
     if mpi.kind == "openmpi":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import ROOT, start
-from test_failures import rank_of
+from test_fault_matrix import rank_of
 
 from mpikv.commands.top import CLEAR
 
