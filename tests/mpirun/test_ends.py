@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,7 @@ def job(mpi: Mpi, folder: Path, program: str) -> Job:
     return ended
 
 
-@pytest.mark.parametrize("has", FINALIZES)
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize(("has", "status"), zip(FINALIZES, itertools.cycle([0, 3]), strict=False))
 def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
     """What is open is closed by it, and the status is the program's."""
     ended = job(

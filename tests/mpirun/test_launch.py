@@ -73,16 +73,6 @@ def test_roles_output_and_environment(mpi: Mpi, tmp_path: Path) -> None:
     assert "mpikv launch" not in job.output  # nothing to say
 
 
-def test_default_is_a_server_for_each_worker(mpi: Mpi) -> None:
-    code = (
-        "import os; from mpikv import kv; s = kv.create('dist_sync'); print('servers', os.environ['MPIKV_NUM_SERVERS'])"
-    )
-    job = launch(mpi, "-n", "2", "python", "-c", code, env={"MPIKV_NUM_SERVERS": "1"})
-    check_end(job)
-    assert job.status == 0, job.output
-    assert tagged(job, "worker 1") == ["servers 2"]
-
-
 @pytest.mark.thorough
 def test_servers_that_nobody_uses(mpi: Mpi) -> None:
     """They have come to MPI_Init before the worker ends, which Open MPI's mpirun takes for an error.
@@ -159,18 +149,6 @@ def test_the_others_have_time_to_save_when_a_rank_fails(mpi: Mpi, case: str, sta
     assert tagged(job, "worker 0")[-1] == "saved"
 
 
-def test_a_rank_that_is_killed_from_outside(mpi: Mpi) -> None:
-    with launched(mpi, "-n", "3", "-s", "0", "python", PROGRAM, "run") as running:
-        pids = worker_pids(running, 3)
-        running.kill(pids[2])
-        killed = time.monotonic()
-        while running.processes() and time.monotonic() < killed + END_S:
-            time.sleep(0.1)
-    check_end(running.result)
-    assert running.result.status == 137, running.result.output
-    assert re.search(r"worker 2 on \S+ was killed by signal 9", running.result.stderr)
-
-
 def test_the_process_above_a_rank_is_killed(mpi: Mpi) -> None:
     with launched(mpi, "-n", "2", "-s", "0", "python", PROGRAM, "stubborn") as running:
         (pid, _) = worker_pids(running, 2)
@@ -210,13 +188,6 @@ def test_control_c(mpi: Mpi) -> None:
     check_end(running.result)
     assert running.result.status == 130, running.result.output
     assert "no process of the job is left" in running.result.stderr
-
-
-def test_timeout(mpi: Mpi) -> None:
-    job = launch(mpi, "-n", "2", "-s", "1", "--timeout", "2", "python", PROGRAM, "stubborn")
-    check_end(job)
-    assert job.status == 124, job.output
-    assert "time limit of 2 s" in job.stderr
 
 
 def test_an_mpirun_that_fails(mpi: Mpi) -> None:

@@ -30,10 +30,6 @@ def ranks(running: Running) -> list[int]:
     return [int(running.wait_for(rf"pid {rank} (\d+)\n")[1]) for rank in range(3)]
 
 
-def mpirun_of(running: Running) -> int:
-    return running._process.pid
-
-
 def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> None:
     assert not job.timed_out, job.output
     assert job.status == 0, job.output
@@ -47,17 +43,23 @@ def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> N
     assert len(re.findall(HEARD, job.stderr)) == 1, job.output
 
 
-SIGNALLED = {"one": [1], "worker 0": [0], "all": [0, 1, 2]}
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("who", SIGNALLED)
-def test_synchronous(mpi, who: str, signum: signal.Signals) -> None:
-    with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=environment(), timeout_s=LIMIT_S, mpi=mpi) as running:
+@pytest.mark.parametrize(
+    ("case", "who", "signum"),
+    [
+        ("plain", [1], signal.SIGTERM),
+        ("own handler", [1], signal.SIGUSR1),  # which is called as well
+        ("plain", [0], signal.SIGUSR1),
+        ("plain", [0, 1, 2], signal.SIGTERM),
+        ("stays open", [0, 1, 2], signal.SIGUSR1),  # the exit closes the store
+    ],
+)
+def test_synchronous(mpi, case: str, who: list[int], signum: signal.Signals) -> None:
+    with start(3, ["python", PROGRAM, case, "dist_sync"], env=environment(), timeout_s=LIMIT_S, mpi=mpi) as running:
         pids = ranks(running)
-        running.kill_all([pids[rank] for rank in SIGNALLED[who]], signum)
+        running.kill_all([pids[rank] for rank in who], signum)
     check_stopped(running.result, [0, 1, 2])
     assert signum.name in running.result.stderr
+    assert running.result.stdout.count("1 handler of its own") == (case == "own handler")
 
 
 @pytest.mark.parametrize(
@@ -86,31 +88,8 @@ def test_through_mpirun(mpi, signum: signal.Signals) -> None:
     env = environment(1, signals="USR1,USR2")
     with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
         ranks(running)
-        running.kill(mpirun_of(running), signum)
+        running.kill(running._process.pid, signum)
     check_stopped(running.result, [0, 1])
-
-
-def test_store_that_the_exit_closes(mpi) -> None:
-    env = environment()
-    with start(3, ["python", PROGRAM, "stays open", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        running.kill_all(ranks(running), signal.SIGUSR1)
-    check_stopped(running.result, [0, 1, 2])
-
-
-def test_handler_of_the_program(mpi) -> None:
-    """It is called as well."""
-    env = environment()
-    with start(3, ["python", PROGRAM, "own handler", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        running.kill(ranks(running)[1], signal.SIGUSR1)
-    check_stopped(running.result, [0, 1, 2])
-    assert running.result.stdout.count("1 handler of its own") == 1
-
-
-def check_killed(job: Job) -> None:
-    assert not job.timed_out, job.output
-    assert job.status != 0, job.output
-    assert job.ranks_left == [], job.output
-    assert "stopped after" not in job.stdout, job.output
 
 
 def test_program_that_does_not_listen_dies_of_the_second_signal(mpi) -> None:
@@ -122,4 +101,8 @@ def test_program_that_does_not_listen_dies_of_the_second_signal(mpi) -> None:
         time.sleep(AGAIN_S)
         assert pid in running.processes()
         running.kill(pid, signal.SIGTERM)
-    check_killed(running.result)
+    job = running.result
+    assert not job.timed_out, job.output
+    assert job.status != 0, job.output
+    assert job.ranks_left == [], job.output
+    assert "stopped after" not in job.stdout, job.output
