@@ -19,20 +19,16 @@ WHEREABOUTS = ["python", str(HERE / "whereabouts.py")]
 
 
 def looping(case: str) -> list[str]:
-    """The command of looping.py."""
     return ["python", str(HERE / "looping.py"), case]
 
 
 @dataclass
 class Ended:
-    """A job that has ended. status: of its script."""
-
     status: int
     output: str
 
     @property
     def found(self) -> dict[str, object]:
-        """What whereabouts.py has printed."""
         line = re.search(r"found (\{.*\})", self.output)
         assert line is not None, self.output
         found: dict[str, object] = json.loads(line[1])
@@ -59,7 +55,6 @@ class Batch:
         self.follow(cluster.submit([*options, str(script), *program], folder, env, [*variables]))
 
     def follow(self, number: str) -> None:
-        """Go on with another job: a copy that this one has left."""
         self.number, self._out = number, self._folder / f"job-{number}.out"
 
     @property
@@ -67,7 +62,6 @@ class Batch:
         return self._out.read_text() if self._out.exists() else ""
 
     def said(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
-        """Wait for so many matches in the output."""
         deadline = time.monotonic() + 60
         while True:
             more, text = self._cluster.running(self.number), self.output
@@ -83,7 +77,6 @@ class Batch:
         return {match[1]: match for match in self.said(r"worker (\d) of 4 is (\w+) (\d+)", 4)}
 
     def ended(self, timeout_s: float = 60) -> Ended:
-        """Wait for its end."""
         try:
             self._cluster.wait_for_end(self.number, timeout_s)
         except AssertionError as error:
@@ -93,7 +86,6 @@ class Batch:
 
 
 def changed(script: Path, folder: Path, **settings: str) -> Path:
-    """A copy of a script with other values in the lines at its top."""
     text = script.read_text()
     for name, value in settings.items():
         text, times = re.subn(rf"^{name}=.*$", f"{name}={value}", text, count=1, flags=re.M)

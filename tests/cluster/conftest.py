@@ -28,13 +28,11 @@ N_HOSTS = 3
 
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpi(request: pytest.FixtureRequest) -> jobs.Mpi:
-    """Each of the two MPIs."""
     return find(request.param)
 
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small images to train on."""
     return digits.write(tmp_path_factory.mktemp("digits"))
 
 
@@ -47,7 +45,6 @@ def learned(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.fixture
 def hosts() -> Iterator[Network]:
-    """Three hosts without anything on them."""
     need(namespaces.missing())
     with namespaces.network(N_HOSTS) as made:
         yield made
@@ -55,7 +52,6 @@ def hosts() -> Iterator[Network]:
 
 @pytest.fixture
 def ssh_hosts() -> Iterator[Network]:
-    """Three hosts with a real sshd on each."""
     need(namespaces.missing(), sshd_module.missing())
     with namespaces.network(N_HOSTS) as made, sshd_module.sshd(made):
         yield made
@@ -63,7 +59,6 @@ def ssh_hosts() -> Iterator[Network]:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """A real Slurm on three hosts with 4 CPUs each, for all tests."""
     need(namespaces.missing(), slurm_module.missing())
     with namespaces.network(N_HOSTS) as made, slurm_module.slurm(made, cpus=4) as cluster:
         yield cluster

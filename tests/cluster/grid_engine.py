@@ -161,7 +161,6 @@ class GridEngine:
             time.sleep(0.2)
 
     def logs(self) -> str:
-        """The ends of all daemons' messages."""
         files = sorted((self.folder / "spool").rglob("messages")) + sorted(self.folder.glob("*.output"))
         return "\n".join(f"--- {file}\n" + "\n".join(file.read_text().splitlines()[-15:]) for file in files)
 
@@ -185,7 +184,6 @@ def grid_engine(hosts: Network, slots: int = 4) -> Iterator[GridEngine]:
 
 
 def _cell(cluster: GridEngine) -> None:
-    """Write the files that there must be before the qmaster starts."""
     folder, spool, common = cluster.folder, cluster.folder / "spool", cluster.folder / "root" / "default" / "common"
     for path in (common, spool / "qmaster" / "job_scripts", spool / "execd"):
         path.mkdir(parents=True)
@@ -247,7 +245,6 @@ def _configure(cluster: GridEngine, slots: int) -> None:
 
 
 def _changed(text: str, changes: Mapping[str, str]) -> str:
-    """A configuration of lines `name value` with these values."""
     kept = [line for line in text.splitlines() if line.split()[:1] and line.split()[0] not in changes]
     return "\n".join([*kept, *(f"{name} {value}" for name, value in changes.items())]) + "\n"
 

@@ -17,7 +17,6 @@ class Command(jobs.Running):
 
     @property
     def pid(self) -> int:
-        """Of the command's own process."""
         return self._process.pid
 
 
@@ -44,7 +43,6 @@ def started(
 
 
 def run(hosts: Network, mpi: jobs.Mpi, words: Sequence[object], **more: object) -> jobs.Job:
-    """The same, to its end."""
     with started(hosts, mpi, words, **more) as running:  # type: ignore[arg-type]
         pass
     return running.result
@@ -60,12 +58,10 @@ def launched(
 def launch(
     hosts: Network, mpi: jobs.Mpi, options: Sequence[object], command: Sequence[str], **more: object
 ) -> jobs.Job:
-    """The same, to its end."""
     return run(hosts, mpi, ["launch", *options, *command], **more)
 
 
 def host_file(hosts: Network, entry: str = "{name}", only: Sequence[Host] | None = None) -> Path:
-    """A host file with a line like `entry` for each host."""
     file = hosts.folder / "hostfile"
     file.write_text("".join(entry.format(name=host.name) + "\n" for host in only or hosts.hosts))
     return file

@@ -89,8 +89,6 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One host. pid: of the process that holds its namespaces."""
-
     name: str
     address: str
     pid: int
@@ -100,7 +98,6 @@ class Host:
         return self._counters()[8]
 
     def received_bytes(self) -> int:
-        """Bytes that its interface has received."""
         return self._counters()[0]
 
     def _counters(self) -> list[int]:
@@ -126,7 +123,6 @@ class Network:
         return len(self.hosts)
 
     def command(self, host: Host, *command: str, cwd: Path | str = "/") -> list[str]:
-        """The command line that runs a command on a host."""
         return [*ENTER, str(host.pid), "--", "env", "-C", str(cwd), *command]
 
     def start(
@@ -159,7 +155,6 @@ class Network:
         timeout_s: float = 60,
         cwd: Path | str = "/",
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end, whatever its status."""
         return subprocess.run(
             self.command(host, *command, cwd=cwd),
             env=_environment(env),
@@ -189,7 +184,6 @@ class Network:
         self.assert_gone(before, within_s)
 
     def snapshot(self) -> dict[Host, set[int]]:
-        """The processes of all hosts now."""
         return {host: set(self.processes(host)) for host in self.hosts}
 
     def assert_gone(self, before: Mapping[Host, set[int]], within_s: float = LEFT_S) -> None:
@@ -231,11 +225,9 @@ class Network:
         _inside(self._switch, "ip", "link", "set", f"p{self.hosts.index(host) + 1}", "down")
 
     def mend(self, host: Host) -> None:
-        """Plug it in again."""
         _inside(self._switch, "ip", "link", "set", f"p{self.hosts.index(host) + 1}", "up")
 
     def mpi(self, mpi: Mpi) -> Mpi:
-        """The same MPI, with an `mpirun` that runs on the first host."""
         return _MpiOnHost(mpi.kind, mpi.prefix, self.hosts[0].pid, self.folder)
 
     def options(self, mpi: Mpi, ranks_per_host: int | Sequence[int]) -> list[str]:
@@ -320,7 +312,6 @@ def _script(path: Path, text: str) -> None:
 
 
 def _inside(pid: int, *command: str) -> None:
-    """Run a command in the network of a held namespace."""
     done = subprocess.run(["nsenter", "-t", str(pid), "-n", *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

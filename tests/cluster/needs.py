@@ -13,7 +13,6 @@ def need(*reasons: str) -> None:
 
 
 def find(kind: str) -> jobs.Mpi:
-    """An environment with this MPI: openmpi or mpich."""
     found = jobs.find_mpi(kind)
     if found is None:
         pytest.skip(f"no {kind} in any known environment")

@@ -27,7 +27,6 @@ def files(folder: Path, words: list[bytes]) -> list[str]:
 
 
 def lines(word: bytes) -> list[str]:
-    """The command lines with the word."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -18,7 +18,6 @@ step = mpikv.Trainer.step
 
 
 def slow_step(*arguments: Any, **named: Any) -> Any:
-    """The step, and the pause."""
     result = step(*arguments, **named)
     time.sleep(pause_s)
     return result

@@ -104,7 +104,6 @@ class Slurm:
         self.wait_for(number, FINAL, timeout_s)
 
     def notify(self, number: str) -> None:
-        """Do what it does before a job's time limit."""
         self.call("scancel", "--batch", "--signal=USR1", number)
 
     def cancel(self, number: str) -> None:
@@ -117,12 +116,10 @@ class Slurm:
         return status or signum or int(job["JobState"] != "COMPLETED")
 
     def job(self, number: int | str) -> dict[str, str]:
-        """What `scontrol show job` says of a job."""
         shown = self.call("scontrol", "--oneliner", "show", "job", str(number)).stdout
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def wait_for(self, number: int | str, states: str, timeout_s: float = 30) -> dict[str, str]:
-        """Wait until a job's state matches; what is known of the job."""
         deadline = time.monotonic() + timeout_s
         while not re.fullmatch(states, (job := self.job(number)).get("JobState", "")):
             assert time.monotonic() < deadline, f"job {number} is not {states} after {timeout_s:g} s: {job}"
@@ -130,7 +127,6 @@ class Slurm:
         return job
 
     def logs(self) -> str:
-        """The ends of all daemons' logs."""
         files = sorted((self.folder / "log").iterdir())
         return "\n".join(f"--- {file.name}\n" + "\n".join(file.read_text().splitlines()[-15:]) for file in files)
 

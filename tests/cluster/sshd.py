@@ -89,7 +89,6 @@ def sshd(hosts: Network) -> Iterator[Path]:
 
 
 def _answers(hosts: Network, address: str, log: Path) -> None:
-    """Wait until somebody listens at port 22 of a host."""
     code = f"import socket; socket.create_connection(({address!r}, 22), 1).close()"
     deadline = time.monotonic() + READY_S
     while hosts.call(hosts[0], "python3", "-c", code).returncode != 0:

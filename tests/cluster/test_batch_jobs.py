@@ -52,7 +52,6 @@ class Start(NamedTuple):
 STARTS = {
     "slurm openmpi": Start("slurm", "openmpi", SCRIPTS / "slurm" / "train.sbatch"),
     "slurm mpich": Start("slurm", "mpich", SCRIPTS / "slurm" / "train.sbatch"),
-    # and no other MPI: see test_srun_starts_no_mpich
     "slurm srun": Start("slurm", "openmpi", SCRIPTS / "slurm" / "train-srun.sbatch"),
     "grid_engine openmpi": Start("grid_engine", "openmpi", SCRIPTS / "sge" / "train.sh"),
     "grid_engine mpich": Start("grid_engine", "mpich", SCRIPTS / "sge" / "train.sh"),
@@ -67,14 +66,12 @@ def on_all(*selected: str, of: str = "") -> pytest.MarkDecorator:
 
 @pytest.fixture
 def cluster(start: Start, request: pytest.FixtureRequest) -> Slurm | GridEngine:
-    """The one of all tests that a start is for."""
     found: Slurm | GridEngine = request.getfixturevalue(start.system)
     return found
 
 
 @contextlib.contextmanager
 def own_cluster(start: Start) -> Iterator[Slurm | GridEngine]:
-    """One that a test may damage."""
     with namespaces.network(3) as hosts, contextlib.ExitStack() as stack:
         made = slurm_module.slurm(hosts) if start.is_slurm else grid_engine_module.grid_engine(hosts, slots=2)
         yield stack.enter_context(made)
@@ -144,17 +141,6 @@ def test_ranks_and_servers_in_grid_engine(  # noqa: PLR0917
     # One on each of two hosts; with three equal ones rank 0's, the first, is taxed last.
     of_servers = list(given)[-servers:] if servers else []
     check_map(job.found, hosts, of_servers)
-
-
-def test_srun_starts_no_mpich(slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm's pmi2 fails now and then; the error names the script that starts MPICH with its own mpirun."""
-    start = STARTS["slurm srun"]._replace(kind="mpich")
-    with slurm.hosts.nothing_left():
-        job = Batch(slurm, start.mpi, tmp_path, start.options(), WHEREABOUTS, start.script).ended()
-    assert job.status == 2
-    assert "srun starts Open MPI alone, not MPICH" in job.output
-    assert "use train.sbatch" in job.output
-    assert "found" not in job.output
 
 
 # ---- training

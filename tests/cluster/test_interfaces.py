@@ -28,7 +28,6 @@ KINDS = {"openmpi": {}, "mpich over UCX": {}, "mpich over libfabric": {"MPIR_CVA
 
 @pytest.fixture
 def pair() -> Iterator[Network]:
-    """Two hosts."""
     need(missing())
     with network(2) as hosts:
         yield hosts
@@ -44,7 +43,6 @@ def nowhere(hosts: Network) -> None:
 
 
 def second(hosts: Network) -> None:
-    """Connect two hosts a second time, as net1."""
     one, other = hosts.hosts
     hosts.run(one, "ip", "link", "add", "net1", "type", "veth", "peer", "name", "net1", "netns", str(other.pid))
     for i, host in enumerate(hosts.hosts):

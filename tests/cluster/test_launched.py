@@ -72,7 +72,6 @@ def test_training_on_three_hosts(  # noqa: PLR0917
 
 
 def running_on(hosts: Network) -> dict[str, list[int]]:
-    """How many workers and servers run on each host."""
     count = {}
     for host in hosts.hosts:
         others = re.compile(r"quick\.py|mpirun|mpikv launch")  # they have the command among their arguments

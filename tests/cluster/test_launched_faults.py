@@ -22,12 +22,10 @@ ONE_OF_TWO = [pytest.param("openmpi", marks=full), "mpich"]
 
 @pytest.fixture
 def options(ssh_hosts: Network) -> list[object]:
-    """Three workers and three servers, one of each on every host."""
     return ["-n", 3, "-s", 3, "-H", host_file(ssh_hosts), "--launcher", "ssh"]
 
 
 def ready(running: Command) -> dict[int, int]:
-    """Wait until all workers run; their process numbers."""
     found = [running.wait_for(rf"worker {i} of 3 is h{i + 1} (\d+)", 60) for i in range(3)]
     return {i: int(match[1]) for i, match in enumerate(found)}
 

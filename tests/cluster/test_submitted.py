@@ -30,7 +30,6 @@ SELECTED = {("mpich", "submit slurm"), ("mpich", "submit sge")}
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Slurm | GridEngine:
-    """The one that the words name."""
     fixture = "slurm" if "slurm" in request.param else "grid_engine"
     found: Slurm | GridEngine = request.getfixturevalue(fixture)
     return found

@@ -31,7 +31,6 @@ def command(images: Path, weights: Path, *options: object, steps: int = STEPS, p
 
 
 def read(file: Path) -> Weights:
-    """The weights in a file of `--dump-weights`."""
     with np.load(file) as archive:
         return {name: archive[name] for name in archive.files}
 
@@ -46,7 +45,6 @@ def on_one_machine(workers: int, images: Path, folder: Path, steps: int = STEPS)
 
 
 def assert_same_bits(found: Weights, expected: Weights) -> None:
-    """The same names, shapes, types and bits."""
     assert set(found) == set(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
@@ -54,7 +52,6 @@ def assert_same_bits(found: Weights, expected: Weights) -> None:
 
 
 def distance(found: Weights, expected: Weights) -> float:
-    """The largest difference of a weight relative to its norm."""
     assert set(found) == set(expected)
     return max(float(np.linalg.norm(found[n] - expected[n]) / np.linalg.norm(expected[n])) for n in expected)
 

@@ -167,7 +167,6 @@ def other_type() -> None:
 
 
 def failing(weight, grad, state):
-    """An optimizer of the user's that raises in its third round."""
     weight -= grad
     if weight.min() < -6:
         raise ZeroDivisionError("in the user's optimizer")
@@ -175,7 +174,6 @@ def failing(weight, grad, state):
 
 
 def leaving(weight, grad, state):
-    """An optimizer of the user's that ends the program."""
     sys.exit(3)
 
 

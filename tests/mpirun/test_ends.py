@@ -43,7 +43,6 @@ def job(mpi: Mpi, folder: Path, program: str) -> Job:
 
 @pytest.mark.parametrize(("has", "status"), zip(FINALIZES, itertools.cycle([0, 3]), strict=False))
 def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
-    """What is open is closed by it, and the status is the program's."""
     ended = job(
         mpi, tmp_path, f"{BEGIN}{FINALIZES[has]}\nMPI.Finalize()\nprint('done', flush=True)\nsys.exit({status})\n"
     )

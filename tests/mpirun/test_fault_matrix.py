@@ -25,7 +25,6 @@ ME, OTHER = rf"worker [02] {HOST}", rf"worker 1 {HOST}"
 
 
 def at(name: str) -> str:
-    """A line of a function of the program."""
     return rf"at fault_program\.py:\d+ in {name}"
 
 
@@ -247,7 +246,6 @@ def rank_of(pid: int, program: str = PROGRAM) -> int | None:
 
 @pytest.mark.parametrize(("kind", "servers"), [("dist_sync", 0), ("dist_sync", 1), ("dist_async", 0)])
 def test_without_a_fault_the_program_survives(mpi: Mpi, kind: str, servers: int, tmp_path: Path) -> None:
-    """Else the tests above could not fail."""
     env = environment(tmp_path, Fault((), servers=servers))
     job = mpirun(3, ["python", PROGRAM, "none", kind], env=env, timeout_s=LIMIT_S, mpi=mpi)
     assert (job.status, job.stdout.count("survived"), job.ranks_left) == (0, 3 - servers, []), job.output
@@ -255,7 +253,6 @@ def test_without_a_fault_the_program_survives(mpi: Mpi, kind: str, servers: int,
 
 
 def may_mount() -> bool:
-    """Whether this process may give a child a /dev/shm of its own."""
     line = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(SHM)]
     return bool(shutil.which("unshare")) and subprocess.run(line, capture_output=True, check=False).returncode == 0
 

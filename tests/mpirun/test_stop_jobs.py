@@ -25,7 +25,6 @@ def environment(servers: int = 0, signals: str = "TERM,USR1", **more: str) -> di
 
 
 def ranks(running: Running) -> list[int]:
-    """The process of each of three ranks, once their workers train."""
     running.wait_for("ready 0")
     return [int(running.wait_for(rf"pid {rank} (\d+)\n")[1]) for rank in range(3)]
 

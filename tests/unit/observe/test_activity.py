@@ -114,8 +114,6 @@ def test_nothing_is_collected_while_frames_are_looked_at(collects: bool, monkeyp
     during: list[bool] = []
 
     class Frame:
-        """Each is made when somebody comes to it, which may collect."""
-
         f_code, f_lineno = test_where_the_program_is.__code__.replace(co_filename="<frozen>"), 1
 
         def __init__(self, n_outside: int) -> None:

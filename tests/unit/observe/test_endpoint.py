@@ -23,8 +23,6 @@ LIMIT_S = 60.0
 
 
 class Offer:
-    """Something that says how it was asked."""
-
     def answer(self, *, whole: bool) -> dict[str, Any]:
         return {"kind": "test", "doing": "", "whole": whole}
 
@@ -93,7 +91,6 @@ def test_other_users_are_told_nothing_and_not_believed(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("offered")
 def test_too_many_open_files_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not end the answers for good."""
     failed: list[bool] = []
     accept = socket.socket.accept
 

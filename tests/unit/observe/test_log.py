@@ -19,8 +19,6 @@ BIG = 1 << 10
 
 
 class Kept(logging.Handler):
-    """Keeps records."""
-
     def __init__(self) -> None:
         super().__init__()
         self.records: list[Any] = []

@@ -23,7 +23,6 @@ Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def parsed(text: str) -> Values:
-    """The samples of a text as Prometheus reads it."""
     families = [*text_string_to_metric_families(text)]
     assert {family.type for family in families} <= {"counter", "gauge"}
     samples = [sample for family in families for sample in family.samples]

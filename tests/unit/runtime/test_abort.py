@@ -34,7 +34,6 @@ def test_only_the_main_threads_exit_is_remembered():
 
 
 def test_the_ways_to_end_a_program():
-    """`exit` and `quit` look at a prompt as ever."""
     code = """if True:
         from mpikv.runtime import abort
         words = [repr(exit), repr(quit)]

@@ -23,7 +23,6 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 
 
 def of(call) -> BaseException:
-    """The exception of a call, as a hook would get it."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - which one is what the tests look at
         call()
     return caught.value
@@ -64,7 +63,6 @@ def raising(error: BaseException) -> None:
 
 
 def in_an_updater(error: BaseException) -> None:
-    """The user's own error, in a function that the store calls."""
     store = store_with_key()
     store.set_updater(lambda *_: raising(error))
     store.push("w", np.zeros(3))
@@ -131,7 +129,6 @@ def names_nothing() -> None:
     [(lambda: kv.create("local").pul("w"), "pull"), (names_nothing, "counter")],
 )
 def test_unknown_names_are_answered_with_the_nearest(call: Callable[[], object], near: str) -> None:
-    """As Python does where it prints a traceback itself."""
     error = of(call)
     for text in (tracebacks.folded(error), tracebacks.full(error)):
         (last,) = re.findall("^(?:Name|Attribute)Error: .*", text, re.MULTILINE)

@@ -26,8 +26,6 @@ OFFSETS_S = (0.0, 3.7, -250.25, 1e5)  # of the clock of each rank
 
 
 class SkewedClock:
-    """The machine's clock, and a constant more."""
-
     sleep = staticmethod(time.sleep)
 
     def __init__(self, offset_s: float) -> None:
@@ -38,8 +36,6 @@ class SkewedClock:
 
 
 class SkewedFabric(Fabric):
-    """Each rank has a clock of its own."""
-
     def rank(self, rank: int) -> Any:
         transport: Any = super().rank(rank)
         transport.clock = SkewedClock(OFFSETS_S[rank])
@@ -48,7 +44,6 @@ class SkewedFabric(Fabric):
 
 
 def machines_differ(directory: Path) -> None:
-    """Let each file say that its rank ran on a machine of its own."""
     for path in directory.glob("*.jsonl"):
         first, *others = path.read_text().splitlines()
         header = json.loads(first)
@@ -89,7 +84,6 @@ def test_times_of_hosts_are_put_together_within_what_is_claimed(hosts, servers, 
 
 
 def probing(rank: int, hosts: str) -> tuple[ClockProbes, Any, VirtualClock]:
-    """The end of one worker, whose messages are kept in `sent`."""
     clock = VirtualClock()
     sent: list[Any] = []
     messages = SimpleNamespace(

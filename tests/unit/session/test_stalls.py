@@ -33,7 +33,6 @@ every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What all ranks print, a table each or a line."""
     texts: list[str] = []
     monkeypatch.setitem(stalls.Stalls.__init__.__kwdefaults__, "say", texts.append)
     return texts
@@ -144,7 +143,6 @@ NAMES = {"|": "barrier", "+": "init('n')"}
 @every_mode
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_workers_that_wait_for_each_other_all_raise_it(mode: Mode, program: str, printed: list[str]) -> None:
-    """And may go on, if they make the other calls then."""
     all_know = threading.Barrier(3, timeout=60)
 
     def call(store: Any, one: str) -> None:
@@ -244,7 +242,6 @@ def test_a_wait_with_a_limit_of_its_own_is_no_deadlock(printed: list[str]) -> No
 
 @pytest.mark.looks_fail
 def test_a_look_that_fails_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises, in whatever thread: it is counted."""
     failed: list[str] = []
 
     def position(thread: int) -> str:
@@ -277,8 +274,6 @@ def test_what_a_system_tells_of_a_process() -> None:
 
 @every_mode
 def test_the_workers_of_a_store(mode: Mode) -> None:
-    """Asked by one of them; the others compute, or wait."""
-
     def body(store: Any) -> Any:
         found = dead = None
         if store.rank == 1:

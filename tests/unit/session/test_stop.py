@@ -1,4 +1,7 @@
-"""Stopping together: what `stop_requested` says on thread ranks, in every mode, whoever asks and when."""
+"""Stopping together: what `stop_requested` says on thread ranks, in every mode, whoever asks.
+
+When they ask, and what the others do then, is in tests/property/test_stop_property.py.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,6 @@ def steps(store, asking: dict[int, int], limit: int = 20000) -> int:
     return -1
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("progress", ["thread", "calls"])
 @pytest.mark.parametrize(("kind", "workers", "servers"), MODES)
 @pytest.mark.parametrize("who", ["first", "last", "all"])
@@ -75,26 +77,8 @@ def test_all_stop(kind, workers, servers, progress, who):
         assert ended == [(found[0], [float(workers)] * 5)] * workers
 
 
-@pytest.mark.parametrize(("kind", "workers", "servers"), MODES)
-def test_no_messages_until_somebody_asks(kind, workers, servers):
-    def body(store):
-        prepared(store)
-        before = store.stats()
-        said = [store.stop_requested for _ in range(1000)]
-        after = store.stats()
-        store.barrier()
-        return any(said), {name: after[name] - before[name] for name in before if name.endswith("_sent")}
-
-    # A service inside a worker may answer another worker meanwhile; with "calls" nothing moves but in calls.
-    for said, sent in spawn_stores(kind, workers, body, num_servers=servers, config=config("calls")):
-        assert not said
-        assert sent["control_messages_sent"] == 0
-        if not (kind == "dist_async" and not servers):
-            assert sent["messages_sent"] == 0
-
-
 def test_messages_of_a_stop():
-    """A wish, and for each worker but worker 0 a question, an answer and the decision."""
+    """A wish, which worker 0 passes on to each other worker, and of each of these a proposal and its verdict."""
 
     def body(store):
         prepared(store)
@@ -152,47 +136,6 @@ def test_a_worker_that_never_reads_is_named():
     assert isinstance(error, StallError)
     assert "in stop_requested" in str(error)
     assert "worker 1 on localhost" in str(error)
-
-
-@pytest.mark.parametrize(("kind", "workers", "servers"), [mode for mode in MODES if mode[1] > 1])
-def test_after_the_last_step_nobody_stops(kind, workers, servers):
-    """Asked for when all have made their last read: the program ends as it would have."""
-
-    def body(store):
-        prepared(store)
-        said = []
-        for _ in range(5):
-            store.pushpull("w", ONES.copy())
-            said.append(store.stop_requested)
-        store.barrier()
-        store.request_stop()
-        store.barrier()
-        return any(said)
-
-    assert not any(spawn_stores(kind, workers, body, num_servers=servers, config=config("thread")))
-
-
-@pytest.mark.parametrize("servers", [0, 1])
-@pytest.mark.parametrize("progress", ["thread", "calls"])
-def test_asynchronous_worker_that_has_finished(progress, servers):
-    """It waits in `close`, where it cannot stop: the others, held at first, go on to their end."""
-
-    def body(store):
-        prepared(store)
-        said = []
-        for step in range(3 if store.rank == 0 else 40):
-            store.pushpull("w", ONES.copy())
-            if store.rank == 1 and step == 10:
-                store.request_stop()
-            said.append(store.stop_requested)
-            if step == 2:
-                store.barrier()  # worker 0 has made its last read before anybody asks
-            time.sleep(0.002)
-        return said
-
-    first, second, third = spawn_stores("dist_async", 3, body, num_servers=servers, config=config(progress))
-    assert (len(first), len(second), len(third)) == (3, 40, 40)
-    assert not any(first + second + third)
 
 
 def test_a_store_of_one_process():

@@ -96,7 +96,6 @@ def of_each_host(blocks: list[RankBlock]) -> dict[str, tuple[int, int]]:
 
 
 def test_mxnets_placement() -> None:
-    """Servers, then workers, process i on host i mod H."""
     hosts = [Host("h1"), Host("h2"), Host("h3")]
     assert of_each_host(place(hosts, 2, 2)) == {"h1": (1, 1), "h2": (0, 1), "h3": (1, 0)}
     assert of_each_host(place(hosts, 7, 1)) == {"h1": (2, 1), "h2": (3, 0), "h3": (2, 0)}

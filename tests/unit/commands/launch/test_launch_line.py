@@ -118,7 +118,6 @@ def programs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, *texts: str) -
 def test_programs_that_are_missing(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One line names what to install."""
     programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "true")
     monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
     for words, number, said in (
@@ -176,7 +175,6 @@ def mpirun() -> str:
 def test_dry_run_on_other_hosts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Variables of this environment are named alone."""
     programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'")
     monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
     status, text, _ = launch(capsys, "-n", "2", "-s", "1", "-H", "h1,h2", "--dry-run", "--env", "A=b", "true")
@@ -230,7 +228,6 @@ def test_a_command_in_quotes(
 
 @pytest.fixture
 def among_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder has one script."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
@@ -269,13 +266,6 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], status: 
     found, _, err = launch(capsys, *words)
     assert found == status
     assert message in err
-
-
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = launch(capsys, "--help")
-    assert status == 0
-    assert "mpikv launch -n 8 -H hosts --launcher ssh" in out
-    assert "exit status" in out
 
 
 def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,10 @@ GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
 
 
 def plan_of(job: str, addresses: object) -> dict[str, object]:
-    """What the launcher sends to the process above each rank."""
     return {"job": job, "secret": SECRET, "addresses": addresses, "network": channel.network()}
 
 
 class Job:
-    """A job whose ranks run shell commands."""
-
     def __init__(self, commands: list[str], limits: Limits = LIMITS, blocks: list[RankBlock] | None = None, **env: str):
         self.id = os.urandom(8).hex()
         self.blocks = blocks or place([], len(commands), 0)
@@ -78,7 +75,6 @@ class Job:
             assert left == []
 
     def go(self) -> None:
-        """End the waits of its commands."""
         (self.folder / "go").touch()
 
 
@@ -174,7 +170,6 @@ def test_how_a_job_ends(  # noqa: PLR0917
     text: str,
     said: str,
 ) -> None:
-    """And nothing of it is left."""
     job = Job(commands, **options)
     end = job.run(**starts)
     assert end.status == status
@@ -193,7 +188,6 @@ def test_how_a_job_ends(  # noqa: PLR0917
     ],
 )
 def test_a_rank_that_ends_the_job_is_to_blame(line: str, status: int) -> None:
-    """Not another, which loses its connections and ends first."""
     host = socket.gethostname()
     job = Job([f"{READY}; {GO}; exit 14", f'echo "{line}" >&2; {READY}; sleep 300'])
     blamed = JobEnd(status, f"worker 1 on {host} called MPI_Abort with status {status}")
@@ -263,13 +257,11 @@ SAVES = LIMITS._replace(grace=0.0, saves=True)
 
 
 def told(job: Job) -> bool:
-    """Whether the ranks have got the signal."""
     return all((job.folder / f"told{rank}").exists() for rank in job.watch.ranks)
 
 
 @pytest.mark.parametrize("limits", [SAVES, SAVES._replace(job=0.0)])
 def test_workers_that_save_have_the_time_for_it(limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
-    """After a signal and after the job's time limit."""
     job = Job([f'trap "{TOLD}; {GO}; exit 0" TERM; {READY}; while :; do sleep 0.1; done'] * 2, SAVES)
 
     def ask() -> None:
@@ -308,7 +300,6 @@ def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.C
 
 
 def test_nobody_waits_for_a_state_that_a_rank_cannot_save(capfd: pytest.CaptureFixture[str]) -> None:
-    """The others would wait for it."""
     job = Job([RUNS_ON, f'trap "{TOLD}; {GO}; exit 3" TERM; {READY}; while :; do sleep 0.1; done'], SAVES)
     with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(lambda: told(job), job.go):
         assert job.run() == JobEnd(143, "ended by SIGTERM")
@@ -425,7 +416,6 @@ def test_strangers_are_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_greeting_that_was_recorded_proves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """Not to the launcher it was made for, and not to another."""
     job = Disturbed()
 
     def act() -> None:
@@ -595,8 +585,6 @@ def test_a_launcher_that_cannot_be_reached() -> None:
 
 
 class Above(contextlib.AbstractContextManager["Above"]):
-    """The process above a rank, and a launcher that only listens."""
-
     def __init__(self, command: str) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         plan = plan_of(os.urandom(8).hex(), [self._listener.getsockname()])
@@ -674,8 +662,6 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
 
 
 class FullDisk(io.RawIOBase):
-    """A file with room for some bytes."""
-
     def __init__(self, path: Path, room: int = 3) -> None:
         self.file, self.room = open_log(path), room
 
@@ -712,7 +698,6 @@ def test_a_full_disk_below_the_files_is_one_warning(
 
 
 def test_a_full_disk_below_stdout_is_one_warning() -> None:
-    """`mpikv launch ... >log`: the job goes on."""
     program = (
         "from mpikv.commands.launch.output import Output\n"
         "output = Output()\n"

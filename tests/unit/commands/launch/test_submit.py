@@ -25,19 +25,6 @@ def test_scripts_of_the_repository_are_the_templates() -> None:
     assert all(file.stat().st_mode & 0o111 for file in files)
 
 
-@pytest.mark.parametrize("path", SCRIPTS)
-def test_a_script_is_short(path: str) -> None:
-    """Every setting has its comment on its line, and nothing is left of the template."""
-    lines = SCRIPTS[path].splitlines()
-    assert len(lines) < 40
-    assert not [line for line in lines if line.startswith("@")]
-    top = lines[: next(i for i, line in enumerate(lines) if line.startswith("# ---- The rest"))]
-    assert [line for line in top if not line.startswith("#") and "  # " not in line] in (
-        [],
-        ["VALUES=(0.01 0.02 0.05 0.1)"],
-    )
-
-
 def test_every_file_that_they_call_is_used() -> None:
     parts = {file.name: file for file in (TEMPLATES / "parts").iterdir()}
     text = "".join(file.read_text() for file in (TEMPLATES / "job.sh", *parts.values()))
@@ -47,7 +34,6 @@ def test_every_file_that_they_call_is_used() -> None:
 
 
 def settings(script: str) -> list[str]:
-    """The lines at its top without their comments."""
     return [line.split("  # ")[0] for line in script.split("# ---- The rest", maxsplit=1)[0].splitlines()]
 
 

@@ -113,7 +113,6 @@ def test_follows(tmp_path: Path, steps: list[Step], status: int, said: list[str]
 
 
 def test_last_lines_come_after_the_end(play: Callable[..., Play]) -> None:
-    """As on a file system that shows them late."""
     game = play(RUNNING, DONE)
     wait = game.sleep
 
@@ -214,7 +213,6 @@ mv "$FAKE/new" "$FAKE/state"
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a Slurm that is three shell scripts."""
     (tmp_path / "bin").mkdir()
     for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
         (tmp_path / "bin" / name).write_text(text)
@@ -224,7 +222,6 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 def settings(script: str) -> list[str]:
-    """Its lines without their comments."""
     return [line.split("  # ")[0] for line in script.splitlines()]
 
 

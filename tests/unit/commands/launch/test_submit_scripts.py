@@ -106,8 +106,6 @@ print("never asked", flush=True)
 
 
 class Site:
-    """A folder with stand-ins, and how a script is run there."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = self.make_environment("env")
@@ -566,7 +564,6 @@ def test_slurm_requeues(site: Site) -> None:
 
 
 def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
-    """It saves, and does not go on; in whichever order they come."""
     process = site.start(SLURM, "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines={"REQUEUE": "yes"})
     assert process.stdout is not None
     while process.stdout.readline() != "ready\n":
@@ -622,17 +619,10 @@ def test_grid_engine_does_not_copy_jobs_here(site: Site) -> None:
 @pytest.mark.parametrize("path", [SLURM, SGE])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGUSR2, 0), (signal.SIGUSR1, 3)])
 def test_not_requeued(site: Site, path: str, number: int, status: int) -> None:
-    """Cancelled jobs, and programs that failed while they stopped."""
     got, output = site.stop(path, number, status=status, lines={"REQUEUE": "yes"})
     assert got == status
     assert output.endswith(f"mpikv: job 17 ends with status {status}\n")
     assert site.called() == []
-
-
-def test_clock_of_grid_engine(site: Site) -> None:
-    program = UNTIL_STOPPED.format(status=0, saves=True)
-    status, output = site.run(SGE, "RUN", program, lines={"STOP_AFTER": "0"})
-    assert (status, "asked by SIGUSR1" in output) == (0, True)
 
 
 def test_array_task(site: Site) -> None:
