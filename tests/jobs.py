@@ -210,11 +210,6 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, or its time is over: `finish` will not wait long."""
-        return self._process.poll() is not None or time.monotonic() > self._deadline
-
     def end(self) -> Job:
         """End it now."""
         self._deadline = 0.0

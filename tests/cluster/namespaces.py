@@ -97,9 +97,6 @@ class Host:
         """Bytes that its interface has sent since it exists, packet headers included."""
         return self._counters()[8]
 
-    def received_bytes(self) -> int:
-        return self._counters()[0]
-
     def _counters(self) -> list[int]:
         # Linux, Documentation/networking/statistics.rst: bytes, packets and six more received, then the same sent.
         lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()

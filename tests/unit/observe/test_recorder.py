@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from typing import Any
 
@@ -102,25 +101,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
     with pytest.raises(OSError, match="file"):
         TimelineFile(str(tmp_path / "file" / "t.jsonl"), recorder, ABOUT)
     assert not recorder.on
-
-
-@pytest.mark.parametrize("what", ["link", "pipe", "file of another user"])
-def test_what_others_have_put_at_its_place_is_not_written_to(what, tmp_path, monkeypatch):
-    path, mine = tmp_path / "t.jsonl", tmp_path / "mine"
-    mine.write_text("dear to me")
-    if what == "link":
-        path.symlink_to(mine)
-    elif what == "pipe":
-        os.mkfifo(path)  # which would wait for its reader
-    else:
-        path.touch()
-        os.chown(path, 1, 1) if os.geteuid() == 0 else None
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    recorder = Recorder()
-    with pytest.raises(OSError, match=r"t\.jsonl"):
-        TimelineFile(str(path), recorder, ABOUT)
-    assert not recorder.on
-    assert mine.read_text() == "dear to me"
 
 
 def test_a_file_does_not_grow_for_ever(tmp_path, monkeypatch, capfd):

@@ -70,22 +70,6 @@ def test_fault_tolerance_that_mpirun_switches_on() -> None:
 
 
 @needs_mpi
-def test_mpi_is_initialised_and_finalised() -> None:
-    code = (
-        "from mpikv.runtime import library; library.prepare(); library.prepare()\n"
-        "from mpi4py import MPI\n"
-        "assert MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE\n"
-        "library.check_launcher(MPI.COMM_WORLD.Get_size())\n"
-        "assert MPI.COMM_WORLD.allreduce(1) == 2\n"
-        "try: MPI.COMM_WORLD.Send(b'', dest=99)\n"
-        "except MPI.Exception: print('raised', flush=True)\n"
-    )
-    job = mpirun(2, ["python", "-c", code])
-    # Without MPI_Finalize, Open MPI's mpirun complains and returns another status.
-    assert (job.status, job.stdout.split()) == (0, ["raised"] * 2), job.output
-
-
-@needs_mpi
 def test_a_program_that_wants_to_initialise_mpi_itself() -> None:
     code = (
         "import mpi4py; mpi4py.rc.initialize = False\n"
