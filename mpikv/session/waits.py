@@ -124,9 +124,10 @@ class Waits:
         self.all_answered = True  # every worker, the last report
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
         messages.acts |= {"gone": self._gone, "refused": self._refused}
-        messages.due.append(self._tell_who_has_left)
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
-        self._departures = Departures(messages.workers.size) if messages.leads else None
+        if messages.leads:
+            self._departures = Departures(messages.workers.size)
+            messages.due.append(self._tell_who_has_left)
 
     # --- waiting
 
@@ -189,14 +190,12 @@ class Waits:
 
     def left(self, worker: int, pushes: dict[int, int]) -> None:
         """At worker 0: a worker pushes nothing any more. pushes: how often it has pushed each key, by its number."""
-        if self._departures is not None:
-            self._departures.add(worker, pushes, self._engine.clock.now_s())
-            self._know(tuple(self._departures.fewest.values()))
+        self._departures.add(worker, pushes, self._engine.clock.now_s())
+        self._know(tuple(self._departures.fewest.values()))
 
     def _tell_who_has_left(self) -> None:
-        if self._departures is not None:
-            for worker, fewest in self._departures.due(self._engine.clock.now_s()):
-                self._messages.send_to(worker, {"kind": "gone", "fewest": fewest})
+        for worker, fewest in self._departures.due(self._engine.clock.now_s()):
+            self._messages.send_to(worker, {"kind": "gone", "fewest": fewest})
 
     def _gone(self, _source: int, message: Message) -> None:
         self._know([Fewest(*one) for one in message["fewest"]])
