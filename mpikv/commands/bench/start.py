@@ -74,7 +74,7 @@ class RankedParser(argparse.ArgumentParser):
         raise SystemExit(BAD_INPUT)
 
 
-def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) -> bool:
+def check_ranks(wanted: int | None, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is to become an `mpirun`. Raises ConfigError where `-n` contradicts the launcher."""
     found = launcher.find(environ)
     if found is not None and wanted not in (None, found.size):
