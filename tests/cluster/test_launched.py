@@ -21,33 +21,6 @@ full = pytest.mark.cluster_full
 # ---- training
 
 
-@pytest.mark.parametrize(
-    ("kind", "launcher", "servers"),
-    [
-        pytest.param(kind, launcher, servers, marks=[] if (kind, servers) == ("mpich", 0) else full)
-        for kind in ("openmpi", "mpich")
-        for launcher in ("local", "mpi")
-        for servers in (0, 2)
-    ],
-)
-def test_training_on_this_machine(  # noqa: PLR0917
-    hosts: Network,
-    kind: str,
-    launcher: str,
-    servers: int,
-    images: Path,
-    learned: Callable[..., training.Weights],
-    tmp_path: Path,
-) -> None:
-    weights = tmp_path / "weights.npz"
-    with hosts.nothing_left():
-        options = ["-n", 4, "-s", servers, "--launcher", launcher]
-        job = launch(hosts, find(kind), options, training.command(images, weights))
-    assert (job.status, job.ranks_left) == (0, []), job.output
-    training.assert_same_bits(training.read(weights), learned(4))
-    assert re.search(r"^\[worker 0 @ h1\] accuracy 0\.\d+ after 8 steps", job.stdout, re.M), job.output
-
-
 @full
 @pytest.mark.parametrize(("launcher", "servers"), [("mpi", 2), ("ssh", 0)])
 def test_training_on_three_hosts(  # noqa: PLR0917

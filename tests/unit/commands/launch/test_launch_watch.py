@@ -397,20 +397,33 @@ class Disturbed(Job):
         assert capfd.readouterr().err == ""
 
 
-def test_strangers_are_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
-    """Without the secret nobody becomes a rank, gets a proof, or ends the launcher."""
+OF_STRANGERS = (
+    b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
+    channel.frame(channel.HELLO, b"[" * 100_000),
+    channel.message(channel.ENDED, status=0) * 10,
+)
+OF_RANKS = (  # with the secret, but nonsense: a bug of ours
+    channel.frame(channel.HELLO, b"[" * 5000),
+    channel.frame(channel.HELLO, b"[" * 500_000),
+    channel.message(channel.HELLO, rank=0, host="x"),  # it has reported before
+    channel.message(channel.HELLO, rank=7, host="x"),
+    channel.message(channel.ENDED, status=0),
+    b"\xff" * 100,
+)
+
+
+def test_nonsense_ends_the_connection_and_not_the_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the secret nobody becomes a rank, or gets a proof: the challenge comes, and the end."""
     job = Disturbed()
 
     def act() -> None:
-        for data in (
-            b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
-            channel.frame(channel.HELLO, b"[" * 100_000),
-            channel.message(channel.ENDED, status=0) * 10,
-        ):
-            with job.dial() as stranger:
+        for data in (*OF_STRANGERS, *OF_RANKS):
+            proves = data in OF_RANKS
+            with channel.connect(job.watch.addresses, SECRET) if proves else job.dial() as one:
+                one.settimeout(30)
                 with contextlib.suppress(ConnectionError):
-                    stranger.sendall(data)
-                assert len(receive(stranger, 1000)) in (channel.NONCE_BYTES, 0)  # the challenge, and the end
+                    one.sendall(data)
+                assert len(receive(one, 1000)) in ((0,) if proves else (0, channel.NONCE_BYTES))
 
     job.disturb(act, capfd)
 
@@ -434,28 +447,6 @@ def test_a_greeting_that_was_recorded_proves_nothing(capfd: pytest.CaptureFixtur
                 assert fresh != challenge
                 other.sendall(nonce + channel.proof(SECRET, prover, to, fresh, nonce) if prover else greeting)
                 assert receive(other, 1000) == b""
-
-    job.disturb(act, capfd)
-
-
-def test_what_a_rank_may_not_say(capfd: pytest.CaptureFixture[str]) -> None:
-    """With the secret, but nonsense: a bug of ours ends this connection, and not the launcher."""
-    job = Disturbed()
-
-    def act() -> None:
-        for data in (
-            channel.frame(channel.HELLO, b"[" * 5000),
-            channel.frame(channel.HELLO, b"[" * 500_000),
-            channel.message(channel.HELLO, rank=0, host="x"),  # it has reported before
-            channel.message(channel.HELLO, rank=7, host="x"),
-            channel.message(channel.ENDED, status=0),
-            b"\xff" * 100,
-        ):
-            with channel.connect(job.watch.addresses, SECRET) as one:
-                one.settimeout(30)
-                with contextlib.suppress(ConnectionError):
-                    one.sendall(data)
-                assert receive(one, 1) == b""
 
     job.disturb(act, capfd)
 
