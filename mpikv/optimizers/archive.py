@@ -1,17 +1,24 @@
-"""A file of arrays and JSON, in the format of safetensors: `safetensors.numpy.load_file` opens it, too.
+"""A file of JSON and arrays, in the format of safetensors: `safetensors.numpy.load_file` opens it, too.
 
-The arrays are the file's tensors. Its metadata is `format`, the kind of file; `version`; `content`, the JSON; and
-`crc32`, a checksum of all that, since safetensors has none. Nothing in a file is executed. The library holds sizes in
-the header against the size of the file before it allocates memory.
+Its content is one value: dicts, lists, texts and numbers, as JSON has them, and arrays anywhere in them. The arrays are
+the file's tensors, called by their way through the content, such as "weights/bias"; the JSON has {"array": name,
+"scalar": whether it is one of NumPy's numbers} in their place. The file's metadata is `format`, the kind of file;
+`version`; `content`, the JSON; and `crc32`, a checksum of all that, since safetensors has none. Nothing in a file is
+executed. The library holds sizes in the header against the size of the file before it allocates memory.
+
+States of optimizers (states_file.py) and checkpoints (trainer/checkpoint.py) are such files, and what ranks send each
+other of them is the same in bytes.
 
 Cost: writing reads the arrays once more, for the checksum; reading holds them twice until it ends.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,6 +26,7 @@ from safetensors import SafetensorError, deserialize
 
 from mpikv.arrays.as_numpy import BFLOAT16, HostArray
 from mpikv.common.checks import plain, shown
+from mpikv.common.files import open_regular, replacing
 from mpikv.errors import StatesFileError, UnsupportedError
 
 VERSION = "1"
@@ -38,11 +46,33 @@ class _StoredTensor(NamedTuple):
     data: Any  # its bytes
 
 
-def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any], arrays: Mapping[str, HostArray]) -> None:
-    """Write arrays by name, and `content` (JSON). UnsupportedError for a dtype not in DTYPES, TypeError for no JSON."""
-    for array in arrays.values():
-        if array.dtype not in _NAMES:
-            raise UnsupportedError(f"an array of dtype {array.dtype} cannot be saved in a file of states")
+def save(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
+    """Write a file, whole or not at all. Local, blocks. Raises OSError, and what `write_archive` raises."""
+    with replacing(path) as file:
+        write_archive(file, kind, content)
+
+
+def load(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """Return the content of a file. Local. Raises StatesFileError for any other file, OSError if there is none."""
+    with open_regular(path) as file:
+        return read_archive(file, kind, str(path))
+
+
+def to_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of such a file."""
+    write_archive(file := io.BytesIO(), kind, content)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes, kind: str, origin: str) -> dict[str, Any]:
+    """Do the inverse of `to_bytes`. Raises StatesFileError."""
+    return read_archive(io.BytesIO(data), kind, origin)
+
+
+def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any]) -> None:
+    """Write a content. Raises UnsupportedError for an array of a dtype not in DTYPES, TypeError for what is no JSON."""
+    arrays: dict[str, HostArray] = {}
+    text, end = json.dumps(_apart(content, "", arrays)), 0
     tensors = [
         _StoredTensor(
             name, _NAMES[array.dtype], list(array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -50,7 +80,6 @@ def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any], arrays
         for name, array in arrays.items()
     ]
     tensors.sort(key=lambda one: -DTYPES[one.dtype].itemsize)  # each begins at a multiple of its elements' size
-    text, end = json.dumps(content), 0
     metadata = {"format": kind, "version": VERSION, "content": text, "crc32": _checksum(text, tensors)}
     header: dict[str, Any] = {"__metadata__": metadata}
     for one in tensors:
@@ -64,8 +93,31 @@ def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any], arrays
         file.write(one.data)
 
 
-def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any], dict[str, HostArray]]:
-    """Return the content and the arrays of a file. Raises StatesFileError, which names `origin`, for any other file."""
+def _apart(value: Any, name: str, arrays: dict[str, HostArray]) -> Any:
+    """Return a content as JSON. name: of the way to it. Its arrays are added to `arrays`."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype not in _NAMES:
+            raise UnsupportedError(f"an array of dtype {value.dtype} cannot be saved in a file of states")
+        name = name.encode(errors="backslashreplace").decode()  # UTF-8, and the name of a parameter may be any str
+        while name in arrays:
+            name += "'"
+        arrays[name] = np.asarray(value)
+        return {"array": name, "scalar": isinstance(value, np.generic)}
+    within = f"{name}/" if name else ""
+    if isinstance(value, Mapping):
+        return {key: _apart(one, f"{within}{key}", arrays) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_apart(one, f"{within}{_called(one, i)}", arrays) for i, one in enumerate(value)]
+    return value
+
+
+def _called(one: Any, i: int) -> Any:
+    """Return what an element of a list is called in the names of its arrays: by the key that it is of, if it is."""
+    return one.get("key", i) if isinstance(one, Mapping) else i
+
+
+def read_archive(file: IO[bytes], kind: str, origin: str) -> dict[str, Any]:
+    """Return the content of a file. Raises StatesFileError, which names `origin`, for any other file."""
     try:
         begin = file.read(8)
         if not begin:
@@ -83,10 +135,21 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
         text = metadata["content"]
         if metadata.get("crc32") != _checksum(text, tensors):
             damaged(origin, "damaged: its checksum is wrong")
-        content = json.loads(text)
+        arrays = {one.name: np.frombuffer(one.data, DTYPES[one.dtype]).reshape(one.shape) for one in tensors}
+
+        def together(found: dict[str, Any]) -> Any:
+            """Return the array in place of its name."""
+            name = found.get("array")
+            if type(name) is not str or found.keys() != {"array", "scalar"}:
+                return found
+            if name not in arrays:
+                damaged(origin, f"damaged: it has no array {shown(name)}")
+            return arrays[name][()] if found["scalar"] and not arrays[name].ndim else arrays[name]
+
+        content = json.loads(text, object_hook=together)
         if not isinstance(content, dict):
             damaged(origin, f"damaged: its content is {shown(content)}")
-        return content, {one.name: np.frombuffer(one.data, DTYPES[one.dtype]).reshape(one.shape) for one in tensors}
+        return content
     except StatesFileError:
         raise
     except SafetensorError as error:
@@ -95,12 +158,12 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
         raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {plain(error)})") from error
 
 
-def free_name(name: str, taken: Container[str]) -> str:
-    """Return a name for an array that is not taken, and that is text in UTF-8: keys may be any str."""
-    name = name.encode(errors="backslashreplace").decode()
-    while name in taken:
-        name += "'"
-    return name
+def arrays_by_name(found: Any, origin: str) -> dict[str, HostArray]:
+    """Return a part of a content that has to be a dict of arrays. Raises StatesFileError for anything else."""
+    if type(found) is not dict or not all(isinstance(one, np.ndarray) for one in found.values()):
+        damaged(origin, f"damaged: {shown(found)} in place of arrays by their names")
+    arrays: dict[str, HostArray] = found
+    return arrays
 
 
 def damaged(origin: str, what: str) -> NoReturn:

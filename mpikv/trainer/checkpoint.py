@@ -17,24 +17,23 @@ Two messages for each worker; resuming sends every weight as one step does.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, host_view, shape_and_dtype
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.common.files import open_regular, replacing
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
+from mpikv.observe.stall import say
 from mpikv.optimizers import Optimizer, Step
-from mpikv.optimizers.archive import DTYPES, damaged, free_name, read_archive, write_archive
+from mpikv.optimizers.archive import DTYPES, arrays_by_name, damaged, from_bytes, load, to_bytes
 from mpikv.optimizers.function import Function
-from mpikv.optimizers.states_file import StatesFile, packed, unpacked
 from mpikv.placement.keys import Key
+from mpikv.session.base import Session
 
 KIND, KIND_OF_WORKER = "mpikv checkpoint", "mpikv state of a worker"
 
@@ -42,75 +41,37 @@ Kept = dict[str, HostArray] | None
 """What a worker keeps for itself; None: nothing, and it is not asked to load anything."""
 
 
-class Checkpoint(NamedTuple):
-    """The contents of a file. examples: how many the steps have used. of_workers: what each keeps for itself, or empty.
+def read(path: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file, and check that it fits a model. parameters: arrays by name. Local.
 
-    agreed: the factor that workers agreed on and the number of workers, or empty if they have not agreed.
+    It has `steps`, `examples` (how many the steps have used), `agreed` (the factor that workers agreed on and their
+    number, or nothing), `weights`, `workers` (what each keeps for itself, or nothing), and what a file of states has,
+    which is checked where the states are loaded. Raises StatesFileError, OSError.
     """
-
-    steps: int
-    examples: float
-    weights: Mapping[str, HostArray]
-    states: StatesFile
-    of_workers: Sequence[Kept] = ()
-    agreed: Sequence[float] = ()
-
-
-def write(path: str, checkpoint: Checkpoint) -> None:
-    """Write a file; on an error an existing one does not change. Local. Raises OSError, UnsupportedError."""
-    states = checkpoint.states
-    content, arrays = packed([*states.entries.values(), *states.codecs], states.meta)
-    content |= {
-        "steps": checkpoint.steps,
-        "examples": checkpoint.examples,
-        "agreed": list(checkpoint.agreed),
-        "weights": _add(arrays, "weights", checkpoint.weights),
-        "workers": [_add(arrays, f"worker{i}", kept) for i, kept in enumerate(checkpoint.of_workers)],
-    }
-    with replacing(path) as file:
-        write_archive(file, KIND, content, arrays)
-
-
-def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
-    """Read a file, and check that it fits a model. parameters: arrays by name. Local. StatesFileError, OSError."""
-    with open_regular(path) as file:
-        content, arrays = read_archive(file, KIND, path)
-    steps: Any = content.get("steps")
-    examples: Any = content.get("examples")
-    agreed: Any = content.get("agreed")
-    workers = content.get("workers")
+    content = load(path, KIND)
+    named: Any = (content.get(name) for name in ("steps", "examples", "agreed", "workers"))
+    steps, examples, agreed, workers = named
     counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
     counted = counted and type(agreed) is list and all(type(one) in (int, float) for one in agreed)
     if not counted or len(agreed) not in (0, 2) or type(workers) is not list:
         damaged(path, f"damaged: {shown(steps)} steps, {shown(examples)} examples, {shown(agreed)}, {shown(workers)}")
-    weights = _named(content.get("weights"), arrays, path)
+    for kept in workers:
+        if kept is not None:
+            arrays_by_name(kept, path)
+    weights = arrays_by_name(content.get("weights"), path)
     lacking, foreign = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if lacking or foreign:
         damaged(path, f"is of another model: it lacks {shown(lacking)} and has {shown(foreign)} that this one lacks")
-    for name, array in parameters.items():
-        ours, saved = shape_and_dtype(array, f"parameter {shown(name)}"), (weights[name].shape, weights[name].dtype)
-        if ours != saved:
-            damaged(path, f"parameter {shown(name)} is {saved[1]} {saved[0]} there and {ours[1]} {ours[0]} here")
-    of_workers = [None if one is None else _named(one, arrays, path) for one in workers]
-    return Checkpoint(steps, examples, weights, unpacked(content, arrays, path), of_workers, agreed)
+    check_fits(path, weights, parameters)
+    return content
 
 
-def _add(arrays: dict[str, HostArray], what: str, added: Mapping[str, HostArray] | None) -> dict[str, str] | None:
-    """Add arrays to those of a file. Returns what they are called there."""
-    if added is None:
-        return None
-    called = {}
-    for name, array in added.items():
-        called[name] = free_name(f"{what}/{name}", arrays)
-        arrays[called[name]] = array
-    return called
-
-
-def _named(called: Any, arrays: Mapping[str, HostArray], path: str) -> dict[str, HostArray]:
-    """Do the inverse of `_add`."""
-    if type(called) is not dict or not all(type(one) is str and one in arrays for one in called.values()):
-        damaged(path, f"damaged: arrays {shown(called)}")
-    return {name: arrays[one] for name, one in called.items()}
+def check_fits(origin: str, weights: Mapping[str, HostArray], parameters: Mapping[str, Any]) -> None:
+    """Raise StatesFileError where a saved weight has another shape or dtype than the parameter's array."""
+    for name, saved in weights.items():
+        shape, dtype = shape_and_dtype(parameters[name], f"parameter {shown(name)}")
+        if (saved.shape, saved.dtype) != (shape, dtype):
+            damaged(origin, f"parameter {shown(name)} is {saved.dtype} {saved.shape} there and {dtype} {shape} here")
 
 
 # --- what each worker keeps for itself
@@ -135,13 +96,14 @@ def check_kept(kept: Any) -> WorkerState | None:
     return found
 
 
-def gather_kept(store: KVStore | None, kept: WorkerState | None) -> list[bytes]:
+def gather_kept(session: Session, kept: WorkerState | None) -> list[bytes]:
     """Return every worker's state at worker 0, for `kept_of`. Collective, blocks."""
+    mine, error = None, ""
     try:
-        mine = _to_bytes(None if kept is None else _arrays_of(kept))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other workers wait in this call
-        mine = _to_bytes(None, str(error))
-    return [mine] if store is None else store.session.gather("save", mine)
+        mine = None if kept is None else _arrays_of(kept)
+    except Exception as raised:  # noqa: BLE001 - whatever it is, the other workers wait in this call
+        error = str(raised)
+    return session.gather("save", to_bytes(KIND_OF_WORKER, {"kept": mine, "error": error}))
 
 
 def kept_of(gathered: Sequence[bytes]) -> list[Kept]:
@@ -149,33 +111,28 @@ def kept_of(gathered: Sequence[bytes]) -> list[Kept]:
 
     Raises UnsupportedError if some worker's `state_dict` failed, or returned what cannot be saved.
     """
-    found = []
-    for worker, data in enumerate(gathered):
-        kept, error = _from_bytes(data, "a worker's state")
-        if error:
-            raise UnsupportedError(f"worker {worker}: {error}")
-        found.append(kept)
-    return found if any(kept is not None for kept in found) else []
+    found = [from_bytes(data, KIND_OF_WORKER, "a worker's state") for data in gathered]
+    for worker, one in enumerate(found):
+        if one["error"]:
+            raise UnsupportedError(f"worker {worker}: {one['error']}")
+    return [one["kept"] for one in found] if any(one["kept"] is not None for one in found) else []
 
 
-def give_kept(store: KVStore | None, kept: WorkerState | None, saved: Sequence[Kept], path: str) -> None:
-    """Give each worker its own state. saved: those of all, or empty, at worker 0. Collective, blocks."""
-    given = [_to_bytes(one) for one in saved] or [_to_bytes(None)] * (1 if store is None else store.num_workers)
-    mine, _ = _from_bytes(given[0] if store is None else store.session.scatter("resume", given), path)
+def give_kept(session: Session, kept: WorkerState | None, saved: Sequence[Kept], path: str) -> None:
+    """Give each worker its own state if there are as many workers. Collective, blocks.
+
+    saved: those of all, at worker 0, or empty, as on workers that have not read the file.
+    """
+    num_workers = session.num_workers
+    if saved and len(saved) != num_workers:
+        if session.rank == 0 and kept is not None:
+            text = f"mpikv: {path} has what each of {len(saved)} workers kept (worker_state)"
+            say(f"{text}, and {num_workers} go on: they begin with none of it")
+        saved = ()
+    given = [to_bytes(KIND_OF_WORKER, {"kept": one}) for one in saved or [None] * num_workers]
+    mine = from_bytes(session.scatter("resume", given), KIND_OF_WORKER, path)["kept"]
     if mine is not None and kept is not None:
         kept.load_state_dict(mine)
-
-
-def _to_bytes(kept: Kept, error: str = "") -> bytes:
-    arrays: dict[str, HostArray] = {}
-    content = {"names": _add(arrays, "worker", kept), "error": error}
-    write_archive(file := io.BytesIO(), KIND_OF_WORKER, content, arrays)
-    return file.getvalue()
-
-
-def _from_bytes(data: bytes, origin: str) -> tuple[Kept, str]:
-    content, arrays = read_archive(io.BytesIO(data), KIND_OF_WORKER, origin)
-    return None if content["names"] is None else _named(content["names"], arrays, origin), content["error"]
 
 
 def _arrays_of(kept: WorkerState) -> dict[str, HostArray]:

@@ -8,8 +8,7 @@ next run continues from it.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mpikv.arrays import as_numpy
@@ -17,29 +16,24 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.common.files import place_of
 from mpikv.errors import MpikvError
-from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
-from mpikv.optimizers.states import StateRecord
-from mpikv.optimizers.states_file import InMemory, Place, StatesFile
+from mpikv.optimizers import archive
+from mpikv.optimizers.states_file import InMemory, Place
 from mpikv.strategies import codec_states
 from mpikv.strategies.states import LOAD, SAVE, load_file, save_file
 from mpikv.trainer import checkpoint
-from mpikv.trainer.checkpoint import Checkpoint
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
 from mpikv.trainer.weights import TrainedWeights
 
 
 class TrainerFiles(TrainedWeights):
-    """The calls of a Trainer that write and read files. worker_state: see `Trainer`; options: see `TrainedWeights`."""
+    """The calls of a Trainer that write and read files."""
 
+    _worker_state: checkpoint.WorkerState | None
     _examples: float = 0
     _begun = False  # whether this object has made a step
     _stopped = False
-
-    def __init__(self, *arguments: Any, worker_state: checkpoint.WorkerState | None, **options: Any) -> None:
-        self._worker_state = checkpoint.check_kept(worker_state)
-        super().__init__(*arguments, **options)
 
     # --- states
 
@@ -55,22 +49,24 @@ class TrainerFiles(TrainedWeights):
         >>> trainer.load_states('states')
         """
         path = checks.path("fname", fname)
+        together = self._updater is not None or codec_states.compresses(self._session, self._trained.values())
+        self._save_states(path, together=together)
+
+    def _save_states(self, place: Place, *, together: bool) -> None:
+        """Write the states. together: collective, and worker 0 writes."""
         if self._updater is not None:
-            self._save_of_store(self._updater, path)
-        elif self._store is not None and codec_states.compresses(self._store.session, self._keys.values()):
-            of_codecs = self._of_codecs()
-            self._decide(SAVE, lambda: self._local.save_states(path, of_codecs))
+            present = [key for name, key in self._trained.items() if not self._is_frozen(name)]
+            save_file(self._session, self._strategy, place, present, dump_optimizer=True)
+            return
+        of_codecs = codec_states.gather(self._session, self._strategy, SAVE, list(self._trained.values()))
+
+        def save() -> None:
+            save_file(self._local.session, self._local.strategy, place, dump_optimizer=True, of_codecs=of_codecs)
+
+        if together:
+            self._session.decide(SAVE, save)
         else:
-            self._local.save_states(path)
-
-    def _save_of_store(self, store: KVStore, place: Place) -> None:
-        trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-        save_file(store.session, store.strategy, place, trained, dump_optimizer=True)
-
-    def _of_codecs(self) -> Sequence[StateRecord]:
-        if self._store is None:
-            return ()
-        return codec_states.gather(self._store.session, self._store.strategy, SAVE, list(self._keys.values()))
+            save()
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Read a file of `save_states`, with any number of workers, servers and devices.
@@ -82,20 +78,15 @@ class TrainerFiles(TrainedWeights):
         self._load_states(checks.path("fname", fname))
 
     def _load_states(self, place: Place) -> None:
-        if self._updater is not None:
-            load_file(self._updater.session, self._updater.strategy, place)
-        else:
-            of_codecs = self._local.load_states(place)
-            if self._store is not None:
-                codec_states.spread(self._store.session, self._store.strategy, LOAD, of_codecs)
+        owner = self._local if self._updater is None else self._updater
+        of_codecs = load_file(owner.session, owner.strategy, place)
+        if self._updater is None:
+            codec_states.spread(self._session, self._strategy, LOAD, of_codecs)
 
     # --- checkpoints
 
     def _data(self) -> dict[str, Any]:
         return {name: list_data(parameter)[0] for name, parameter in self._params.items()}
-
-    def _decide(self, call: str, attempt: Any) -> Any:
-        return attempt() if self._store is None else self._store.session.decide(call, attempt)
 
     @property
     def _asynchronous(self) -> bool:
@@ -148,25 +139,24 @@ class TrainerFiles(TrainedWeights):
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
-        self._decide("save", lambda: place_of(path))
+        self._session.decide("save", lambda: place_of(path))
         states = InMemory(path)  # filled at worker 0
-        if self._updater is not None:
-            self._save_of_store(self._updater, states)
-        of_codecs = () if self._updater is not None else self._of_codecs()
-        gathered = checkpoint.gather_kept(self._store, self._worker_state)
+        self._save_states(states, together=True)
+        gathered = checkpoint.gather_kept(self._session, self._worker_state)
 
         def write() -> None:
-            kept = checkpoint.kept_of(gathered)
-            if self._updater is None:
-                self._local.save_states(states, of_codecs)
-            weights = {
-                name: as_numpy.host_view(array, f"parameter {shown(name)}") for name, array in self._data().items()
+            workers, data = checkpoint.kept_of(gathered), self._data()
+            content = {
+                **states.content,
+                "steps": self._steps,
+                "examples": self._examples,
+                "agreed": self._agreed_factor(),
+                "weights": {name: as_numpy.host_view(data[name], f"parameter {shown(name)}") for name in data},
+                "workers": workers,
             }
-            found = states.file or StatesFile({})
-            agreed = self._agreed_factor()
-            checkpoint.write(path, Checkpoint(self._steps, self._examples, weights, found, kept, agreed))
+            archive.save(path, checkpoint.KIND, content)
 
-        self._decide("save", write)
+        self._session.decide("save", write)
 
     def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
         """Continue from a file of `save`: read weights, states and attributes; return the number of steps.
@@ -182,52 +172,32 @@ class TrainerFiles(TrainedWeights):
         """
         if self._begun:
             raise MpikvError("resume after a step: it comes before the first one")
-        path = (
-            checks.path("fname", fname)
-            if fname is not None
-            else ("" if self._store is None else self._store.session.stop_file)
-        )
+        path = self._session.stop_file if fname is None else checks.path("fname", fname)
         if not path:
             return 0
-        found: list[Checkpoint] = []
+        found: dict[str, Any] = {}
 
         def look() -> list[float] | None:
             if not os.path.exists(path):
                 return None
             if fname is None and (owner := os.stat(path).st_uid) not in (os.geteuid(), 0):
                 say(f"mpikv: warning: {path} (MPIKV_STOP_FILE), from which this run goes on, is of user {owner}")
-            found.append(checkpoint.read(path, self._data()))
-            return [found[0].steps, found[0].examples, *found[0].agreed]
+            found.update(checkpoint.read(path, self._data()))
+            return [found["steps"], found["examples"], *found["agreed"]]
 
-        progress = self._decide("resume", look)
+        progress = self._session.decide("resume", look)
         if progress is None:
             return 0
-        if self._updater is None and not found:
-            look()
-            if not found:
-                raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
-        self._restore(found[0] if found else None, path)
-        self._restore_worker_states(found[0].of_workers if found else (), path)
+        if self._updater is None and not found and look() is None:
+            raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
+        states = InMemory(path, found)
+        self._load_states(states)  # fails before anything is changed if they are of another optimizer
+        self._restore_weights(found.get("weights", self._data()))
+        self._load_states(states)  # once more, since restoring the weights has removed them
+        checkpoint.give_kept(self._session, self._worker_state, found.get("workers", ()), path)
         self._steps, self._examples, *agreed = progress
         self._resume_factor(agreed)
         return self._steps
-
-    def _restore(self, found: Checkpoint | None, path: str) -> None:
-        """Restore weights and states. found: None on workers that have not read the file."""
-        states = InMemory(path, None if found is None else found.states)
-        self._load_states(states)  # fails before anything is changed if they are of another optimizer
-        self._restore_weights(found.weights if found is not None else self._data())
-        self._load_states(states)  # once more, since restoring the weights has removed them
-
-    def _restore_worker_states(self, of_workers: Sequence[Any], path: str) -> None:
-        """Give each worker its own state. of_workers: empty on workers that have not read the file."""
-        first, num_workers = (True, 1) if self._store is None else (self._store.rank == 0, self._store.num_workers)
-        if of_workers and len(of_workers) != num_workers:
-            if first and self._worker_state is not None:
-                text = f"mpikv: {path} has what each of {len(of_workers)} workers kept (worker_state)"
-                print(f"{text}, and {num_workers} go on: they begin with none of it", file=sys.stderr, flush=True)
-            of_workers = ()
-        checkpoint.give_kept(self._store, self._worker_state, of_workers, path)
 
     def _restore_weights(self, weights: Mapping[str, Any]) -> None:
         """Copy weights to the owners and into the parameters. Worker 0's are used if several workers have read them."""
@@ -281,12 +251,12 @@ class TrainerFiles(TrainedWeights):
         if self._store is None or not self._store.stop_requested or self._stopped:
             return
         self._stopped = True
-        path = self._store.session.stop_file
+        session, path = self._session, self._session.stop_file
         if not path:
             return
-        if self._store.session.namespaces > 1:
-            if self._store.rank == 0 and not self._store.session.unsaved_warned:
-                self._store.session.unsaved_warned = True
+        if session.namespaces > 1:
+            if session.rank == 0 and not session.unsaved_warned:
+                session.unsaved_warned = True
                 print(
                     f"mpikv: {path} (MPIKV_STOP_FILE) is not written, as several trainers share the store: "
                     "the program has to look at stop_requested and save",
@@ -294,7 +264,7 @@ class TrainerFiles(TrainedWeights):
                 )
             return
         self.save(path)
-        if self._store.rank == 0:
+        if session.rank == 0:
             print(f"mpikv: stopped after step {self._steps}: weights and optimizer states are in {path}", flush=True)
         raise SystemExit(0)
 

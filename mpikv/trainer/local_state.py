@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +12,9 @@ from mpikv.arrays import as_numpy, tensors
 from mpikv.common import checks
 from mpikv.common.checks import plain, shown
 from mpikv.errors import StatesFileError
-from mpikv.optimizers.states_file import InMemory, packed, unpacked
+from mpikv.optimizers.archive import from_bytes, to_bytes
+from mpikv.optimizers.states_file import KIND, InMemory
+from mpikv.trainer.checkpoint import check_fits
 from mpikv.trainer.parameter import data_written, list_data
 from mpikv.trainer.torch_parameter import TorchParameter
 from mpikv.trainer.trainer import Trainer
@@ -65,12 +66,10 @@ class LocalState:
             if part not in parts or pending not in (-1, *parts) or min(steps, *unsent) < 0:
                 raise ValueError(f"counts {shown([steps, part, pending, *unsent])}")
             begun = {name: state[BEGUN + name] for name in self._params if BEGUN + name in state}
-            for name, parameter in self._params.items():
-                what = f"parameter {shown(name)}"
-                ours = as_numpy.shape_and_dtype(list_data(parameter)[0], what)
-                for saved in (model := state[MODEL + name], begun.get(name, model)):
-                    if (saved.shape, saved.dtype) != ours:
-                        raise ValueError(f"{what}: {saved.dtype} {saved.shape}, not {ours[1]} {ours[0]}")
+            model = {name: state[MODEL + name] for name in self._params}
+            ours = {name: list_data(parameter)[0] for name, parameter in self._params.items()}
+            check_fits("its weights", model, ours)
+            check_fits("its weights", begun, ours)
             if self._states is not None:
                 self._states.restore(state)
         except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
@@ -79,7 +78,7 @@ class LocalState:
         self.steps, self.part, self.unsent, self.begun = steps, part, unsent, begun
         self.pending = None if pending < 0 else pending
         for name, parameter in self._params.items():
-            as_numpy.write(list_data(parameter)[0], state[MODEL + name], f"parameter {shown(name)}")
+            as_numpy.write(ours[name], model[name], f"parameter {shown(name)}")
             data_written(parameter)
         self.restored = True
 
@@ -98,19 +97,15 @@ class _TrainersStates:
             raise ValueError("LocalUpdates: optimizer is a Trainer with kvstore=None, whose steps a worker makes alone")
 
     def arrays(self) -> dict[str, Any]:
-        trainer = self._trainer
-        trainer._local.save_states(place := InMemory(OF_TRAINER))  # noqa: SLF001 - what `save_states` would write
-        content, arrays = packed(place.file.entries.values(), place.file.meta) if place.file else ({}, {})
-        content |= {"steps": trainer.steps, "examples": trainer.examples}
-        text = np.frombuffer(json.dumps(content).encode(), np.uint8)
-        return {OF_TRAINER: text, **{f"{OF_TRAINER}/{name}": array for name, array in arrays.items()}}
+        trainer, states = self._trainer, InMemory(OF_TRAINER)
+        trainer._save_states(states, together=False)  # noqa: SLF001 - what `save_states` would write
+        content = {**states.content, "steps": trainer.steps, "examples": trainer.examples}
+        return {OF_TRAINER: np.frombuffer(to_bytes(KIND, content), np.uint8)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        content = json.loads(np.asarray(state[OF_TRAINER]).tobytes())
+        content = from_bytes(np.asarray(state[OF_TRAINER]).tobytes(), KIND, OF_TRAINER)
         steps, examples = checks.whole("steps", content["steps"]), checks.number("examples", content["examples"], 0.0)
-        start = f"{OF_TRAINER}/"
-        arrays = {name.removeprefix(start): array for name, array in state.items() if name.startswith(start)}
-        self._trainer._load_states(InMemory(OF_TRAINER, unpacked(content, arrays, OF_TRAINER)))  # noqa: SLF001
+        self._trainer._load_states(InMemory(OF_TRAINER, content))  # noqa: SLF001
         self._trainer.steps, self._trainer.examples = steps, examples
 
 

@@ -18,14 +18,11 @@ import numpy as np
 
 from mpikv.common.checks import shown
 from mpikv.optimizers import Optimizer
-from mpikv.optimizers.states import StateRecord
-from mpikv.optimizers.states_file import Place
 from mpikv.placement.keys import Key
 from mpikv.session.base import NewKey, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.local import LocalStrategy
-from mpikv.strategies.states import load_file, save_file
 
 
 class WeightUpdate(NamedTuple):
@@ -37,13 +34,13 @@ class WeightUpdate(NamedTuple):
 
 
 class OwnUpdates:
-    """An optimizer with the states of some keys, in this process. Its calls are local."""
+    """An optimizer with the states of some keys, in this process: a store of one process. Its calls are local."""
 
     def __init__(self, optimizer: Optimizer, spaces: Spaces | None = None) -> None:
         self._spaces = Spaces() if spaces is None else spaces
-        self._session = Session("local", spaces=self._spaces)
-        self._strategy = LocalStrategy(self._session)
-        self._strategy.set_optimizer(optimizer, None)
+        self.session = Session("local", spaces=self._spaces)
+        self.strategy = LocalStrategy(self.session)
+        self.strategy.set_optimizer(optimizer, None)
         self._held: dict[Key, SpaceArray] = {}
 
     def add(self, key: Key, weight: Any) -> None:
@@ -55,7 +52,7 @@ class OwnUpdates:
         if held is None or (isinstance(held, np.ndarray) and not held.flags.writeable):
             held = spaces.total(space, [caller], what, on_device=True)
         self._held[key] = held
-        self._strategy.init([NewKey(key, tuple(weight.shape), held, space)])
+        self.strategy.init([NewKey(key, tuple(weight.shape), held, space)])
 
     def apply(self, updates: Sequence[WeightUpdate]) -> None:
         """Make one update of each key; each of its weights gets the new value."""
@@ -66,13 +63,13 @@ class OwnUpdates:
         ]
         for update, (_, *weights), done in zip(updates, callers, in_place, strict=True):
             for weight in weights[done:]:
-                space = self._session.infos[update.key].space
+                space = self.session.infos[update.key].space
                 spaces.write(space, weight, self._held[update.key], f"the weight of {shown(update.key)}")
         spaces.make_callers_wait([array for arrays in callers for array in arrays])
 
     def _apply(self, key: Key, weight: Any, grad: Any) -> bool:
         """Update the key's first weight. Returns whether it was updated in its own memory."""
-        spaces, info = self._spaces, self._session.infos[key]
+        spaces, info = self._spaces, self.session.infos[key]
         space, held, what = info.space, self._held[key], f"the weight of {shown(key)}"
         in_place = spaces.is_view_of(space, held, weight)
         if not in_place:
@@ -82,16 +79,8 @@ class OwnUpdates:
         total = spaces.in_place(space, grad, of_grad)
         if total is None:
             total = spaces.total(space, [grad], of_grad, on_device=True)
-        self._strategy.push(info, total)
+        self.strategy.push(info, total)
         return in_place
-
-    def save_states(self, path: Place, of_codecs: Sequence[StateRecord] = ()) -> None:
-        """Write the states, and those of a store's codecs for the same keys, as a store does."""
-        save_file(self._session, self._strategy, path, dump_optimizer=True, of_codecs=of_codecs)
-
-    def load_states(self, path: Place) -> Sequence[StateRecord]:
-        """Read such a file, or one of a store with the same keys. Returns the states of codecs in it."""
-        return load_file(self._session, self._strategy, path)
 
 
 def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Spaces) -> float:

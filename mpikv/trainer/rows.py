@@ -6,7 +6,7 @@ changed since its last pull.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from mpikv.trainer.parameter import list_data
 
 
 def sparse_names(
-    params: Mapping[str, Any], trained: Sequence[str], updater: KVStore | None, optimizer: Optimizer
+    params: Mapping[str, Any], trained: Iterable[str], updater: KVStore | None, optimizer: Optimizer
 ) -> list[str]:
     """Return the names of the trained row-sparse parameters. updater: the store, if it makes the updates.
 

@@ -26,7 +26,7 @@ from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
 from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
-from mpikv.trainer.checkpoint import WorkerState
+from mpikv.trainer.checkpoint import WorkerState, check_kept
 from mpikv.trainer.files import TrainerFiles
 from mpikv.trainer.overlap import Overlap
 from mpikv.trainer.own_updates import WeightUpdate, factor_for, norm_of
@@ -99,6 +99,7 @@ class Trainer(TrainerFiles):
         worker_state: WorkerState | None = None,
     ) -> None:
         self._clip = None if clip_global_norm is None else positive(clip_global_norm, "clip_global_norm")
+        self._worker_state = check_kept(worker_state)
         super().__init__(
             params,
             optimizer,
@@ -107,7 +108,6 @@ class Trainer(TrainerFiles):
             compression_params=compression_params,
             update_on_kvstore=update_on_kvstore,
             clips=self._clip is not None,
-            worker_state=worker_state,
         )
         self.last_global_norm: float | None = None  # before clipping, of the last step; None without clip_global_norm
         # Gradients pushed since the last step. Of each a request, done when the workers' sum is in it, if they update.
@@ -116,16 +116,14 @@ class Trainer(TrainerFiles):
         self._bucketed: list[str] = []  # parameters whose keys may be sent in buckets
         self._buckets: BucketedKeys | None = None
         dense = [name for name in self._trained if name not in self._sparse]
-        self._adds_in_memory = self._store is not None and self._store.session.adds_in_memory(
-            [self._keys[name] for name in dense]
-        )
+        self._adds_in_memory = self._session.adds_in_memory([self._keys[name] for name in dense])
         if self._store is not None and self._adds_in_memory:
             self._place_gradients(self._store, dense)
         elif self._store is not None:
             # A backward pass computes the gradients of the last parameters first.
             self._bucketed = list(reversed(dense))
             self._buckets = self._bucket(self._store, self._bucketed)
-        devices = len(list_data(self._params[self._trained[0]]))
+        devices = len(list_data(self._params[next(iter(self._trained))]))
         self._shares = Shares(self._store, f"examples of trainer{self._number}", devices, self._optimizer)
         self._overlap = Overlap(self._tensors if overlap else {}, self._gradient_ready)
 
@@ -156,7 +154,7 @@ class Trainer(TrainerFiles):
         batch_size = self._batch_size if batch_size is None else batch_size
         if self._store is None or self._is_frozen(name) or batch_size is None or self._adds_in_memory:
             return
-        if self._shares.joined or name not in self._trainable:  # `step` exchanges examples, or raises for the parameter
+        if self._shares.joined or name not in self._trained:  # `step` exchanges examples, or raises for the parameter
             return
         self._check_batch_size(batch_size)
         replicas = list_grad(self._params[name])
@@ -402,8 +400,8 @@ class Trainer(TrainerFiles):
         self._rescale(share.divisor)
         grads = self._grads(ignore_stale_grad)
         self._update(grads)
-        if self._workers_update and self._store is not None:
-            self._store.session.attributes.updated(self._slot())
+        if self._workers_update:
+            self._session.attributes.updated(self._slot())
         self._count_step(share.examples)
 
     def _allreduce(self, grads: dict[str, list[Any]], *, scales: bool = True) -> None:
@@ -466,7 +464,7 @@ class Trainer(TrainerFiles):
             if name in self._pushed:
                 _, result[name] = self._pushed[name]
                 continue
-            if name not in self._trainable:
+            if name not in self._trained:
                 self._needs_another([name], "was frozen when")
             replicas = list_grad(parameter)
             if any(replica is None for replica in replicas):

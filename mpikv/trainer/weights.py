@@ -26,6 +26,7 @@ from mpikv.kvstore import KVStore
 from mpikv.optimizers import Optimizer
 from mpikv.optimizers.adam import RunningMeans
 from mpikv.placement.keys import Key
+from mpikv.session.base import Session
 from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
@@ -54,39 +55,42 @@ class TrainedWeights:
         self._optimizer = optimizers.create(optimizer, **checks.options("optimizer_params", optimizer_params))
         self._scale = self._optimizer.rescale_grad
         self._steps = 0
-        several = any(len(list_data(p)) > 1 for p in self._params.values())
-        self._store = store = _store_of(kvstore, several)
+        several_devices = any(len(list_data(p)) > 1 for p in self._params.values())
+        self._store = store = _store_of(kvstore, several_devices)
         # The store if it makes the updates; None: each worker makes them.
         self._updater = store if _updates_on_store(store, update_on_kvstore, clips=clips) else None
         if checks.options("compression_params", compression_params) and store is None:
             raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
-        _check_stop_file(store)
-        self._number = 0 if store is None else store.session.new_namespace()  # among those of its store
-        self._keys = {name: f"trainer{self._number}/{name}" for name in self._params}
-        if store is not None and compression_params:
-            store.set_gradient_compression(compression_params, list(self._keys.values()))
-        self._apply_factors()
-        if store is not None:
-            self._spaces = store.session.spaces
-        else:
+        if store is None:
             self._spaces = spaces_for(
                 p.tensor if hasattr(p, "tensor") else list_data(p)[0] for p in self._params.values()
             )
             weakref.finalize(self, self._spaces.close).atexit = False
+        else:
+            self._spaces = store.session.spaces
         for parameter in self._params.values():
             if isinstance(parameter, (TorchParameter, TorchBuffer)):
                 parameter.through_host = self._spaces.device is None
         self._local = OwnUpdates(self._optimizer, self._spaces)
+        # Of the store, or of this process alone.
+        owner = self._local if store is None else store
+        self._session, self._strategy = owner.session, owner.strategy
+        _check_stop_file(self._session)
+        self._number = self._session.new_namespace()  # among the trainers of its store
+        self._keys = {name: f"trainer{self._number}/{name}" for name in self._params}
+        if store is not None and compression_params:
+            store.set_gradient_compression(compression_params, list(self._keys.values()))
+        self._apply_factors()
         self._order = {name: i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
         self._batch_size: float | None = None  # the one for which the optimizer's rescale_grad is set
-        self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
-        self._trained = [name for name in self._params if name in self._trainable]
+        self._trained: dict[str, Key] = {name: key for name, key in self._keys.items() if not self._is_frozen(name)}
         self._pulls: dict[str, Request | rows.ChangedRows] = {}  # of weights that were not waited for yet
+        several = self._session.num_workers > 1
         # Whether there are several workers, each of which makes the updates by itself.
-        self._workers_update = self._updater is None and store is not None and store.num_workers > 1
+        self._workers_update = self._updater is None and several
         # True until the first step, in which workers agree on the factor that owners apply.
-        self._factor_open = store is not None and store.session.synchronous and store.num_workers > 1
+        self._factor_open = self._session.synchronous and several
         self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
         self._sparse = rows.sparse_names(self._params, self._trained, self._updater, self._optimizer)
         self._start()
@@ -94,7 +98,7 @@ class TrainedWeights:
     def _start(self) -> None:
         """Copy worker 0's weights to all workers and devices, and set the optimizer of the store or of this worker."""
         data = {name: list_data(parameter) for name, parameter in self._params.items()}
-        keys = [self._keys[name] for name in self._trained]
+        keys = list(self._trained.values())
         if self._store is not None:
             # Also parameters that are not trained: statistics of a batch normalisation must be equal at the start.
             for name in self._sparse:
@@ -103,18 +107,17 @@ class TrainedWeights:
             outs = [data[name] for name in dense]
             self._store.broadcast([self._keys[name] for name in dense], [one[0] for one in outs], out=outs)
             self._data_written(data)
+            _warn_of_codec(self._store, self._optimizer, keys)
         else:
             for name, replicas in data.items():
                 self._write_sum(replicas[:1], replicas[1:], f"parameter {shown(name)}")
         if self._updater is not None:
-            self._updater.strategy.set_optimizer(self._optimizer, keys)
+            self._strategy.set_optimizer(self._optimizer, keys)
         else:
-            for name in self._trained:
-                self._local.add(self._keys[name], data[name][0])
-        if self._store is not None:
-            if self._workers_update:
-                self._store.strategy.compare_updates(self._optimizer, keys)
-            _warn_of_codec(self._store, self._optimizer, keys)
+            for name, key in self._trained.items():
+                self._local.add(key, data[name][0])
+        if self._workers_update:
+            self._strategy.compare_updates(self._optimizer, keys)
 
     def wait(self, parameter: Any) -> None:
         """Block until this parameter's weight of the last `step(wait=False)` has arrived.
@@ -193,37 +196,32 @@ class TrainedWeights:
 
     def _slot(self) -> int:
         """The slot of this trainer's optimizer."""
-        assert self._store is not None
-        session = self._store.session
-        return session.slot_of(session.infos[self._keys[self._trained[0]]])
+        return self._session.slot_of(self._session.infos[next(iter(self._trained.values()))])
 
     def _factor(self) -> float:
         """The factor of the sum of gradients that all workers have agreed on."""
-        assert self._store is not None
-        return self._store.session.attributes.factor(self._slot())
+        return self._session.attributes.factor(self._slot())
 
     def _scaling(self) -> AbstractContextManager[None]:
         """A context in which pushed gradients are scaled for an update that this worker makes by itself."""
-        if self._store is None or not self._workers_update:
-            return nullcontext()
-        return self._store.session.attributes.scaling(self._slot())
+        return self._session.attributes.scaling(self._slot()) if self._workers_update else nullcontext()
 
     def _agree_on_factor(self) -> None:
         """Agree on the factor in the first step. Gradients are scaled relative to it, which is rarely necessary."""
-        if self._factor_open and self._store is not None:
-            self._store.session.agree_on_factor(self._keys[self._trained[0]])
+        if self._factor_open:
+            self._session.agree_on_factor(next(iter(self._trained.values())))
             self._factor_open = False
 
     def _agreed_factor(self) -> Sequence[float]:
         """The factor that workers agreed on in the first step, and their number; () if they have not."""
-        if self._store is None or self._factor_open or not self._store.session.synchronous:
-            return ()
-        return (self._factor(), self._store.num_workers) if self._store.num_workers > 1 else ()
+        session = self._session
+        agreed = session.synchronous and session.num_workers > 1 and not self._factor_open
+        return (self._factor(), session.num_workers) if agreed else ()
 
     def _resume_factor(self, agreed: Sequence[float]) -> None:
         """Use the factor of the checkpoint if there are as many workers, so that the results have the same bits."""
-        if self._factor_open and self._store is not None and agreed and agreed[1] == self._store.num_workers:
-            self._store.session.attributes.agree(self._slot(), agreed[0])
+        if self._factor_open and agreed and agreed[1] == self._session.num_workers:
+            self._session.attributes.agree(self._slot(), agreed[0])
             self._factor_open = False
 
     # --- hyperparameters
@@ -292,10 +290,10 @@ def _store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore |
     return None
 
 
-def _check_stop_file(store: KVStore | None) -> None:
+def _check_stop_file(session: Session) -> None:
     """Raise ConfigError if the stop file cannot be written, since an error at the stop would lose the training."""
-    path = "" if store is None or store.rank != 0 else store.session.stop_file
-    if not path:
+    path = session.stop_file
+    if not path or session.rank:
         return
     try:
         folder = os.path.dirname(place_of(path))

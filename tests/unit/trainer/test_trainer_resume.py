@@ -13,9 +13,8 @@ from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, modes
 
 from mpikv import ConfigError, Parameter, StatesFileError, Trainer
 from mpikv.errors import MpikvError
-from mpikv.optimizers import FactorScheduler
+from mpikv.optimizers import FactorScheduler, archive
 from mpikv.testing.ranks import RankError
-from mpikv.trainer import checkpoint
 
 STEPS, STOP = 6, 3
 SHAPES = {"a": (3, 4), "bias": (4,), "one": (), "z": (2, 5)}
@@ -206,13 +205,13 @@ def test_a_save_that_fails_fails_everywhere_and_keeps_the_old_file(on_store, tmp
 @ON_STORE
 def test_while_a_checkpoint_is_saved_nothing_beside_it_can_be_read_by_others(on_store, tmp_path, monkeypatch):
     found: set[tuple[str, int]] = set()
-    write = checkpoint.write_archive  # also of what workers send
+    write = archive.write_archive  # also of what workers send
 
     def look(*arguments):
         found.update((file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir())
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write_archive", look)
+    monkeypatch.setattr(archive, "write_archive", look)
     (tmp_path / "file").touch(0o600)
     ONE_HOST.run(lambda store: begun(store, on_store=on_store)[1].save(tmp_path / "file"))
     assert sorted((name.endswith(".tmp"), mode) for name, mode in found) == [(False, 0o600), (True, 0o600)]

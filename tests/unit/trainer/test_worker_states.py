@@ -12,7 +12,7 @@ import pytest
 from store_modes import ONE_HOST, Mode
 
 from mpikv import Parameter, StatesFileError, Trainer, UnsupportedError
-from mpikv.optimizers.archive import write_archive
+from mpikv.optimizers import archive
 from mpikv.optimizers.states_file import packed
 from mpikv.trainer import checkpoint
 
@@ -163,17 +163,17 @@ def test_what_cannot_be_saved(on_store: bool, state: Any, words: str, tmp_path: 
 
 def test_what_is_not_the_states_of_workers(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    content, arrays = packed([], {"optimizers": [], "configs": []})
-    content |= {"steps": 4, "examples": 8, "agreed": [], "weights": {"0": "w"}, "workers": []}
+    content = packed([], {"optimizers": [], "configs": []})
+    content |= {"steps": 4, "examples": 8, "agreed": [], "weights": {"0": np.zeros(5)}, "workers": []}
 
     def resumed_from(**changes: Any) -> int:
-        with path.open("wb") as file:
-            write_archive(file, checkpoint.KIND, {**content, **changes}, {**arrays, "w": np.zeros(5)})
+        archive.save(path, checkpoint.KIND, {**content, **changes})
         return trainer_of(None, Kept()).resume(path)
 
-    assert resumed_from() == resumed_from(workers=[None]) == resumed_from(workers=[{"a": "w"}]) == 4
-    wrong = [{"weights": one} for one in (None, "a", ["w"], {"0": 3}, {"0": "x"}, {"0": ["w"]})]
-    wrong += [{"workers": one} for one in (None, "x", 1, [3], [{"a": "x"}], [["w"]])]
+    absent = {"array": "x", "scalar": False}
+    assert resumed_from() == resumed_from(workers=[None]) == resumed_from(workers=[{"a": np.ones(2)}]) == 4
+    wrong = [{"weights": one} for one in (None, "a", ["w"], {"0": 3}, {"0": absent}, {"0": np.float64(1)})]
+    wrong += [{"workers": one} for one in (None, "x", 1, [3], [{"a": absent}], [["w"]])]
     for changes in (*wrong, {"steps": -1}, {"steps": 1.5}, {"examples": "x"}, {"agreed": [1]}, {"agreed": ["x", 1]}):
         with pytest.raises(StatesFileError, match=f"{path}: damaged: "):
             resumed_from(**changes)
