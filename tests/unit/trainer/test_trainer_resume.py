@@ -1,20 +1,27 @@
-"""Checkpoints of a Trainer: a run that was stopped and resumed has the same bits as one that was not."""
+"""Checkpoints of a Trainer: a run that was stopped and resumed has the same bits as one that was not.
+
+What each worker keeps for itself is in them, and comes back to the worker that kept it.
+"""
 
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from on_workers import on
 from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, modes
 
-from mpikv import ConfigError, Parameter, StatesFileError, Trainer
+from mpikv import ConfigError, Parameter, StatesFileError, Trainer, UnsupportedError
 from mpikv.errors import MpikvError
 from mpikv.optimizers import FactorScheduler, archive
+from mpikv.optimizers.states_file import packed
 from mpikv.testing.ranks import RankError
+from mpikv.trainer import checkpoint
 
 STEPS, STOP = 6, 3
 SHAPES = {"a": (3, 4), "bias": (4,), "one": (), "z": (2, 5)}
@@ -46,50 +53,76 @@ def values(parameters: dict[str, Parameter]) -> list[bytes]:
     return [parameter.data.tobytes() for _, parameter in sorted(parameters.items())]
 
 
-def begun(store, *, optimizer=MOMENTUM, dtype="float32", on_store=None):
+class Kept:
+    """Some arrays of a worker."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state: Any = state
+
+    def state_dict(self) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def values(self) -> dict[str, Any]:
+        return {name: (type(one), one.dtype, one.shape, one.tobytes()) for name, one in self.state.items()}
+
+
+def of_worker(rank: int) -> Kept:
+    """Another number of arrays on each, of many dtypes and shapes."""
+    several = {f"velocity {i}": np.full((2, i), rank + i / 8, np.float32) for i in range(rank + 1)}
+    brain = np.array([1.5, rank], ml_dtypes.bfloat16)
+    return Kept(**several, brain=brain, flags=np.array([rank == 0, True]), steps=np.array(1 << 40 | rank))
+
+
+def begun(store, *, optimizer=MOMENTUM, dtype="float32", on_store=None, kept=None):
     parameters = model(dtype)
-    return parameters, Trainer(parameters, *optimizer, kvstore=store, update_on_kvstore=on_store)
+    return parameters, Trainer(parameters, *optimizer, kvstore=store, update_on_kvstore=on_store, worker_state=kept)
 
 
 def run(mode: Mode, first: int, last: int, file: Path | None = None, *, stop: bool = False, **options) -> list:
-    """Each worker's steps done before, and its weights at the end. stop: save after the last step."""
+    """Each worker's steps done before, and its weights, learning rate and own state at the end.
+
+    stop: save after the last step.
+    """
 
     def body(store):
-        parameters, trainer = begun(store, **options)
+        kept = Kept() if first else of_worker(store.rank)
+        parameters, trainer = begun(store, kept=kept, **options)
         for parameter in parameters.values() if first else ():
             parameter.data[...] += 100  # what a resumed run begins with does not count
         done = trainer.resume(file) if file is not None else 0
         train(trainer, parameters, store.rank, max(first, done), last)
         if stop:
             trainer.save(file)
-        return done, values(parameters)
+        return done, values(parameters), trainer.learning_rate, kept.values()
 
     return mode.run(body)
 
 
-def check_resumed(mode: Mode, file: Path, **options) -> None:
-    whole = run(mode, 0, STEPS, **options)
-    run(mode, 0, STOP, file, stop=True, **options)
-    assert os.listdir(file.parent) == [file.name]  # nothing beside it
-    assert run(mode, STOP, STEPS, file, **options) == [(STOP, weights) for _, weights in whole]
+SCHEDULED = "sgd", {"momentum": 0.9, "lr_scheduler": FactorScheduler(2, 0.5, base_lr=0.1)}
+OPTIMIZERS = (
+    *((SCHEDULED, dtype) for dtype in ("float32", "float64")),
+    (("sgd", {**MOMENTUM[1], "multi_precision": True}), "float16"),
+    *(((name, {"learning_rate": 0.01}), "float32") for name in ("adam", "lamb")),
+    (("adadelta", {}), "float32"),
+)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", ["sgd", "adam", "lamb", "adadelta"])
+@pytest.mark.parametrize(("optimizer", "dtype"), OPTIMIZERS, ids=lambda one: one if isinstance(one, str) else one[0])
 @ON_STORE
-@modes(ALONE, ONE_HOST, THREE, SERVED, SERVERS)
-def test_same_bits(mode, on_store, name, tmp_path):
-    optimizer = {"sgd": MOMENTUM, "adadelta": (name, {})}.get(name, (name, {"learning_rate": 0.01}))
-    check_resumed(mode, tmp_path / "file", optimizer=optimizer, on_store=on_store)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-@modes(THREE, MESSAGES)
-def test_dtypes(mode, dtype, tmp_path):
+@modes(ALONE, ONE_HOST, THREE, MESSAGES, SERVED, SERVERS)
+def test_same_bits(mode, on_store, optimizer, dtype, tmp_path):
     """In a file whose name is as long as names can be."""
-    name, options = MOMENTUM
-    optimizer = (name, {**options, "multi_precision": dtype == "float16"})
-    check_resumed(mode, tmp_path / ("x" * 255), optimizer=optimizer, dtype=dtype)
+    file, options = tmp_path / ("x" * 255), {"optimizer": optimizer, "dtype": dtype, "on_store": on_store}
+    whole = run(mode, 0, STEPS, **options)
+    run(mode, 0, STOP, file, stop=True, **options)
+    assert os.listdir(tmp_path) == [file.name]  # nothing beside it
+    assert run(mode, STOP, STEPS, file, **options) == [(STOP, *found) for _, *found in whole]
 
 
 @modes(ALONE, SERVERS, Mode("dist_sync", 4))
@@ -111,28 +144,13 @@ def test_other_numbers_of_workers_and_servers(mode, tmp_path):
 def test_asynchronous(servers, tmp_path):
     """No order to compare, but weights and states are those that were saved: one worker trains on as if alone."""
     file = tmp_path / "file"
-    saved = run(Mode("dist_async", 2, servers), 0, STOP, file, stop=True)
+    two = Mode("dist_async", 2, servers)
+    saved = run(two, 0, STOP, file, stop=True)
     assert saved[0][1] == saved[1][1]
-    assert run(Mode("dist_async", 3, servers), STOP, STOP, file) == [(STOP, saved[0][1])] * 3
+    assert run(two, STOP, STOP, file) == [(STOP, *found) for _, *found in saved]
+    assert [found[:2] for found in run(two._replace(workers=3), STOP, STOP, file)] == [(STOP, saved[0][1])] * 3
     alone = [run(Mode(name, 1, servers), STOP, STEPS, file) for name in ("dist_async", "dist_async", "dist_sync")]
     assert alone[0] == alone[1] == alone[2]
-
-
-def test_learning_rate_schedule_goes_on(tmp_path):
-    def rates(store):
-        parameters, trainer = begun(store, optimizer=optimizer)
-        done = trainer.resume(tmp_path / "file")
-        train(trainer, parameters, store.rank, done, done + STOP)
-        trainer.save(tmp_path / "file")
-        return trainer.learning_rate, values(parameters)
-
-    found = []
-    for _ in range(2):
-        optimizer = "sgd", {"learning_rate": 1.0, "lr_scheduler": FactorScheduler(2, 0.5)}
-        found.append(ONE_HOST.run(rates)[0])
-    optimizer = "sgd", {"learning_rate": 1.0, "lr_scheduler": FactorScheduler(2, 0.5)}
-    assert found[1][1] == run(ONE_HOST, 0, STEPS, optimizer=optimizer)[0][1]
-    assert found[1][0] < found[0][0]
 
 
 # --- files that are wrong
@@ -202,22 +220,6 @@ def test_a_save_that_fails_fails_everywhere_and_keeps_the_old_file(on_store, tmp
     assert os.listdir(tmp_path) == ["file"]
 
 
-@ON_STORE
-def test_while_a_checkpoint_is_saved_nothing_beside_it_can_be_read_by_others(on_store, tmp_path, monkeypatch):
-    found: set[tuple[str, int]] = set()
-    write = archive.write_archive  # also of what workers send
-
-    def look(*arguments):
-        found.update((file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir())
-        write(*arguments)
-
-    monkeypatch.setattr(archive, "write_archive", look)
-    (tmp_path / "file").touch(0o600)
-    ONE_HOST.run(lambda store: begun(store, on_store=on_store)[1].save(tmp_path / "file"))
-    assert sorted((name.endswith(".tmp"), mode) for name, mode in found) == [(False, 0o600), (True, 0o600)]
-    assert os.listdir(tmp_path) == ["file"]
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
 def test_another_users_file_at_the_place_of_the_stop_file_is_told_of(tmp_path, capfd):
     """In a shared folder somebody may have put it there; a file that the program names is meant."""
@@ -231,6 +233,96 @@ def test_another_users_file_at_the_place_of_the_stop_file_is_told_of(tmp_path, c
     assert ONE_HOST.run(body, stop_file=str(file)) == [[STOP, STOP]] * ONE_HOST.workers
     told = "(MPIKV_STOP_FILE), from which this run goes on, is of user 12345"
     assert capfd.readouterr().err.count(told) == 1
+
+
+# --- what each worker keeps for itself
+
+
+def resumed(path: Path, mode: Mode, on_store: bool | None = None) -> list[Any]:
+    def body(store: Any) -> Any:
+        kept = Kept(old=np.zeros(1))
+        begun(store, kept=kept, on_store=on_store)[1].resume(path)
+        return list(kept.state)
+
+    return mode.run(body)
+
+
+def save(path: Path, kept: Callable[[int], Any], on_store: bool | None = None) -> None:
+    THREE.run(lambda store: begun(store, kept=kept(store.rank), on_store=on_store)[1].save(path))
+
+
+def test_some_workers_keep_nothing(tmp_path: Path) -> None:
+    """Those are not asked to load anything; one that kept an empty state is."""
+    save(tmp_path / "run", [None, Kept(), Kept(a=np.ones(2))].__getitem__)
+    assert resumed(tmp_path / "run", THREE) == [["old"], [], ["a"]]
+
+
+@ON_STORE
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_other_numbers_of_workers_begin_with_none(workers, on_store, tmp_path, capfd):
+    """Which is said once; and nothing is said to a trainer that keeps nothing, nor of one that kept nothing."""
+    path, mode = tmp_path / "run", Mode("dist_sync", workers)
+    save(path, of_worker, on_store)
+    assert resumed(path, mode, on_store) == [["old"]] * workers
+    said = f"mpikv: {path} has what each of 3 workers kept (worker_state), and {workers} go on: they begin with none of"
+    assert capfd.readouterr().err.count(said) == 1
+    mode.run(lambda store: begun(store, on_store=on_store)[1].resume(path))
+    save(path, lambda rank: None, on_store)
+    assert resumed(path, mode, on_store) == [["old"]] * workers
+    assert capfd.readouterr().err == ""
+
+
+def test_what_keeps_no_state() -> None:
+    for wrong, words in ((7, "7 has no method state_dict"), (type("Half", (), {"state_dict": dict})(), "load_state_")):
+        with pytest.raises(TypeError, match=f"worker_state: .*{words}"):
+            begun(None, kept=wrong)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        *(({"b": wrong}, "'b' of worker_state") for wrong in ("text", np.array(["text"]), np.ones(2, np.complex64))),
+        (RuntimeError("no generator"), "state_dict of worker_state raised RuntimeError: no generator$"),
+        (None, "state_dict of worker_state gave None, no arrays by their names$"),
+        ({"a": 1, ("b", 1): 2}, r"worker_state has the names \['a', \('b', 1\)\]; a checkpoint holds str alone$"),
+    ],
+    ids=str,
+)
+@ON_STORE
+def test_what_cannot_be_saved(on_store, state, words, tmp_path):
+    """Every worker hears of it, who catches the error goes on, and the file is as it was."""
+
+    def body(store: Any) -> None:
+        kept = Kept(a=np.ones(2))
+        trainer = begun(store, kept=kept, on_store=on_store)[1]
+        trainer.save(tmp_path / "run")
+        if store.rank == 1:
+            kept.state = state
+        with pytest.raises(UnsupportedError, match=f"worker 1: save: {words}"):
+            trainer.save(tmp_path / "run")
+        trainer.step(1)
+        assert trainer.steps == 1
+
+    ONE_HOST.run(body)
+    assert os.listdir(tmp_path) == ["run"]
+    assert begun(None)[1].resume(tmp_path / "run") == 0
+
+
+def test_contents_that_are_none_of_a_checkpoint(tmp_path: Path) -> None:
+    content = packed([], {"optimizers": [], "configs": []})
+    content |= {"steps": 4, "examples": 8, "agreed": [], "weights": {"0": np.zeros(5)}, "workers": []}
+
+    def resumed_from(**changes: Any) -> int:
+        archive.save(tmp_path / "run", checkpoint.KIND, {**content, **changes})
+        return Trainer([Parameter(np.ones(5))], "sgd", worker_state=Kept()).resume(tmp_path / "run")
+
+    absent = {"array": "x", "scalar": False}
+    assert resumed_from() == resumed_from(workers=[None]) == resumed_from(workers=[{"a": np.ones(2)}]) == 4
+    wrong = [{"weights": one} for one in (None, "a", ["w"], {"0": 3}, {"0": absent}, {"0": np.float64(1)})]
+    wrong += [{"workers": one} for one in (None, "x", 1, [3], [{"a": absent}], [["w"]])]
+    for changes in (*wrong, {"steps": -1}, {"steps": 1.5}, {"examples": "x"}, {"agreed": [1]}, {"agreed": ["x", 1]}):
+        with pytest.raises(StatesFileError, match=f"{tmp_path}/run: damaged: "):
+            resumed_from(**changes)
 
 
 # --- stopping by itself
@@ -284,11 +376,10 @@ def test_the_program_decides_without_a_file_and_with_two_trainers(trainers, tmp_
     assert said == trainers - 1
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("path", ["no folder/file", ""])
 def test_stop_file_that_cannot_be_written(path, tmp_path):
     with pytest.raises(RankError) as caught:
-        stopping(str(tmp_path / path))
+        stopping(str(tmp_path / path), mode=ALONE)
     assert isinstance(caught.value.errors[0], ConfigError)
     assert "MPIKV_STOP_FILE" in str(caught.value.errors[0])
 
@@ -298,11 +389,10 @@ def test_stop_file_that_cannot_be_written(path, tmp_path):
 def test_examples_are_counted(on_store, batch_size, tmp_path):
     """By every worker, saved, and read by another number of workers; whole numbers stay whole."""
 
-    def body(store, steps):
+    def body(store):
         _, trainer = begun(store, on_store=on_store)
-        trainer.resume(tmp_path / "file")
-        trainer.zero_grad()
-        for _ in range(steps):
+        for _ in range(trainer.resume(tmp_path / "file"), 3):
+            trainer.zero_grad()
             if on_store:
                 trainer.step(batch_size)
             else:
@@ -312,7 +402,7 @@ def test_examples_are_counted(on_store, batch_size, tmp_path):
         return trainer.steps, trainer.examples
 
     wanted = 3 * float(batch_size)
-    for found in ONE_HOST.run(partial(body, steps=3)) + THREE.run(partial(body, steps=0)):
+    for found in ONE_HOST.run(body) + THREE.run(body):
         assert found == (3, wanted)
         assert type(found[1]) is (int if wanted.is_integer() else float)
 
