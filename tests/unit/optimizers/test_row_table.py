@@ -81,15 +81,6 @@ def test_an_update_is_that_of_each_row_by_itself(name, dtype, full):
     assert table.states(owner).state[ROWS].tolist() == sorted(reference.states)
 
 
-def test_rows_that_were_not_pushed_are_not_touched():
-    table, owner = table_of(info_of(), np.ones((N_ROWS, COLUMNS), "float32")), owner_with(optimizers.Adam(wd=0.5))
-    for ids in ([3], [4], [3]):
-        table.update(owner, np.array(ids), np.ones((1, COLUMNS), "float32"), AS_SET)
-    value = table.rows(np.arange(N_ROWS))
-    assert np.flatnonzero((value != 1).any(1)).tolist() == [3, 4]
-    assert table.states(owner).state[ROWS].tolist() == [3, 4]
-
-
 def test_without_an_optimizer_the_value_becomes_the_sum():
     table, owner = table_of(info_of(), np.ones((N_ROWS, COLUMNS), "float32")), owner_with(None)
     table.update(owner, np.array([7]), np.full((1, COLUMNS), 5, "float32"), AS_SET)

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import pickle
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -38,25 +37,10 @@ def whole(key, shape: tuple[int, ...], dtype, state: dict) -> StateRecord:
     return StateRecord(key, shape, np.dtype(dtype), 0, int(np.prod(shape)), state)
 
 
-def equal_states(a: dict, b: dict) -> bool:
-    def same(x, y) -> bool:
-        if isinstance(x, (np.ndarray, np.generic)):
-            return type(x) is type(y) and x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
-        return type(x) is type(y) and (x == y or (x != x and y != y))  # noqa: PLR0124 - NaN
-
-    return set(a) == set(b) and all(same(a[name], b[name]) for name in a)
-
-
-def equal_parts(a: StateRecord, b: StateRecord) -> bool:
-    return a._replace(state={}) == b._replace(state={}) and equal_states(a.state, b.state)
-
-
-def equal_files(a: StatesFile, b: StatesFile) -> bool:
-    return (
-        (a.meta, list(a.entries)) == (b.meta, list(b.entries))
-        and [type(key) for key in a.entries] == [type(key) for key in b.entries]
-        and all(equal_parts(entry, b.entries[key]) for key, entry in a.entries.items())
-    )
+def told(value: Any) -> str:
+    """All of it: types, dtypes, shapes, and every digit."""
+    with np.printoptions(floatmode="unique", threshold=1000):
+        return repr(value)
 
 
 def example(small: bool = False) -> StatesFile:
@@ -80,59 +64,42 @@ def save(path, file: StatesFile) -> None:
     save_states(path, file.entries.values(), meta=file.meta)
 
 
-def saved(path: pathlib.Path, file: StatesFile) -> bytes:
-    save(path, file)
-    return path.read_bytes()
-
-
 SMALL = records_to_bytes(example(small=True).entries.values())  # what is sent of it
 
 
 def test_round_trip(tmp_path: pathlib.Path) -> None:
-    file = example()
-    path = tmp_path / "states"
+    """Also of what is sent; and the library reads it, too."""
+    file, path = example(), tmp_path / "states"
     save(path, file)
     loaded = load_states(path)
-    assert equal_files(loaded, file)
+    assert told(loaded) == told(file)
     assert os.listdir(tmp_path) == ["states"]
+    sent = records_to_bytes(file.entries.values())
+    assert told(records_from_bytes(sent)) == told([*file.entries.values()])
     arrays = [one for entry in loaded.entries.values() for one in entry.state.values() if isinstance(one, np.ndarray)]
     assert all(array.flags.writeable for array in arrays)  # so that they can be updated
-    save(os.fsencode(path), example(small=True))
-    assert equal_files(load_states(str(path)), example(small=True))
-    save(path, StatesFile({}))
-    assert equal_files(load_states(path), StatesFile({}))
-
-
-def test_a_file_and_a_message_are_the_same_record(tmp_path: pathlib.Path) -> None:
-    file = StatesFile(example().entries)
-    data = saved(tmp_path / "states", file)
-    assert data == records_to_bytes(file.entries.values())
-    assert all(equal_parts(part, file.entries[part.key]) for part in records_from_bytes(data))
-
-
-def test_the_library_reads_it_too(tmp_path: pathlib.Path) -> None:
-    file = example()
-    save(tmp_path / "states", file)
-    arrays = safetensors.numpy.load_file(tmp_path / "states")
+    opened = safetensors.numpy.load_file(path)
     for key, entry in file.entries.items():
         for name, value in entry.state.items():
             if isinstance(value, (np.ndarray, np.generic)) and key != "1":
-                found = arrays[f"records/{key}/state/{name}"]
-                assert (found.dtype, found.shape, found.tobytes()) == (value.dtype, value.shape, value.tobytes())
-    # Two keys of one name, an int and a str.
-    assert arrays["records/1/state/momentum"].shape == (2,)
+                assert told(opened[f"records/{key}/state/{name}"]) == told(np.asarray(value))
+    assert opened["records/1/state/momentum"].shape == (2,)  # of two keys of one name the int, which comes first
+    save(os.fsencode(path), example(small=True))
+    assert told(load_states(str(path))) == told(example(small=True))
+    save(path, StatesFile({}))
+    assert told(load_states(path)) == told(StatesFile({}))
 
 
 def test_any_text_is_a_key(tmp_path: pathlib.Path) -> None:
     keys = [1, "1", "1'", "\ud800", "\\ud800", "", "__metadata__", "a/b"]
     file = StatesFile({key: whole(key, (1,), np.float32, {"t": i, "m": np.full(1, i)}) for i, key in enumerate(keys)})
     save(tmp_path / "states", file)
-    assert equal_files(load_states(tmp_path / "states"), file)
+    assert told(load_states(tmp_path / "states")) == told(file)
 
 
 def test_the_format_stays() -> None:
     """A file of the first version that mpikv reads; a change of the format needs another version."""
-    assert equal_files(load_states(FIXTURE), example())
+    assert told(load_states(FIXTURE)) == told(example())
 
 
 def test_parts(tmp_path: pathlib.Path) -> None:
@@ -142,8 +109,7 @@ def test_parts(tmp_path: pathlib.Path) -> None:
         StateRecord(7, (3,), FLOAT32, 3, 3, {"t": 2}),
         StateRecord("w", (8,), FLOAT32, 4, 8, state),
     ]
-    back = records_from_bytes(records_to_bytes(parts))
-    assert all(equal_parts(a, b) for a, b in zip(back, parts, strict=True))
+    assert told(records_from_bytes(records_to_bytes(parts))) == told(parts)
     assert records_from_bytes(records_to_bytes([])) == []
     (tmp_path / "parts").write_bytes(records_to_bytes(parts))
     with pytest.raises(StatesFileError, match=r"it holds elements \[0, 4\) of key 'w' alone"):
@@ -159,25 +125,23 @@ def test_parts(tmp_path: pathlib.Path) -> None:
 def test_every_truncation_and_every_flipped_byte(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "states"
     file = StatesFile(example(small=True).entries, {"epoch": 3, "note": "ä"})
-    content = saved(path, file)
-    for damaged in (*(content[:n] for n in range(len(content))), *flipped(content)):
+    save(path, file)
+    content = path.read_bytes()
+    flipped = (
+        content[:i] + bytes([content[i] ^ flip]) + content[i + 1 :] for i in range(len(content)) for flip in (1, 0x80)
+    )
+    for damaged in (*(content[:n] for n in range(len(content))), *flipped):
         path.write_bytes(damaged)
         try:
             loaded = load_states(path)
         except StatesFileError as error:
             assert str(error).startswith(f"{path}: ")  # noqa: PT017
         else:  # a byte of what pads the header
-            assert equal_files(loaded, file)
+            assert told(loaded) == told(file)
             assert damaged.replace(b"!", b" ") == content
     path.write_bytes(b"")
     with pytest.raises(StatesFileError, match=f"{path}: it is empty"):
         load_states(path)
-
-
-def flipped(content: bytes) -> list[bytes]:
-    return [
-        content[:i] + bytes([content[i] ^ flip]) + content[i + 1 :] for i in range(len(content)) for flip in (1, 0x80)
-    ]
 
 
 class Evil:
@@ -222,14 +186,7 @@ def set_in(*path: Any) -> Callable[[Any], None]:
 def zipped() -> bytes:
     """What mpikv wrote before."""
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("header.json", "{}")
-    return file.getvalue()
-
-
-def pickled() -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array([Evil()], object), allow_pickle=True)
+    np.savez(file, header=np.ones(3))
     return file.getvalue()
 
 
@@ -243,7 +200,6 @@ FOREIGN = {
     "zeros": (bytes(1000), "not a file of states"),
     "zip": (zipped(), "a zip file, as mpikv wrote before 0.1.0: this version reads safetensors; save it anew"),
     "pickle": (pickle.dumps({"a": Evil()}), "not a file of states"),
-    "pickled npy": (pickled(), "not a file of states"),
     "of others": (safetensors.numpy.save({"a": np.ones(3)}), "not a file of states"),
     "header is a list": (raw([]), "not a file of states"),
     "header is deep": (raw(b"[" * 100_000), "not a file of states"),
@@ -299,12 +255,7 @@ def test_foreign_files(kind: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(StatesFileError, match=f"^{path}: .*{words}"):
         load_states(path)
     path.write_bytes(tampered(lambda content: None))  # so it is the change that is refused
-    assert equal_files(load_states(path), StatesFile(example(small=True).entries))
-
-
-def test_a_missing_file(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_states(tmp_path / "nowhere")
+    assert told(load_states(path)) == told(StatesFile(example(small=True).entries))
 
 
 # --- writing
@@ -332,18 +283,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: 
         save(path, example(small=True))
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["states"]
-    with pytest.raises(FileNotFoundError):
-        save(tmp_path / "no" / "directory", example())
-
-
-def test_a_link_keeps_pointing_to_the_file(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "states", tmp_path / "latest"
-    save(target, example())
-    link.symlink_to(target)
-    save(link, example(small=True))
-    assert link.is_symlink()
-    assert equal_files(load_states(target), example(small=True))
+    for call in (load_states, lambda path: save(path, example())):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            call(tmp_path / "nowhere" / "states")
 
 
 # --- slices
@@ -354,11 +296,11 @@ def test_slice_and_join() -> None:
     parts = [(begin, end, slice_state(state, begin, end, 10)) for begin, end in ((4, 9), (0, 4), (9, 10), (4, 4))]
     assert parts[0][2]["m"].tolist() == [4, 5, 6, 7, 8]
     parts[0][2]["m"][0] = 4.0  # a copy, so that it may be changed
-    assert equal_states(join_states(parts, 10), state)
-    assert equal_states(join_states(parts), state)
+    assert told(join_states(parts, 10)) == told(state)
+    assert told(join_states(parts)) == told(state)
     whole = slice_state(state, 0, 10, 10)
     assert whole is not state
-    assert equal_states(join_states([(0, 10, whole)]), state)
+    assert told(join_states([(0, 10, whole)])) == told(state)
     # A whole value's state may hold anything.
     assert join_states([(0, 4, {"t": 1, "other": "x"})], 4) == {"t": 1, "other": "x"}
     assert join_states([(0, 0, {"t": 1})], 0) == {"t": 1}

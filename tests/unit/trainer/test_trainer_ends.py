@@ -11,7 +11,6 @@ import pytest
 from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, modes
 
 from mpikv import Parameter, PeerError, StallError, Trainer
-from mpikv.trainer.trainer import _in_steps
 
 MODES = (ONE_HOST, MESSAGES, SERVED)
 
@@ -64,13 +63,3 @@ def test_a_worker_in_the_evaluation_is_told_of_at_once(mode: Mode) -> None:
     for one in (text, *others):
         assert "Deadlock: " in one
         assert re.search(r"worker 0 on \S+ in pushpull of key .*, round 5", one)
-
-
-def test_what_is_known_decides() -> None:
-    error = StallError("worker 0 waited.")
-    assert _in_steps(error, 5) is error
-    error.behind = ("worker 1 on h", 2)
-    told = _in_steps(error, 5)
-    assert type(told) is StallError
-    assert "in step 5 of its Trainer, and worker 1 on h has not come to the next one after step 3: " in str(told)
-    assert str(told).endswith("In detail: worker 0 waited.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import MESSAGES, ONE_HOST, SERVED, Mode, modes
+from store_modes import MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode, modes
 
 from mpikv import ConfigError, Parameter, StatesFileError, Trainer, UnsupportedError
 from mpikv.errors import MpikvError
@@ -38,11 +39,11 @@ def model(dtype: str = "float32") -> dict[str, Parameter]:
     return parameters
 
 
-def train(trainer: Trainer, parameters: dict[str, Parameter], worker: int, first: int, last: int) -> None:
+def train(trainer, parameters, worker, first, last, *, share=1.0):
     for step in range(first, last):
         random = np.random.default_rng([worker, step])
         for name, shape in SHAPES.items():
-            grad = random.standard_normal(shape)
+            grad = random.standard_normal(shape) * share
             if name == "a":
                 grad[0, 0] = 0.0  # its weight stays -0.0 under plain momentum
             parameters[name].grad[...] = grad
@@ -125,19 +126,24 @@ def test_same_bits(mode, on_store, optimizer, dtype, tmp_path):
     assert run(mode, STOP, STEPS, file, **options) == [(STOP, *found) for _, *found in whole]
 
 
-@modes(ALONE, SERVERS, Mode("dist_sync", 4))
-def test_other_numbers_of_workers_and_servers(mode, tmp_path):
-    """The weights at the start are those of the file, and worker 0's where there is none."""
-    file, shift = tmp_path / "file", np.float32(1)
+def test_other_numbers_of_workers_and_servers_go_on(tmp_path):
+    """As one worker would have: other workers' gradients are 0. Their weights at the start are worker 0's."""
 
-    def body(store):
+    def body(store, first, last):
         parameters = model()
-        parameters["fixed"].data[...] += store.rank * shift
-        return Trainer(parameters, *MOMENTUM, kvstore=store).resume(file), values(parameters)
+        for parameter in parameters.values():
+            parameter.data[...] -= store.rank
+        trainer = Trainer(parameters, *MOMENTUM, kvstore=store)
+        assert values(parameters) == values(model())
+        assert trainer.resume(tmp_path / "file") == first
+        train(trainer, parameters, 0, first, last, share=float(store.rank == 0))
+        trainer.save(tmp_path / "file")
+        return values(parameters)
 
-    assert mode.run(body) == [(0, values(model()))] * mode.workers
-    saved = run(SERVED, 0, STOP, file, stop=True)
-    assert mode.run(body) == [(STOP, saved[0][1])] * mode.workers
+    for first, last, mode in ((0, 2, TWO_HOSTS), (2, 3, SERVERS), (3, 4, ALONE), (4, STEPS, Mode("dist_sync", 4))):
+        found = mode.run(partial(body, first=first, last=last))
+        assert found == [found[0]] * mode.workers
+    assert found[0] == run(ALONE, 0, STEPS)[0][1]
 
 
 @pytest.mark.parametrize("servers", [0, 1])
