@@ -8,7 +8,7 @@ next run continues from it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpikv.arrays import as_numpy
@@ -16,6 +16,7 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.common.files import place_of
 from mpikv.errors import MpikvError
+from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
 from mpikv.optimizers import archive
 from mpikv.optimizers.states_file import InMemory, Place
@@ -89,10 +90,6 @@ class TrainerFiles(TrainedWeights):
         return {name: list_data(parameter)[0] for name, parameter in self._params.items()}
 
     @property
-    def _asynchronous(self) -> bool:
-        return self._store is not None and "async" in self._store.type
-
-    @property
     def steps(self) -> int:
         """The number of steps made, including those of earlier runs that it has resumed. `save` saves it.
 
@@ -136,10 +133,10 @@ class TrainerFiles(TrainedWeights):
         """
         path = checks.path("fname", fname)
         self._finish_waiting()
-        if self._asynchronous and self._store is not None:
-            self._store.barrier()
-            self.pull_weights()
         self._session.decide("save", lambda: place_of(path))
+        if self._asynchronous:
+            self._session.barrier()
+            self.pull_weights()
         states = InMemory(path)  # filled at worker 0
         self._save_states(states, together=True)
         gathered = checkpoint.gather_kept(self._session, self._worker_state)
@@ -205,33 +202,33 @@ class TrainerFiles(TrainedWeights):
             for name, parameter in self._params.items():
                 for replica in list_data(parameter):
                     as_numpy.write(replica, weights[name], f"parameter {shown(name)}")
+                data_written(parameter)
         else:
+            self._distribute(self._store, list(self._trained), weights, updated=self._updater is not None)
             fixed = [name for name in self._params if name not in self._trained]
-            for names, updated in ((self._trained, self._updater is not None), (fixed, self._asynchronous)):
-                if names:
-                    checkpoint.distribute(
-                        self._store,
-                        [self._keys[name] for name in names],
-                        [weights[name] for name in names],
-                        [list_data(self._params[name]) for name in names],
-                        self._optimizer if updated else None,
-                    )
-        for parameter in self._params.values():
-            data_written(parameter)
+            self._distribute(self._store, fixed, weights, updated=self._asynchronous)
+
+    def _distribute(self, store: KVStore, names: Sequence[str], weights: Mapping[str, Any], *, updated: bool) -> None:
+        """Copy worker 0's weights to the owners and into all workers' parameters. updated: whether the store has them
+        updated.
+        """
+        if names:
+            outs = [list_data(self._params[name]) for name in names]
+            optimizer = self._optimizer if updated else None
+            keys = [self._keys[name] for name in names]
+            checkpoint.distribute(store, keys, [weights[name] for name in names], outs, optimizer)
+            for name in names:
+                data_written(self._params[name])
 
     def sync_buffers(self) -> None:
         """Copy worker 0's buffers of the module to every worker, for example before an evaluation by all of them.
 
         Collective, blocks. Does nothing if the trainer was not given a module, or if there is no store.
         """
-        names = [name for name, parameter in self._params.items() if isinstance(parameter, TorchBuffer)]
-        if self._store is not None and names:
-            values = [list_data(self._params[name]) for name in names]
-            optimizer = self._optimizer if self._asynchronous else None
-            keys = [self._keys[name] for name in names]
-            checkpoint.distribute(self._store, keys, [replicas[0] for replicas in values], values, optimizer)
-            for name in names:
-                data_written(self._params[name])
+        if self._store is not None:
+            names = [name for name, parameter in self._params.items() if isinstance(parameter, TorchBuffer)]
+            values = {name: list_data(self._params[name])[0] for name in names}
+            self._distribute(self._store, names, values, updated=self._asynchronous)
 
     # --- stopping
 

@@ -75,6 +75,7 @@ class TrainedWeights:
         # Of the store, or of this process alone.
         owner = self._local if store is None else store
         self._session, self._strategy = owner.session, owner.strategy
+        self._asynchronous = "async" in self._session.name
         _check_stop_file(self._session)
         self._number = self._session.new_namespace()  # among the trainers of its store
         self._keys = {name: f"trainer{self._number}/{name}" for name in self._params}
