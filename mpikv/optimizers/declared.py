@@ -35,6 +35,11 @@ Check = Callable[[str, str, Any], Any]
 become Python's, or raises TypeError or ValueError."""
 
 
+def check_by(check: Callable[..., Any], *limits: Any) -> Check:
+    """Return the check of an attribute by a function of common/checks.py, which takes these limits, too."""
+    return lambda owner, name, value: check(f"{owner}: {name}", value, *limits)
+
+
 class Field(NamedTuple):
     """The declaration of a hyperparameter.
 
@@ -95,11 +100,7 @@ def flag(*, default: bool, doc: str) -> Any:
     >>> Strange(centered=True).centered
     True
     """
-
-    def check(owner: str, name: str, value: Any) -> bool:
-        return checks.flag(f"{owner}: {name}", value)
-
-    return Field(default, check, bool, "True or False", doc)
+    return Field(default, check_by(checks.flag), bool, "True or False", doc)
 
 
 def texts(*, default: tuple[str, ...], doc: str) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
-from mpikv.optimizers.declared import Check, Field
+from mpikv.optimizers.declared import Check, Field, check_by
 from mpikv.optimizers.identity import identity
 
 
@@ -32,20 +32,8 @@ def _of(check: Check, wanted: str, doc: str) -> dict[str, Any]:
     return {"check": check, "wanted": wanted, "doc": doc}
 
 
-def _rate(owner: str, name: str, value: Any) -> float:
-    return checks.number(f"{owner}: {name}", value, 0.0)
-
-
-def _count(owner: str, name: str, value: Any, low: int = 1) -> int:
-    return checks.whole(f"{owner}: {name}", value, low)
-
-
-def _from_zero(owner: str, name: str, value: Any) -> int:
-    return _count(owner, name, value, 0)
-
-
-def _mode(owner: str, name: str, value: Any) -> Any:
-    return checks.one_of(f"{owner}: {name}", value, ("linear", "constant"))
+_rate, _count, _from_zero = check_by(checks.number, 0.0), check_by(checks.whole, 1), check_by(checks.whole, 0)
+_mode = check_by(checks.one_of, ("linear", "constant"))
 
 
 def _reduction(owner: str, name: str, value: Any) -> float:

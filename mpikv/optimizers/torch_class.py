@@ -23,7 +23,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.checks import meant, options, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.declared import field
+from mpikv.optimizers.declared import check_by, field
 from mpikv.optimizers.function import count_of
 from mpikv.optimizers.schedules import Scheduler
 from mpikv.optimizers.step import Arrays, State, Step
@@ -38,10 +38,6 @@ def is_torch_class(value: object) -> TypeGuard[type[Any]]:
     return isinstance(value, type) and any(
         base.__name__ == "Optimizer" and base.__module__ == "torch.optim.optimizer" for base in value.__mro__
     )
-
-
-def _options(owner: str, name: str, value: Any) -> dict[str, Any]:
-    return options(f"{owner}: {name}", value)
 
 
 def _json(value: Any) -> Any:
@@ -87,7 +83,7 @@ class TorchOptimizer(Optimizer):
 
     kwargs: dict[str, Any] = field(
         default={},
-        check=_options,
+        check=check_by(options),
         doc="the class's own arguments",
         init=False,
         to_json=_to_json,

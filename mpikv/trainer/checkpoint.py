@@ -173,8 +173,9 @@ class _StoreRows(Optimizer):
         np.copyto(w, g)
 
 
-def _store_pushed(weight: HostArray, grad: HostArray, _state: Any) -> None:
-    weight[...] = grad
+def store_pushed(value: HostArray, pushed: HostArray, _state: Any) -> None:
+    """Be an optimizer (`Function`) by which a key gets the sum that was pushed."""
+    value[...] = pushed
 
 
 def distribute(
@@ -201,13 +202,13 @@ def _distribute(
         whole = [RowSparse.of(value) for value in values]
         values = whole if store.rank == 0 else [RowSparse.zeros(one.shape, one.dtype) for one in whole]
     elif store.rank != 0:
-        values = [_neutral(*shape_and_dtype(value, "a weight")) for value in values]
+        values = [np.negative(np.zeros(*shape_and_dtype(value, "a weight"))) for value in values]
     if optimizer is None:
         store.pushpull(keys, values, out=outs)
         return
     storing: Optimizer = _StoreRows()
     if not sparse:
-        storing = Function(_store_pushed)
+        storing = Function(store_pushed)
         storing.elementwise = optimizer.elementwise  # so that the keys' shards do not change
     store.strategy.set_optimizer(storing, keys)
     if not asynchronous or store.rank == 0:
@@ -218,8 +219,3 @@ def _distribute(
     if asynchronous:
         store.barrier()  # no worker may make its first step before all have pulled
     store.strategy.set_optimizer(optimizer, keys)
-
-
-def _neutral(shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
-    zeros: HostArray = np.zeros(shape, dtype)
-    return zeros if dtype.kind in "iu" else np.negative(zeros)

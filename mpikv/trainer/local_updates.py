@@ -315,7 +315,7 @@ class LocalUpdates:
         for name in pending:
             self._trainer.wait(name)
         others = [name for name in self._shared if name not in pending]
-        before = [_copied(weight_of(self._shared[name])) for name in others]
+        before = [copy.deepcopy(weight_of(self._shared[name])) for name in others]
         self._store.barrier()
         self._trainer.pull_weights()
         for name, old in zip(others, before, strict=True):
@@ -381,10 +381,6 @@ def _copies(params: Any, own: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _gradient(parameter: Any) -> Any:
     return parameter.tensor.grad if isinstance(parameter, TorchParameter) else parameter.grad
-
-
-def _copied(array: Any) -> Any:
-    return array.clone() if hasattr(array, "clone") else array.copy()
 
 
 def _add(array: Any, other: Any, factor: float) -> None:

@@ -36,9 +36,9 @@ class WeightUpdate(NamedTuple):
 class OwnUpdates:
     """An optimizer with the states of some keys, in this process: a store of one process. Its calls are local."""
 
-    def __init__(self, optimizer: Optimizer, spaces: Spaces | None = None) -> None:
-        self._spaces = Spaces() if spaces is None else spaces
-        self.session = Session("local", spaces=self._spaces)
+    def __init__(self, optimizer: Optimizer, spaces: Spaces) -> None:
+        self._spaces = spaces
+        self.session = Session("local", spaces=spaces)
         self.strategy = LocalStrategy(self.session)
         self.strategy.set_optimizer(optimizer, None)
         self._held: dict[Key, SpaceArray] = {}

@@ -20,6 +20,7 @@ from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Optimizer
 from mpikv.optimizers.function import Function
+from mpikv.trainer.checkpoint import store_pushed
 
 # The kinds of a worker's gradients. 0: it has none.
 SUMS = 1  # over its examples
@@ -109,7 +110,7 @@ class Shares:
                 self._store.session.own_keys.add(self._key)
                 self._store.init(self._key, self._array)
                 # Without it, an optimizer that the program has set for the store would update the key.
-                self._store.strategy.set_optimizer(Function(_keep), [self._key])
+                self._store.strategy.set_optimizer(Function(store_pushed), [self._key])
         return self._array
 
     def _exchange(self, kind: int, examples: float) -> HostArray:
@@ -147,7 +148,3 @@ def positive(value: Any, what: str) -> float:
     if not 0 < number < math.inf:
         raise ValueError(f"{what} is a number above 0; got {shown(value)}")
     return number
-
-
-def _keep(table: HostArray, total: HostArray, _state: Any) -> None:
-    table[...] = total

@@ -125,7 +125,7 @@ class Trainer(TrainerFiles):
             self._buckets = self._bucket(self._store, self._bucketed)
         devices = len(list_data(self._params[next(iter(self._trained))]))
         self._shares = Shares(self._store, f"examples of trainer{self._number}", devices, self._optimizer)
-        self._overlap = Overlap(self._tensors if overlap else {}, self._gradient_ready)
+        self._overlap = Overlap(self._tensors if overlap else {}, self.push_grad)
 
     # --- the step
 
@@ -166,16 +166,12 @@ class Trainer(TrainerFiles):
         if not self._pushed:
             self._pushed_with = self._optimizer.attributes()
         if self._updater is not None:
-            self._updater.push(self._keys[name], replicas, self._priority(name))
+            self._updater.push(self._keys[name], replicas, self._priorities[name])
             self._pushed[name] = None, []
         elif not self._workers_update or self._factor() == self._optimizer.rescale_grad:  # else `step` scales a copy
             with self._scaling():
-                request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
+                request = self._store.pushpull_async(self._keys[name], replicas, priority=self._priorities[name])
             self._pushed[name] = request, replicas
-
-    def _gradient_ready(self, name: str) -> None:
-        if not self._is_frozen(name):
-            self.push_grad(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backward passes whose gradients are only accumulated: `with trainer.no_sync():`. Local.
@@ -351,15 +347,15 @@ class Trainer(TrainerFiles):
         in_one_call = wait and not self._pushed
         for name, replicas in grads.items():
             if name not in self._pushed and not (in_one_call and name in dense):
-                store.push(self._keys[name], replicas, self._priority(name))
+                store.push(self._keys[name], replicas, self._priorities[name])
         if in_one_call:
             store.pushpull([self._keys[name] for name in dense], list(dense.values()), out=list(outs.values()))
             self._data_written(dense)
-        for name in sorted(grads, key=self._order.__getitem__):
+        for name in grads:
             if name in self._sparse:
                 self._pulls[name] = self._changed_rows(store, name)
             elif not in_one_call:
-                self._pulls[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
+                self._pulls[name] = store.pull_async(self._keys[name], outs[name], self._priorities[name])
         if wait:
             self._finish_waiting()
 

@@ -82,7 +82,8 @@ class TrainedWeights:
         if store is not None and compression_params:
             store.set_gradient_compression(compression_params, list(self._keys.values()))
         self._apply_factors()
-        self._order = {name: i for i, name in enumerate(self._params)}
+        # Of transfers: the next forward pass needs the first parameters first.
+        self._priorities = {name: -i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
         self._batch_size: float | None = None  # the one for which the optimizer's rescale_grad is set
         self._trained: dict[str, Key] = {name: key for name, key in self._keys.items() if not self._is_frozen(name)}
@@ -166,7 +167,7 @@ class TrainedWeights:
             self.wait(next(iter(self._pulls)))
 
     def _changed_rows(self, store: KVStore, name: str) -> rows.ChangedRows:
-        return rows.ChangedRows(store, self._keys[name], self._params[name], self._priority(name))
+        return rows.ChangedRows(store, self._keys[name], self._params[name], self._priorities[name])
 
     def _data_written(self, names: Iterable[str]) -> None:
         if self._tensors:
@@ -181,10 +182,6 @@ class TrainedWeights:
             total = self._spaces.total(space, callers, what, on_device=True)
             for out in self._spaces.callers_arrays(outs):
                 self._spaces.write(space, out, total, what)
-
-    def _priority(self, name: str) -> int:
-        """The next forward pass needs the first parameters first."""
-        return -self._order[name]
 
     def _bucket(self, store: KVStore, names: Sequence[str]) -> BucketedKeys | None:
         """Let these parameters share messages, in this order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import frameworks
 import numpy as np
 import pytest
@@ -18,42 +20,45 @@ from torch_training import assert_close, batch, loss, network, reference, sgd, t
 LENGTHS = (5, 9, 2)  # steps of worker 0, 1, 2
 
 
-def size(step: int, worker: int, *, last: int = 3) -> int:
-    """How many examples a worker has in a step: fewer in its last one."""
+def size(step: int, worker: int, how: str = "examples") -> int:
+    """How many examples a worker has in a step: fewer in its last one, but where only equal batches make the mean."""
+    if how == "outside":
+        return 1 + (step + worker) % 3
+    last = 4 if how == "means" else 3
     return 0 if step >= LENGTHS[worker] else last if step == LENGTHS[worker] - 1 else 4
 
 
-def uneven(workers: int, last: int = 3) -> list[dict[int, int]]:
-    steps = max(LENGTHS[:workers])
-    counts = [{worker: size(step, worker, last=last) for worker in range(workers)} for step in range(steps)]
+def uneven(workers: int, how: str = "examples") -> list[dict[int, int]]:
+    counts = [{one: size(step, one, how) for one in range(workers)} for step in range(max(LENGTHS[:workers]))]
     return [{worker: n for worker, n in parts.items() if n} for parts in counts]
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("call", ["examples", "sums", "means"])
+@pytest.mark.parametrize("how", ["examples", "sums", "means", "outside"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
 @modes(*TRAINING)
-def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, call: str) -> None:
-    last = 4 if call == "means" else 3  # without counting, only equal batches make that mean
+def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, how: str) -> None:
+    """Outside of `join` all workers have examples in each step."""
+    longest = max(LENGTHS[: mode.workers])
 
     def body(store: KVStore) -> list[np.ndarray]:
         net = network(store.rank)
-        trainer = sgd(net, store, update_on_kvstore=on_store, overlap=call == "means")
-        with trainer.join():
-            for step in range(LENGTHS[store.rank]):
-                n = size(step, store.rank, last=last)
+        trainer = sgd(net, store, update_on_kvstore=on_store, overlap=how == "means")
+        with contextlib.nullcontext() if how == "outside" else trainer.join():
+            for step in range(longest if how == "outside" else LENGTHS[store.rank]):
+                n = size(step, store.rank, how)
                 trainer.zero_grad()
-                loss(net, batch(step, store.rank, n), "sum" if call == "sums" else "mean").backward()
-                if call == "examples":
+                loss(net, batch(step, store.rank, n), "sum" if how == "sums" else "mean").backward()
+                if how in ("examples", "outside"):
                     trainer.step(examples=n)
                 else:
-                    trainer.step(n if call == "sums" else None, wait=False)
+                    trainer.step(n if how == "sums" else None, wait=False)
                     for parameter in net.parameters():
                         trainer.wait(parameter)
-        assert trainer.steps == max(LENGTHS[: mode.workers])
+        assert trainer.steps == longest
         return weights(net)
 
-    assert_close(mode.run(body), reference(uneven(mode.workers, last)))
+    assert_close(mode.run(body), reference(uneven(mode.workers, how)))
 
 
 @pytest.mark.parametrize("clip", [None, 0.9], ids=["", "clipped"])
@@ -84,23 +89,6 @@ def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float
     )
     assert_close([one for one, _ in found], right)
     assert {last for _, last in found} == {rate(longest - 1)}
-
-
-@modes(*TRAINING)
-def test_examples_are_counted_outside_join_too(mode: Mode) -> None:
-    def n(step: int, worker: int) -> int:
-        return 1 + (step + worker) % 3
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store)
-        for step in range(5):
-            trainer.zero_grad()
-            loss(net, batch(step, store.rank, n(step, store.rank))).backward()
-            trainer.step(examples=n(step, store.rank))
-        return weights(net)
-
-    assert_close(mode.run(body), reference([{one: n(step, one) for one in range(mode.workers)} for step in range(5)]))
 
 
 @on(*TRAINING)
