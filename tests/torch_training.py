@@ -64,8 +64,10 @@ def train(net: Any, trainer: Any, worker: int = 0, steps: Any = range(STEPS)) ->
     return weights(net)
 
 
-def reference(sizes: Any, *, optimizer: Any = None, clip: float | None = None, rates: Any = None) -> list[np.ndarray]:
-    """torch.optim alone. sizes: of each step, worker -> number of examples."""
+def reference(
+    sizes: Any, *, optimizer: Any = None, clip: float | None = None, options: Any = lambda step: {}
+) -> list[np.ndarray]:
+    """torch.optim alone. sizes: of each step, worker -> number of examples. options: of the optimizer, by step."""
     net = copy.deepcopy(NET)
     made = optimizer(net.parameters()) if optimizer else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step, parts in enumerate(sizes):
@@ -73,8 +75,7 @@ def reference(sizes: Any, *, optimizer: Any = None, clip: float | None = None, r
         loss(net, joined(step, parts)).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), clip)
-        if rates is not None:
-            made.param_groups[0]["lr"] = rates(step)
+        made.param_groups[0].update(options(step))
         made.step()
     return weights(net)
 

@@ -315,26 +315,6 @@ def test_a_sum_that_is_added_block_by_block(name: str, dtype: Any, count: int) -
     assert all(np.array_equal(value, other_state[part]) for part, value in state.items())
 
 
-class Nested(optimizers.SGD):
-    """Makes an update of another weight while it makes its own."""
-
-    def formula(self, step: Any, w: Any, g: Any, arrays: Any, tmp: Any) -> None:
-        tmp[0][:] = g
-        inner = optimizers.SGD(learning_rate=0.5)
-        other = np.zeros(w.size, w.dtype)
-        inner.update_sum("other", other, (np.full(w.size, 7, w.dtype), np.full(w.size, 9, w.dtype)), inner.init(other))
-        assert (other == -8).all()
-        w -= tmp[0]
-
-
-def test_an_update_within_an_update() -> None:
-    optimizer = Nested()
-    weight = np.zeros(100_003, np.float32)
-    for _ in range(2):
-        optimizer.update_sum("w", weight, (np.ones_like(weight), np.ones_like(weight)), optimizer.init(weight))
-    assert (weight == -4).all()
-
-
 def test_threads_share_an_optimizer() -> None:
     """Each update has its temporaries for itself; a copy begins without any."""
     optimizer = optimizers.create("adam")

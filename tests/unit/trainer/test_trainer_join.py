@@ -85,7 +85,10 @@ def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float
 
     found = mode.run(body)
     right = reference(
-        2 * uneven(mode.workers), optimizer=lambda params: torch.optim.SGD(params, lr=1.0), rates=rate, clip=clip
+        2 * uneven(mode.workers),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        options=lambda step: {"lr": rate(step)},
+        clip=clip,
     )
     assert_close([one for one, _ in found], right)
     assert {last for _, last in found} == {rate(longest - 1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import frameworks
@@ -59,58 +60,38 @@ def test_twenty_steps_are_those_of_torch_optim(store: KVStore, on_store: bool, o
     return weights(net)
 
 
-@modes(Mode("local", 1), Mode("dist_async", 1), Mode("dist_async", 1, 1))
-def test_alone(mode: Mode) -> None:
-    """One worker has its own gradients only, and so the same weights; also without a store."""
-    right = reference(even(1))
-    assert_close(mode.run(lambda store: of.trained(store, overlap=True)), right)
-    assert_close([of.trained(None)], right)
+def changed(step: int) -> dict[str, Any]:
+    return {"lr": 0.01 + step / 1000, "betas": (0.9 - step / 100, 0.99), "weight_decay": 0.1 * step}
 
 
 @ON_STORE
-@modes(ONE_HOST, TWO_HOSTS, SERVED)
-def test_arguments_of_a_torch_class_are_attributes(mode: Mode, on_store: bool) -> None:
-    def changed(step: int) -> dict[str, Any]:
-        return {"lr": 0.01 + step / 1000, "betas": (0.9 - step / 100, 0.99), "weight_decay": 0.1 * step}
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = Trainer(net, torch.optim.AdamW, {"eps": 1e-3}, kvstore=store, update_on_kvstore=on_store)
-        for step in range(STEPS):
-            for name, value in changed(step).items():
-                setattr(trainer.optimizer, name, value)
-            of.train(net, trainer, store.rank, [step])
-        return weights(net)
-
-    def made(parameters: Any) -> Any:
-        optimizer = torch.optim.AdamW(parameters, eps=1e-3)
-        plain, steps = optimizer.step, iter(range(STEPS))
-
-        def step() -> None:
-            optimizer.param_groups[0].update(changed(next(steps)))
-            plain()
-
-        optimizer.step = step
-        return optimizer
-
-    assert_close(mode.run(body), reference(even(mode.workers), optimizer=made))
+@of.as_alone(ONE_HOST, TWO_HOSTS, SERVED, optimizer=partial(torch.optim.AdamW, eps=1e-3), options=changed)
+def test_arguments_of_a_torch_class_are_attributes(store: KVStore, on_store: bool) -> list[np.ndarray]:
+    net = network(store.rank)
+    trainer = Trainer(net, torch.optim.AdamW, {"eps": 1e-3}, kvstore=store, update_on_kvstore=on_store)
+    for step in range(STEPS):
+        for name, value in changed(step).items():
+            setattr(trainer.optimizer, name, value)
+        of.train(net, trainer, store.rank, [step])
+    return weights(net)
 
 
-@ON_STORE
-@modes(ONE_HOST, TWO_HOSTS)
-def test_tensors_that_the_host_cannot_see(mode: Mode, on_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU's tensors go through, here with the host's: every array is a copy, and is copied back."""
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_parameter, "_on_host", lambda tensor: False)
 
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store, update_on_kvstore=on_store, overlap=True)
-        found = of.train(net, trainer, store.rank)
-        if not on_store:  # the sums are in `.grad`, as they are on the host
-            assert net[2].bias.grad.tolist() == trainer._params["2.bias"].list_grad()[0].tolist()
-        return found
 
-    assert_close(mode.run(body), reference(even(mode.workers)))
+@pytest.mark.usefixtures("unseen")
+@ON_STORE
+@of.as_alone(ONE_HOST, TWO_HOSTS)
+def test_tensors_that_the_host_cannot_see(store: KVStore, on_store: bool) -> list[np.ndarray]:
+    """What a GPU's tensors go through, here with the host's: every array is a copy, and is copied back."""
+    net = network(store.rank)
+    trainer = sgd(net, store, update_on_kvstore=on_store, overlap=True)
+    found = of.train(net, trainer, store.rank)
+    if not on_store:  # the sums are in `.grad`, as they are on the host
+        assert net[2].bias.grad.tolist() == trainer._params["2.bias"].list_grad()[0].tolist()
+    return found
 
 
 # ---- what is a parameter
@@ -171,28 +152,24 @@ def test_sparse_gradients_that_nobody_announced_are_refused() -> None:
         trainer.step()
 
 
-@modes(*TRAINING)
-def test_frozen_layers(mode: Mode) -> None:
+@of.as_alone(
+    *TRAINING,
+    sizes=lambda n: even(n, 3),
+    optimizer=lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1, momentum=0.9),
+)
+def test_frozen_layers(store: KVStore) -> list[np.ndarray]:
     """Worker 0's values at the start, untouched afterwards; thawed ones need another trainer."""
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        net[0].requires_grad_(False)
-        trainer = sgd(net, store, overlap=True)
-        found = of.train(net, trainer, store.rank, range(3))
-        assert all(np.array_equal(a, b) for a, b in zip(found[:2], weights(NET)[:2], strict=True))
-        net[0].requires_grad_(True)
-        with trainer.no_sync():
-            loss(net, batch(0, store.rank)).backward()
-        trainer.push_grad(net[0].weight)
-        with pytest.raises(ValueError, match=r"'0.weight' was frozen when the Trainer was made.*make a new Trainer"):
-            trainer.step()
-        return found
-
-    def alone(parameters: Any) -> Any:
-        return torch.optim.SGD(list(parameters)[2:], lr=0.1, momentum=0.9)
-
-    assert_close(mode.run(body), reference(even(mode.workers, 3), optimizer=alone))
+    net = network(store.rank)
+    net[0].requires_grad_(False)
+    trainer = sgd(net, store, overlap=True)
+    found = of.train(net, trainer, store.rank, range(3))
+    net[0].requires_grad_(True)
+    with trainer.no_sync():
+        loss(net, batch(0, store.rank)).backward()
+    trainer.push_grad(net[0].weight)
+    with pytest.raises(ValueError, match=r"'0.weight' was frozen when the Trainer was made.*make a new Trainer"):
+        trainer.step()
+    return found
 
 
 @on(*TRAINING)
