@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from typing import Any
 
@@ -214,10 +213,15 @@ def test_weights_in_another_order_of_memory(store: KVStore) -> None:
     assert torch.equal(net.weight, numbers * (1 + store.num_workers))
 
 
-@modes(ONE_HOST, TWO_HOSTS, SERVED)
-def test_weights_that_are_changed_between_the_steps_are_warned_of(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> list[Any]:
+    """The warnings of the test, none of which has been given before."""
     monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
+    return recwarn.list
 
+
+@modes(ONE_HOST, TWO_HOSTS, SERVED)
+def test_weights_that_are_changed_between_the_steps_are_warned_of(mode: Mode, warned: list[Any]) -> None:
     def body(store: KVStore) -> None:
         net = network(store.rank)
         frozen = net[0].bias.requires_grad_(False)
@@ -230,43 +234,34 @@ def test_weights_that_are_changed_between_the_steps_are_warned_of(mode: Mode, mo
                 for parameter in net.parameters():
                     trainer.wait(parameter)
             if step == 2:
-                assert not seen
+                assert not warned
                 with torch.no_grad():
                     frozen.add_(1)  # stays as it is written
             if step == 3:
                 store.barrier()
-                assert not seen
+                assert not warned
                 store.barrier()
                 net.load_state_dict(net.state_dict())
 
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        mode.run(body)
-    (found,) = [str(one.message) for one in seen]
-    assert "'0.weight', '2.weight', '2.bias' changed outside of the Trainer" in found
+    mode.run(body)
+    (found,) = warned
+    assert "'0.weight', '2.weight', '2.bias' changed outside of the Trainer" in str(found.message)
 
 
-def test_a_number_for_means_is_warned_of_once_and_not_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_for_means_is_warned_of_once_and_not_where_it_is_named(warned: list[Any]) -> None:
     """PyTorch's losses are means, and gluon's `step(n)` is for sums; `step(batch_size=n)` says that they are sums."""
-    monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
-
-    def steps(trainer: Trainer, *calls: tuple[tuple[float, ...], dict[str, float]]) -> list[str]:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            for arguments, named in calls:
-                trainer.step(*arguments, **named)
-        return [str(one.message) for one in seen]
-
     net = nn.Linear(2, 3)
     net(torch.ones(4, 2)).sum().backward()
-    array = Parameter(np.ones(2), "w")
-    array.grad[...] = 1
-    assert steps(Trainer([array], "sgd"), ((8,), {})) == []
     trainer = Trainer(net, "sgd")
-    assert steps(trainer, ((), {}), ((1,), {}), ((), {"batch_size": 8}), ((), {"examples": 4})) == []
-    (found,) = steps(trainer, ((8,), {}), ((8,), {}))
-    assert "Trainer.step(8) divides the gradients by 8" in found
-    assert "step(batch_size=8), without this warning" in found
+    Trainer([Parameter(np.ones(2))], "sgd").step(8)
+    for arguments in ({}, {"n": 1}, {"batch_size": 8}, {"examples": 4}):
+        trainer.step(**arguments)
+    assert not warned
+    for _ in range(2):
+        trainer.step(8)
+    (found,) = warned
+    assert "Trainer.step(8) divides the gradients by 8" in str(found.message)
+    assert "step(batch_size=8), without this warning" in str(found.message)
     with pytest.raises(ValueError, match="give it once"):
         trainer.step(8, batch_size=8)
 
