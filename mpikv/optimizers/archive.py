@@ -112,8 +112,9 @@ def _apart(value: Any, name: str, arrays: dict[str, HostArray]) -> Any:
 
 
 def _called(one: Any, i: int) -> Any:
-    """Return what an element of a list is called in the names of its arrays: by the key that it is of, if it is."""
-    return one.get("key", i) if isinstance(one, Mapping) else i
+    """Return what an element of a list is called in the names of its arrays: as the key that it is of, if it is."""
+    key = one.get("key") if isinstance(one, Mapping) else None
+    return key if isinstance(key, (str, int)) else i
 
 
 def read_archive(file: IO[bytes], kind: str, origin: str) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def arrays_by_name(found: Any, origin: str) -> dict[str, HostArray]:
 
 def damaged(origin: str, what: str) -> NoReturn:
     """Raise the StatesFileError that names the file and what is wrong."""
-    raise StatesFileError(f"{origin}: {what}")
+    raise StatesFileError(f"{origin}: {plain(what)}")
 
 
 def _metadata(header: bytes) -> dict[str, Any]:
