@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from mpikv.common import checks
 from mpikv.common.checks import meant, shown
@@ -30,12 +30,13 @@ else:
         return lambda cls: cls
 
 
+Value = TypeVar("Value")
 Check = Callable[[str, str, Any], Any]
 """Gets the optimizer's name, the attribute's name and a value. Returns the value in one type, so that NumPy's numbers
 become Python's, or raises TypeError or ValueError."""
 
 
-def check_by(check: Callable[..., Any], *limits: Any) -> Check:
+def check_by(check: Callable[..., Value], *limits: Any) -> Callable[[str, str, Any], Value]:
     """Return the check of an attribute by a function of common/checks.py, which takes these limits, too."""
     return lambda owner, name, value: check(f"{owner}: {name}", value, *limits)
 
