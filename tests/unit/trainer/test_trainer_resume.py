@@ -14,7 +14,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from on_workers import on
 from store_modes import MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode, modes
 
 from mpikv import ConfigError, Parameter, StatesFileError, Trainer, UnsupportedError
@@ -201,14 +200,6 @@ def test_wrong_files_change_nothing(fault, mode, on_store, tmp_path):
         assert values(parameters) == before
 
     mode.run(body)
-
-
-@on(ALONE)
-def test_resume_comes_first(store):
-    parameters, trainer = begun(store)
-    train(trainer, parameters, store.rank, 0, 1)
-    with pytest.raises(MpikvError, match="resume after a step: it comes before the first one"):
-        trainer.resume("file")
 
 
 @ON_STORE
@@ -413,10 +404,13 @@ def test_examples_are_counted(on_store, batch_size, tmp_path):
         assert type(found[1]) is (int if wanted.is_integer() else float)
 
 
-def test_wrong_numbers_of_examples():
-    trainer = Trainer(model(), "sgd")
+def test_mistakes():
+    parameters, trainer = begun(None)
     trainer.examples = 7
     for wrong in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"examples must be (at least 0|finite)"):
             trainer.examples = wrong
     assert trainer.examples == 7
+    train(trainer, parameters, 0, 0, 1)
+    with pytest.raises(MpikvError, match="resume after a step: it comes before the first one"):
+        trainer.resume("file")
