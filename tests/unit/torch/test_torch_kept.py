@@ -28,17 +28,6 @@ KEEP = {
 }
 
 
-@on(nets.HERE)
-def test_without_one_the_memory_stays_the_stores(store: Any) -> None:
-    model = mt.DistributedModel(Parts(), store)
-    seen = set()
-    for _ in range(4):
-        model.zero_grad(set_to_none=True)
-        model(1.0).backward()
-        seen.add(model.a.grad.data_ptr())
-    assert len(seen) == 1
-
-
 # --- what programs do with gradients: the same as in PyTorch alone. An action has the module, the input, what holds
 
 

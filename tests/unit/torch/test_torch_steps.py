@@ -80,8 +80,7 @@ def test_equal_settings_in_any_form_are_equal(store: Any) -> None:
 
 
 @on(*nets.TWO)
-@pytest.mark.parametrize("way", ["model", "optimizer"])
-@pytest.mark.parametrize("which", ["0.weight", "1.bias"])
+@pytest.mark.parametrize(("way", "which"), [("model", "0.weight"), ("optimizer", "1.bias")])
 def test_weights_that_become_different_are_named(store: Any, way: str, which: str) -> None:
     """Within 100 steps, on all workers; rounding, and what is frozen, is no difference."""
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1).requires_grad_(False)]
