@@ -105,10 +105,7 @@ class CollectiveCalls:
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
         """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks."""
         with self._refusing("broadcast"):
-            if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
-                raise TypeError(f"root is a worker's number, not {root!r}")
-            if not 0 <= root < self.store.num_workers:
-                raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
+            check_root(root, self.store.num_workers)
             values = _arrays("broadcast", arrays)
             text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
         ends = np.cumsum([aligned(value.nbytes) for value in values], dtype=np.int64)
@@ -224,6 +221,14 @@ class CollectiveCalls:
         blobs = [_bytes(out) for out in outs]
         blobs[self.store.rank][:] = mine
         self._run(collective.allgather([(mine, blobs)]), "allgather", f"bytes: {[blob.size for blob in blobs]}")
+
+
+def check_root(root: int, n_workers: int) -> None:
+    """Raise TypeError or ValueError for what is no worker's number."""
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+        raise TypeError(f"root is a worker's number, not {root!r}")
+    if not 0 <= root < n_workers:
+        raise ValueError(f"root is a worker, 0 to {n_workers - 1}; got {root}")
 
 
 def _operator(call: str, op: str, values: Sequence[HostArray]) -> Operator:

@@ -32,9 +32,9 @@ except ModuleNotFoundError as error:
     error.msg += "; mpikv.jax needs JAX: pip install jax"
     raise
 import jax.numpy as jnp
-import numpy as np
 
 from mpikv.arrays.as_numpy import dtype_named
+from mpikv.calls.keyless import check_root
 from mpikv.errors import UnsupportedError
 from mpikv.jax.calls import Call, Calls
 from mpikv.jax.primitive import exchange
@@ -77,10 +77,7 @@ def broadcast(tree: Any, store: KVStore, root: int = 0) -> Any:
     {'w': Array([1., 1.], dtype=float32)}
     """
     _check("broadcast", store)
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
-        raise TypeError(f"broadcast: root is a worker's number, not {root!r}")
-    if not 0 <= root < store.num_workers:
-        raise ValueError(f"broadcast: root is a worker, 0 to {store.num_workers - 1}; got {root}")
+    check_root(root, store.num_workers)
     return _exchange(tree, store, f"broadcast(root {root})", "broadcast", int(root))
 
 

@@ -167,6 +167,9 @@ def test_what_moves_and_what_is_combined_at_one_rank(way: str, size: int) -> Non
                 np.testing.assert_array_equal(array, sum(values(rank, n) for rank in range(size)))
             else:
                 np.testing.assert_array_equal(array, values(me, n))
+            group.start(reduce(values(me, n), mean := np.zeros(n, "float32"), OPERATORS["mean"], root)).wait()
+            total = sum(values(rank, n) for rank in range(size))
+            np.testing.assert_array_equal(mean, total / np.float32(size) * (me == root))
             outs = [np.zeros(n, "float32") for _ in range(size)]
             group.start(allgather([(values(me, n), outs)])).wait()
             parts, out = [values(me + dest, n) for dest in range(size)], np.zeros(n, "float32")

