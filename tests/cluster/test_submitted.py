@@ -65,19 +65,6 @@ def test_training_that_is_waited_for(  # noqa: PLR0917
 
 @full
 @pytest.mark.parametrize(("cluster", "words"), [(name, name) for name in WORDS], indirect=["cluster"])
-def test_a_failing_rank_is_no_success(cluster: Slurm | GridEngine, words: str, tmp_path: Path) -> None:
-    mpi = jobs.find_mpi()
-    assert mpi is not None
-    with cluster.hosts.nothing_left():
-        command = [*WORDS[words][0], *looping("raises")]
-        job = run(cluster.hosts, mpi, command, cwd=tmp_path, timeout_s=100, **cluster.env)
-    assert job.status != 0
-    assert (job.ranks_left, job.timed_out) == ([], False), job.output
-    assert "RuntimeError: boom on one worker" in job.output
-
-
-@full
-@pytest.mark.parametrize(("cluster", "words"), [(name, name) for name in WORDS], indirect=["cluster"])
 def test_ctrl_c_cancels_the_job(cluster: Slurm | GridEngine, words: str, tmp_path: Path) -> None:
     mpi = jobs.find_mpi()
     assert mpi is not None
@@ -87,20 +74,3 @@ def test_ctrl_c_cancels_the_job(cluster: Slurm | GridEngine, words: str, tmp_pat
             running.wait_for(rf"worker 0 of {WORDS[words][1]} is", 60)
             running.kill(running.pid, signal.SIGINT)
     assert (running.result.status, running.result.timed_out) == (128 + signal.SIGINT, False), running.result.output
-
-
-@pytest.mark.parametrize(
-    ("cluster", "words", "said"),
-    [
-        ("slurm", ["submit", "slurm", "-n", 4, "--queue", "none", "--wait", "--"], "Slurm refused the job"),
-        pytest.param("sge", ["submit", "sge", "-n", 4, "--pe", "none", "--"], "did not take|refused", marks=full),
-    ],
-    indirect=["cluster"],
-)
-def test_what_the_cluster_does_not_have(cluster: Slurm | GridEngine, words: list[object], said: str) -> None:
-    mpi = jobs.find_mpi()
-    assert mpi is not None
-    with cluster.hosts.nothing_left():
-        job = run(cluster.hosts, mpi, [*words, *looping("forever")], **cluster.env)
-    assert job.status == 2
-    assert re.search(said, job.stderr), job.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
@@ -652,27 +651,13 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
     }
 
 
-class FullDisk(io.RawIOBase):
-    def __init__(self, path: Path, room: int = 3) -> None:
-        self.file, self.room = open_log(path), room
-
-    def write(self, data: memoryview) -> int:
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done = self.file.write(data[: self.room])
-        self.room -= done
-        return done
-
-    def close(self) -> None:
-        self.file.close()
-
-
 @pytest.mark.parametrize("full", ["worker-0.log", "launch.log"])
 def test_a_full_disk_below_the_files_is_one_warning(
     full: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mpikv.commands.launch.output.open_log", lambda path: FullDisk(path) if path.name == full else open_log(path)
+        "mpikv.commands.launch.output.open_log",
+        lambda path: io.FileIO("/dev/full", "w") if path.name == full else open_log(path),
     )
     output = Output(tmp_path, colours=(False, False))
     for _ in range(2):
@@ -685,7 +670,6 @@ def test_a_full_disk_below_the_files_is_one_warning(
     assert said.count("mpikv launch: a line") == 2
     warning = f"{tmp_path / full}: No space left on device; nothing more is written to --output-dir"
     assert [line for line in said if "a line" not in line] == [f"mpikv launch: warning: {warning}"]
-    assert (tmp_path / full).read_text() in ("abc", "mpi")  # what there was room for
 
 
 def test_a_full_disk_below_stdout_is_one_warning() -> None:
