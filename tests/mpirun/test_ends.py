@@ -41,7 +41,7 @@ def job(mpi: Mpi, folder: Path, program: str) -> Job:
     return ended
 
 
-@pytest.mark.parametrize(("has", "status"), zip(FINALIZES, itertools.cycle([0, 3]), strict=False))
+@pytest.mark.parametrize(("has", "status"), [*zip(FINALIZES, itertools.cycle([0, 3]), strict=False)])
 def test_finalize(mpi: Mpi, tmp_path: Path, has: str, status: int) -> None:
     ended = job(
         mpi, tmp_path, f"{BEGIN}{FINALIZES[has]}\nMPI.Finalize()\nprint('done', flush=True)\nsys.exit({status})\n"

@@ -221,7 +221,7 @@ def test_killed(mpi: Mpi, kind: str, servers: int, victim: int, tmp_path: Path) 
         if kind == "dist_sync":  # the others say what they lack if they already wait for it when they are ended
             running.kill(ranks[victim], signal.SIGSTOP)
             (tmp_path / "stopped").touch()
-            running.wait_for("waits")
+            running.wait_for("it waits")
         running.kill(ranks[victim])
     job = running.result
     check_end(job, fault)
