@@ -90,3 +90,35 @@ def test_closed_stores_are_freed(mpi: Mpi, tmp_path: Path) -> None:
     """What MPI.Finalize would have closed is held until then, and no longer."""
     ended = job(mpi, tmp_path, BEGIN + CLOSED)
     assert ended.status == 0, ended.output
+
+
+INTERRUPTED = """
+import os, pathlib, signal, sys, threading, time
+from mpikv import kv
+
+rank, main = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]), threading.get_ident()
+begun = pathlib.Path(sys.argv[0] + ".begun")
+
+def interrupt():
+    frame = None
+    while frame is None:  # until the main thread is in MPI_Init
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_name != "initialise":
+            frame = frame.f_back
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    begun.touch()
+
+if rank == 1:
+    threading.Thread(target=interrupt, daemon=True).start()
+while rank == 0 and not begun.exists():
+    time.sleep(0.01)
+kv.create("dist_sync")
+"""
+
+
+def test_interrupted_while_mpi_starts(mpi: Mpi, tmp_path: Path) -> None:
+    """The interrupt is raised when MPI_Init returns: the others, which go on, are not left to wait."""
+    ended = job(mpi, tmp_path, INTERRUPTED)
+    assert ended.status == 130, ended.output
+    assert "StallError" not in ended.output, ended.output
