@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +61,8 @@ def test_batches_and_going_on(n: int, num_parts: int, batch_size: int, last: str
         assert found == wanted
         assert state is not None
         again = loader()
-        again.load_state(state)
+        again.load_state(json.loads(json.dumps(state)))
+        assert again.state() == state
         rest = []
         for epoch in range(again.epoch, EPOCHS):
             again.set_epoch(epoch)

@@ -27,16 +27,6 @@ def test_order_is_fixed_for_good() -> None:
     assert list(sampler) == [8, 6, 4, 0, 5, 7, 1, 3, 9, 2]
 
 
-def test_part_takes_every_pth_place() -> None:
-    assert list(SplitSampler(8, 3, 1, shuffle=False)) == [1, 4, 7]
-    assert list(SplitSampler(8, 3, 2, shuffle=False)) == [2, 5]
-    assert list(SplitSampler(8, 3, 2, shuffle=False, last="wrap")) == [2, 5, 0]
-    assert list(SplitSampler(8, 3, 0, shuffle=False, last="drop")) == [0, 3]
-    assert list(SplitSampler(2, 5, 4, shuffle=False, last="wrap")) == [0]
-    assert [list(SplitSampler(*one)) for one in ((0, 5), (3, 3))] == [[], list(SplitSampler(3, 3, last="drop"))]
-    assert list(SplitSampler(3, 4, last="drop")) == []
-
-
 def test_a_running_epoch_is_not_changed_by_set_epoch() -> None:
     sampler = SplitSampler(50)
     expected = list(sampler)
@@ -78,24 +68,16 @@ def test_bad_arguments(call: Any, error: type[Exception], words: str) -> None:
 
 
 def test_equal_steps_where_it_shuffles_and_everything_where_it_does_not() -> None:
-    training = [SplitSampler(8, 3, part, seed=1) for part in range(3)]
-    had, left = [], []
+    training, left = [SplitSampler(8, 3, part, seed=1) for part in range(3)], set()
     for epoch in range(4):
         for part in training:
             part.set_epoch(epoch)
         assert [len(part) for part in training] == [2, 2, 2]
-        assert all(part.left.tolist() == training[0].left.tolist() for part in training)
-        had.append({index for part in training for index in part})
-        left.append(frozenset(training[0].left.tolist()))
-        assert had[-1] | left[-1] == set(range(8))
-        assert len(left[-1]) == 2
-    assert len(set(left)) > 1  # not always the same
-    assert set.union(*had) == set(range(8))
+        left.add(frozenset(training[0].left.tolist()))
+    assert len(left) > 1  # not always the same
     evaluation = [SplitSampler(8, 3, part, shuffle=False) for part in range(3)]
-    assert [len(part) for part in evaluation] == [3, 3, 2]
+    assert [list(part) for part in evaluation] == [[0, 3, 6], [1, 4, 7], [2, 5]]
     assert evaluation[0].left.size == 0
-    training[0].set_epoch(0, start=1)
-    assert training[0].left.tolist() == SplitSampler(8, seed=1).indices()[7:].tolist()
 
 
 def test_torch_data_loader() -> None:

@@ -86,17 +86,6 @@ def test_parts_by_index(num_parts: int) -> None:
 # ---- reading and writing
 
 
-def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
-    (tmp_path / "a.rec").touch()
-    (tmp_path / "a.idx").touch()
-    for index in (None, True):
-        records = RecordFile(tmp_path / "a.rec", index=index, num_parts=3, part_index=1)
-        assert len(records) == 0
-        assert list(records) == []
-        with pytest.raises(IndexError, match="record 0 of 0 in part 1 of 3"):
-            records[0]
-
-
 def test_index_of_any_order_is_sorted_by_offset(tmp_path: Path) -> None:
     write_records(tmp_path / "a.rec", [b"a", b"b", b"c"])
     (tmp_path / "other").write_text("7\t24\n9\t0\n\n8\t12\n")
@@ -163,6 +152,8 @@ def test_bad_calls(tmp_path: Path) -> None:
         records.keys()
     with pytest.raises(TypeError, match="the number of a record is a whole number"):
         records["0"]  # type: ignore[index]
+    with pytest.raises(IndexError, match="record 1 of 1 in part 0 of 1"):
+        records[1]
     records.close()
     for read in (lambda: list(records), lambda: records[0]):
         with pytest.raises(ValueError, match=r"a\.rec was closed"):
