@@ -289,9 +289,4 @@ class RecordWriter:
 
     def _abandon(self) -> None:
         """Remove what was written. `replacing` does not see the block's own error, in which it would put its file."""
-        with contextlib.suppress(_AbandonedError):
-            self._place.__exit__(_AbandonedError, _AbandonedError(), None)
-
-
-class _AbandonedError(Exception):
-    """Ends the block of `replacing` without its file."""
+        self._place.__exit__(Exception, Exception(), None)
