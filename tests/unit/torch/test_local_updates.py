@@ -132,6 +132,23 @@ def test_who_makes_fewer_steps_has_less_weight(mode):
         close(found, weights(reference.nets[0]))
 
 
+@on(Mode("dist_async", 2))
+def test_elastic_averaging_of_workers_that_come_one_after_the_other(store):
+    """By the paper's formulas, with a rate of 0.8 over two workers."""
+    net = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(net.weight, 1.0)
+    local = mt.LocalUpdates(net, store, every=1, outer={"type": "easgd", "moving_rate": 0.8})
+    with torch.no_grad():
+        net.weight.add_(1.0 + store.rank)
+    for turn in range(2):
+        if store.rank == turn:
+            local.step()
+        store.barrier()
+    moved, before = 2.0 + store.rank, 1.0 + 0.4 * 1.0 * store.rank
+    assert net.weight.flatten().tolist() == pytest.approx([moved - 0.4 * (moved - before)] * 2)
+    assert local.common.weight.flatten().tolist() == pytest.approx([before + 0.4 * (moved - before)] * 2)
+
+
 @on(SERVED, Mode("local", 1))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_model_of_any_dtype_is_resumed_with_its_optimizer(mode, dtype, tmp_path):
