@@ -102,6 +102,16 @@ def deep() -> Any:
     return nets.Of(run, layers=nn.ModuleList(nn.Linear(3, 3) for _ in range(4)))
 
 
+def tied() -> Any:
+    """A layer that is used outside and inside a checkpoint."""
+
+    def run(model: Any, x: Any, how: bool) -> Any:
+        inner = _checkpoint(model.layer, x, True) if how else model.layer(x)
+        return model.layer(model.other(inner).tanh())
+
+    return nets.Of(run, layer=nn.Linear(3, 3, bias=False), other=nn.Linear(3, 3))
+
+
 def plainly(model: Any, worker: int, step: int) -> None:
     nets.loss_of(model(nets.batch(step, worker))).backward()
 
@@ -187,6 +197,17 @@ def test_freezing_and_unfreezing(store: Any) -> None:
 
 def _keys_of(model: str, store: Any) -> int:
     return sum(key.startswith(model) for key in store.session.infos)
+
+
+@on(nets.HERE)
+def test_a_parameter_that_is_used_outside_and_inside_a_checkpoint(store: Any) -> None:
+    """On one host: where passes without a checkpoint came before, an error on all workers."""
+
+    def run(model: Any, worker: int, step: int) -> None:
+        with_checkpoints(isinstance(model, mt.DistributedModel) and step >= 2)(model, worker, step)
+
+    with pytest.raises(UnsupportedError, match=r"'layer\.weight' got a gradient twice"):
+        compare(store, tied, run)
 
 
 # --- which parameters and buffers
