@@ -20,7 +20,6 @@ SHAPES = {"first": (4, 3), "second": (7,), "third": (2, 2), "number": ()}
 ALONE, FOUR, BY_MESSAGES = Mode("local", 1), Mode("dist_sync", 4, hosts="aabb"), Mode("dist_sync", 2, memory="off")
 EVERYWHERE = (ALONE, ONE_HOST, BY_MESSAGES, FOUR, SERVED, Mode("dist_sync", 4, 2), HYBRID[1]._replace(workers=2))
 NESTEROV = {"type": "nesterov", "learning_rate": 0.5, "momentum": 0.5}
-SLOWMO = {"type": "slowmo", "learning_rate": 0.5, "momentum": 0.5}
 
 Weights = dict[str, np.ndarray]
 
@@ -41,18 +40,6 @@ def mean(w: np.ndarray, moved: np.ndarray, _momentum: np.ndarray) -> np.ndarray:
 def nesterov(w: np.ndarray, moved: np.ndarray, momentum: np.ndarray) -> np.ndarray:
     momentum[...] = 0.5 * momentum + moved
     return w - 0.5 * (moved + 0.5 * momentum)
-
-
-def slowmo(w: np.ndarray, moved: np.ndarray, momentum: np.ndarray) -> np.ndarray:
-    momentum[...] = 0.5 * momentum + moved
-    return w - 0.5 * momentum
-
-
-OUTER: dict[str, tuple[Any, Callable[..., np.ndarray]]] = {
-    "mean": ("mean", mean),
-    "nesterov": (NESTEROV, nesterov),
-    "slowmo": (SLOWMO, slowmo),
-}
 
 
 PARTS = {  # of parameters with 96, 56, 32 and 8 bytes

@@ -14,7 +14,6 @@ from local_workers import (
     EVERYWHERE,
     FOUR,
     NESTEROV,
-    OUTER,
     PARTS,
     SHAPES,
     STEPS,
@@ -37,23 +36,10 @@ from mpikv.testing.stores import TEST_TIMEOUT_S
 from mpikv.trainer.local_updates import divide
 
 
-@pytest.mark.parametrize("name", OUTER)
-@on(*EVERYWHERE)
-def test_workers_train_alone_and_meet_in_the_outer_optimizers_weights(mode, name):
-    outer, formula = OUTER[name]
-
-    def body(store: Any) -> Weights:
-        worker = Worker(store, every=3, outer=outer)
-        assert worker.train() == [False, False, True] * (STEPS // 3)
-        assert (worker.local.steps, worker.local.rounds) == (STEPS, STEPS // 3)
-        return worker.weights()
-
-    assert_same(mode.run(body), reference(mode.workers, formula, 3))
-
-
 @pytest.mark.parametrize(
     ("every", "options"),
     [
+        (3, {}),
         (4, {"parts": 2}),
         (4, {"parts": 2, "delay": 2}),
         (5, {"parts": 3, "delay": 1}),
@@ -72,7 +58,7 @@ def test_parts_are_exchanged_in_turn_and_the_result_comes_later(mode, every, opt
         worker = Worker(store, every=every, outer=NESTEROV, **options)
         ended = worker.train()
         assert [i for i, one in enumerate(ended, 1) if one] == [step + delay for step in begun if step + delay <= STEPS]
-        assert worker.local.rounds == len([step for step in begun if step <= STEPS])
+        assert (worker.local.steps, worker.local.rounds) == (STEPS, len([step for step in begun if step <= STEPS]))
         return worker.weights()
 
     assert_same(mode.run(body), reference(mode.workers, nesterov, every, **options))
