@@ -88,19 +88,16 @@ def slice_state(state: State, begin: int, end: int, n_elems: int) -> State:
     return result
 
 
-def join_states(slices: Sequence[tuple[int, int, State]], n_elems: int | None = None) -> State:
+def join_states(slices: Sequence[tuple[int, int, State]], n_elems: int) -> State:
     """Join (begin, end, state) of a key's slices, in any order, into its whole state; empty slices are ignored.
 
     Raises ValueError if slices are missing, overlap, or have different entries or numbers (of "t" the largest counts).
     """
-    ordered = sorted((one for one in slices if one[0] < one[1]), key=lambda one: one[0])
-    ordered = ordered or list(slices[:1])
-    if not ordered:
-        raise ValueError("there are no slices to join")
+    ordered = sorted((one for one in slices if one[0] < one[1]), key=lambda one: one[0]) or list(slices[:1])
     bounds = [0, *(end for _, end, _ in ordered)]
-    if bounds[:-1] != [begin for begin, _, _ in ordered] or n_elems not in (None, bounds[-1]):
+    if not ordered or bounds[:-1] != [begin for begin, _, _ in ordered] or bounds[-1] != n_elems:
         cut = ", ".join(f"[{begin}, {end})" for begin, end, _ in ordered)
-        raise ValueError(f"slices {cut} do not cover a key of {bounds[-1] if n_elems is None else n_elems} elements")
+        raise ValueError(f"slices {cut or 'of no elements'} do not cover a key of {n_elems} elements")
     first = ordered[0][2]
     if len(ordered) == 1:
         return dict(first)

@@ -297,10 +297,9 @@ def test_slice_and_join() -> None:
     assert parts[0][2]["m"].tolist() == [4, 5, 6, 7, 8]
     parts[0][2]["m"][0] = 4.0  # a copy, so that it may be changed
     assert told(join_states(parts, 10)) == told(state)
-    assert told(join_states(parts)) == told(state)
     whole = slice_state(state, 0, 10, 10)
     assert whole is not state
-    assert told(join_states([(0, 10, whole)])) == told(state)
+    assert told(join_states([(0, 10, whole)], 10)) == told(state)
     # A whole value's state may hold anything.
     assert join_states([(0, 4, {"t": 1, "other": "x"})], 4) == {"t": 1, "other": "x"}
     assert join_states([(0, 0, {"t": 1})], 0) == {"t": 1}
@@ -308,18 +307,18 @@ def test_slice_and_join() -> None:
 
 def test_join_takes_the_largest_count_and_no_other_difference() -> None:
     parts = [(0, 1, {"t": 3, "x": 0.5}), (1, 2, {"t": 5, "x": 0.5}), (2, 3, {"t": 4, "x": 0.5})]
-    assert join_states(parts) == {"t": 5, "x": 0.5}
+    assert join_states(parts, 3) == {"t": 5, "x": 0.5}
     nan = float("nan")
-    assert join_states([(0, 1, {"t": 3, "x": nan}), (1, 2, {"t": 5, "x": nan})])["t"] == 5
+    assert join_states([(0, 1, {"t": 3, "x": nan}), (1, 2, {"t": 5, "x": nan})], 2)["t"] == 5
     parts[2][2]["x"] = 0.25
     with pytest.raises(ValueError, match=r"different 'x': 0\.5, 0\.5, 0\.25"):
-        join_states(parts)
+        join_states(parts, 3)
 
 
 @pytest.mark.parametrize(
     ("text", "parts", "n"),
     [
-        ("no slices", [], None),
+        ("of no elements do not cover", [], 0),
         ("do not cover", [(1, 2, {"t": 0})], 2),
         ("do not cover", [(0, 1, {"t": 0}), (2, 3, {"t": 0})], 3),
         ("do not cover", [(0, 2, {"t": 0}), (1, 3, {"t": 0})], 3),
@@ -330,7 +329,7 @@ def test_join_takes_the_largest_count_and_no_other_difference() -> None:
         ("not one value per element", [(0, 1, {"m": np.ones(1)}), (1, 2, {"m": np.ones(1, np.float32)})], 2),
     ],
 )
-def test_parts_that_cannot_be_joined(text: str, parts: list, n: int | None) -> None:
+def test_parts_that_cannot_be_joined(text: str, parts: list, n: int) -> None:
     with pytest.raises(ValueError, match=text):
         join_states(parts, n)
 
