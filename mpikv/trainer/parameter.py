@@ -297,24 +297,18 @@ def is_frozen(parameter: Any) -> bool:
     return getattr(parameter, "grad_req", "write") == "null" or not getattr(parameter, "requires_grad", True)
 
 
-def zero_grad(parameter: Any) -> None:
-    """Set the gradient of a parameter of any kind to 0; make it if there is none yet."""
-    if hasattr(parameter, "zero_grad"):
+def zero_grad(parameter: Any, *, set_to_none: bool = False) -> None:
+    """Set the gradient of a parameter of any kind to 0, made if there is none yet; or to None if its kind allows it."""
+    if isinstance(parameter, TorchParameter):
+        parameter.zero_grad(set_to_none=set_to_none)
+    elif set_to_none and not isinstance(parameter, Parameter):
+        parameter.grad = None
+    elif hasattr(parameter, "zero_grad"):
         parameter.zero_grad()
     else:
         if parameter.grad is None:
             parameter.grad = copy.deepcopy(parameter.data)
         parameter.grad[...] = 0
-
-
-def clear_grad(parameter: Any, *, set_to_none: bool) -> None:
-    """Set the gradient of a parameter of any kind to None if its kind allows that and `set_to_none`, else to 0."""
-    if isinstance(parameter, TorchParameter):
-        parameter.zero_grad(set_to_none=set_to_none)
-    elif isinstance(parameter, Parameter) or not set_to_none:
-        zero_grad(parameter)
-    else:
-        parameter.grad = None
 
 
 def place_grad(parameter: Any, memory: np.ndarray[Any, Any]) -> None:

@@ -330,7 +330,7 @@ class Trainer(TrainerFiles):
         """
         for parameter in self._params.values():
             if not isinstance(parameter, TorchBuffer):
-                parameters.clear_grad(parameter, set_to_none=set_to_none)
+                parameters.zero_grad(parameter, set_to_none=set_to_none)
 
     def _skip_frozen(self) -> None:
         """Tell the store which parameters are frozen now, so that other keys of their buckets do not wait for them."""
