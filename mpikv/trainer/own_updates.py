@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,6 @@ from mpikv.session.base import NewKey, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.local import LocalStrategy
-
-
-class WeightUpdate(NamedTuple):
-    """A weight on every device, and its gradient, the sum over devices and workers."""
-
-    key: Key
-    weights: Sequence[Any]
-    grad: Any
 
 
 class OwnUpdates:
@@ -54,18 +46,19 @@ class OwnUpdates:
         self._held[key] = held
         self.strategy.init([NewKey(key, tuple(weight.shape), held, space)])
 
-    def apply(self, updates: Sequence[WeightUpdate]) -> None:
-        """Make one update of each key; each of its weights gets the new value."""
+    def apply(self, weights: Mapping[Key, Sequence[Any]], grads: Mapping[Key, Any]) -> None:
+        """Make one update of each key; each of its weights, on every device, gets the new value.
+
+        grads: the sums over devices and workers.
+        """
         spaces = self._spaces
-        callers = [spaces.callers_arrays([update.grad, *update.weights]) for update in updates]
-        in_place = [
-            self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, callers, strict=True)
-        ]
-        for update, (_, *weights), done in zip(updates, callers, in_place, strict=True):
-            for weight in weights[done:]:
-                space = self.session.infos[update.key].space
-                spaces.write(space, weight, self._held[update.key], f"the weight of {shown(update.key)}")
-        spaces.make_callers_wait([array for arrays in callers for array in arrays])
+        callers = {key: spaces.callers_arrays([grads[key], *replicas]) for key, replicas in weights.items()}
+        in_place = [self._apply(key, weight, grad) for key, (grad, weight, *_) in callers.items()]
+        for (key, (_, *replicas)), done in zip(callers.items(), in_place, strict=True):
+            space = self.session.infos[key].space
+            for replica in replicas[done:]:
+                spaces.write(space, replica, self._held[key], f"the weight of {shown(key)}")
+        spaces.make_callers_wait([array for arrays in callers.values() for array in arrays])
 
     def _apply(self, key: Key, weight: Any, grad: Any) -> bool:
         """Update the key's first weight. Returns whether it was updated in its own memory."""

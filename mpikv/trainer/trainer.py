@@ -29,7 +29,7 @@ from mpikv.trainer import parameter as parameters
 from mpikv.trainer.checkpoint import WorkerState, check_kept
 from mpikv.trainer.files import TrainerFiles
 from mpikv.trainer.overlap import Overlap
-from mpikv.trainer.own_updates import WeightUpdate, factor_for, norm_of
+from mpikv.trainer.own_updates import factor_for, norm_of
 from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
 from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
@@ -436,12 +436,8 @@ class Trainer(TrainerFiles):
             if self._clip is not None:
                 self.last_global_norm = norm_of(self._optimizer, grads, self._spaces)
                 self._optimizer.rescale_grad *= factor_for(self.last_global_norm, self._clip)
-            self._local.apply(
-                [
-                    WeightUpdate(self._keys[name], list_data(self._params[name]), replicas[0])
-                    for name, replicas in grads.items()
-                ]
-            )
+            weights = {self._keys[name]: list_data(self._params[name]) for name in grads}
+            self._local.apply(weights, {self._keys[name]: replicas[0] for name, replicas in grads.items()})
         finally:
             self._optimizer.rescale_grad = own
         self._data_written(grads)
