@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpikv.arrays import as_numpy, shapes
+from mpikv.arrays import as_numpy, shapes, tensors
 from mpikv.arrays.devices import Device, put, several, use
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import ShapeMismatch
-from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module, is_tensor, of_module
+from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module, of_module
 
 GradReq = Literal["write", "add", "null"]
 _GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
@@ -244,7 +244,7 @@ def named(params: Any) -> dict[str, Any]:
             )
         if not isinstance(name, str):
             raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
-        if is_tensor(parameter):
+        if tensors.is_tensor(parameter):
             if id(parameter) in seen:
                 continue  # tied weights: one parameter with two names
             seen.add(id(parameter))

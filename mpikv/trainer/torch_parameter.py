@@ -33,12 +33,6 @@ from mpikv.trainer.hooks import Hooks, add_hooks, remove_hooks
 Tensor = Any  # torch.Tensor
 
 
-def is_tensor(value: object) -> bool:
-    """Return whether `value` is a tensor of PyTorch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
 def is_module(value: object) -> bool:
     """Return whether `value` is a torch.nn.Module."""
     torch = sys.modules.get("torch")
