@@ -16,6 +16,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Optimizer
+from mpikv.placement.keys import Key
 from mpikv.trainer.parameter import list_data
 
 
@@ -43,7 +44,7 @@ def sparse_names(
     return names
 
 
-def start(store: KVStore, key: str, parameter: Any) -> None:
+def start(store: KVStore, key: Key, parameter: Any) -> None:
     """Initialise the store's key with worker 0's weight, and pull it into all replicas. Collective, blocks."""
     replicas = list_data(parameter)
     store.init(key, RowSparse.of(replicas[0]))
@@ -54,7 +55,7 @@ def start(store: KVStore, key: str, parameter: Any) -> None:
 class ChangedRows:
     """A pull of the changed rows into a weight, which is waited for like a `Request`."""
 
-    def __init__(self, store: KVStore, key: str, parameter: Any, priority: int) -> None:
+    def __init__(self, store: KVStore, key: Key, parameter: Any, priority: int) -> None:
         self._session, self._parameter = store.session, parameter
         self._pending, self._finish = store.strategy.rows.changed(store.session.infos[key], priority)
 

@@ -78,7 +78,7 @@ class TrainedWeights:
         self._asynchronous = "async" in self._session.name
         _check_stop_file(self._session)
         self._number = self._session.new_namespace()  # among the trainers of its store
-        self._keys = {name: f"trainer{self._number}/{name}" for name in self._params}
+        self._keys: dict[str, Key] = {name: f"trainer{self._number}/{name}" for name in self._params}
         if store is not None and compression_params:
             store.set_gradient_compression(compression_params, list(self._keys.values()))
         self._apply_factors()
@@ -86,7 +86,7 @@ class TrainedWeights:
         self._priorities = {name: -i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
         self._batch_size: float | None = None  # the one for which the optimizer's rescale_grad is set
-        self._trained: dict[str, Key] = {name: key for name, key in self._keys.items() if not self._is_frozen(name)}
+        self._trained = {name: key for name, key in self._keys.items() if not self._is_frozen(name)}
         self._pulls: dict[str, Request | rows.ChangedRows] = {}  # of weights that were not waited for yet
         several = self._session.num_workers > 1
         # Whether there are several workers, each of which makes the updates by itself.
