@@ -1,7 +1,7 @@
 """A rank whose children are to outlive the signal that stops the job: `children_program.py CASE`.
 
-model, trainer: training with a loader of two processes, which has to give some more batches after the signal, before
-`saved` is printed. processes: children of every kind that Python can start; then `saved`, when all have ended as a
+model: training with a loader of two processes, which has to give some more batches after the signal, before `saved` is
+printed. processes: children of every kind that Python can start; then `saved`, when all have ended as a
 parent ends them.
 """
 
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-import mpikv
 from mpikv import kv
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
@@ -54,7 +53,7 @@ def processes() -> None:
     store.close()
 
 
-def training(case: str) -> None:
+def training() -> None:
     import torch
 
     import mpikv.torch as mt
@@ -63,25 +62,17 @@ def training(case: str) -> None:
     net = torch.nn.Linear(2, 1)
     data = torch.utils.data.TensorDataset(torch.ones(100_000, 2), torch.ones(100_000, 1))
     loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
-    if case == "model":
-        model = mt.DistributedModel(net, store)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    else:
-        trainer = mpikv.Trainer(net, "sgd", kvstore=store)
-        model = net
+    model = mt.DistributedModel(net, store)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     batches: Iterator = iter(loader)
     for step, (inputs, targets) in enumerate(batches):
         if step == 3:
             print(f"ready {store.rank} {os.getpid()}", flush=True)
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
-        if case == "trainer":
-            trainer.step(1)  # ends the program when it has saved
-            net.zero_grad()
-        else:
-            optimizer.step()
-            optimizer.zero_grad()
-            if store.stop_requested:
-                break
+        optimizer.step()
+        optimizer.zero_grad()
+        if store.stop_requested:
+            break
         time.sleep(0.002)
     for _ in range(8):  # more than its workers have made in advance
         next(batches)
@@ -89,4 +80,4 @@ def training(case: str) -> None:
 
 
 if __name__ == "__main__":
-    processes() if sys.argv[1] == "processes" else training(sys.argv[1])
+    processes() if sys.argv[1] == "processes" else training()

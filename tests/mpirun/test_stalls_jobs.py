@@ -13,18 +13,6 @@ LIMIT_S = 60
 HOST = r"on [^\s:;,)]+"
 
 
-def test_who_stays_away_is_told_of(mpi, tmp_path: Path) -> None:
-    """Also where it is worker 0, which prints the table otherwise; and all go on. Others: test_fault_matrix.py."""
-    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "0.5", "MPIKV_TIMEOUT_S": "100"}
-    away = r"outside the store for \d+\.\d s, its last call was init\('a', 'b'\); at stalls_program\.py:\d+ in"
-    with start(3, ["python", PROGRAM, "sleep_in_python", "0"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        running.wait_for(rf"mpikv: stalled for .* for worker 0 {HOST}\n", LIMIT_S)
-        running.wait_for(rf"  worker 0 {HOST} \(pid \d+\): {away} sleep_in_python, not computing", LIMIT_S)
-        (tmp_path / "go").touch()
-    assert (running.result.status, running.result.stdout.count("survived")) == (0, 3), running.result.output
-    assert "mpikv: going on, after a stall of" in running.result.output
-
-
 @pytest.mark.parametrize(("case", "call"), [("before_init", "MPI_Init"), ("before_create", "kv.create('dist_sync')")])
 @pytest.mark.parametrize("victim", [1, 0])
 def test_who_does_not_come_to_the_start_is_told_of(mpi, case: str, call: str, victim: int, tmp_path: Path) -> None:
