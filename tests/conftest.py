@@ -32,7 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts what runs in the background so, and the programs under test would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"{WHOLE_JOB}: starts a real job; scripts/test runs it once more where it fails")
-    config.addinivalue_line("markers", "grid: has no meaning any more")
     config.addinivalue_line("markers", f"{grids.THOROUGH}: scripts/test --thorough and --full make it, others do not")
     config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
     config.addinivalue_line("markers", "looks_fail: errors of looks (mpikv/observe/looks.py) are counted, not raised")

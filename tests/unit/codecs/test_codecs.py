@@ -47,7 +47,6 @@ def run(mode: Mode, body: Any, codec: str | KeyCompression, **changes: Any) -> l
         )
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("codec", ["none", "fp16", REVERSED])
 @pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)

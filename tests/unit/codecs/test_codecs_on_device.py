@@ -99,7 +99,6 @@ def outs(n: int, dtype: np.dtype[Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield call, out
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 251, LONG])

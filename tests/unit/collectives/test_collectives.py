@@ -43,7 +43,6 @@ def check(algorithm: str, p: int, n: int, dtype: str, bounds: tuple[int, ...]) -
         np.testing.assert_array_equal(result, expected.astype(dtype))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("n", SIZES)

@@ -123,7 +123,6 @@ def test_sizes(hosts: str, n: int) -> None:
     check(hosts, n, even_bounds(n, len(hosts)), lent="changed")
 
 
-@pytest.mark.grid(1)
 @SOME
 @pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
 def test_long_values(hosts: str, lent: str) -> None:
@@ -187,7 +186,6 @@ def test_who_waits_for_a_key_is_woken_by_its_counts_and_its_first_value_alone() 
     assert counts() == [1] * 6
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

@@ -57,7 +57,6 @@ def train(rest: Any, weights: Any, batches: Any, store: Any = None, *, inside: b
     return weights
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("name", "workers", "inside"), [("sgd", 2, True), ("adam", 2, False), ("sgd", 3, False), ("adam", 3, True)]
 )

@@ -145,7 +145,6 @@ def part_bytes(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return 4096 if request.param else PART_BYTES
 
 
-@pytest.mark.grid
 @on(*MODES)
 def test_values_come_back_rounded_and_stay_whole_at_their_owner(mode: Mode, part_bytes: int) -> None:
     """One by one, as lists, blocking and not. What no worker has pushed yet comes as `init` brought it."""

@@ -66,7 +66,6 @@ def trained(store, name, gradients, *, set_first):
     return [store.pull(key).tobytes() for key in SHAPES]
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("set_first", [True, False], ids=["before_init", "after_init"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_as_local_on_the_summed_gradient(name, set_first):

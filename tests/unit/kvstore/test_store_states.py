@@ -90,7 +90,6 @@ SYNC = (
 WAYS = [(a, b) for a in SYNC for b in SYNC if (a is SYNC[0]) != (b is SYNC[0]) or a.servers != b.servers]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(("saver", "loader"), WAYS, ids=mode_id)
 @pytest.mark.parametrize("name", MAKERS)
 def test_goes_on_in_another_mode_as_if_never_stopped(name, saver, loader, tmp_path):
@@ -233,7 +232,6 @@ def bad(request, tmp_path):
     return tmp_path / "bad"
 
 
-@pytest.mark.grid
 @EVERY_KIND
 def test_a_file_that_does_not_fit_changes_nothing(store, bad):
     store.init("w", np.zeros(4, np.float32))

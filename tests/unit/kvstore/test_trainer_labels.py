@@ -50,7 +50,6 @@ def expected(name: str, workers: int, steps: int, batches: Any = BATCHES) -> Any
     return sum(gradient(name, w, i).astype(np.float64) / batches[i][w] for i in range(steps) for w in range(workers))
 
 
-@pytest.mark.grid
 @ON_STORE
 @pytest.mark.parametrize("how", ["step", "push_grad", "some pushed", "later"])
 @pytest.mark.parametrize("batches", [BATCHES, (LAST, LAST, BATCHES[0])], ids=["alike at first", "different at first"])
@@ -82,7 +81,6 @@ def test_steps_of_the_size_of_the_first_one_are_made_together(store, on_store: b
     assert counts[1:] == [[1, 0], [1, 0], [0, 0], [1, 0]]
 
 
-@pytest.mark.grid
 @ON_STORE
 @EVERY_FORM
 def test_another_rate_stops_all_workers(store, on_store: bool) -> None:

@@ -291,7 +291,6 @@ def test_half_precision(name: str, dtype: Any) -> None:
         assert ("master" in state, "master" in wide_state) == (master, False)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("name", [name for name in REFERENCES if optimizers.create(name).sums])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", ml_dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3])

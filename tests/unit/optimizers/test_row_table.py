@@ -61,7 +61,6 @@ def rounds(seed, n=5, dtype="float32"):
         yield ids, rng.normal(size=(ids.size, COLUMNS)).astype(dtype)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("name", LAZY)

@@ -106,7 +106,6 @@ def expected_counts(
 # --- bits
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("codec", ["fp16", REVERSED, SIGN])
@@ -123,7 +122,6 @@ def test_the_bits_are_those_of_a_server(codec: str, n: int, workers: int, optimi
     assert [sent for _, sent in found] == [[count] * 3 for count in counts]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

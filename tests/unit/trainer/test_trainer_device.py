@@ -89,7 +89,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # --- one process
 
 
-@pytest.mark.grid
 @DTYPES
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
@@ -202,7 +201,6 @@ def counted_and_clipped(store: KVStore, model: Model, **_: Any) -> Any:
     return norms, model.weights()
 
 
-@pytest.mark.grid
 @ON_STORE
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("path", ["host", "mpi"])

@@ -33,7 +33,6 @@ def uneven(workers: int, how: str = "examples") -> list[dict[int, int]]:
     return [{worker: n for worker, n in parts.items() if n} for parts in counts]
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("how", ["examples", "sums", "means", "outside"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
 @modes(*TRAINING)

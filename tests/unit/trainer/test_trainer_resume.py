@@ -112,7 +112,6 @@ OPTIMIZERS = (
 )
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(("optimizer", "dtype"), OPTIMIZERS, ids=lambda one: one if isinstance(one, str) else one[0])
 @ON_STORE
 @modes(ALONE, ONE_HOST, THREE, MESSAGES, SERVED, SERVERS)

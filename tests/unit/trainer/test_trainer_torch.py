@@ -33,7 +33,6 @@ def unchanged(before: list[np.ndarray], net: Any) -> bool:
 # ---- equal to torch.optim
 
 
-@pytest.mark.grid
 @OVERLAP
 @ON_STORE
 @of.as_alone(*TRAINING)

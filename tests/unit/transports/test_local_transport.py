@@ -59,7 +59,6 @@ def settle(transports, requests=()):
     assert all(request.test() for request in requests)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("n_bytes", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("shared", [False, True], ids=["unshared", "shared"])
 def test_one_message(n_bytes, shared):
