@@ -42,9 +42,13 @@ def dtype_named(dtype: Any) -> np.dtype[Any]:
         with contextlib.suppress(Exception):  # what NumPy and odd objects raise is of many kinds
             found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     if found is None or found not in SUPPORTED_DTYPES:
-        names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
-        raise UnsupportedError(f"dtype {shown(dtype)}; a store holds {names}")
+        raise unsupported(f"dtype {shown(dtype)}")
     return found
+
+
+def unsupported(text: str) -> UnsupportedError:
+    """Return the error for a dtype that a store cannot hold. text: what has it."""
+    return UnsupportedError(f"{text}; a store holds {', '.join(map(str, SUPPORTED_DTYPES))}")
 
 
 def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -109,8 +113,7 @@ def host_view(array: Any, what: str) -> HostArray:
     else:
         raise TypeError(f"{what} is an array (NumPy, CuPy or anything with DLPack), not {type(array).__name__}")
     if host.dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
-        raise UnsupportedError(f"{what} has dtype {host.dtype}; a store holds {names}")
+        raise unsupported(f"{what} has dtype {host.dtype}")
     return host
 
 

@@ -336,13 +336,9 @@ def _compile(loop: Callable[..., None], arguments: str) -> Callable[..., None] |
         "values": readonly(numba.float32),
         "bytes": readonly(numba.uint8),
         "halves": readonly(numba.uint16),
-        "float32[::1]": numba.float32[::1],
-        "uint8[::1]": numba.uint8[::1],
-        "uint16[::1]": numba.uint16[::1],
-        "float32": numba.float32,
-        "int32": numba.int32,
-        "int64": numba.int64,
         "bool": numba.boolean,
+        **{name: getattr(numba, name) for name in ("float32", "int32", "int64")},
+        **{f"{name}[::1]": getattr(numba, name)[::1] for name in ("float32", "uint8", "uint16")},
     }
     signature = numba.void(*(kinds[word] for word in words))
     try:

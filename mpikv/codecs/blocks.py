@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -117,6 +117,7 @@ class Threshold(InBlocks):
 
     has_residual = on_device = True
     is_positive = True
+    per_byte: ClassVar[int]  # how many values a byte holds
 
     def __post_init__(self) -> None:
         what, found = f"{self.name}: threshold", number(f"{self.name}: threshold", self.threshold)
@@ -126,6 +127,9 @@ class Threshold(InBlocks):
             positive = "be more than 0, and " if self.is_positive else ""
             raise ValueError(f"{what} must {positive}fit into float32, not {found:g}")
         object.__setattr__(self, "threshold", found)
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        return -(-n_elems // self.per_byte)
 
     def init(self, n_elems: int) -> State:
         return {"residual": np.zeros(n_elems, FLOAT32)}
@@ -141,3 +145,24 @@ class Threshold(InBlocks):
     @abstractmethod
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         """Add the values to `residual`, write its codes into `data`, and subtract what they decode to from it."""
+
+    @abstractmethod
+    def _decoded_bytes(self) -> HostArray:
+        """Return the values of every byte, as one item each."""
+
+    @abstractmethod
+    def _unpacked(self, data: HostArray, n_elems: int) -> HostArray:
+        """Return all values of a piece on a GPU, made of its bits: CuPy has no items of several values."""
+
+    def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
+        """Look up the values of each byte."""
+        if not isinstance(data, np.ndarray):
+            yield slice(n_elems), self._unpacked(data, n_elems)
+            return
+        table, step = self._decoded_bytes(), step_of(data, n_elems)
+        items = np.empty(self.wire_bytes(step, FLOAT32), table.dtype)
+        for span in spans(n_elems, step):
+            found = data[span.start // self.per_byte : self.wire_bytes(span.stop, FLOAT32)]
+            # no index is out of range; with mode "clip" `take` writes without a buffer of its own
+            values = np.take(table, found, out=items[: found.size], mode="clip").view(FLOAT32)
+            yield span, values[: span.stop - span.start]

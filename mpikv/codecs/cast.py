@@ -8,7 +8,6 @@ Cost: one pass to encode, one to decode; without `compiled` float16 takes NumPy 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,10 +24,11 @@ _MAGNITUDE, _INFINITE = np.uint16(0x7FFF), 0x7C00
 
 
 class _Cast(Numbers):
-    """The base of both codecs. half: the dtype that they send."""
+    """The base of both codecs. half: the dtype that they send. given: what their compiled loops take besides arrays."""
 
     rounds = on_device = True
     half: ClassVar[np.dtype[Any]]
+    given: ClassVar[tuple[Any, ...]] = ()
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         return self.half
@@ -45,13 +45,9 @@ class _Cast(Numbers):
         if values.dtype == self.half:
             return values
         data = empty(values, values.size, self.half)
-        if not self._run(values, data.view(np.uint16)):
+        if not compiled.run(self.name, values, *self.given, data.view(np.uint16)):
             self._round(values.astype(sum_dtype(values.dtype), copy=False), data)
         return data
-
-    @abstractmethod
-    def _run(self, values: HostArray, data: HostArray) -> bool:
-        """Round the values into `data` by a compiled loop. Returns False if there is none."""
 
     def _round(self, values: HostArray, data: HostArray) -> None:
         np.copyto(data, values, casting="unsafe")
@@ -63,9 +59,7 @@ class Float16(_Cast):
 
     name = "fp16"
     half = FLOAT16
-
-    def _run(self, values: HostArray, data: HostArray) -> bool:
-        return compiled.run(self.name, values, compiled.LARGEST, data)
+    given = (compiled.LARGEST,)
 
     def _round(self, values: HostArray, data: HostArray) -> None:
         """Round the values; a finite number beyond the range of float16 becomes the largest that it can hold."""
@@ -85,6 +79,3 @@ class BFloat16(_Cast):
 
     name = "bf16"
     half = BFLOAT16
-
-    def _run(self, values: HostArray, data: HostArray) -> bool:
-        return compiled.run(self.name, values, data)

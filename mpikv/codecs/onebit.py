@@ -15,7 +15,6 @@ Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 2.0; Seide et a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from mpikv.codecs.blocks import FLOAT32, Threshold, as_float32, empty, spans, st
 
 _EIGHT = np.dtype((np.void, 8 * FLOAT32.itemsize))  # eight values, which are looked up and written as one item
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-_DECODED_BYTES = (_BITS * np.float32(2) - np.float32(1)).view(_EIGHT).reshape(-1)
+_DECODED_BYTES: HostArray = (_BITS * np.float32(2) - np.float32(1)).view(_EIGHT).reshape(-1)
 _DECODED_BYTES.flags.writeable = False
 
 
@@ -36,9 +35,7 @@ class OneBit(Threshold):
 
     name = "1bit"
     is_positive = False
-
-    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        return (n_elems + 7) // 8
+    per_byte = 8
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         step = step_of(values, values.size)
@@ -57,18 +54,11 @@ class OneBit(Threshold):
             sums += change
             zero_non_finite(sums)
 
-    def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Look up the eight values of each byte; on a GPU unpack the bits, since CuPy has no items of eight values."""
-        if not isinstance(data, np.ndarray):
-            values = np.unpackbits(data)[:n_elems].astype(FLOAT32)
-            values *= np.float32(2)
-            values -= np.float32(1)
-            yield slice(n_elems), values
-            return
-        step = step_of(data, n_elems)
-        eights = np.empty((step + 7) // 8, _EIGHT)
-        for span in spans(n_elems, step):
-            found = data[span.start // 8 : (span.stop + 7) // 8]
-            # no index is out of range; with mode "clip" `take` writes without a buffer of its own
-            values = np.take(_DECODED_BYTES, found, out=eights[: found.size], mode="clip").view(FLOAT32)
-            yield span, values[: span.stop - span.start]
+    def _decoded_bytes(self) -> HostArray:
+        return _DECODED_BYTES
+
+    def _unpacked(self, data: HostArray, n_elems: int) -> HostArray:
+        values = np.unpackbits(data)[:n_elems].astype(FLOAT32)
+        values *= np.float32(2)
+        values -= np.float32(1)
+        return values

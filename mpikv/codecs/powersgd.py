@@ -70,7 +70,6 @@ class PowerSGD(InBlocks):
         return replace(self, columns=columns) if saves and not self.columns else self
 
     def _shape(self, n_elems: int) -> tuple[int, int]:
-        """Return the rows and columns of the matrix."""
         columns = self.columns or math.isqrt(max(n_elems - 1, 0)) + 1
         return -(-n_elems // columns), columns
 

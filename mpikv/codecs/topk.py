@@ -115,7 +115,6 @@ def _count(ratio: float, n_elems: int) -> int:
 
 
 def _fields(data: HostArray) -> tuple[HostArray, HostArray]:
-    """Return views of encoded data: the positions, and the values."""
     bound = data.size // (_POSITION.itemsize + _VALUE.itemsize) * _POSITION.itemsize
     return data[:bound].view(_POSITION), data[bound:].view(_VALUE)
 

@@ -15,7 +15,6 @@ Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 1.9.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,9 +45,7 @@ class TwoBit(Threshold):
     """Two bits for each value. threshold: t, more than 0."""
 
     name = "2bit"
-
-    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        return (n_elems + 3) // 4
+    per_byte = 4
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         step = step_of(values, values.size)
@@ -78,17 +75,11 @@ class TwoBit(Threshold):
             sums -= sent
             zero_non_finite(sums)
 
-    def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Look up the four values of each byte; on a GPU unpack the bits, since CuPy has no items of four values."""
-        if not isinstance(data, np.ndarray):
-            bits = np.unpackbits(data).view(np.int8).reshape(-1, 2)[:n_elems]
-            sent, plus = bits[:, 0], bits[:, 1]
-            yield slice(n_elems), (sent * (plus + plus - sent)).astype(FLOAT32) * np.float32(self.threshold)
-            return
-        table, step = _decoded_bytes(self.threshold), step_of(data, n_elems)
-        fours = np.empty((step + 3) // 4, _FOUR)
-        for span in spans(n_elems, step):
-            found = data[span.start // 4 : (span.stop + 3) // 4]
-            # no index is out of range; with mode "clip" `take` writes without a buffer of its own
-            values = np.take(table, found, out=fours[: found.size], mode="clip").view(FLOAT32)
-            yield span, values[: span.stop - span.start]
+    def _decoded_bytes(self) -> HostArray:
+        return _decoded_bytes(self.threshold)
+
+    def _unpacked(self, data: HostArray, n_elems: int) -> HostArray:
+        bits = np.unpackbits(data).view(np.int8).reshape(-1, 2)[:n_elems]
+        sent, plus = bits[:, 0], bits[:, 1]
+        values: HostArray = (sent * (plus + plus - sent)).astype(FLOAT32) * np.float32(self.threshold)
+        return values

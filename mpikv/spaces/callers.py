@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import tensors
-from mpikv.arrays.as_numpy import BFLOAT16, SUPPORTED_DTYPES, dtype_named
+from mpikv.arrays.as_numpy import BFLOAT16, SUPPORTED_DTYPES, dtype_named, unsupported
 from mpikv.errors import UnsupportedError
 from mpikv.spaces.gpu import Gpu
 
@@ -91,8 +91,7 @@ def callers_gpu_array(array: Any, gpu: Gpu) -> CallersGpuArray:
         else:
             values, stream = _of_interface(array, gpu, number)
         if values.dtype not in SUPPORTED_DTYPES:
-            names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
-            raise UnsupportedError(f"an array on GPU {number} has dtype {values.dtype}; a store holds {names}")
+            raise unsupported(f"an array on GPU {number} has dtype {values.dtype}")
         return CallersGpuArray(array, values, stream, number, stream.record(gpu.event()))
 
 

@@ -35,26 +35,9 @@ from mpikv.spaces.callers import CallersGpuArray
 from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.gpu_events import EventRequest, EventWatcher
 
+# Of `store.stats()`: copies to the host, from it, and on the device, and their bytes.
+COPIES = tuple(f"copies_{kind}{suffix}" for kind in ("down", "up", "device") for suffix in ("", "_bytes"))
 SLOW_S = 300.0  # the longest wait for the GPU's work: copies end long before, or the GPU has failed
-
-
-class _CopyCounts:
-    """How many copies were begun, and of how many bytes: `down` to the host, `up` from it, on the `device`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def count(self, kind: str, n_bytes: int) -> None:
-        """Count a copy. A lock is needed, since callers' threads and the progress thread count."""
-        with self._lock:
-            self._counts[kind] += 1
-            self._counts[kind + "_bytes"] += n_bytes
-
-    def stats(self) -> dict[str, int]:
-        """As `store.stats()` names them."""
-        kinds = [kind + suffix for kind in ("down", "up", "device") for suffix in ("", "_bytes")]
-        return {f"copies_{kind}": self._counts[kind] for kind in kinds}
 
 
 class _Thread(threading.local):
@@ -73,7 +56,7 @@ class DeviceSpace(Space):
         with gpu.current("makes streams"):
             self.stream = cuda.Stream(non_blocking=True)
         self._pool, self._pushes = cuda.MemoryPool(), cuda.MemoryPool()
-        self._copies = _CopyCounts()
+        self._copies, self._copies_lock = Counter[str](), threading.Lock()
         self._watcher = EventWatcher(gpu)  # of the store's stream
         self._callers_watcher = EventWatcher(gpu)
         self._thread = _Thread()
@@ -126,7 +109,13 @@ class DeviceSpace(Space):
 
     def stats(self) -> dict[str, int]:
         held = self._pool.total_bytes() + self._pushes.total_bytes()
-        return {**self._copies.stats(), "device_bytes": held}
+        return {**{name: self._copies[name] for name in COPIES}, "device_bytes": held}
+
+    def _count(self, kind: str, n_bytes: int) -> None:
+        """Count a copy that was begun. A lock is needed, since callers' threads and the progress thread count."""
+        with self._copies_lock:
+            self._copies[f"copies_{kind}"] += 1
+            self._copies[f"copies_{kind}_bytes"] += n_bytes
 
     def close(self) -> None:
         """See `Space`. Arrays that are still referred to keep theirs."""
@@ -167,7 +156,7 @@ class DeviceSpace(Space):
         copied = self._empty_push(values.size, values.dtype)
         if not values.size:
             return copied
-        self._copies.count("device", values.nbytes)
+        self._count("device", values.nbytes)
         if array.number == self.device:
             with array.stream:
                 np.copyto(copied.reshape(values.shape), values)
@@ -219,7 +208,7 @@ class DeviceSpace(Space):
                 self.wait_for_callers(values)
                 self.stream.wait_event(out.event)
                 cast = values.astype(out.values.dtype, copy=False).reshape(out.values.shape)
-                self._copies.count("device", out.values.nbytes)
+                self._count("device", out.values.nbytes)
                 if out.number == self.device or out.values.flags.c_contiguous:
                     np.copyto(out.values, cast)
                     self._make_caller_wait(out)
@@ -265,7 +254,7 @@ class DeviceSpace(Space):
         with self.in_stream():
             self.wait_for_callers(array)
             self.synchronize()
-            self._copies.count("down", array.nbytes)
+            self._count("down", array.nbytes)
             values: HostArray = array.get()
             return values
 
@@ -274,7 +263,7 @@ class DeviceSpace(Space):
         with self.in_stream():
             array = self.cupy.empty(values.shape, values.dtype)
             array.set(np.ascontiguousarray(values).reshape(values.shape))
-            self._copies.count("up", array.nbytes)
+            self._count("up", array.nbytes)
             self.synchronize()
             return array
 
@@ -297,7 +286,7 @@ class DeviceSpace(Space):
             with self.in_stream():
                 self.wait_for_callers(array)
                 array.data.copy_to_host_async(out.ctypes.data, array.nbytes, self.stream)
-                self._copies.count("down", array.nbytes)
+                self._count("down", array.nbytes)
 
     def upload(self, array: Any, values: HostArray) -> None:
         """Begin to copy page-locked host memory to an array. It is kept, and must not change, until that is done."""
@@ -305,7 +294,7 @@ class DeviceSpace(Space):
             with self.in_stream():
                 self.wait_for_callers(array)
                 array.data.copy_from_host_async(values.ctypes.data, array.nbytes, self.stream)
-                self._copies.count("up", array.nbytes)
+                self._count("up", array.nbytes)
                 self._uploading.append((self.stream.record(self.gpu.event()), values))
                 while self._uploading and self._uploading[0][0].done:
                     self._uploading.popleft()
@@ -355,7 +344,7 @@ class DeviceSpace(Space):
             if hasattr(values, "data") and isinstance(values, self.cupy.ndarray):
                 self.wait_for_callers(out, values)
                 if out.dtype == values.dtype:
-                    self._copies.count("device", out.nbytes)
+                    self._count("device", out.nbytes)
                 np.copyto(out, values, casting="unsafe")
             else:
                 self.wait_for_callers(out)
