@@ -1,5 +1,4 @@
 """Public testing tools: ranks as threads, a reference store, devices and networks for tests.
 
-Networks that are late and ranks that die by a script are in `mpikv.transports.faulty`, the virtual time is in
-`mpikv.common.clock`.
+Networks that are late and ranks that die by a script are in `mpikv.transports.faulty`.
 """

@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_workers import taken_of
+from virtual_clock import VirtualClock
 
 from mpikv.collectives import shared
-from mpikv.common.clock import MACHINE_CLOCK, VirtualClock
+from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.operation import Predicate

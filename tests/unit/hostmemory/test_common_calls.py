@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleaving import Interleaving
+from virtual_clock import VirtualClock
 
-from mpikv.common.clock import VirtualClock
 from mpikv.common.digests import digest, history_hash
 from mpikv.hostmemory import common_calls as module
 from mpikv.hostmemory.common_calls import FREE, CommonCalls
@@ -160,31 +161,18 @@ def test_a_missing_barrier_would_be_found():
 # --- real memory and real threads, and a time that passes only where a test lets it
 
 
-def on_threads(size: int, body, *, meanwhile=lambda clock, over: None, wait_s: float = 1.0):
+def on_threads(size: int, body, *, meanwhile=lambda clock, over: None):
     """`body(rank, together)` on a thread per rank; results in rank order. meanwhile(clock, over): on this thread."""
-    clock = VirtualClock()
-    results: list = [None] * size
-    errors = []
-    patience = Polling(range(3), range(3), lambda: time.sleep(0))
+    clock, patience = VirtualClock(), Polling(range(3), range(3), lambda: time.sleep(0))
 
-    def thread(memory) -> None:
+    def thread(memory):
         counters = Counters(memory, 0, FREE, polling=patience)
-        try:
-            together = CommonCalls(counters, step=lambda: False, clock=clock, wait_s=wait_s)
-            results[memory.rank] = body(memory.rank, together)
-        except BaseException as error:
-            errors.append(error)
+        return body(memory.rank, CommonCalls(counters, step=lambda: False, clock=clock, wait_s=1.0))
 
-    threads = [threading.Thread(target=thread, args=(memory,), daemon=True) for memory in private_memory(size)]
-    for one in threads:
-        one.start()
-    meanwhile(clock, lambda: not any(one.is_alive() for one in threads))
-    for one in threads:
-        one.join(30)
-        assert not one.is_alive()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(thread, memory) for memory in private_memory(size)]
+        meanwhile(clock, lambda: all(one.done() for one in ranks))
+        return [one.result(30) for one in ranks]
 
 
 def let_time_pass(clock, over):
@@ -253,16 +241,3 @@ def test_a_push_of_this_rank_meanwhile_ends_the_wait_at_once(who):
     together = CommonCalls(counters, step=push, clock=VirtualClock(), waited=waits.append)
     assert not together.begin(digest("call"))
     assert len(waits) == 1
-
-
-def test_the_order_of_earlier_pushes_does_not_matter_but_what_was_pushed_does():
-    def body(rank, together, keys):
-        for key in keys[rank]:
-            together.pushed(digest("key", key), 1)
-        return together.begin(digest("call"))
-
-    same = ["abca", "acba", "aabc"]
-    assert on_threads(3, lambda rank, together: body(rank, together, same)) == [True] * 3
-    for others in (["ab", "ab", "ac"], ["ac", "ab", "ab"], ["aab", "abb", "aab"]):
-        differ = lambda rank, together, others=others: body(rank, together, others)  # noqa: E731
-        assert on_threads(3, differ, meanwhile=let_time_pass) == [False] * 3

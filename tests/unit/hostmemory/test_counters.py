@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +13,6 @@ from mpikv.hostmemory.counters import Counters, row_words, table_bytes
 from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
 from mpikv.placement.labels import NO_ATTRIBUTES, Comparison, Label
-from mpikv.testing.ranks import spawn
 
 F32 = np.dtype(np.float32)
 
@@ -80,27 +76,6 @@ def test_a_wait_ends_at_once_while_the_core_is_given_away_or_becomes_a_request(p
     yields.clear()
     assert ranks[1].awaited(2, 7, soon=False) is not None
     assert yields == []
-
-
-def test_steps_of_threads():
-    """Who has waited for a step sees what the others wrote before it; who waits long has a request."""
-    size, values = 4, [0] * 4
-    ranks = tables(size, polling=Polling.of(private_memory(1)[0], size))
-
-    def body(transport):
-        table, late, seen = ranks[transport.rank], random.Random(transport.rank), []
-        for step in range(1, 60):
-            values[transport.rank] = step
-            for word in (0, 1):
-                table.count(word, step)
-                request = table.awaited(word, step, soon=late.random() < 0.5)
-                while request is not None and not request.test():
-                    time.sleep(0)
-                if word == 0:
-                    seen.append(tuple(values) == (step,) * size)
-        return all(seen)
-
-    assert spawn(size, body) == [True] * size
 
 
 # --- what ranks know of the labels of a round, with a key's counters, on interleaved words

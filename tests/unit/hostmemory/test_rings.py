@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from mpikv.hostmemory.rings import (
     LONGEST_BYTES,
-    RECORD_BYTES,
-    RING_BYTES,
     STRIDE_BYTES,
     RingReader,
     RingWriter,
@@ -52,17 +50,6 @@ def test_records_of_any_length(lengths):
             assert writer.put(*record)
         sent.append(record)
     assert found + taken(reader) == sent
-
-
-def test_a_full_ring_refuses():
-    writer, reader = pair()
-    n = 0
-    while writer.put(1, n, 0, 0, None):
-        n += 1
-    assert n == RING_BYTES // RECORD_BYTES
-    assert [record[1] for record in taken(reader)] == list(range(n))
-    assert writer.put(1, n, 0, 0, None)
-    assert [record[1] for record in taken(reader)] == [n]
 
 
 def test_a_handler_that_raises_does_not_see_its_record_again():

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from virtual_clock import VirtualClock
 
-from mpikv.common.clock import VirtualClock
 from mpikv.observe import program
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting

@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import pytest
+from virtual_clock import VirtualClock
 
-from mpikv.common.clock import VirtualClock
 from mpikv.observe import recorder as recording
 from mpikv.observe import timeline
 from mpikv.observe.recorder import Recorder

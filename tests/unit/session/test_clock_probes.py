@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_clock import VirtualClock
 
 from mpikv.commands.trace.clocks import clocks_of
 from mpikv.commands.trace.files import read_run
 from mpikv.commands.trace.rounds import complete, in_common_time, rounds_of, too_early
-from mpikv.common.clock import VirtualClock
 from mpikv.config import Config
 from mpikv.observe.recorder import Recorder
 from mpikv.session.clocks import EVERY_S, MEET_S, PATIENCE_S, PROBES, ClockProbes
