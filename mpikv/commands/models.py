@@ -27,7 +27,6 @@ def _convolution(filters: int, channels: int, k: int) -> Iterator[Shape]:
 
 
 def _basic_block(channels: int, inside: int, _expansion: int, *, projects: bool) -> Iterator[Shape]:
-    """The shapes of two convolutions of 3x3."""
     yield from _convolution(inside, channels, 3)
     yield from _convolution(inside, inside, 3)
     if projects:
@@ -35,7 +34,6 @@ def _basic_block(channels: int, inside: int, _expansion: int, *, projects: bool)
 
 
 def _bottleneck(channels: int, inside: int, expansion: int, *, projects: bool) -> Iterator[Shape]:
-    """The shapes of three convolutions: 1x1 to fewer channels, 3x3, 1x1 to more."""
     yield from _convolution(inside, channels, 1)
     yield from _convolution(inside, inside, 3)
     yield from _convolution(inside * expansion, inside, 1)

@@ -80,11 +80,9 @@ class Mpirun(NamedTuple):
         return ["-launcher", "rsh" if words[0] == "qrsh" else "ssh", "-launcher-exec", words[0]]
 
     def in_folder(self, folder: str) -> list[str]:
-        """Ranks start in this folder, instead of the one that mpirun was started in."""
         return ["--wdir" if self.is_open_mpi else "-wdir", folder]
 
     def environment(self, remote_shell: Sequence[str] = ()) -> dict[str, str]:
-        """Variables that this `mpirun` itself needs."""
         variables = dict(AS_ROOT) if self.is_open_mpi else {}
         if remote_shell[1:] and not self.is_open_mpi:
             variables[HYDRA_WORDS[self.family]] = " ".join(remote_shell[1:])

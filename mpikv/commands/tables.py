@@ -22,13 +22,10 @@ class Column(NamedTuple):
 
 
 class Table:
-    """A table with these columns."""
-
     def __init__(self, *columns: Column) -> None:
         self.columns = columns
 
     def head(self) -> str:
-        """Return the titles, in one line."""
         return self.line(*(column.title for column in self.columns))
 
     def of(self, row: Row, end: str = "") -> str:

@@ -38,7 +38,6 @@ class NotFoundError(Exception):
 
 
 def add_parser(commands: Any) -> None:
-    """Add `top` to the commands of `mpikv`."""
     parser = commands.add_parser(
         "top",
         help="what each worker of a running job does, and where its program is",

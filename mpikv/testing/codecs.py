@@ -233,7 +233,6 @@ def _require(fine: bool, text: str) -> None:
 
 
 def _same(found: HostArray, expected: HostArray, text: str) -> None:
-    """Require the same dtype and the same bits."""
     if found.dtype != expected.dtype or found.tobytes() != expected.tobytes():
         raise AssertionError(f"{text}: {found} and {expected}")
 
@@ -260,7 +259,6 @@ def _values(n: int, dtype: np.dtype[Any]) -> HostArray:
 
 
 def _turned(values: HostArray, push: int) -> HostArray:
-    """Return other values for each push."""
     turned: HostArray = np.roll(values, push)
     return turned
 

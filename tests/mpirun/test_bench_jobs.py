@@ -185,36 +185,6 @@ def test_a_wrong_sum_fails_the_run(mpi, tmp_path: Path) -> None:
     assert "results were wrong" in job.stderr
 
 
-@pytest.mark.thorough
-def test_a_way_of_training_that_is_wrong_fails_the_run(tmp_path: Path) -> None:
-    """One that forgets a gradient on one rank, and so gives other weights there."""
-    frameworks.need("torch")
-    program = tmp_path / "wrong.py"
-    program.write_text(
-        "import sys\n"
-        "from mpikv.__main__ import main\n"
-        "from mpikv.commands.bench import train_ways\n"
-        "def wrong(trained):\n"
-        "    train_ways.raw_flat(trained)\n"
-        "    exchange = trained.exchange\n"
-        "    def forgets():\n"
-        "        exchange()\n"
-        "        if trained.work.job.rank == 1:\n"
-        "            trained.net[1].bias.grad.zero_()\n"
-        "    trained.exchange = forgets\n"
-        "train_ways.WAYS['raw'] = train_ways.WAYS['raw']._replace(prepare=wrong)\n"
-        "words = ['--model', 'mlp', '--image-size', '8', '--batch', '2', '--iterations', '1']\n"
-        "sys.exit(main(['bench', 'train', *words, '--vs', 'model,raw,gloo']))\n"
-    )
-    job = mpirun(2, ["python", str(program)], timeout_s=200)
-    assert job.status == 1, job.output
-    wrong = [line for line in job.stdout.splitlines() if "WRONG" in line]
-    assert len(wrong) == 1, job.output
-    assert "raw MPI, flat" in wrong[0]
-    assert "WRONG in 2 results" in wrong[0]
-    assert "2 results were wrong" in job.stderr
-
-
 def test_starts_mpirun_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     command = [sys.executable, "-m", "mpikv", "bench", "allreduce", "-n", "2", "-e", "4", "--iterations", "1"]

@@ -2,7 +2,7 @@
 
 allreduce: one array of each size, in place, by each algorithm that is asked for. pushpull: in place, out of place and
 with an optimizer, whose arithmetic raw MPI has not; or with --keys many keys in one call. model: the gradients of a
-network in one call, in the order in which a backward pass makes them. On GPUs, too, where every worker has one (`gpu`).
+network in one call, in the order in which a backward pass makes them. On GPUs, too, where every worker has one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.commands.bench import gloo, gpu
+from mpikv.commands.bench import gloo
 from mpikv.commands.bench.measure import Contender
 from mpikv.commands.bench.pattern import Pattern
 from mpikv.commands.bench.raw import mpi_can_add, packed_contender, raw_contender
 from mpikv.commands.bench.report import SUMS
 from mpikv.commands.bench.session import BenchRun
-from mpikv.commands.bench.stores import GPU, StoreUse, store_contender
+from mpikv.commands.bench.stores import GPU, StoreUse, gpu_everywhere, store_contender
 from mpikv.commands.models import Shape, shapes
 
 
@@ -35,7 +35,7 @@ def run(session: BenchRun) -> None:
     if lists := len(cases[0]) > 1:
         n_bytes = sum(map(math.prod, cases[0])) * itemsize
         session.progress.say(f"# {len(cases[0])} arrays, {n_bytes} bytes")
-    on_gpu = gpu.is_everywhere(session.job)
+    on_gpu = gpu_everywhere(session.job)
     titles(session)
     for case in cases:
         _compare(session, case, lists=lists, on_gpu=on_gpu)
@@ -49,7 +49,6 @@ def titles(session: BenchRun) -> None:
 
 
 def _compare(session: BenchRun, case: tuple[Shape, ...], *, lists: bool, on_gpu: bool) -> None:
-    """Measure one call with all arrays of a case. Collective."""
     job = session.job
     pattern = Pattern(session.dtype, job.rank, job.size)
     arrays = [pattern.zeros(shape) for shape in case]

@@ -82,7 +82,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def needs_torch(options: argparse.Namespace) -> bool:
-    """Return whether torch.distributed takes part."""
     return "gloo" in options.vs or options.kind == "train"
 
 

@@ -56,7 +56,6 @@ def process_group(job: BenchJob, *, wanted: bool) -> Iterator[None]:
 
 
 def _address() -> str:
-    """Return this host's name and a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{socket.gethostname()}:{probe.getsockname()[1]}"

@@ -9,10 +9,12 @@ array's size nor leaves more than the array itself in the caches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.spaces.gpu import Gpu
 
 # All integers up to here are exact: two to the power of the digits of the significand.
 EXACT = {"float16": 2048, "bfloat16": 256, "float32": 1 << 24, "float64": 1 << 53}
@@ -53,6 +55,30 @@ class Pattern:
         """Whether `array` holds the sum over all ranks, times `factor`, exactly."""
         block = self.total if factor == 1 else self.total * self.total.dtype.type(factor)
         return all(np.array_equal(some, block[: some.size]) for some in _blocks(array, block.size))
+
+
+class GpuPattern(Pattern):
+    """A pattern for arrays on a GPU: they are filled from host memory, and compared there."""
+
+    def __init__(self, gpu: Gpu, dtype: np.dtype[np.generic], rank: int, size: int) -> None:
+        super().__init__(dtype, rank, size)
+        gpu.take()  # a benchmark's thread is its own
+        self._cupy = gpu.cupy
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        return self._cupy.zeros(shape, self.mine.dtype)
+
+    def fill(self, array: Any, sign: int = 1) -> None:
+        values = super().zeros(array.shape)
+        super().fill(values, sign)
+        array.set(values)
+
+    def is_total(self, array: Any, factor: int = 1) -> bool:
+        # What a pull of a key in host memory returns is there already.
+        return super().is_total(array if isinstance(array, np.ndarray) else array.get(), factor)
+
+    def finish(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
 
 
 def _blocks(array: HostArray, elems: int) -> Iterator[HostArray]:

@@ -14,7 +14,6 @@ from mpikv.errors import ConfigError
 
 
 def check_matplotlib() -> None:
-    """Raise ConfigError where matplotlib is missing; it says how to get it."""
     try:
         import matplotlib  # noqa: F401, PLC0415 - an extra
     except ImportError:

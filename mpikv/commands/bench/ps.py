@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 
 from mpikv import kv
-from mpikv.commands.bench import gpu
 from mpikv.commands.bench.allreduce import beside, titles
 from mpikv.commands.bench.job import job_of
 from mpikv.commands.bench.pattern import Pattern
 from mpikv.commands.bench.session import BenchRun
-from mpikv.commands.bench.stores import GPU, StoreUse, store_contender
+from mpikv.commands.bench.stores import GPU, StoreUse, gpu_everywhere, store_contender
 from mpikv.server.roles import assign
 
 TYPES = {"sync": ("dist_sync", ""), "sync-sgd": ("dist_sync", "sgd"), "async-sgd": ("dist_async", "sgd")}
@@ -31,7 +30,7 @@ def run(session: BenchRun) -> None:
     session.job = job_of(everybody.comm.Split(int(is_server), everybody.rank), config)
     session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers")
     types = dict(TYPES)
-    if gpu.is_everywhere(everybody):
+    if gpu_everywhere(everybody):
         types |= {f"{GPU}, {what}": (f"{type_}_device", optimizer) for what, (type_, optimizer) in TYPES.items()}
     if is_server:
         for type_, _ in list(types.values()) * len(session.sizes):

@@ -99,7 +99,6 @@ def sums(
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """Write the file. Raises OSError where it cannot be written."""
     text = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n"
     with replacing(path) as file:
         file.write(text.encode())

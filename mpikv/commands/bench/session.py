@@ -64,7 +64,6 @@ class BenchRun:
             self.progress.say(table.head())
 
     def add(self, table: Table, rows: Sequence[Row]) -> None:
-        """Keep some rows, and print them on rank 0."""
         self.rows += rows
         if self.job.rank == 0:
             for row in rows:

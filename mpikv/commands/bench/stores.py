@@ -5,6 +5,10 @@ memory that the ranks of a host share ("shared"). With an optimizer the gradient
 so that the weights, which begin at zero, are minus the sum or zero again: exact in every dtype, however many rounds
 there are.
 
+Where every worker has a GPU, arrays on it take part in the same tables: raw MPI in host memory is what has to be
+beaten, since its result would have to be copied up yet. A call ends when the stream that the user's work is in has come
+so far. `MPIKV_DEVICE_PATH` forces a path.
+
 What a call sends and copies is counted from `store.stats()` in one call more, on the rank with most of each.
 Collectives of the MPI library (`MPIKV_ALGORITHM=native`) hide their messages: these and their bytes are unknown.
 """
@@ -19,13 +23,15 @@ import numpy as np
 
 from mpikv import kv, optimizers
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.commands.bench.gpu import GpuPattern
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import Contender
-from mpikv.commands.bench.pattern import Pattern
+from mpikv.commands.bench.pattern import GpuPattern, Pattern
 from mpikv.commands.bench.session import BenchRun
 from mpikv.config import Config
+from mpikv.create import worker_device
+from mpikv.create.spec import parse
 from mpikv.kvstore import KVStore
+from mpikv.placement.topology import topology
 
 GPU = "gpu"
 GROWING = {  # by their names in `store.stats()`
@@ -35,6 +41,12 @@ GROWING = {  # by their names in `store.stats()`
     "bytes_copied": "bytes_copied",
 }
 HELD = ("held_bytes", "shared_bytes")  # in memory beyond the user's arrays; of it, in memory that ranks share
+
+
+def gpu_everywhere(job: BenchJob) -> bool:
+    """Whether every rank has a GPU that a store would use. Collective."""
+    found = worker_device.find(parse("dist_sync_device"), job.config, topology(job.hosts).local_rank[job.rank])
+    return all(job.comm.allgather(found.gpu is not None))
 
 
 @dataclass(frozen=True)
@@ -69,8 +81,6 @@ def store_contender(
 
 
 class _StoreContender:
-    """One store with its arrays."""
-
     def __init__(
         self, session: BenchRun, use: StoreUse, pattern: Pattern, arrays: Sequence[HostArray], comm: Any
     ) -> None:
@@ -79,7 +89,7 @@ class _StoreContender:
         self._arrays: Sequence[Any] = arrays
         if use.on_gpu:
             device = self.store.session.spaces.device
-            assert device is not None  # `gpu.is_everywhere` has said so
+            assert device is not None  # `gpu_everywhere` has said so
             pattern = GpuPattern(device.gpu, use.dtype, session.job.rank, session.job.size)
             path = self.store.stats().get("device_path", "host")
             session.note(f"{GPU}: arrays on {device.gpu.name}, by the path {path}")

@@ -14,8 +14,6 @@ from torch import nn
 
 
 class _Block(nn.Module):  # type: ignore[misc] # PyTorch is not looked at
-    """Two convolutions 3x3, and a path around them."""
-
     def __init__(self, channels: int, inside: int, stride: int) -> None:
         super().__init__()
         self.one = _convolution(channels, inside, 3, stride)
@@ -61,7 +59,6 @@ _NETWORKS: Mapping[str, tuple[Callable[[int], Any], int, int]] = {
 
 
 def make(name: str, pixels: int, seed: int) -> Any:
-    """Make the network with weights drawn from `seed`, ready to train."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _NETWORKS[name][0](pixels)

@@ -27,12 +27,13 @@ import numpy as np
 import torch
 
 from mpikv import kv
-from mpikv.commands.bench import gpu, torch_models
+from mpikv.commands.bench import torch_models
 from mpikv.commands.bench.job import BenchJob
 from mpikv.commands.bench.measure import iterations_for, summary
 from mpikv.commands.bench.options import TRAIN_WAYS, TRAINED
 from mpikv.commands.bench.report import known, milliseconds
 from mpikv.commands.bench.session import BenchRun
+from mpikv.commands.bench.stores import gpu_everywhere
 from mpikv.commands.bench.train_ways import ALONE, WAYS, TrainedCopy, TrainWay, Work, raw_each
 from mpikv.commands.tables import Column, Table
 from mpikv.kvstore import KVStore
@@ -90,7 +91,7 @@ def run(session: BenchRun) -> None:
 def store_and_device(job: BenchJob) -> tuple[KVStore, torch.device]:
     """Make the store, and say where the network is. Collective."""
     config = job.config.with_(num_servers=0)
-    if not (gpu.is_everywhere(job) and all(job.comm.allgather(torch.cuda.is_available()))):
+    if not (gpu_everywhere(job) and all(job.comm.allgather(torch.cuda.is_available()))):
         return kv.create("dist_sync", comm=job.comm, config=config), torch.device("cpu")
     store = kv.create("dist_sync_device", comm=job.comm, config=config)
     device = torch.device("cuda", store.device)
@@ -146,7 +147,6 @@ def _compare(session: BenchRun, work: Work, chosen: Sequence[TrainWay], batches:
 
 
 def _turn(comm: Any, trained: TrainedCopy, batches: Sequence[Any]) -> float:
-    """Make some steps, and return the seconds that they took here."""
     comm.Barrier()
     start_s = time.perf_counter()
     for images, labels in batches:

@@ -56,7 +56,6 @@ class TrainedCopy:
         self.update()
 
     def finish(self) -> None:
-        """Wait for all that the last step has begun."""
         device = next(self.net.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -102,8 +101,6 @@ def raw_flat(trained: TrainedCopy) -> None:
 
 
 def raw_each(trained: TrainedCopy) -> None:
-    """Call MPI_Allreduce in place for each gradient."""
-
     def exchange() -> None:
         for parameter in trained.net.parameters():
             _mean_in_place(trained.work.job, parameter.grad)

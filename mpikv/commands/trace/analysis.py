@@ -176,7 +176,6 @@ def _spans(own: Iterable[Timed], kinds: Sequence[str]) -> Spans:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """Return the moments that are in any of the spans."""
     found: Spans = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -187,7 +186,6 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def common(one: Spans, other: Spans) -> Spans:
-    """Return the moments that are in both."""
     found, i, j = Spans(), 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])

@@ -29,7 +29,6 @@ exit status: 0; 2 where there is nothing to read."""
 
 
 def add_parser(commands: Any) -> None:
-    """Add `trace` to the commands of `mpikv`."""
     parser = commands.add_parser(
         "trace",
         help="put the timelines of all ranks together: a file for Perfetto, or a report of where the time went",

@@ -7,11 +7,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from fake_cupy import Machine
 
 import mpikv.arrays.as_numpy  # noqa: F401 - bfloat16
-from mpikv.commands.bench.pattern import EXACT, Pattern
+from mpikv.commands.bench.pattern import EXACT, GpuPattern, Pattern
 from mpikv.commands.bench.session import sweep
 from mpikv.commands.numbers import short, size
+from mpikv.spaces.gpu import Gpu
 
 
 @pytest.mark.parametrize(
@@ -73,20 +75,21 @@ def test_one_wrong_element_is_found() -> None:
     assert not pattern.is_total(np.roll(array, 1))  # the right numbers at wrong places
 
 
-def test_signs() -> None:
-    pattern = Pattern(np.dtype(np.float32), 1, 2)
-    plus, minus = np.empty(100, np.float32), np.empty(100, np.float32)
-    pattern.fill(plus)
-    pattern.fill(minus, -1)
-    assert (plus == -minus).all()
-    assert plus.min() > 0
-    other = Pattern(np.dtype(np.float32), 0, 2)
-    other.fill(minus, -1)
-    assert pattern.is_total(minus - plus, -1)
-    assert pattern.is_total(np.zeros(100, np.float32), 0)
-    assert not pattern.is_total(np.zeros(100, np.float32))
-
-
 def test_too_many_ranks_for_a_dtype() -> None:
     with pytest.raises(ValueError, match="200 ranks cannot be checked in bfloat16"):
         Pattern(np.dtype("bfloat16"), 0, 200)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_on_a_gpu(dtype: str) -> None:
+    pattern = GpuPattern(Gpu(0, Machine().process(), lambda _: True), np.dtype(dtype), 0, 1)
+    array = pattern.zeros((2, 50))
+    assert array.get().tobytes() == bytes(array.nbytes)
+    for sign in (1, -1, 0, 1):
+        pattern.fill(array, sign)
+        pattern.finish()
+        assert pattern.is_total(array, sign)
+        assert not pattern.is_total(array, sign + 1)
+    assert pattern.is_total(array.get())  # what a pull of a key in host memory returns
+    array[1, 49:] = 0
+    assert not pattern.is_total(array)

@@ -65,17 +65,6 @@ def test_both_parts_of_a_divided_key_are_one_round():
     assert (cost.rounds, cost.n_bytes) == (2, 1 << 21)
 
 
-def test_what_is_sent_while_the_worker_computes_is_hidden():
-    records = [
-        ("push", 0, 0, "w", 1, 8),
-        ("reduce-scatter", 0, 10, "w", 1, 8),
-        ("call", 6, 12, "pull"),
-        ("wait", 6, 12, "w", 1),
-    ]
-    (worker,) = analysis_of([rank("worker", 0, 1, *records)]).workers.values()
-    assert (worker.moving, worker.hidden, worker.computing) == pytest.approx((10_000, 6_000, 6_000))
-
-
 def test_a_call_in_common_memory_is_waiting_until_all_have_come_and_adding_from_then_on():
     def records(came: float) -> list[Record]:
         own = [("call", came, 24, "pushpull"), ("meet", came, 20, "w", 7, 8), ("add", 20, 24, "w", 7, 8)]
@@ -90,12 +79,6 @@ def test_workers_of_an_asynchronous_store_wait_for_nobody():
     records = [("exchange", 0, 9, "w", 1, 8), ("call", 0, 10, "pushpull"), ("wait", 0, 10, "w", 0)]
     found = analysis_of([rank("worker", i, 2, *records, type="dist_async") for i in range(2)])
     assert [(worker.waiting, worker.sending) for worker in found.workers.values()] == [({}, 10_000)] * 2
-
-
-def test_servers_are_busy_while_they_handle_messages():
-    server = rank("server", 0, 1, ("serve", 0, 3), ("update", 1, 2, ["w", 0], 1), ("serve", 8, 10))
-    found = analysis_of([rank("worker", 0, 1, ("exchange", 0, 9, "w", 1, 8)), server])
-    assert found.servers == {1: pytest.approx(0.5)}
 
 
 def keys(n: int, n_bytes: int, each_ms: float = 1.0, **more: Any) -> list[Rank]:
