@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import cifar_files
 import digits as written_digits
 import frameworks
 import jobs
@@ -243,23 +241,6 @@ def test_a_wrong_option_is_said_once() -> None:
 # ---- training
 
 
-@pytest.mark.thorough
-@pytest.mark.whole_job
-def test_image_classification(tmp_path: Path) -> None:
-    """Two workers; then three that go on after these, asynchronously and with a server."""
-    frameworks.need("torch")
-    data = cifar_files.write(tmp_path / "cifar", train=40)
-    common = ["--data-dir", data, "--model", "lenet", "--batch-size", 8, "--save", tmp_path / "run"]
-    output = run("image_classification.py", *common, "--epochs", 1, n=2).splitlines()
-    assert output[0] == f"data: CIFAR-10, 40 training and 20 test images from {data}"
-    assert re.fullmatch(r"epoch 1/1: loss \d+\.\d{4}, test accuracy \d\.\d{4}, \d+ images/s", output[1])
-    assert re.fullmatch(r"accuracy \d\.\d{4} after 2 steps in \d+\.\d s, worker 0 has sent \d+\.\d MB", output[2])
-    more = ["--epochs", 2, "--resume", tmp_path / "run", "--num-servers", 1, "--kv-store", "dist_async"]
-    again = run("image_classification.py", *common, *more, n=3).splitlines()
-    assert [line.split(":")[0] for line in again[1:-1]] == ["epoch 2/2"]
-    assert "after 4 steps" in again[-1]
-
-
 def test_training_alone(digits: Path) -> None:
     output = run("train_mnist.py", "--data-dir", digits, "--kv-store", "local", "--num-devices", 2).splitlines()
     assert output[0] == f"data: 1500 training and 297 test images from {digits}"
@@ -289,18 +270,6 @@ def test_twenty_steps_are_the_same_in_every_mode(digits: Path, tmp_path: Path) -
     assert distance(found["devices"], found["alone"]) < 1e-5
 
 
-@pytest.mark.whole_job
-def test_compressed_gradients_train(digits: Path) -> None:
-    """Two workers and a server on one host, so it has to be forced; the run says what it saved."""
-    options = ["--data-dir", digits, "--network", "mlp", "--num-servers", 1]
-    output = run("train_mnist.py", *options, "--gc-type", "fp16", "--gc-pull", "fp16", "--gc-force", n=3)
-    said = re.search(r"^compression: (\d+\.\d) MB of gradients travelled as (\d+\.\d) MB$", output, re.MULTILINE)
-    assert said
-    assert float(said[1]) / float(said[2]) == pytest.approx(2, rel=0.01)
-    # 0.83 where it was written, and 0.84 without compression: 297 images, of which one more or less is chance.
-    assert result(output, "3 epochs") > 0.75
-
-
 @pytest.mark.parametrize(
     ("begun", "finished"),
     [
@@ -328,49 +297,6 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
         assert np.array_equal(first[name], second[name])
     if n is None:  # there is nothing left to train
         assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
-
-
-@pytest.mark.thorough
-@pytest.mark.whole_job
-def test_run_that_a_signal_stopped_is_the_same_run(digits: Path, tmp_path: Path) -> None:
-    """Twice, in the middle of the training; bit for bit, though nobody knows in which step the signals come."""
-    common = ["--data-dir", digits, "--network", "lenet", "--num-examples", 500, "--batch-size", 8]
-    common += ["--num-epochs", 8, "--lr-step-epochs", "3,6", "--num-servers", 1]
-    through = run("train_mnist.py", *common, "--dump-weights", tmp_path / "through", n=3)
-    file = tmp_path / "stopped"
-    env = {"MPIKV_STOP_SIGNALS": "TERM,USR1", "MPIKV_STOP_FILE": str(file)}
-    line = [str(EXAMPLES / "train_mnist.py"), *map(str, common), "--dump-weights", str(tmp_path / "again")]
-    stopped = []
-    for _ in range(2):
-        with jobs.start(3, ["python", *line], env=env, timeout_s=LIMIT_S) as running:
-            running.wait_for(r"epoch \d/8: ", LIMIT_S)
-            lines = {pid: jobs.text(Path(f"/proc/{pid}/cmdline")).split("\0") for pid in running.processes()}
-            running.kill_all([pid for pid, words in lines.items() if words[1:2] == line[:1]], signal.SIGUSR1)
-        assert (running.result.status, running.result.ranks_left) == (0, []), running.result.output
-        found = re.findall(rf"mpikv: stopped after step (\d+): .* are in {file}\n", running.result.stdout)
-        assert len(found) == 1, running.result.output
-        assert file.exists()
-        stopped.append(int(found[0]))
-    assert 0 < stopped[0] < stopped[1]
-    with jobs.start(3, ["python", *line], env=env, timeout_s=LIMIT_S) as running:
-        pass
-    assert running.result.status == 0, running.result.output
-    assert result(running.result.stdout, "8 epochs") == result(through, "8 epochs")
-    first, second = weights(tmp_path / "through"), weights(tmp_path / "again")
-    for name in first:
-        assert first[name].tobytes() == second[name].tobytes()
-
-
-@pytest.mark.thorough
-@pytest.mark.whole_job
-def test_asynchronous_training(digits: Path, tmp_path: Path) -> None:
-    common = ["--data-dir", digits, "--kv-store", "dist_async", "--batch-size", 16, "--save", tmp_path / "run"]
-    # 0.85 and more was seen; guessing gives 0.1, and what an unlucky order of pushes costs is not that much.
-    assert result(run("train_mnist.py", *common, n=3), "3 epochs") > 0.6
-    result(
-        run("train_mnist.py", *common, "--num-servers", 1, "--num-epochs", 4, "--resume", tmp_path / "run", n=3),
-        "4 epochs",
-    )
 
 
 @pytest.mark.parametrize(

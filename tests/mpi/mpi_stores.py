@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from direct_stores import values_of
 from on_workers import full, uniform
 
 from mpikv import Config, kv
@@ -41,5 +42,4 @@ def modes(comm: Any) -> list[tuple[str, int]]:
 
 def numbers(rank: int, n: int, seed: int) -> Any:
     """Values whose sum shows the order of adding."""
-    random = np.random.default_rng([rank, n, seed])
-    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(np.float32)
+    return values_of(rank, n, seed, np.dtype(np.float32)).copy()

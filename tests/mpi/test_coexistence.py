@@ -15,29 +15,6 @@ TAGS += [wire.key_tag(key, use) for key in range(2) for use in range(wire.TAGS_P
 
 
 @pytest.mark.mpi
-def test_two_stores_at_once(comm):
-    """The same keys with other values, pushed in an order that differs from rank to rank."""
-    W, rank = comm.Get_size(), comm.Get_rank()
-    first = kv.create("dist_sync", comm=comm, config=SETTINGS)
-    second = kv.create("dist_async", comm=comm, config=SETTINGS)
-    second.set_optimizer(optimizers.create("test"))
-    for store in (first, second):
-        store.init(["a", "b"], [full(0, 100), full(0, 3000)])
-    for round_ in range(1, 4):
-        for store in (first, second) if (rank + round_) % 2 else (second, first):
-            store.push(["a", "b"], [full(round_, 100), full(10 * round_, 3000)])
-    requests = [store.pull_async(key) for store in (first, second) for key in "ab"]
-    assert [uniform(request.wait()) for request in requests[:2]] == [3.0 * W, 30.0 * W]
-    second.barrier()
-    assert [uniform(second.pull(key)) for key in "ab"] == [6.0 * W, 60.0 * W]
-    first.close()
-    second.push("a", full(1, 100))
-    second.barrier()
-    assert uniform(second.pull("a")) == 7.0 * W
-    second.close()
-
-
-@pytest.mark.mpi
 def test_stores_on_sub_communicators_and_across(comm):
     rank, size = comm.Get_rank(), comm.Get_size()
     half = comm.Split(rank % 2, -rank)  # numbered backwards
@@ -106,11 +83,12 @@ def test_the_users_own_traffic(comm, name):
 
 
 @pytest.mark.mpi
-def test_two_native_stores(comm):
-    """Each key has a communicator; keys of two stores are initialised and pushed in orders that differ by rank."""
+@pytest.mark.parametrize("algorithm", ["auto", "native"])
+def test_two_stores_at_once(comm, algorithm):
+    """Native, each key has a communicator. Keys are initialised and pushed in orders that differ by rank."""
     W, rank = comm.Get_size(), comm.Get_rank()
-    native = Config(timeout_s=30, algorithm="native")
-    stores = [kv.create("dist_sync", comm=comm, config=native) for _ in range(2)]
+    settings = SETTINGS.with_(algorithm=algorithm)
+    stores = [kv.create("dist_sync", comm=comm, config=settings) for _ in range(2)]
     for store in stores:
         for key in ("abc", "cab", "bca")[rank % 3]:
             store.init(key, full(0, 500))

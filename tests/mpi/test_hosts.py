@@ -69,24 +69,6 @@ def test_one_host_without_shared_memory(comm, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=3)
-def test_no_message_stays_within_a_host(comm):
-    """Rank 0 and its neighbours of the first host send what crosses to the second one, and nothing more."""
-
-    def body(store):
-        n = 840 * 200
-        value = np.ones(n, np.float32)
-        store.init("w", value)
-        store.pushpull("w", value)
-        before = store.stats()["bytes_sent"]
-        for _ in range(3):
-            store.pushpull("w", value)
-        return store.stats()["bytes_sent"] - before
-
-    sent = on_workers(comm, "dist_sync", body, test_hosts=2, bucket_bytes=0)  # no message but those of values
-    assert sum(sent) == 3 * 2 * 840 * 200 * 4
-
-
-@pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("progress", ["thread", "calls"])
 @pytest.mark.parametrize("take", [0.5, 1.0])
 def test_one_worker_of_each_host_asks_the_servers(comm, take, progress):

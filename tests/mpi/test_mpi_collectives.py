@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from adasum_reference import close, random_vectors
 from mpi_stores import full, on_workers, uniform
 from store_checks import reductions
 from store_modes import Mode
 
 from mpikv import ConfigError, optimizers
-from mpikv.collectives.stages import HOST_SEGMENT_BYTES as SEGMENT_BYTES
 from mpikv.testing.paths import DTYPES, check_path
 
 ALGORITHMS = ("naive", "ring", "halving_doubling", "hierarchical", "native", "auto")
 FORCED = pytest.mark.parametrize("algorithm", ALGORITHMS)
-SEGMENT = SEGMENT_BYTES // 4  # in float32
 
 
 @pytest.mark.mpi
@@ -30,35 +27,6 @@ def test_values(comm, algorithm):
 def test_reductions(comm, algorithm):
     mode = Mode("dist_sync", comm.Get_size())
     on_workers(comm, "dist_sync", lambda store: reductions(store, mode), algorithm=algorithm)
-
-
-@pytest.mark.mpi
-@FORCED
-def test_adasum(comm, algorithm):
-    """Beside sums of the same keys, in another order on each worker; the bits of one worker are those of all."""
-    sizes = dict(enumerate((0, 1, 2, 37, 5 * SEGMENT + 7)))
-
-    def body(store):
-        W, found = store.num_workers, []
-        store.init(list(sizes), [full(0, n) for n in sizes.values()])
-        for round_ in range(3):
-            every = {key: random_vectors(W, n, "float32", round_) for key, n in sizes.items()}
-            values = {key: every[key][store.rank].copy() for key in sizes}
-            order = np.random.default_rng([store.rank, round_]).permutation(list(sizes)).tolist()
-            for call in [store.pushpull_async(key, values[key], op="adasum") for key in order]:
-                call.wait()
-            for key in sizes:
-                close(values[key], every[key])
-                found.append(values[key].tobytes())
-            store.pushpull(list(sizes), ones := [full(1, n) for n in sizes.values()])
-            assert [uniform(one) for one in ones if one.size] == [W] * 4
-            again = [every[key][store.rank] for key in sizes]
-            store.pushpull(list(sizes), again, op="adasum")
-            assert [one.tobytes() for one in again] == found[-len(sizes) :]
-        return found
-
-    told = on_workers(comm, "dist_sync", body, algorithm=algorithm)
-    assert told == [told[0]] * comm.Get_size()
 
 
 @pytest.mark.mpi

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
-from mpi_stores import full, modes, numbers, on_workers, uniform
+from mpi_stores import full, modes, on_workers, uniform
 from store_checks import every_check
 from store_modes import BOUND, Mode
 
-from mpikv import Config, ConfigError, RowSparse, kv, optimizers
+from mpikv import Config, ConfigError, kv, optimizers
 from mpikv.testing.paths import DTYPES, check_path
 
 
@@ -33,44 +31,6 @@ def test_every_check(comm, progress):
         mode = Mode(name, comm.Get_size() - servers, servers)
         options = {"num_servers": servers, "bigarray_bound_elems": BOUND, "progress": progress}
         on_workers(comm, name, lambda store, mode=mode: every_check(store, mode), **options)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
-def test_optimizers_give_the_same_bits_everywhere(comm, name):
-    """On all workers, with any number of servers, with the naive algorithm; and those of the local store, of sums."""
-    size = comm.Get_size()
-    options = {"learning_rate": 0.1, **({"momentum": 0.9} if name == "sgd" else {})}
-
-    def bits(group, servers, algorithm="auto"):
-        def body(store):
-            store.init(["w", "b"], [full(0.5, 1001), full(0.5, 3)])
-            store.set_optimizer(optimizer := optimizers.create(name, **options))
-            for step in range(3):
-                optimizer.learning_rate = 0.1 * (step + 1)
-                time.sleep(0.001 * ((store.rank * 7) % 3))
-                store.push(["w", "b"], [numbers(store.rank, 1001, step), numbers(store.rank, 3, step)])
-            return [one.tobytes() for one in store.pull(["w", "b"])]
-
-        results = on_workers(
-            group, "dist_sync", body, num_servers=servers, algorithm=algorithm, bigarray_bound_elems=BOUND
-        )
-        assert results == [results[0]] * len(results)
-        return results[0]
-
-    for servers in range(1, size):
-        is_worker = comm.Get_rank() < size - servers
-        workers = comm.Split(0 if is_worker else 1)
-        alone = bits(workers, 0, "naive") if is_worker else None
-        workers.Free()
-        assert alone in (None, bits(comm, servers))
-    local = kv.create("local")
-    local.init("w", full(0.5, 1001))
-    local.set_optimizer(optimizer := optimizers.create(name, **options))
-    for step in range(3):
-        optimizer.learning_rate = 0.1 * (step + 1)
-        local.push("w", [numbers(rank, 1001, step) for rank in range(size)])
-    assert bits(comm, 0, "naive")[0] == local.pull("w").tobytes()
 
 
 def own_rule(weight, grad, state):
@@ -97,37 +57,6 @@ def test_callables_reach_the_owners(comm):
 
             W = comm.Get_size() - servers
             assert on_workers(comm, name, body, num_servers=servers) == [expected] * W
-
-
-@pytest.mark.mpi
-def test_row_sparse_keys(comm):
-    """MXNet's arithmetic, beside a dense key."""
-    shape = (1211, 300)
-
-    def weight(workers, row, rounds):
-        return 1 + sum((r + 1) * 2 * rounds for r in range(workers) if r % 2 == row)
-
-    for name, servers in modes(comm):
-
-        def body(store):
-            store.set_optimizer(optimizers.create("test", rescale_grad=2))
-            store.init(["rows", "dense"], [RowSparse.of(full(1, shape)), full(0, 5)])
-            found = []
-            for _ in range(3):
-                mine = RowSparse([store.rank % 2], full(store.rank + 1, (1, shape[1])), shape)
-                store.push(["rows", "dense"], [mine, full(1, 5)])
-                store.barrier()
-                rows = store.row_sparse_pull("rows", row_ids=[1210, 1, 0, 1])
-                found.append([np.unique(row).tolist() for row in rows.values])
-                store.barrier()
-            store.push("rows", full(1, shape))  # 1.4 MB, all rows
-            store.barrier()
-            whole = store.pull("rows", ignore_sparse=False)
-            return found, np.unique(whole[2:]).tolist()
-
-        workers = comm.Get_size() - servers
-        rounds = [[[weight(workers, p, i)] for p in (0, 1)] + [[1]] for i in (1, 2, 3)]
-        assert on_workers(comm, name, body, num_servers=servers) == [(rounds, [1 + 2 * workers])] * workers
 
 
 @pytest.mark.mpi

@@ -1,9 +1,8 @@
 """A worker whose arrays are on a GPU of its process, made of host memory. Prints what became of its keys.
 
-Arguments: the store's type, and whether it closes the store. MPIKV_TEST_OWN_GPUS: the workers' GPUs are different ones.
+Arguments: the store's type, and whether it closes the store.
 """
 
-import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -23,9 +22,6 @@ def main(name: str, closes: bool) -> None:
     machine, n = Machine(), 3000
     cupy = machine.process()
     gpu = Gpu(0, cupy, has_context=lambda number: number in cupy.contexts)
-    if os.environ.get("MPIKV_TEST_OWN_GPUS"):
-        gpu.uuid = f"GPU of process {os.getpid()}"
-        cupy.cuda.nccl.available = False
     found = cuda_driver.Devices(("a GPU",), "a version")
     with mock.patch.dict(worker_device.find.__kwdefaults__, {"ask": lambda: found, "open_gpu": lambda _: gpu}):
         store = kv.create(name)

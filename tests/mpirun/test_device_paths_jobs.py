@@ -31,28 +31,8 @@ def test_a_path_that_does_not_work_is_given_up_by_all(kind: str) -> None:
     assert "'mpi': 'on " in job.stdout
 
 
-def test_with_a_server_values_are_copied_without_a_block() -> None:
-    job = run("mpich", 3, {"MPIKV_NUM_SERVERS": "1"})
-    assert job.status == 0, job.output
-    assert "sum [5.0] path host down 4 up 3 why " in job.stdout
-    assert "'mpi': 'servers are reached through the memory of their host'" in job.stdout
-
-
 def test_between_hosts_one_warning_says_why_values_are_copied() -> None:
     job = run("openmpi", 3, HOSTS)
     assert job.status == 0, job.output
     assert "sum [9.0] path host" in job.stdout
     assert job.output.count("UserWarning: mpikv: arrays on GPUs are copied through host memory") == 1
-
-
-def test_nccl_that_is_not_there_is_an_error_only_where_it_is_asked_for() -> None:
-    missing = "this CuPy finds no NCCL"
-    own = {**HOSTS, "MPIKV_TEST_OWN_GPUS": "1"}
-    job = run("mpich", 2, own)
-    assert job.status == 0, job.output
-    assert "sum [5.0] path host" in job.stdout
-    assert f": {missing}" in job.stdout
-    job = run("mpich", 2, {**own, "MPIKV_ALGORITHM": "nccl"})
-    assert job.status != 0, job.output
-    assert "ConfigError: kv.create: MPIKV_ALGORITHM=nccl: worker 0 on " in job.output
-    assert missing in job.output

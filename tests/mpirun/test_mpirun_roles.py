@@ -1,11 +1,10 @@
-"""Who becomes a server, with a real `mpirun`: by number, by program, by host; and how a server rank ends."""
+"""Who becomes a server, with a real `mpirun`: by program; and how a server rank ends."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from jobs import mpirun
+from jobs import Mpi, mpirun
 
 WORKER = """
 import sys
@@ -22,25 +21,10 @@ store.close()
 """
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> list[str]:
-    path = tmp_path / "worker.py"
-    path.write_text(WORKER)
-    return ["python", str(path)]
-
-
-def lines(job) -> list[str]:
-    assert job.status == 0, job.output
-    assert job.ranks_left == []
-    return sorted(line for line in job.stdout.splitlines() if line)
-
-
-def test_servers_by_number(mpi, worker) -> None:
-    """On one host the last ranks; what follows `create` runs on workers only."""
-    found = lines(mpirun(5, worker, env={"MPIKV_NUM_SERVERS": "2"}, mpi=mpi))
-    assert found == [f"rank {r} is worker {r} of 3 and got 6" for r in range(3)]
-
-
-def test_servers_by_program(mpi, worker) -> None:
-    found = lines(mpirun([(1, ["python", "-m", "mpikv.server"]), (2, worker)], mpi=mpi))
+def test_servers_by_program(mpi: Mpi, tmp_path: Path) -> None:
+    """What follows `create` runs on workers only."""
+    (path := tmp_path / "worker.py").write_text(WORKER)
+    job = mpirun([(1, ["python", "-m", "mpikv.server"]), (2, ["python", str(path)])], mpi=mpi)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    found = sorted(line for line in job.stdout.splitlines() if line)
     assert found == [f"rank {r + 1} is worker {r} of 2 and got 3" for r in range(2)]

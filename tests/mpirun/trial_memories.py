@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 import numpy as np
 
@@ -61,12 +60,6 @@ class DevicePointer(Works):
         return Array(data, UNMAPPED)
 
 
-class Crashes(Works):
-    def get(self, array: Array) -> np.ndarray:
-        os.kill(os.getpid(), signal.SIGSEGV)
-        return array.host
-
-
 class Hangs(Works):
     def get(self, array: Array) -> np.ndarray:
         signal.pause()
@@ -79,9 +72,3 @@ class Segments(Works):
     def __init__(self, device: int) -> None:
         named = [path for path in mapped_files() if path.startswith(SEGMENTS) and os.path.exists(path)]
         raise RuntimeError(f"{len(named)} segments")
-
-
-class Exits(Works):
-    def __init__(self, device: int) -> None:
-        print("the driver is too old", file=sys.stderr, flush=True)
-        os._exit(7)
