@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPIKV_TEST_JOB"
@@ -377,17 +377,8 @@ def start(
     running.finish()
 
 
-def mpirun(
-    n: int | Programs,
-    argv: Sequence[str] = (),
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 60,
-    mpi: Mpi | None = None,
-    options: Sequence[str] = (),
-    python: str | None = None,
-) -> Job:
+def mpirun(n: int | Programs, argv: Sequence[str] = (), **options: Any) -> Job:
     """Run a job to its end; arguments as `start` has them."""
-    with start(n, argv, env=env, timeout_s=timeout_s, mpi=mpi, options=options, python=python) as running:
+    with start(n, argv, **options) as running:
         pass
     return running.result

@@ -120,6 +120,8 @@ def reductions(store, mode):
             assert store.pushpull(keys[0], value, op=op) is None
             same(value, reduced(op, mine, W))
             same(store.pull(keys[0]), reduced(op, mine, W))
+            if dtype != np.float32:
+                continue  # a form does not depend on the dtype
             store.pushpull(keys[0], mine[me], out, op=op)
             same(out, reduced(op, mine, W))
             store.pushpull(keys, both := [mine[me].copy(), more[me].copy()], op=op)

@@ -5,23 +5,11 @@ Names, parameters and constants: test_names.py.
 
 from __future__ import annotations
 
-import importlib.util
-
 import frameworks
 from fake_cupy import Machine
 from installed import NO_DRIVER, nccl, outcome, parameters
 
 FAKE = Machine().process().cuda.nccl
-
-
-def test_it_is_there_or_says_that_it_is_not() -> None:
-    if importlib.util.find_spec("nvidia.nccl") is None:
-        assert nccl.available is False
-        assert not hasattr(nccl, "NcclCommunicator")
-        frameworks.need("nvidia.nccl")
-    assert nccl.available is True
-    assert 22700 <= nccl.get_version() < 30000  # 2.27; major, two digits of minor, two more
-    assert nccl.get_build_version() // 10000 == 2
 
 
 def test_a_communicator() -> None:

@@ -51,13 +51,6 @@ def test_merge_of_a_row_that_comes_very_often():
     assert row_ids.merge(ids, rows, F32)[1].tobytes() == expected.tobytes()
 
 
-def test_merge_leaves_ordered_ids_alone():
-    ids, rows = np.array([1, 5, 9]), np.ones((3, 2), np.float16)
-    found = row_ids.merge(ids, rows, F32)
-    assert found[0] is ids
-    assert found[1] is rows
-
-
 @settings(max_examples=examples(90), deadline=None)
 @given(first=st.sets(st.integers(0, 15)), second=st.sets(st.integers(0, 15)), seed=st.integers(0, 99))
 def test_add_is_the_dense_sum(first, second, seed):

@@ -8,13 +8,12 @@ from typing import Any
 import codecs_of_tests
 import numpy as np
 import pytest
-from store_modes import DTYPES, HYBRID, Mode, every_way, long_messages, mode_id
+from store_modes import HYBRID, Mode, every_way, long_messages, mode_id
 
 from mpikv import optimizers
 from mpikv.codecs.compression import KeyCompression, make
 from mpikv.strategies.client_key import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
-from mpikv.transports import wire
 
 FLOAT32 = np.dtype(np.float32)
 REVERSED = codecs_of_tests.Reversed.name  # has to be decoded before it is added
@@ -71,19 +70,6 @@ def test_through_servers_and_back(mode: Mode, inline: bool, codec: str, monkeypa
 
 
 @pytest.mark.parametrize("codec", ["fp16", REVERSED])
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in (FLOAT32, np.uint8)], ids=str)
-def test_other_dtypes(dtype: np.dtype[Any], codec: str) -> None:
-    def body(store: Any) -> Any:
-        out = np.empty(67, np.float64)
-        store.init("w", np.zeros(67, dtype))
-        store.pushpull("w", small_numbers(67, store.rank, dtype=dtype), out)
-        return out.tolist()
-
-    expected = sum(small_numbers(67, w).astype(np.float64) for w in range(2)).tolist()
-    assert run(Mode("dist_sync", 2, 2), body, codec, partition_bytes=PART_BYTES) == [expected] * 2
-
-
-@pytest.mark.parametrize("codec", ["fp16", REVERSED])
 def test_an_optimizer_that_needs_the_whole_value(codec: str) -> None:
     """The server decodes partitions into one array, and the key moves to one server when the optimizer is set."""
 
@@ -100,40 +86,3 @@ def test_an_optimizer_that_needs_the_whole_value(codec: str) -> None:
 
     mode = Mode("dist_sync", 2, 2)
     assert run(mode, body, codec, partition_bytes=PART_BYTES) == run(mode, body, "none", partition_bytes=PART_BYTES)
-
-
-def sent(store: Any) -> np.ndarray:
-    stats = store.stats()
-    return np.array([stats["messages_sent"], stats["bytes_sent"], stats["control_messages_sent"]])
-
-
-HEADER = wire.HEADER_BYTES
-
-
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize(("codec", "item_bytes"), [("none", 4), ("fp16", 2)])
-def test_messages_and_bytes(name: str, codec: str, item_bytes: int) -> None:
-    """One worker's step with one server, by messages: a push is its header and its values, a pull a header alone."""
-    partition_bytes = INLINE_BYTES * 4 // item_bytes  # as sent too long for the server to have to ask for it
-    n, large = 1000, partition_bytes // 4 * 3  # float32: three partitions, none of them inline
-
-    def body(store: Any) -> Any:
-        store.set_optimizer(optimizers.create("test"))
-        store.init(["small", "large"], [np.zeros(n, np.float32), np.zeros(large, np.float32)])
-        store.barrier()
-        counts = [sent(store)]
-        for key, size in (("small", n), ("large", large)):
-            value = np.ones(size, np.float32)
-            store.push(key, value)
-            counts.append(sent(store))
-            store.pull(key, value)
-            counts.append(sent(store))
-            store.pushpull(key, value)
-            counts.append(sent(store))
-        return np.diff(counts, axis=0).tolist()
-
-    mode = Mode(name, 1, 1, memory="off")
-    (found,) = run(mode, body, codec, partition_bytes=partition_bytes, bigarray_bound_elems=10**9)
-    small = [[1, HEADER + n * item_bytes, 0], [1, HEADER, 0], [1, HEADER + n * item_bytes, 0]]
-    whole = [4, HEADER + large * item_bytes, 0]
-    assert found == [*small, whole, [1, HEADER, 0], whole]

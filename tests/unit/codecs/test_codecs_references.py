@@ -19,7 +19,6 @@ from hypothesis.extra import numpy as st_numpy
 
 from mpikv import MpikvError
 from mpikv.codecs import Codec, registry, topk
-from mpikv.codecs.blocks import BLOCK_ELEMS
 from mpikv.codecs.cast import Float16
 from mpikv.codecs.compression import make, of_text
 from mpikv.codecs.error_feedback import ErrorFeedback
@@ -94,31 +93,6 @@ def test_any_numbers(codec: Codec, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, 20))
     arrays = st_numpy.arrays(np.float32, n, elements=elements)
     check_against_reference(codec, data.draw(st.lists(arrays, min_size=1, max_size=3)))
-
-
-@pytest.mark.parametrize("codec", [TwoBit(), OneBit(), Int8(), Int8(100), Int8(BLOCK_ELEMS + 1), TopK()], ids=repr)
-def test_long_pieces_are_done_in_blocks(codec: Codec) -> None:
-    """A piece of some blocks is its blocks one after another, where the format lets it be; topk against a sort."""
-    n = 2 * BLOCK_ELEMS + 100
-    values = np.random.default_rng(1).standard_normal(n).astype(np.float32)
-    data = codec.encode(values, codec.init(n))
-    out = np.empty(n, np.float32)
-    codec.decode(data, out)
-    if isinstance(codec, TopK):
-        k = math.ceil(n / 100)
-        expected = np.zeros(n, np.float32)
-        positions = np.argsort(-np.abs(values), kind="stable")[:k]
-        expected[positions] = values[positions]
-        assert same_bits(out, expected)
-        return
-    step = {TwoBit: 1024, OneBit: 1024, Int8: getattr(codec, "block", 0)}[type(codec)]
-    alone = np.concatenate(
-        [codec.encode(values[i : i + step], codec.init(values[i : i + step].size)) for i in range(0, n, step)]
-    )
-    assert same_bits(data, alone)
-    total = values.copy()
-    codec.add(data, total)
-    assert same_bits(total, values + out)
 
 
 # --- factors

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mpikv.common.progress import Progress, shown
-
-
-class Clock:
-    """Time that passes when it is told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -35,8 +26,8 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch, term: str = "xterm") -> Termina
 
 
 def test_a_line_now_and_then_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with Progress("epoch 1/3", 1000, "images", clock=clock) as progress:
+    clock = SimpleNamespace(now=100.0)
+    with Progress("epoch 1/3", 1000, "images", clock=lambda: clock.now) as progress:
         for _ in range(100):
             clock.now += 0.5
             progress.update(10, loss=0.25)
@@ -51,8 +42,8 @@ def test_a_line_now_and_then_where_nobody_looks(capsys: pytest.CaptureFixture[st
 def test_long_work_has_few_lines_and_is_never_silent_for_long(
     step_s: float, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = Clock()
-    with Progress("epoch", 1000, "images", clock=clock) as progress:
+    clock = SimpleNamespace(now=100.0)
+    with Progress("epoch", 1000, "images", clock=lambda: clock.now) as progress:
         for _ in range(1000):
             clock.now += step_s
             progress.update(1)
@@ -60,8 +51,8 @@ def test_long_work_has_few_lines_and_is_never_silent_for_long(
 
 
 def test_work_that_stands_still_says_what_it_is_at(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with Progress("mpikv plan", 100, "rows", clock=clock) as progress:
+    clock = SimpleNamespace(now=100.0)
+    with Progress("mpikv plan", 100, "rows", clock=lambda: clock.now) as progress:
         progress.update(what="4 workers")
         for _ in range(70):
             clock.now += 1
@@ -79,8 +70,8 @@ def test_work_that_stands_still_says_what_it_is_at(capsys: pytest.CaptureFixture
 def test_work_that_was_resumed_counts_its_own_speed_and_one_rank_shows_it(
     shown_here: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = Clock()
-    with Progress("epoch", 1000, "images", done=500, shown=shown_here, clock=clock) as progress:
+    clock = SimpleNamespace(now=100.0)
+    with Progress("epoch", 1000, "images", done=500, shown=shown_here, clock=lambda: clock.now) as progress:
         clock.now += 10
         progress.update(100)
         progress.say("a result")
@@ -116,8 +107,8 @@ def test_results_go_to_standard_output_while_a_bar_is_drawn(
 
 def test_no_bar_where_none_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch, "dumb")
-    clock = Clock()
-    with Progress("work", 2, "rows", clock=clock) as progress:
+    clock = SimpleNamespace(now=100.0)
+    with Progress("work", 2, "rows", clock=lambda: clock.now) as progress:
         clock.now += 10
         progress.update(1)
     assert terminal.getvalue() == "work: 1 of 2 rows, 0.1 rows/s, 10 s left\n"

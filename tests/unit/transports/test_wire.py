@@ -18,23 +18,6 @@ def test_tags_of_different_uses_differ():
     assert min(everything) > 0
 
 
-def test_the_smallest_mpi_has_tags_for_thousands_of_keys():
-    limit = wire.max_keys(32767)  # what the standard guarantees
-    assert limit > 5000
-    assert wire.key_tag(limit - 1, wire.TAGS_PER_KEY - 1) <= 32767
-    assert wire.key_tag(limit, wire.TAGS_PER_KEY - 1) > 32767
-
-
-def test_request_copies_its_payload_and_keeps_it_aligned():
-    assert wire.HEADER_BYTES % 16 == 0
-    payload = np.ones(3, np.float32)
-    message = wire.request(wire.Header(wire.PUSH, 1, 2, 3, 4), payload)
-    payload[:] = 0
-    ((header, found),) = wire.parse_requests(message)
-    assert header == wire.Header(wire.PUSH, 1, 2, 3, 4)
-    assert found.view(np.float32).tolist() == [1, 1, 1]
-
-
 def test_damaged_requests():
     good = wire.request(wire.Header(wire.PUSH, 7), np.ones(3, np.float32))
     for size in (0, 1, wire.HEADER_BYTES - 1):
@@ -49,11 +32,7 @@ def test_damaged_requests():
         wire.parse_requests(other)
 
 
-def test_control_messages():
-    message = {"kind": "propose", "items": [["init", "ü\ud800", [[2, 3], "float32"]], ["init", -(2**63), None]]}
-    data = wire.control(message)
-    assert data.dtype == np.uint8
-    assert wire.parse_control(data) == message
+def test_a_control_message_of_another_version():
     now = f'"version": {wire.VERSION}'.encode()
     old = wire.control({"kind": "x"}).tobytes().replace(now, f'"version": {wire.VERSION - 1}'.encode())
     with pytest.raises(MpikvError, match="version"):
