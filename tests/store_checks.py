@@ -17,16 +17,8 @@ from foreign_arrays import ForeignArray, ForeignDevice, Tensor
 from on_workers import full, uniform
 from store_modes import DTYPES, Mode
 
-from mpikv import (
-    KeyExists,
-    KeyNotInitialized,
-    KVStore,
-    MpikvError,
-    Request,
-    ShapeMismatch,
-    UnsupportedError,
-    optimizers,
-)
+from mpikv import KeyExists, KeyNotInitialized, KVStore, MpikvError, ShapeMismatch, UnsupportedError, optimizers
+from mpikv.calls.request import Request
 
 LARGE = 5000  # float32: above the thread transport's eager limit, so that a message is read only when received
 OPS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}

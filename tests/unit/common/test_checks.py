@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import Config, ConfigError, Parameter, SplitSampler, Trainer, kv, optimizers, split_and_load, split_data
+from mpikv import Config, ConfigError, Parameter, SplitSampler, Trainer, kv, optimizers
 from mpikv.common import checks
+from mpikv.data import split_and_load, split_data
 
 HUGE = 10**400
 
