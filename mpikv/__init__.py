@@ -28,7 +28,7 @@ from mpikv.errors import (
     StatesFileError,
     UnsupportedError,
 )
-from mpikv.kv import KVStore
+from mpikv.kv import KVStore, create
 from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import Parameter
 from mpikv.trainer.trainer import Trainer
@@ -51,6 +51,7 @@ __all__ = [
     "Trainer",
     "UnsupportedError",
     "__version__",
+    "create",
     "data",
     "errors",
     "kv",
