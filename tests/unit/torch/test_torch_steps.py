@@ -164,8 +164,14 @@ def test_a_distributed_optimizer_is_compared_before_its_first_step(store: Any) -
 ADAM, SGD = torch.optim.AdamW, torch.optim.SGD
 
 
-@pytest.mark.parametrize(("codec", "kind"), [("2bit", ADAM), ("topk", SGD), ("int8", ADAM)])
-@pytest.mark.parametrize("way", ["model", "optimizer", "trainer"])
+@pytest.mark.parametrize(
+    ("codec", "kind", "way"),
+    [
+        *(("2bit", ADAM, way) for way in ("model", "optimizer", "trainer")),
+        ("topk", SGD, "model"),
+        ("int8", ADAM, "optimizer"),
+    ],
+)
 def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
 
