@@ -36,7 +36,7 @@ def unchanged(before: list[np.ndarray], net: Any) -> bool:
 @OVERLAP
 @ON_STORE
 @of.as_alone(*TRAINING)
-def test_twenty_steps_are_those_of_torch_optim(store: KVStore, on_store: bool, overlap: bool) -> list[np.ndarray]:
+def test_steps_are_those_of_torch_optim(store: KVStore, on_store: bool, overlap: bool) -> list[np.ndarray]:
     """Means and `step()` in the first half of the steps, sums and `step(batch_size)` in the other."""
     net = network(store.rank)
     trainer = sgd(net, store, update_on_kvstore=on_store, overlap=overlap)
@@ -451,14 +451,14 @@ def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
 @OVERLAP
 @modes(*TRAINING)
 def test_clipping_by_the_global_norm(mode: Mode, overlap: bool) -> None:
-    limit = 1.0
+    limit, steps = 1.0, 20  # of which some have a norm above the limit
 
     def body(store: KVStore) -> tuple[list[np.ndarray], list[float]]:
         net = network(store.rank)
         trainer = sgd(net, store, clip_global_norm=limit, overlap=overlap)
         assert trainer.last_global_norm is None
         norms = []
-        for step in range(STEPS):
+        for step in range(steps):
             trainer.zero_grad()
             loss(net, batch(step, store.rank)).backward()
             if step % 2:
@@ -470,7 +470,7 @@ def test_clipping_by_the_global_norm(mode: Mode, overlap: bool) -> None:
         return weights(net), norms
 
     found = mode.run(body)
-    assert_close([one for one, _ in found], reference(even(mode.workers), clip=limit))
+    assert_close([one for one, _ in found], reference(even(mode.workers, steps), clip=limit))
     norms = found[0][1]
     assert all(other == norms for _, other in found)  # bit for bit
     assert min(norms) < limit < max(norms)
