@@ -205,3 +205,17 @@ def test_what_mpikv_names() -> None:
         for name in chain.split(".") if not chain.startswith("cuda.nccl") else ():  # that is imported by itself
             assert name in dir(owner) or hasattr(owner, name), chain
             owner = getattr(owner, name, None)
+
+
+def test_a_communicator_of_nccl() -> None:
+    """It comes as far as CUDA with what the ranks are given, and no further with what older CuPys took."""
+    frameworks.need("nvidia.nccl")
+    found = nccl.get_unique_id()
+    assert isinstance(found, bytes)
+    assert len(found) == len(FAKE.cuda.nccl.get_unique_id()) == 128
+    assert found != nccl.get_unique_id()
+    assert list(parameters(nccl.NcclCommunicator))[:3] == ["ndev", "commId", "rank"]
+    assert outcome(lambda: nccl.NcclCommunicator(1, found, 0)) in (nccl.NcclError, NO_DRIVER)
+    for wrong, error in ((tuple(found), TypeError), (found[1:], ValueError)):
+        assert outcome(lambda wrong=wrong: nccl.NcclCommunicator(1, wrong, 0)) is error
+        assert outcome(lambda wrong=wrong: FAKE.cuda.nccl.NcclCommunicator(1, wrong, 0)) is error

@@ -283,3 +283,23 @@ def test_bytes_are_those_that_were_kept(path: Path) -> None:
     state = codec.init(make_codecs.N)
     for values, expected in zip(make_codecs.pushes(path.stem), kept["pushes"], strict=True):
         assert codec.encode(values, state).tobytes().hex() == expected
+
+
+# --- docs/compression.md
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "compression.md"
+TITLES = "| values, bytes as they are |"
+
+
+def test_sizes_in_the_document() -> None:
+    lines = DOCUMENT.read_text().splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith(TITLES)) :]
+    titles, _, *rows, smaller = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[: table.index("")]]
+    columns = [[name.strip("` ") for name in title.split(",")] for title in titles[1:]]
+    for row in rows:
+        n_elems, n_bytes, *sizes = [int(text.replace(" ", "")) for cell in row for text in cell.split(",")]
+        assert n_bytes == 4 * n_elems
+        for column, size in zip(columns, sizes, strict=True):
+            assert {registry.create(one).wire_bytes(n_elems, np.dtype(np.float32)) for one in column} == {size}
+    times = [f"{n_bytes / size:.1f}".removesuffix(".0") for size in sizes]
+    assert smaller[1:] == times

@@ -76,17 +76,6 @@ def settled(condition, step=lambda: time.sleep(0.001)):
 # ---- one generator
 
 
-def test_an_error_inside_or_of_a_request_is_raised_by_test():
-    flag = Flag()
-    flag.error = KeyError("k")
-    for steps, kind in ((failing(ZeroDivisionError()), ZeroDivisionError), (iter_of(flag), KeyError)):
-        running = Running(steps, "x")
-        running.advance()
-        for _ in range(2):
-            with pytest.raises(kind):
-                running.test()
-
-
 def test_run():
     assert run(iter_of(Done(), 5), 1, too_late) == 5
     with pytest.raises(TimeoutError, match="too late"):
@@ -327,25 +316,6 @@ def polling(mailbox):
     engine = unthreaded(poll=mailbox.poll)
     yield engine
     engine.stop()
-
-
-def test_who_waits_for_messages_is_not_asked_until_one_has_come(mailbox, polling):
-    def two():
-        yield mailbox.receive()
-        yield mailbox.receive()
-        return "both"
-
-    transfers = [polling.start(two(), "") for _ in range(5)]
-    for _ in range(10):
-        assert mailbox.tests == 5
-        polling.step()
-    mailbox.arrived.append(mailbox.waiting[3])
-    polling.step()
-    assert mailbox.tests == 7  # of the one: the first, then the second
-    for _ in range(2):
-        mailbox.arrived += mailbox.waiting
-        polling.step()
-    assert [transfer.result for transfer in transfers] == ["both"] * 5
 
 
 @pytest.mark.parametrize("under_way", [10, 1000])

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cupy import Machine
+from fake_cupy import Machine, RaceError
 from fake_gpus import gpu_of, one_gpu
 
 from mpikv.arrays import tensors
@@ -280,3 +280,24 @@ def test_the_extras_ask_for_a_cupy_that_is_new_enough() -> None:
     found = re.findall(r'"cupy-cuda\d+x(?:\[ctk\])?>=(\d+)', text)
     assert len(found) >= 4
     assert set(found) == {str(gpu_module.LEAST_CUPY)}
+
+
+def test_the_fake_finds_work_that_nothing_orders() -> None:
+    cupy = Machine().process()
+    one, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with one:
+        array = cupy.zeros(4, F4)
+    with other, pytest.raises(RaceError, match="nothing orders them"):
+        np.add(array, 1, out=array)
+    with other:
+        np.add(cupy.zeros(4), 1)  # of its own
+    other.wait_event(one.record())
+    with other:
+        array += 1
+    event = other.record()
+    with one, pytest.raises(RaceError):
+        array += 1
+    event.synchronize()  # the host has seen it
+    with one:
+        array += 1
+    assert array.get(one).tolist() == [2] * 4

@@ -12,6 +12,7 @@ import threading
 
 import numpy as np
 import pytest
+from fake_gpus import one_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_modes import long_messages
@@ -20,8 +21,10 @@ from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.segment import private_memory
 from mpikv.hostmemory.waker import Waker
+from mpikv.spaces.device import DeviceSpace
 from mpikv.testing.ranks import Gathering, spawn
 from mpikv.transports import memory
+from mpikv.transports.loopback import Loopback
 from mpikv.transports.memory import EAGER, HELD, LONGEST_BYTES, REFERENCE_BYTES, local_transport, ranks_here
 from mpikv.transports.threads import Fabric
 
@@ -303,3 +306,32 @@ def test_a_bell_without_a_pipe_sleeps_its_time():
     waker.sleep(0.001)
     waker.wake_sleeper(0)
     waker.close()
+
+
+# --- within a process
+
+
+def test_what_a_worker_hands_to_the_server_in_its_process() -> None:
+    """Whoever comes first, by tags; in the dtype of who receives; nothing is left behind."""
+    space, handed = DeviceSpace(one_gpu()[1]), Loopback()
+    arrays = [space.from_host(np.full(3, i, np.dtype(np.float16))) for i in range(4)]
+    targets = [space.zeros(3, np.dtype(np.float32)) for _ in range(4)]
+    with space.in_stream():  # as whoever holds the engine's lock is
+        first, second = handed.send(arrays[0], 7), handed.send(arrays[1], 7)
+        other = handed.receive(targets[3], 8)
+        assert not any(one.test() for one in (first, second, other))
+        came = handed.receive(targets[0], 7)
+        assert came.test()
+        assert first.test()
+        assert not second.test()
+        assert handed.receive(targets[1], 7).test()
+        assert second.test()
+        assert handed.send(arrays[3], 8).test()
+        assert other.test()
+    assert [space.to_host(one).tolist() for one in targets] == [[0] * 3, [1] * 3, [0] * 3, [3] * 3]
+    assert not handed._sent
+    assert not handed._asked
+
+    dropped, sent = handed.receive(None, 1), handed.send(arrays[0], 1)  # what nobody wants is thrown away
+    assert dropped.test()
+    assert sent.test()
