@@ -53,13 +53,13 @@ def test_servers(kind: str) -> None:
     assert same(store_job(kind, 3, "servers", "host")) == 5
 
 
-def test_a_killed_rank_leaves_no_memory(kind: str) -> None:
-    gpu = gpus.use(kind, lambda *_: None)
+@CUDA
+def test_a_killed_rank_leaves_no_memory() -> None:
+    gpu = gpus.use("cuda", lambda *_: None)
     before = gpu.used_bytes()
-    with start(2, ["python", PROGRAM, kind, "endless", "host"], timeout_s=100) as running:
+    with start(2, ["python", PROGRAM, "cuda", "endless", "host"], timeout_s=100) as running:
         pids = [int(running.wait_for(rf"rank {rank} is process (\d+)", 90)[1]) for rank in range(2)]
-        if gpu.real:
-            assert gpu.used_bytes() > before + SMALL_BYTES
+        assert gpu.used_bytes() > before + SMALL_BYTES
         running.kill(pids[1])
     assert running.result.status != 0
     assert running.result.ranks_left == []
