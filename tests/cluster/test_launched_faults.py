@@ -98,18 +98,6 @@ def test_an_unreachable_host(ssh_hosts: Network, mpi: jobs.Mpi, options: list[ob
     assert re.search(r"1 of 3 hosts cannot be used:\s+h3: .*(timed out|No route)", job.stderr), job.output
 
 
-def test_a_wrong_host_name(ssh_hosts: Network) -> None:
-    mpi = jobs.find_mpi()
-    assert mpi is not None
-    file = ssh_hosts.folder / "wrong"
-    file.write_text("h1\nh9\nh2\n")
-    with ssh_hosts.nothing_left():
-        job = launch(ssh_hosts, mpi, ["-n", 3, "-s", 0, "-H", file, "--launcher", "ssh"], looping("forever"))
-    assert (job.ranks_left, job.timed_out) == ([], False), job.output
-    assert job.status != 0
-    assert re.search(r"1 of 3 hosts cannot be used:\s+h9: .*resolve", job.stderr), job.output
-
-
 @pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
 def test_a_host_that_crashes(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
     with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
