@@ -1,5 +1,4 @@
-"""Three ranks, of which worker 1 makes a fault: `fault_program.py FAULT TYPE`, the name of a function below, and the
-type of the store.
+"""Three ranks, of which worker 1 makes a fault: `fault_program.py FAULT TYPE`, its name below, and the store's type.
 
 Each worker makes two good steps before. Prints `survived` where a worker gets to the end.
 """
@@ -25,6 +24,18 @@ from mpikv.runtime import launcher
 
 ONES = np.ones(4, np.float32)
 EVER_S = 1000
+
+
+# What worker 1 does alone.
+ALONE = {
+    "sys_exit": lambda: sys.exit(3),
+    "returns_early": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(5),
+    "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "loop_in_c": lambda: re.match("(a+)+$", "a" * 60 + "b"),
+    "sleep_in_c": lambda: ctypes.PyDLL(None).sleep(EVER_S),  # holds the lock of the interpreter
+}
 
 
 def none(store: kv.KVStore) -> None:
@@ -85,40 +96,15 @@ def exception(store: kv.KVStore) -> None:
         raise RuntimeError("boom on one worker")
 
 
-def sys_exit(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        sys.exit(3)
-
-
 def loop_in_python(store: kv.KVStore) -> None:
     if store.rank == 1:
         while True:
             pass
 
 
-def loop_in_c(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        re.match("(a+)+$", "a" * 60 + "b")
-
-
-def sleep_in_c(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        ctypes.PyDLL(None).sleep(EVER_S)  # holds the lock of the interpreter
-
-
 def sleep_in_python(store: kv.KVStore) -> None:
     if store.rank == 1:
         time.sleep(EVER_S)
-
-
-def sigstop(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def sigkill(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fork_and_use(store: kv.KVStore) -> None:
@@ -222,16 +208,6 @@ def store_after_store(store: kv.KVStore) -> None:
     kv.create("dist_sync")
 
 
-def returns_early(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        sys.exit(0)
-
-
-def os_exit(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        os._exit(5)
-
-
 def interrupted_at_exit(store: kv.KVStore) -> None:
     if store.rank == 1:
         signal.setitimer(signal.ITIMER_REAL, 1.0)  # while the exit waits in `close`
@@ -257,7 +233,12 @@ def killed(store: kv.KVStore) -> None:
         time.sleep(0.01)
 
 
-fault, kind = globals()[sys.argv[1]], sys.argv[2]
+def alone(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        ALONE[sys.argv[1]]()
+
+
+fault, kind = globals().get(sys.argv[1], alone), sys.argv[2]
 if fault in (version, number_of_servers, other_type) and launcher.said_rank(os.environ) == 1:
     fault()
 with kv.create(kind) as store:
