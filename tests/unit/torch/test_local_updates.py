@@ -21,8 +21,11 @@ import mpikv.torch as mt  # noqa: E402
 
 STEPS = 12
 NESTEROV = {"type": "nesterov", "learning_rate": 0.6, "momentum": 0.8}
+SLOWMO = {"type": "slowmo", "learning_rate": 0.9, "momentum": 0.4}
 OUTER = {  # what PyTorch calls them
+    "mean": ("mean", {"lr": 1.0}),
     "nesterov": (NESTEROV, {"lr": 0.6, "momentum": 0.8, "nesterov": True}),
+    "slowmo": (SLOWMO, {"lr": 0.9, "momentum": 0.4}),
     "an optimizer": (optimizers.SGD(learning_rate=0.5), {"lr": 0.5}),
 }
 
