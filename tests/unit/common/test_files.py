@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpikv import ConfigError, Parameter, Trainer, kv
-from mpikv.common.files import open_log, open_regular, replacing, write_private
+from mpikv.common.files import open_log, open_regular, place_of, replacing, write_private
 from mpikv.config import Config
 
 
@@ -56,8 +57,9 @@ def test_what_is_no_regular_file(make: Callable[[Path], None], link: bool, tmp_p
     assert caught.value.filename == str(path)
     assert isinstance(caught.value, IsADirectoryError) == (make is Path.mkdir)
     assert written == []
-    with pytest.raises(OSError, match="regular file is expected"):
-        open_regular(path)
+    for call in (open_regular, place_of):
+        with pytest.raises(OSError, match="regular file is expected"):
+            call(path)
     assert state() == before
 
 
@@ -263,7 +265,7 @@ def test_what_is_read_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert stream.read() == b"12345"
     with pytest.raises(OSError, match="has 5 bytes, and may have 4") as caught:
         open_regular(file, 4)
-    assert caught.value.filename == str(file)
+    assert (caught.value.filename, caught.value.errno) == (str(file), errno.EFBIG)
     os.mkfifo(pipe_)
     status = file.stat()
     with monkeypatch.context() as patch:
