@@ -28,7 +28,7 @@ NOT_TO_STOP_BY = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "T
 PLACEMENTS = ("spread", "hosts", "last")  # of the servers among the hosts
 AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
-ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical", "nccl")
+ALGORITHMS = ("auto", "ring", "owners", "native", "nccl")
 DEVICE_PATHS = ("auto", "nccl", "mpi", "host")  # of arrays on a GPU between workers
 PATHS = ("stop_file", "timeline", "metrics", "link")  # fields that a program may give as a path, too
 NUMBER_OR_WORD = ("local_device", "servers_take")  # fields that a program may give as a number, too
@@ -79,6 +79,12 @@ def _one_of(*words: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def _algorithm(text: str) -> str:
+    if text.lower() in ("naive", "halving_doubling", "hierarchical"):
+        raise ValueError("is gone: auto adds in the memory of a host, short keys at owners and long ones round a ring")
+    return _one_of(*ALGORITHMS)(text)
 
 
 def _device_path(text: str) -> str:
@@ -176,7 +182,7 @@ TRACEBACK = Variable("MPIKV_TRACEBACK", "", _one_of("short", "full"))
 LOG = Variable("MPIKV_LOG", "", _one_of("debug", "info", "warning"))
 GONE = {
     "MPIKV_PARTITION_BYTES": "nothing is needed: pieces are as long as the links want them, see MPIKV_LINK",
-    "MPIKV_BUCKET_BYTES": "nothing is needed: short values of several keys share messages of 60 KiB",
+    "MPIKV_BUCKET_BYTES": "nothing is needed: short values of several keys share messages",
     "MPIKV_STOP_MARK": "the batch scripts of `mpikv submit` keep early signals without it; take their present ones",
     "MPIKV_FAKE_HOSTS": "use MPIKV_TEST_HOSTS, for tests and trials",
     "MPIKV_CUDA_AWARE": "a trial decides whether MPI takes device memory; MPIKV_DEVICE_PATH=host never gives it any",
@@ -201,7 +207,7 @@ class Config:
     servers_take: float | str = _setting("auto", _share, "MPIKV_SERVERS_TAKE")
     link: str = _setting("auto", _link, "MPIKV_LINK")
     bigarray_bound_elems: int = _setting(1_000_000, _integer(1), "MPIKV_BIGARRAY_BOUND")
-    algorithm: str = _setting("auto", _one_of(*ALGORITHMS), "MPIKV_ALGORITHM")
+    algorithm: str = _setting("auto", _algorithm, "MPIKV_ALGORITHM")
     shared_memory: str = _setting("auto", _one_of("auto", "off"), "MPIKV_SHARED_MEMORY")
     timeout_s: float = _setting(300.0, _seconds, "MPIKV_TIMEOUT_S")
     stall_warn_s: float = _setting(2.0, _seconds_or_off, "MPIKV_STALL_WARN_S")
@@ -218,7 +224,6 @@ class Config:
     # Batch scripts: a file that is there once the job was asked to stop, perhaps before a rank could hear it.
     test_hosts: int = _setting(0, _integer(0), "MPIKV_TEST_HOSTS")
     partition_bytes: int = _setting(0, _integer(0))
-    bucket_bytes: int = _setting(60 << 10, _integer(0))
     stop_asked: str = _setting("", _text, "MPIKV_STOP_ASKED")
 
     def __new__(cls, **given: Any) -> Config:

@@ -181,7 +181,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     memory = None
     if members.shares_memory:
         memory = processes.memory()
-        if members.path != "servers" or members.ring_has_memory:
+        if members.workers_own or members.ring_has_memory:
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
         devices = [DeviceReport(**announced[rank]["device"]) for rank in members.workers]

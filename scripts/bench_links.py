@@ -8,15 +8,16 @@
 Each host is a network namespace of this machine with a link of `--rate` Mbit/s out and as much in. For every number of
 hosts one job runs, in which these take turns: raw TCP between two hosts (its goodput B, with one socket and bytes that
 somebody counts at the receiver), in-place `MPI_Allreduce` through mpi4py, and a blocking `pushpull` of one float32 key
-by each algorithm asked for. The bound is 2(h-1)/h * S/B seconds for S bytes on h hosts: what every host must send at
-least (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)). Every result is checked. `bytes out` is what the
-interfaces of all hosts counted while the key was exchanged, per host, relative to 2(h-1)/h * S; packet headers are in.
+with each `MPIKV_ALGORITHM` asked for. The bound is 2(h-1)/h * S/B seconds for S bytes on h hosts: what every host must
+send at least (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)). Every result is checked. `bytes out` is what
+the interfaces of all hosts counted while the key was exchanged, per host, relative to 2(h-1)/h * S; packet headers are
+in.
 
-With several keys each algorithm has two rows: all keys in one call, and one key of the same bytes, `one buffer`.
+With several keys each of them has two rows: all keys in one call, and one key of the same bytes, `one buffer`.
 
 The row `plain sockets` is what this machine can do at all: the bytes of the bound, sent by every host to the next one
 through plain sockets at the same time; `plain sockets, to all`: the same bytes, in equal parts to all other hosts, as
-the owners of compressed keys send them. The pretended network runs on the same processors as the ranks, and with
+values go to owners and back. The pretended network runs on the same processors as the ranks, and with
 packets of 1500 bytes they are busy before the links are, from 3 hosts on with 2 processors; `--mtu 9000` leaves room.
 
 With `--servers` so many further hosts have server ranks, one for each contender that has servers, and all contenders

@@ -28,7 +28,7 @@ def both_ways(workers, body, *, direct=True, hosts=None, **changes):
     def counted(store):
         return [bits(one) for one in body(store) or ()], store.stats().get("direct_calls", 0)
 
-    off = config.with_(shared_memory="off") if hosts else config.with_(algorithm="naive")  # they add in the same order
+    off = config.with_(shared_memory="off") if hosts else config.with_(algorithm="owners")  # they add in the same order
     messages = [result for result, _ in spawn_stores("dist_sync", workers, counted, config=off, hosts=hosts)]
     shared = spawn_stores("dist_sync", workers, counted, config=config, hosts=hosts)
     assert [result for result, _ in shared] == messages

@@ -47,8 +47,8 @@ class DeviceTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def isend(self, buf: Any, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        return self._begin(self._inner.isend, buf, dest, tag, room_bytes, writes=False)
+    def isend(self, buf: Any, dest: int, tag: int) -> Operation:
+        return self._begin(self._inner.isend, buf, dest, tag, writes=False)
 
     def irecv(self, buf: Any, source: int, tag: int, room_bytes: int = 0) -> Operation:
         return self._begin(self._inner.irecv, buf, source, tag, room_bytes, writes=True)

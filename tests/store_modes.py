@@ -20,7 +20,7 @@ from mpikv.config import Config
 from mpikv.create import spec
 from mpikv.create.assembly import local_store
 from mpikv.hostmemory import rings
-from mpikv.placement import members
+from mpikv.placement import cut, members, owners
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
 from mpikv.transports.faulty import Faults, FaultyFabric
@@ -117,6 +117,8 @@ class Mode(NamedTuple):
         with (
             long_messages() if self.memory == "long" else contextlib.nullcontext(),
             mock.patch.object(members, "ADDED_BYTES", 1),
+            mock.patch.dict(cut.SHORT_BYTES, ring=16, hosted=16),  # between hosts keys go both ways
+            mock.patch.object(owners, "CUT_BYTES", 32),
         ):
             return spawn_stores(
                 self.name,
@@ -159,7 +161,7 @@ def every_way(*modes: Mode) -> tuple[Mode, ...]:
 
 
 LOCAL = (Mode("local", 1), Mode("device", 1))
-ALGORITHMS = ("naive", "ring", "halving_doubling")
+ALGORITHMS = ("auto", "ring", "owners")
 ALLREDUCE = (Mode("dist_sync", 1), *(Mode("dist_sync", w, 0, a) for w in (2, 3, 5) for a in ALGORITHMS))
 SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (3, 2), (4, 3))))
 # Keys are divided between workers, who have memory for it or not, and servers, on hosts of their own or not; in the
@@ -192,7 +194,7 @@ FEW_ON_DEVICE = (
     Mode("dist_sync", 3, 2, memory="off", device="mpi"),
 )
 FEW_DIST_SYNC = (
-    *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
+    *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "owners"), *every_way(Mode("dist_sync", 3, 2))),
     *HYBRID[:2],
     *ADDING[:2],
     Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),

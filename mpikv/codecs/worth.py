@@ -17,7 +17,7 @@ from mpikv.codecs.compression import of_text, wire_of
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.speed import FREE, Speed, quick_speed_of
 from mpikv.placement.costs import Costs
-from mpikv.placement.cut import link_s, servers_share
+from mpikv.placement.cut import link_s, seconds, servers_share
 from mpikv.placement.encoding import Wire, encoded_bytes, uncompressed_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
@@ -51,8 +51,11 @@ def worth_of(members: Members, info: KeyInfo, *, updated: bool) -> Worth | None:
         return None
     on_device = info.space == "device" and wire.on_device
     push, back = (FREE if on_device else quick_speed_of(codec, info.n_elems) for codec in (travels.push, travels.pull))
-    if members.path == "servers" and (not members.divides or servers_share(members, info.n_bytes) == 1.0):
-        return _with_servers(members, info, wire, push, back)
+    if not members.workers_own:
+        found = _with_servers(members, info, wire, push, back)
+        if members.divides and (share := servers_share(members, info.n_bytes)) < 1.0:
+            found = found._replace(plain_s=min(found.plain_s, seconds(members, info.n_bytes, share)))
+        return found
     return _among_workers(members, info, wire, push, back, updated=updated)
 
 

@@ -31,7 +31,7 @@ from mpikv.placement.labels import Comparison
 
 # The words of each rank. VALUES: where its values are. TOTALS: where it writes sums. DIGEST: the digest of its labels,
 # in one word for even rounds and one for odd ones. The others are counters. REDUCED: segments of extra ranks' chunks
-# (hierarchical.py) that are added. UPDATED: 1 when an extra rank has updated its chunk. GATHERED: segments of its ring
+# (host_rings.py) that are added. UPDATED: 1 when an extra rank has updated its chunk. GATHERED: segments of its ring
 # that are in the result. FILLED + ring: segments of its values that the ring's leader may read.
 VALUES, TOTALS, DIGEST, _, REDUCED, UPDATED, GATHERED, FILLED = range(8)
 ROUND_BITS = 32  # of a counter, for what is done in one round; the bits above hold the round's number

@@ -1,14 +1,13 @@
-"""The hierarchical allreduce, with memory that a host's ranks share in place of the messages within the host.
+"""Allreduce for several ranks on some hosts: they add in memory that a host's ranks share, and rings connect the hosts.
 
-It works ring by ring and segment by segment, as `hierarchical` does. Each rank copies its values into the shared
+It works ring by ring (host_rings.py) and segment by segment. Each rank copies its values into the shared
 memory, a segment for every ring in turn. The leader of a ring adds the values of its host's ranks and passes the sums
 on around the ring, while later segments are still being copied. Finished segments are received into the result, which
 the host holds once, and each rank copies them from there to the arrays of the call. Ranks count what they have done in
 counters that the others read (host_key.py), so a rank waits for another only in a round of this key, in whatever order
 keys are pushed.
 
-Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. (Ranks that are
-all on one host: one_host.py.)
+(Ranks that are all on one host: one_host.py.)
 
 Cost for h hosts of c ranks: per rank (c-1)n/c elements copied in, unless the values lie in shared memory, (c-1)n/c
 added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictions: ranks with a HostKey.
@@ -23,8 +22,8 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
+from mpikv.collectives.host_rings import HostRings
 from mpikv.collectives.ring import RingStages
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.engine.operation import Steps, Waiter
@@ -159,12 +158,12 @@ def reduce_scatter(
     round has ended. changeable: sums may be written to it. comparison: that of `group`, where labels are compared.
     Collective. Yields each request it must wait for.
     """
-    rings = HostRings(group, values, chunks, tag)
+    rings = HostRings(group, values, chunks)
     shared = key.is_shared(values)
     totals = values if changeable and (shared or not rings.extra_segments()) else key.own
     key.begin(values if shared else key.own, totals, comparison)
     rings.buf = totals
-    outgoing = rings.by_ring(reducing=True)
+    outgoing = rings.by_ring()
     stages: list[Stage] = []
     if shared:
         for ring in range(rings.n_rings):
@@ -185,13 +184,6 @@ def reduce_scatter(
     add_ranks = _Does(_add_ranks(key, rings, values, totals, segments, combine=combine), key)
     stages.append(add_ranks)
     extra = [span for _, span in rings.extra_segments()]
-    if rings.short:
-        yield from drive(*stages)
-        packed, ends = rings.packed()
-        yield from rings.direct().reduce_scatter(rings.across, packed, ends, tag, combine)
-        rings.unpack(packed, [rings.host])
-        key.count(REDUCED, len(extra))
-        return totals
     ring_stages = RingStages(
         rings.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: add_ranks.count, combine=combine
     )
@@ -209,11 +201,11 @@ def allgather(
     group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = ()
 ) -> Steps[None]:
     """Complete the host's result, of which chunk i is rank i's at the start, and copy it to `outs`, of any dtype."""
-    rings = HostRings(group, key.value, chunks, tag)
+    rings = HostRings(group, key.value, chunks)
 
     def drain(span: Span) -> None:
         for out in outs:
-            out[span[0] : span[1]] = rings.view(span)
+            out[span[0] : span[1]] = key.value[span[0] : span[1]]
 
     segments = {
         ring: [span for step in rings.steps(ring, reducing=False) for span in step] for ring in range(rings.n_rings)
@@ -225,13 +217,6 @@ def allgather(
         yield from drive(others)
         return
     extra_updates = _Does(_await_extra(key, rings.extra_segments()), key)
-    if rings.short:
-        yield from drive(extra_updates)
-        packed, ends = rings.packed()
-        yield from rings.direct().allgather(rings.across, packed, ends, tag)
-        rings.unpack(packed, range(rings.n_hosts))
-        yield from drive(_Does(_publish(key, GATHERED, own, lambda: len(own), drain)), others)
-        return
     steps = rings.steps(rings.local_rank, reducing=False)
     n_own = len(steps[0]) - len(rings.extra_segments())
     ring_stages = RingStages(

@@ -43,7 +43,7 @@ class ReduceScatterGroup(Group):
         digest = self._comparison.changed(self.ranks[dest])
         if digest is None:
             return self.transport.isend(buf, self.ranks[dest], tag)
-        return self.transport.isend(_with_trailer(buf, digest), self.ranks[dest], tag, TRAILER_BYTES)
+        return self.transport.isend(_with_trailer(buf, digest), self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:
         """Receive into `buf`, which ends with `room` elements for a trailer."""
@@ -70,7 +70,7 @@ class AllgatherGroup(Group):
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         """Send `buf`, with a trailer in the first message to a rank that owns nothing, where digests differ."""
         if self._first(self.ranks[dest], self.transport.rank) and self._comparison.differ:
-            return self.transport.isend(_with_trailer(buf, self._comparison.now), self.ranks[dest], tag, TRAILER_BYTES)
+            return self.transport.isend(_with_trailer(buf, self._comparison.now), self.ranks[dest], tag)
         return self.transport.isend(buf, self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Operation:

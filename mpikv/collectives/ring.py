@@ -33,7 +33,7 @@ from mpikv.collectives.stages import (
     scratch,
 )
 from mpikv.engine.operation import Steps
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
+from mpikv.placement.links import LINK_SEGMENT_BYTES
 from mpikv.transports.base import Group
 
 

@@ -21,7 +21,6 @@ from mpikv.engine.operation import Operation, Steps, Waiter, Waking, wakes
 from mpikv.transports.base import Group
 
 # Segments of one key under way in each direction: 1 MB, 40 ms at 200 Mbit/s, longer than a thread's sleep or switch.
-# Where keys have priorities, transports/ordered.py limits how many bytes of all keys are on a link at a time.
 LINK_WINDOW = 16
 # Between processes of one host longer segments cost fewer calls; four of them still stay in a core's own cache.
 HOST_SEGMENT_BYTES = 1 << 18

@@ -23,7 +23,7 @@ from mpikv.kvstore import KVStore
 from mpikv.observe import endpoint
 from mpikv.observe.program import Process
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import partition_bytes
+from mpikv.placement.owners import partition_bytes
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
@@ -35,11 +35,10 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.hybrid import HybridStrategy
 from mpikv.strategies.local import LocalStrategy
-from mpikv.strategies.ps import PsStrategy
-from mpikv.strategies.sparse import RowServer
+from mpikv.strategies.ps import OwnService, PsStrategy
 from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports.base import Transport
-from mpikv.transports.loopback import Loopback
+from mpikv.transports.loopback import Loopback, OwnRank
 from mpikv.transports.memory import LocalTransport, local_transport
 
 
@@ -86,19 +85,18 @@ def assemble(
     """
     links = None
     spaces = _spaces(spaces, spec, on_host=members.device_path == "none")
-    if members.path == "servers" and members.shares_memory and not members.ring_has_memory:
+    if members.path == "owners" and members.shares_memory and not members.ring_has_memory:
         if memory is not None:
             links = local_transport(transport, memory, members.workers, members.owners, partition_bytes(members))
         connect(links)
-    reached = transport if links is None else links
+    reached: Transport = transport if links is None else links
     log = decisions.log_of(members, transport.rank)
     decisions.of_members(log, name, members, memory=memory is not None, why_no_memory=why_no_memory)
 
     def core(**of_own_rank: Any) -> ServerCore:
         labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
         # A server of its own has no GPU.
-        on_device = not members.servers and not members.synchronous
-        device = spaces.device if on_device and isinstance(spaces.device, DeviceSpace) else None
+        device = spaces.device if not members.servers and isinstance(spaces.device, DeviceSpace) else None
         policy = Synchronous if members.synchronous else Asynchronous
         in_memory = None if links is None else links.segment
         return ServerCore(
@@ -128,7 +126,7 @@ def assemble(
             links.close()
         transport.close()
         return None
-    if members.path != "servers":
+    if members.workers_own:
         members = replace(members, memory=memory is not None)
     session = Workers(
         transport,
@@ -143,23 +141,21 @@ def assemble(
         processes=processes,
     )
 
-    def serve_rows() -> RowServer:
-        made = core()
-        return RowServer(made.rows, serve(reached, members.workers, made))
-
+    own = None
+    if not members.servers:
+        made, loopback = core(), Loopback()
+        if links is None:
+            reached = OwnRank(transport, loopback)
+        steps = serve(reached, members.workers, made, loopback)
+        own = OwnService(made.owner, steps, reached, loopback, lambda: (made.pool.held_bytes, made.rows.held_bytes))
     strategy: WorkersStrategy
-    if members.path != "servers":
-        strategy = AllreduceStrategy(session, members, serve_rows, memory, nccl=nccl)
-    else:
-        loopback = Loopback()
-        service = None if members.servers else serve(reached, members.workers, core(), loopback)
-        strategy = servers = PsStrategy(session, service, loopback)
-        if members.divides:
-            of_ring = memory if members.ring_has_memory else None
-            ring = replace(members.ring, memory=of_ring is not None)
-            strategy = HybridStrategy(
-                session, AllreduceStrategy(session, ring, serve_rows, of_ring, speaker=servers.speaker), servers
-            )
+    strategy = owners = PsStrategy(session, own)
+    if members.workers_own:
+        strategy = HybridStrategy(session, AllreduceStrategy(session, members, memory, nccl=nccl), owners)
+    elif members.divides:
+        of_ring = memory if members.ring_has_memory else None
+        ring = replace(members.ring, memory=of_ring is not None)
+        strategy = HybridStrategy(session, AllreduceStrategy(session, ring, of_ring, speaker=owners.speaker), owners)
     session.start(strategy.events)
     store = KVStore(session, strategy, on_device=spec.on_device)
     return metrics.start(store, members.config.metrics, metrics_name)

@@ -39,7 +39,7 @@ def settled(
     """
     if all(one == DeviceReport() for one in announced):
         return members, None
-    if members.path != "servers":
+    if members.workers_own:
         members = replace(members, memory=memory is not None)
     made: NcclComm | None = None
 

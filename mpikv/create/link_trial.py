@@ -20,8 +20,7 @@ import numpy as np
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running, run
 from mpikv.errors import StallError
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
-from mpikv.placement.links import LinkRates, given, in_ring
+from mpikv.placement.links import LINK_SEGMENT_BYTES, LinkRates, given, in_ring
 from mpikv.placement.members import Members
 from mpikv.transports.base import Transport
 

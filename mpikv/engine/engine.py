@@ -126,6 +126,15 @@ class Engine:
                     self.waker.wake_self()
         return running
 
+    def take_next(self, running: Running[Any]) -> Running[Any]:
+        """As `take`, but begin the generator in the next step."""
+        with self.lock:
+            running.queue = self._woken
+            self._running[running] = None
+            self._woken.append(running)
+            self._wake.set()
+        return running
+
     def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
         """Start a generator that runs beside the others until it ends or the engine stops."""
         running = Running(steps, name)

@@ -26,7 +26,6 @@ class AdaGrad(Optimizer):
     ({'t': 1, 'history': array([1.])}, array([0.5]))
     """
 
-    joins = True
     eps: float = number(default=1e-7, low=0.0, doc="added to h before its root is taken")
     lazy = True
     states = (Array("history", "h, the sum of squared gradients"),)
@@ -58,7 +57,6 @@ class AdaDelta(Optimizer):
     (array([0.5]), ['acc_delta', 'acc_grad', 't'])
     """
 
-    joins = True
     rho: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old value in both running means")
     epsilon: float = number(default=1e-5, low=0.0, doc="added to both means before their roots are taken")
     states = (
@@ -95,7 +93,6 @@ class RMSProp(Optimizer):
     ({'t': 1, 'n': array([1.])}, array([0.5]))
     """
 
-    joins = True
     learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
     gamma1: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old value in the running means")
     gamma2: float = number(default=0.9, low=0.0, below=1.0, doc="centered: factor of the last step in the new one")

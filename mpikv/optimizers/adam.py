@@ -59,7 +59,6 @@ class Adam(RunningMeans):
     (array([0.5]), ['mean', 't', 'var'])
     """
 
-    joins = True
     epsilon = 1e-8
     lazy_update: bool = flag(
         default=True, doc="only the pushed rows of a row-sparse key are updated; False: such keys are refused"
@@ -91,7 +90,6 @@ class AdamW(RunningMeans):
     array([0.75])
     """
 
-    joins = True
     correct_bias: bool = flag(default=True, doc="whether the bias of the means is corrected")
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:

@@ -76,10 +76,6 @@ class Optimizer(Declared):
     """False if the formula needs the whole value of a key, which is then not cut."""
     lazy: ClassVar[bool] = False
     """True if `formula` may be applied to the pushed rows of a row-sparse key alone; other rows do not change then."""
-    joins: ClassVar[bool] = False
-    """Whether `formula` ignores the key, so that keys whose states have equal numbers may be updated as one array.
-
-    Not inherited."""
     states: ClassVar[tuple[Array | Scalar, ...]] = ()
     """What a state holds beside "t", the number of updates, and "master", the float32 copy of `multi_precision`."""
     scratch: ClassVar[int] = 2

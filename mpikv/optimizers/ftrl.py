@@ -30,7 +30,6 @@ class Ftrl(Optimizer):
     array([0.])
     """
 
-    joins = True
     learning_rate = 0.1
     lamda1: float = number(default=0.01, low=0.0, doc="sums of gradients up to this leave a weight at zero")
     beta: float = number(default=1.0, low=0.0, doc="added to the root of n")

@@ -13,9 +13,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from mpikv.arrays.reductions import Reduction
 from mpikv.common.checks import shown
@@ -35,24 +33,6 @@ AttributesId = tuple[int, int]
 """A worker, and its number for attributes that it changed; number 0: those that the optimizer had when it was set."""
 
 AS_SET: AttributesId = (0, 0)
-
-
-class JoinedKey(NamedTuple):
-    """A key that has elements [begin, end) of an array of several keys. number: of the attributes of its push."""
-
-    info: KeyInfo
-    begin: int
-    end: int
-    number: int
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype")
-
-
-def _numbers(state: State) -> State:
-    """Return the numbers of a state, without its arrays."""
-    return {name: value for name, value in state.items() if not _is_array(value)}
 
 
 class KeptAttributes:
@@ -81,7 +61,6 @@ class Owner:
         self._attributes: dict[tuple[int, int], OrderedDict[int, KeptAttributes]] = {}
         self._current: dict[int, AttributesId] = {}
         # Keys that were updated as one array: by the first key's id their joined state, and each key's view of it.
-        self._joined: dict[int, tuple[State, list[State]]] = {}
 
     def in_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which work on the states goes into the stream of their updates."""
@@ -103,7 +82,6 @@ class Owner:
         self._optimizers[slot] = None if isinstance(optimizer, dict) else optimizer
         self._as_set[slot] = KeptAttributes(optimizer if isinstance(optimizer, dict) else optimizer.attributes())
         self._current[slot] = AS_SET
-        self._joined.clear()
         for key_id in key_ids:
             self._slots[key_id] = slot
         for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
@@ -147,68 +125,6 @@ class Owner:
         state = self.update(info, weight, (total,), attributes, self.states.get(info.id))
         if state is not None:
             self.states[info.id] = state
-
-    def apply_joined(self, keys: Sequence[JoinedKey], weight: SpaceArray, total: SpaceArray) -> None:
-        """Do what `apply` does, for keys whose values are in one array; adjacent keys are updated as one if possible.
-
-        That is possible for keys with one optimizer whose formula is elementwise and ignores the key, and with the same
-        numbers. Many small keys then need no more calls of NumPy or CuPy than one. Their states become adjacent, too.
-        """
-        alike, at = [self._alike(key) for key in keys], 0
-        while at < len(keys):
-            end = at + 1
-            while end < len(keys) and alike[at] == alike[end] is not None and keys[end - 1].end == keys[end].begin:
-                end += 1
-            some = keys[at:end]
-            span = slice(some[0].begin, some[-1].end)
-            attributes = (0, some[0].number)
-            if len(some) == 1:
-                self.apply(some[0].info, weight[span], total[span], attributes)
-            else:
-                joined = self._joined_state(some)
-                state = self.update(some[0].info, weight[span], (total[span],), attributes, joined)
-                if state is not None:
-                    self._split_state(some, state)
-            at = end
-
-    def _alike(self, key: JoinedKey) -> tuple[Any, ...] | None:
-        """Return a value that is equal for keys that can be updated as one; None: the key must be updated alone."""
-        info, optimizer = key.info, self.optimizer_of(key.info.id)
-        if optimizer is None:
-            return (key.number,)
-        joins = vars(type(optimizer)).get("joins", False)  # not inherited: a derived formula may use the key
-        if not (optimizer.sums and joins):
-            return None
-        state = self.states.get(info.id)
-        factors = optimizer.lr_mult.get(info.key, 1.0), optimizer.wd_mult.get(info.key, 1.0)
-        return key.number, id(optimizer), factors, None if state is None else _numbers(state)
-
-    def _joined_state(self, keys: Sequence[JoinedKey]) -> State | None:
-        """Return the states of these keys as one, their arrays concatenated; None: there are none yet."""
-        states = [self.states.get(key.info.id) for key in keys]
-        first = states[0]
-        if first is None:
-            return None
-        kept = self._joined.get(keys[0].info.id)
-        if kept is not None and [*map(id, kept[1])] == [*map(id, states)]:
-            return kept[0]
-        arrays = {name: [state[name] for state in states if state] for name, value in first.items() if _is_array(value)}
-        return _numbers(first) | {name: np.concatenate(values) for name, values in arrays.items()}
-
-    def _split_state(self, keys: Sequence[JoinedKey], state: State) -> None:
-        """Give each key its view of a joined state."""
-        known, before = self._joined.get(keys[0].info.id), [id(self.states.get(key.info.id)) for key in keys]
-        if known is not None and known[0] is state and before == [*map(id, known[1])]:
-            for one in known[1]:
-                one.update(_numbers(state))
-            return
-        cut, at = [], 0
-        for key in keys:
-            span = slice(at, at + key.end - key.begin)
-            at = span.stop
-            cut.append({name: value[span] if _is_array(value) else value for name, value in state.items()})
-            self.states[key.info.id] = cut[-1]
-        self._joined[keys[0].info.id] = state, cut
 
     def update(
         self,

@@ -29,7 +29,6 @@ class SGD(Optimizer):
     ({'t': 1}, array([0.5]))
     """
 
-    joins = True
     momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
     lazy_update: bool = flag(
         default=True, doc="only the pushed rows of a row-sparse key are updated; False: such keys are refused"
@@ -68,7 +67,6 @@ class NAG(Optimizer):
     ({'t': 1, 'momentum': array([-0.5])}, array([0.25]))
     """
 
-    joins = True
     momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
     states = (Array("momentum", "the last step", where="momentum"),)
 
@@ -100,7 +98,6 @@ class DCASGD(Optimizer):
     ({'t': 1, 'previous': array([1.])}, array([0.5]))
     """
 
-    joins = True
     momentum: float = number(default=0.0, low=0.0, doc="factor of the last step in the new one")
     lamda: float = number(default=0.04, low=0.0, doc="how much of the delay is compensated")
     states = (
@@ -140,7 +137,6 @@ class Signum(Optimizer):
     ({'t': 1}, array([0.5]))
     """
 
-    joins = True
     learning_rate: float = number(default=0.01, low=0.0, kw_only=False, doc="the rate of an update")
     momentum: float = number(default=0.9, low=0.0, below=1.0, doc="weight of the old mean in the new one")
     wd_lh: float = number(default=0.0, low=0.0, doc="weight decay outside of the sign (Loshchilov and Hutter)")

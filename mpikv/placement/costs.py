@@ -7,15 +7,9 @@
     core      each rank has one. It pays for each message that it sends or receives, for each of their bytes (MPI and
               the kernel copy them), and for each byte added or copied
 
-`allreduce_s`: with the cost model of Hockney a message of m bytes takes a + m b, and m bytes are added in m c; p
-workers on h hosts, n bytes:
-
-    algorithm           steps, one after another          each of them
-    naive               2                                 a + (p-1) n/p b
-    ring                2 (p-1)                           a + s b + s/2 c      s: n/p, or a segment of it
-    halving_doubling    2 floor(log2 p), 2 more with      a + m b + m/2 c      m: n/2, n/4, ... n/p; n with folded ranks
-                        folded ranks
-    hierarchical        2 (h-1), and 2 within the host    as ring
+`ring_s`: with the cost model of Hockney a message of m bytes takes a + m b, and m bytes are added in m c. A ring of h
+hosts takes 2 (h-1) steps, one after another, each of a + s b + s/2 c, where s is n/p bytes of p workers or a segment of
+that; several workers of a host add before and copy afterwards, which takes 2 messages' time for each.
 
 a is the latency (three times that of a message which is announced first) and the work of two cores for a message; b is
 the link's and two cores' time for a byte.
@@ -95,27 +89,12 @@ class Costs:
     copy_byte_s: float = 0.075e-9
 
 
-def allreduce_s(
-    algorithm: str, n_bytes: int, workers: int, link: Link, costs: Costs, *, hosts: int, segment_bytes: int
-) -> float:
-    """The time of one bucket when nothing else is under way and no link is full: the table at the top."""
-
-    def step_s(message_bytes: float, messages: int = 1) -> float:
-        one_s = (
-            link.time_s(int(message_bytes)) + 2 * message_bytes * costs.byte_s + message_bytes / 2 * costs.add_byte_s
-        )
-        return link.first_byte_s(message_bytes) + messages * one_s + (1 + messages) * costs.message_s
-
+def ring_s(n_bytes: int, workers: int, link: Link, costs: Costs, *, hosts: int, segment_bytes: int) -> float:
+    """The time of one key round the ring when nothing else is under way and no link is full."""
     segment = min(n_bytes / workers, segment_bytes)
-    if algorithm == "naive":
-        return 2 * step_s(n_bytes / workers, workers - 1)
-    if algorithm == "ring":
-        return 2 * (workers - 1) * step_s(segment)
-    if algorithm == "hierarchical":
-        return 2 * (hosts - 1) * step_s(segment) + 2 * costs.message_s * (workers // hosts)
-    halvings = workers.bit_length() - 1
-    folds_s = 2 * step_s(n_bytes) if workers != 1 << halvings else 0.0
-    return 2 * sum(step_s(n_bytes / 2**i) for i in range(1, halvings + 1)) + folds_s
+    cores_s = segment * (2 * costs.byte_s + costs.add_byte_s / 2)
+    step_s = link.first_byte_s(segment) + link.time_s(int(segment)) + cores_s + 2 * costs.message_s
+    return 2 * (hosts - 1) * step_s + (2 * costs.message_s * (workers // hosts) if hosts < workers else 0.0)
 
 
 def exchange_s(n_bytes: int, workers: int, servers: int, link: Link, costs: Costs) -> float:

@@ -1,11 +1,13 @@
-"""Where a key is cut between the workers and the servers, in a synchronous store that has both.
+"""Where a key is cut: its elements before the cut go round the ring of the workers, the others to owners.
 
-The elements before the cut go by the workers' own algorithm, as in a store without servers, the others go to the
-servers, both at the same time. Of S bytes let the servers take the share s. Each of h hosts of workers sends, and
-receives, 2(h-1)/h (1-s) S among the workers, and s S to and from the servers, whatever the number of its workers, who
-add in memory first. A host with m of k servers receives, and sends, h m/k s S. (Where workers of a host do not add,
-h is there the number of workers, and each of them sends s S.) The best s is the one where the slowest link ends first.
-With equal links that is where workers and servers end together:
+In a synchronous store without servers the owners are services in the workers, and a key goes one of the two ways
+(`goes_to_owners`). With servers both ways are under way at the same time.
+
+Of S bytes let the servers take the share s. Each of h hosts of workers sends, and receives, 2(h-1)/h (1-s) S among the
+workers, and s S to and from the servers, whatever the number of its workers, who add in memory first. A host with m of
+k servers receives, and sends, h m/k s S. (Where workers of a host do not add, h is there the number of workers, and
+each of them sends s S.) The best s is the one where the slowest link ends first. With equal links that is where workers
+and servers end together:
 
     2(h-1)/h (1-s) + s = h s/k
 
@@ -25,13 +27,17 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES, choose
-from mpikv.placement.costs import Costs, Link, allreduce_s, exchange_s
-from mpikv.placement.encoding import Wire
+from mpikv.arrays.as_numpy import sum_dtype
+from mpikv.placement.costs import Costs, Link, exchange_s, ring_s
+from mpikv.placement.encoding import Wire, encoded_bytes, uncompressed_bytes
 from mpikv.placement.keys import KeyInfo
+from mpikv.placement.links import LINK_SEGMENT_BYTES
 from mpikv.placement.members import Members
 
 SHARES = 64
+# Shorter keys of workers alone go to owners, by the path that longer ones take (docs/adr/0051-owners.md). Where the
+# workers of a host add in memory first, all but one of them would send for nothing.
+SHORT_BYTES = {"ring": 1 << 20, "hosted": 64 << 10}
 # For how much longer a server's link is busy than its bytes take, since answers begin when all have pushed
 # (docs/performance.md, "Workers and servers at once").
 SERVER_LINK = 1.04
@@ -45,18 +51,45 @@ GAIN = {0.0: 0.92, 1.0: 0.85}
 LEAST_BYTES = 256 << 10
 
 
-def cut_of(members: Members, info: KeyInfo, wire: Wire, *, whole: bool) -> int:
-    """How many elements, from the first on, go by the workers; the rest goes to servers.
+def cut_of(members: Members, info: KeyInfo, wire: Wire, *, whole: bool = False, updated: bool = False) -> int:
+    """How many elements, from the first on, go round the ring of the workers; the rest goes to owners.
 
-    whole: one owner has all of it, since its optimizer's formula needs the whole value.
+    whole: one owner has all of it, since its optimizer's formula needs the whole value. updated: whether owners update
+    it with an optimizer.
     """
-    if not members.divides or info.sparse or info.space == "device":
+    if members.workers_own:
+        return 0 if goes_to_owners(members, info, wire, updated=updated) else info.n_elems
+    # Servers decode what a codec encodes, and take halves as they are: a ring would send them as float32.
+    encoded = wire.codec or wire.back or sum_dtype(info.dtype) != info.dtype
+    if not members.divides or info.sparse or info.space == "device" or encoded:
         return 0
     share = servers_share(members, info.n_bytes, added=members.is_added_on_hosts(info))
     if whole and share > 0:
         return 0
     steps = round((1 - share) * info.n_elems / wire.step)
     return min(steps * wire.step, info.n_elems)
+
+
+def goes_to_owners(members: Members, info: KeyInfo, wire: Wire, *, updated: bool = False) -> bool:
+    """Whether the owners of a key in a synchronous store without servers are services in the workers.
+
+    So are those of rows; of values that a codec encodes, if these are fewer bytes between hosts; of halves, which a
+    ring would send as float32; and of short values, of which a call sends all with one message to each owner, while a
+    ring takes 2(n-1) steps, one after another.
+    """
+    if info.sparse:
+        return True
+    if wire.codec or wire.back:
+        return wire.force or encoded_bytes(members, info, wire, updated=updated) < uncompressed_bytes(members, info)
+    if len(members.workers) == 1 or members.path in ("direct", "native"):
+        return False
+    if members.device_path_of(info) in ("nccl", "mpi"):
+        return False
+    if members.config.host_algorithm != "auto":
+        return members.config.host_algorithm == "owners"
+    if sum_dtype(info.dtype) != info.dtype and members.path == "ring":
+        return True
+    return info.n_bytes < SHORT_BYTES[members.path]
 
 
 def servers_share(members: Members, n_bytes: int, *, added: bool = False) -> float:
@@ -87,13 +120,8 @@ def seconds(members: Members, n_bytes: int, share: float, *, added: bool = False
     found = n_bytes * link_s(members, share, added=added)
     of_servers = int(share * n_bytes)
     if of_servers < n_bytes and len(set(hosts)) > 1:
-        algorithm = choose(n_bytes - of_servers, workers, members.config.host_algorithm, hosts)
-        algorithm = "ring" if algorithm == "native" else algorithm
-        n_hosts = len(set(hosts))
-        of_ring = n_bytes - of_servers
-        segment_bytes = LINK_SEGMENT_BYTES
-        ring_s = allreduce_s(algorithm, of_ring, workers, link, Costs(), hosts=n_hosts, segment_bytes=segment_bytes)
-        found = max(found, ring_s)
+        n_hosts, of_ring = len(set(hosts)), n_bytes - of_servers
+        found = max(found, ring_s(of_ring, workers, link, Costs(), hosts=n_hosts, segment_bytes=LINK_SEGMENT_BYTES))
     if of_servers:
         found = max(
             found, exchange_s(of_servers, len(set(hosts)) if added else workers, len(members.servers), link, Costs())

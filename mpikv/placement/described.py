@@ -5,16 +5,13 @@ For the log (observe/log.py), and so not made in any call unless somebody listen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mpikv.common.checks import shown
-from mpikv.placement.cut import seconds
+from mpikv.placement.cut import SHORT_BYTES, seconds
 from mpikv.placement.encoding import Wire, encoded_bytes, uncompressed_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
 from mpikv.placement.placement import Placement
 
-SHOWN = 3  # keys of a bucket
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -31,12 +28,8 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} {UNITS[power]}" if power else f"{n_bytes:.0f} B"
 
 
-def key(info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> str:
-    what = f"key {shown(info.key)}"
-    if len(keys) > 1:
-        names = ", ".join(shown(one.key) for one in keys[:SHOWN]) + ", ..." * (len(keys) > SHOWN)
-        what = f"bucket of {len(keys)} keys {names}"
-    return f"{what} ({size(info.n_bytes)} {info.dtype}{' on a GPU' * (info.space == 'device')})"
+def key(info: KeyInfo) -> str:
+    return f"key {shown(info.key)} ({size(info.n_bytes)} {info.dtype}{' on a GPU' * (info.space == 'device')})"
 
 
 def ranks(members: Members) -> str:
@@ -60,18 +53,18 @@ def _why_no_memory(members: Members, problem: str = "") -> str:
         return "no host has several ranks" if len(everybody) > 1 else "there is one rank"
     if config.shared_memory == "off":
         return "MPIKV_SHARED_MEMORY=off"
-    if members.path != "servers" and config.host_algorithm != "auto":
+    if members.workers_own and config.host_algorithm != "auto":
         return f"MPIKV_ALGORITHM={config.algorithm}"
     return problem or "the ranks of a host cannot share any"
 
 
-def placement(members: Members, info: KeyInfo, found: Placement, wire: Wire | None) -> str:
-    """Say which path the values of a key take, and why. wire: how they travel encoded, None: never."""
-    if found.path == "servers":
+def placement(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
+    """Say which path the values of a key take, and why. wire: how they are sent."""
+    if found.path == "owners" and not members.workers_own:
         return _on_servers(members, info, found)
     n_hosts = len(set(members.worker_hosts))
     where = f"{several(len(members.workers), 'worker')} on {several(n_hosts, 'host')}"
-    return f"path {found.path}, {found.algorithm} over {where}, since {_why(members, info, found, wire)}"
+    return f"path {found.path} over {where}, since {_why(members, info, found, wire)}"
 
 
 def cut(members: Members, info: KeyInfo, at: int) -> str:
@@ -95,14 +88,14 @@ def _on_servers(members: Members, info: KeyInfo, found: Placement) -> str:
     why = "it is the only one" if len(members.owners) == 1 else "it held the fewest bytes"
     if len(members.owners) > 1 and info.n_elems >= bound:
         why = "its optimizer needs all of it at one place"
-    return f"all of it on {members.server_labels[found.owners[0]]}, since {why}"
+    return f"all of it on {members.owner_labels[found.owners[0]]}, since {why}"
 
 
-def _why(members: Members, info: KeyInfo, found: Placement, wire: Wire | None) -> str:
+def _why(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
     if len(members.workers) == 1:
         return "there is one worker"
-    if found.path == "encoded" and wire is not None:
-        return _why_encoded(members, info, found, wire)
+    if found.path == "owners":
+        return _why_owners(members, info, found, wire)
     if members.device_path_of(info) != "none":
         return f"that is the path of arrays on GPUs in this store{_by_host(found)}"
     if found.path in ("direct", "hosted", "divided"):
@@ -117,29 +110,32 @@ def _by_host(found: Placement) -> str:
     return "" if found.host is None else f", on the host {found.host}"
 
 
-def _why_encoded(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
+def _why_owners(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
     if wire.force:
         return "'force' asks for it"
     if not wire.codec and not wire.back:
-        return "half precision travels in two bytes"
-    encoded = encoded_bytes(members, info, wire, updated=found.algorithm != "gather")
+        if members.config.host_algorithm == "owners":
+            return "MPIKV_ALGORITHM=owners"
+        short = info.n_bytes < SHORT_BYTES.get(members.path, 0)
+        return "it is short" if short else "half precision travels in two bytes"
+    encoded = encoded_bytes(members, info, wire, updated=not found.replicated)
     plain = uncompressed_bytes(members, info)
     return f"in a round {size(encoded)} leave a host encoded, and {size(plain)} as they are"
 
 
-def line(members: Members, info: KeyInfo, keys: Sequence[KeyInfo], found: Placement, wire: Wire | None) -> str:
-    way = f"{key(info, keys)}: {placement(members, info, found, wire)}"
+def line(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
+    way = f"{key(info)}: {placement(members, info, found, wire)}"
     return f"{way}; {codec(info, found)}"
 
 
 def rows(members: Members, info: KeyInfo) -> str:
-    owners = "server" if members.path == "servers" else "worker"
+    owners = "worker" if members.workers_own else "server"
     return f"{key(info)}: row-sparse, its rows are cut evenly over {several(len(members.owners), owners)}"
 
 
 def codec(info: KeyInfo, found: Placement) -> str:
     if info.codec == "none":
         return "no codec"
-    if found.path != "servers" and "encoded" not in (found.path, found.host):
+    if found.path != "owners":
         return f"codec {info.codec} is not used: it would save no bytes between hosts"
     return f"codec {info.codec} travels encoded"

@@ -65,7 +65,7 @@ def choose(reports: Sequence[DeviceReport], members: Members, outcomes: Mapping[
     wanted, setting = _wanted(members.config)
     obstacles = _obstacles(reports, members, names, outcomes)
     if wanted is None:
-        if len(reports) == 1 and members.path != "servers" and not obstacles["host"]:  # then nothing is tried
+        if len(reports) == 1 and members.workers_own and not obstacles["host"]:  # then nothing is tried
             obstacles |= dict.fromkeys(("nccl", "mpi"), "there is one worker")
         path = next(one for one in PATHS if not obstacles[one])
     elif wanted == "host" and obstacles["host"]:
@@ -105,7 +105,7 @@ def _obstacles(
     for report, name in zip(reports, names, strict=True):
         if report.number is None:
             return obstacles | dict.fromkeys(("nccl", "mpi", "host"), f"{name} uses no GPU: {report.why_none}")
-    if members.path == "servers":
+    if not members.workers_own:
         obstacles["nccl"] = "servers own the keys"
         if members.shares_memory and len(_hosts(members)) == 1:
             obstacles["mpi"] = "servers are reached through the memory of their host"

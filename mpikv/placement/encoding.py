@@ -49,8 +49,8 @@ def uncompressed_bytes(members: Members, info: KeyInfo) -> float:
     return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)
 
 
-def bounds_in_steps(info: KeyInfo, n_shards: int, wire: Wire | None, begin: int = 0) -> tuple[int, ...]:
+def bounds_in_steps(info: KeyInfo, n_shards: int, wire: Wire, begin: int = 0) -> tuple[int, ...]:
     """`even_bounds` of the elements from `begin` on, at multiples of `Wire.step` elements after it."""
-    step, n_elems = 1 if wire is None else wire.step, info.n_elems
+    step, n_elems = wire.step, info.n_elems
     cuts = even_bounds(-(-(n_elems - begin) // step), n_shards)
     return tuple(min(begin + step * bound, n_elems) for bound in cuts)

@@ -19,7 +19,7 @@ compare the labels themselves (server/policy.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +40,6 @@ class Label(NamedTuple):
     op: str = "sum"
 
 
-Labels = tuple[Label | None, ...]  # of a round, one for each of its keys; None: not pushed in this round, by no worker
 NO_ATTRIBUTES = Label("{}")
 
 
@@ -217,22 +216,22 @@ def _comparable(optimizer: Attributed) -> list[Any] | None:
 
 
 class Comparison:
-    """One rank's comparison of digests in the rounds of a queue. labels: equal on all before the first round.
+    """One rank's comparison of digests in the rounds of a queue. label: equal on all before the first round.
 
     own: this rank's digest. differ: whether it has found different ones.
     """
 
-    def __init__(self, labels: Labels) -> None:
-        self._labels, self.own = labels, _of_all(labels)
+    def __init__(self, label: Label) -> None:
+        self._label, self.own = label, digest_of(label)
         self._first = self.own
         self._sent: dict[int, int] = {}  # the last digest sent to each rank
         self._received: dict[int, int] = {}  # the last digest received from each rank
         self.pairs_begun: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
         self.differ = False  # once it is True, no owner may update
 
-    def begin(self, labels: Labels) -> None:
-        if labels != self._labels:
-            self._labels, self.own = labels, _of_all(labels)
+    def begin(self, label: Label) -> None:
+        if label != self._label:
+            self._label, self.own = label, digest_of(label)
         self.differ = False
         self.pairs_begun.clear()
 
@@ -260,8 +259,3 @@ class Comparison:
     def compare(self, digest_: int) -> None:
         if digest_ != self.own:
             self.differ = True
-
-
-def _of_all(labels: Sequence[Label | None]) -> int:
-    several = {label for label in labels if label is not None}
-    return digest_of(several.pop()) if len(several) == 1 else max(digest(*labels), DIFFERENT + 1)

@@ -22,6 +22,10 @@ from mpikv.common.checks import plain, shown
 from mpikv.common.files import read_text
 from mpikv.errors import ConfigError
 
+# Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
+# is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
+# the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
+LINK_SEGMENT_BYTES = 60 << 10
 STEP = 1.4
 DEFAULT_LATENCY = "50us"
 

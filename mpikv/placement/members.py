@@ -12,7 +12,7 @@ from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.links import ASSUMED, LinkRates
 
-Path = Literal["direct", "hosted", "divided", "messages", "native", "encoded", "servers", "nccl", "mpi", "host"]
+Path = Literal["direct", "hosted", "divided", "ring", "native", "owners", "nccl", "mpi", "host"]
 # Shorter keys of a call are sent to a server in one message by each worker; added on hosts each would need its own.
 ADDED_BYTES = 64 << 10
 DevicePath = Literal["nccl", "mpi", "host", "none"]  # "none": no key is in device memory
@@ -50,9 +50,16 @@ class Members:
     def worker_hosts(self) -> tuple[str, ...]:
         return tuple(self.hosts[rank] for rank in self.workers)
 
+    @property
+    def workers_own(self) -> bool:
+        """Whether it is a synchronous store without servers: workers are the owners of all keys, in a ring or not."""
+        return self.synchronous and not self.servers
+
     @cached_property
-    def server_labels(self) -> list[str]:
-        """How errors name the owners where these are servers, of their own or inside of workers."""
+    def owner_labels(self) -> list[str]:
+        """How errors name the owners: workers, or servers of their own or inside of workers."""
+        if self.workers_own:
+            return [f"worker {i} on {host}" for i, host in enumerate(self.worker_hosts)]
         return [f"server {i} (rank {rank} on {self.hosts[rank]})" for i, rank in enumerate(self.owners)]
 
     @cached_property
@@ -101,16 +108,12 @@ class Members:
     def links(self) -> bool:
         return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
 
-    @property
-    def _on_servers(self) -> bool:
-        return bool(self.servers) or not self.synchronous
-
     @cached_property
     def shares_memory(self) -> bool:
         """Whether ranks of one host use memory that they share, where a host has several ranks."""
         if self.ring_has_memory:
             return True
-        wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.host_algorithm == "auto")
+        wanted = self.config.shared_memory == "auto" and (not self.workers_own or self.config.host_algorithm == "auto")
         hosts = [self.hosts[rank] for rank in (*self.workers, *self.servers)]
         return wanted and self.memory and len(set(hosts)) < len(hosts)
 
@@ -121,10 +124,10 @@ class Members:
     @cached_property
     def path(self) -> Path:
         """The path of every key, as long as the memory has space for it."""
-        if self._on_servers:
-            return "servers"
+        if not self.workers_own:
+            return "owners"
         if not self.shares_memory:
-            return "native" if self.config.algorithm == "native" else "messages"
+            return "native" if self.config.algorithm == "native" else "ring"
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
     def device_path_of(self, info: KeyInfo) -> DevicePath:

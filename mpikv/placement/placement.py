@@ -4,40 +4,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpikv.placement.keys import ShardPlan, plan_of_bounds
+from mpikv.placement.keys import Shard, ShardPlan, plan_of_bounds
 from mpikv.placement.members import Path
 
-EVENLY = -1  # announced in place of a key's only owner: the key is cut evenly over all servers
+EVENLY, REPLICATED = -1, -2  # announced in place of a key's only owner: cut evenly over all owners; all have all of it
 
 
 class Placement(NamedTuple):
     """The placement of one key: `owners[i]` owns the shard `[bounds[i], bounds[i+1])`, which may be empty.
 
-    owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add.
-    partition_elems: the most elements of a message to or from a server. uncompressed_path: for `encoded`: the path and
-    the algorithm of rounds without a codec; None: the same. host: the path on the host, where one of them is `host`.
+    owners: numbers among the servers, or among the workers where they own the keys. partition_elems: the most elements
+    of a message to or from an owner. host: the path on the host, where the path is `host`. replicated: each owner adds
+    all elements, so that nobody has to send it the sum; only of keys that nothing updates.
     """
 
     path: Path
-    algorithm: str
     owners: tuple[int, ...]
     bounds: tuple[int, ...]
     partition_elems: int = 0
     host: Path | None = None
-    uncompressed_path: tuple[Path, str] | None = None
-
-    @property
-    def uncompressed(self) -> Placement | None:
-        """The placement of rounds without a codec, with the same owners and bounds; None: this one."""
-        if self.uncompressed_path is None:
-            return None
-        path, algorithm = self.uncompressed_path
-        return self._replace(path=path, algorithm=algorithm, uncompressed_path=None)
+    replicated: bool = False
 
     @property
     def shards(self) -> ShardPlan:
+        if self.replicated:
+            return tuple(Shard(owner, self.bounds[0], self.bounds[-1]) for owner in self.owners)
         return tuple(shard._replace(owner=self.owners[shard.owner]) for shard in plan_of_bounds(self.bounds))
 
     def announced(self) -> list[int]:
-        """What worker 0 announces of a key on servers: its only owner, or EVENLY, partition_elems, its begin."""
-        return [self.owners[0] if len(self.owners) == 1 else EVENLY, self.partition_elems, self.bounds[0]]
+        """What worker 0 announces of a key with owners: its only one, EVENLY or REPLICATED; partition_elems; begin."""
+        several = REPLICATED if self.replicated else EVENLY
+        return [self.owners[0] if len(self.owners) == 1 else several, self.partition_elems, self.bounds[0]]

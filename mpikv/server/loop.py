@@ -24,7 +24,7 @@ from mpikv.engine.backoff import Backoff
 from mpikv.engine.operation import Done, Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
-from mpikv.placement.on_servers import is_asked_for
+from mpikv.placement.owners import is_asked_for
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, ServerReply
 from mpikv.transports import wire
@@ -266,7 +266,7 @@ class _Traffic:
                 continue
             array = self._core.target(fetch)
             peer.receiving.append((self._transport.irecv(array, peer.rank, tag), fetch, array))
-            if is_asked_for(array.nbytes):
+            if peer.rank != self._transport.rank and is_asked_for(array.nbytes):
                 asked[tag] = asked.get(tag, 0) + 1
         for tag, count in asked.items():
             self._tell(peer, {"kind": "fetch", "tag": tag, "count": count})

@@ -34,7 +34,7 @@ from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.placement import described
 from mpikv.placement.described import several
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import Labels, PushLabel
+from mpikv.placement.labels import Label, PushLabel
 from mpikv.placement.members import Members
 from mpikv.session.agreement import ROUND, Disagreement, Name, Verdict
 from mpikv.session.base import NewKey, Updater
@@ -231,8 +231,9 @@ class AgreedSession(CollectiveSession):
 
     def _described(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> str:
         which = "all keys that have no other one" if keys is None else several(len(keys), "key")
-        on_servers = self.members.path == "servers"
-        owners = several(len(self.members.owners), "server") if on_servers else "the workers, each for its shards"
+        owners = "the workers, each for its shards"
+        if not self.members.workers_own:
+            owners = several(len(self.members.owners), "server")
         return f"optimizer {type(optimizer).__name__} updates {which}: it goes to {owners}"
 
     def _compare(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
@@ -258,11 +259,11 @@ class AgreedSession(CollectiveSession):
                 take(slot, under.number, attributes)
         return under
 
-    def different(self, info: KeyInfo, round_: int, labels: Labels) -> Steps[ConfigError]:
+    def different(self, info: KeyInfo, round_: int, label: Label) -> Steps[ConfigError]:
         """The error of a round that workers have pushed under different labels, as all of them know. Worker 0 says what
         differs. For the engine.
         """
-        proposal = self.agreeing.propose([(ROUND, info.id, [info.key, round_, labels])])
+        proposal = self.agreeing.propose([(ROUND, info.id, [info.key, round_, label])])
         yield proposal
         return proposal.verdicts[ROUND, info.id].exception()  # type: ignore[return-value]
 

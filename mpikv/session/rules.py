@@ -70,11 +70,6 @@ def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
     return payloads[0][1]
 
 
-def _bucket_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> None:
-    what = "trainers with different trained parameters"
-    _alike(ConfigError, what, payloads, labels, lambda own: f"{sum(map(len, own))} keys in {len(own)} buckets")
-
-
 def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> None:
     what = "a step with different parameters frozen"
     _alike(ConfigError, what, payloads, labels, lambda own: ", ".join(map(str, own)) or "none")
@@ -98,15 +93,9 @@ def _first_difference(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _round_rule(_name: Name, payloads: Sequence[Any], names: Sequence[str]) -> Any:
-    """A round of a queue of keys, whose labels are known to differ: what differs, in which key."""
+    """A round of a key whose labels are known to differ: what differs."""
     key, round_, _ = payloads[0]
-    for of_key in zip(*(labels for *_, labels in payloads), strict=True):
-        labels = [Label(*label) for label in of_key if label is not None]
-        if len(labels) == len(names) and len(set(labels)) > 1:
-            raise Disagreement(ConfigError, refusal(key, round_, labels, names))
-    raise Disagreement(
-        ConfigError, f"key {key!r}, round {round_}: other keys on different workers; nothing was updated"
-    )
+    raise Disagreement(ConfigError, refusal(key, round_, [Label(*label) for *_, label in payloads], names))
 
 
 def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
@@ -133,7 +122,6 @@ RULES: Mapping[str, Rule] = {
     "init": _init_rule,
     "set_optimizer": _optimizer_rule,
     "empty": _empty_rule,
-    "bucket": _bucket_rule,
     "skip": _skip_rule,
     ROUND: _round_rule,
     STOP[0]: lambda _name, reads, _labels: 1 + max(reads),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from mpikv.codecs.compression import Compressions
@@ -22,13 +21,12 @@ from mpikv.observe.log import StoreLog
 from mpikv.observe.program import Process, WorkerStatus, this_process
 from mpikv.observe.stall import INIT, Waiting
 from mpikv.placement import device_paths
-from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.keys import Key
 from mpikv.placement.members import Members
 from mpikv.session.agreed_keys import AgreedSession, KeyEvents
 from mpikv.session.agreeing import Agreeing
 from mpikv.session.agreement import Agreement
 from mpikv.session.base import Pending
-from mpikv.session.by_key import by_key
 from mpikv.session.clocks import ClockProbes
 from mpikv.session.messages import ControlMessages
 from mpikv.session.questions import Questions
@@ -39,7 +37,6 @@ from mpikv.spaces.named import Spaces
 from mpikv.transports import wire
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
-from mpikv.transports.ordered import OrderedTransport
 
 MISSING = "Not arrived"  # in a report, before the workers that are missing
 CALLS_ID, CALLS_NAME = -(1 << 31), "collective calls"  # as if they were pushes of a key, which is in no other list
@@ -78,26 +75,19 @@ class Workers(AgreedSession):
         if compressions is not None:
             self.compressions = compressions
         self.transport.ledger.tags_from = wire.TAG_KEYS
-        self.buckets: dict[int, Sequence[KeyInfo]] = {}  # keys that travel as one, by the number of the first
-        self.priorities: dict[int, int] = {}  # of the rounds under way, by the key's number
-        # What the collectives of keys send to other hosts leaves by priority; None: there are none.
-        self.ordered: OrderedTransport | None = None
-        others = [rank for rank in members.workers if transport.hosts[rank] != transport.hosts[transport.rank]]
-        if others and (members.path != "servers" or members.divides) and members.config.bucket_bytes:
-            self.ordered = OrderedTransport(transport, others, members.config.bucket_bytes, self.priorities)
         self.members = members
         self.group = Group(transport, members.workers)
-        self.key_group = self.group if self.ordered is None else Group(self.ordered, members.workers)
         self.rank, self.num_workers = self.group.rank, self.group.size
         self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
         self.shares_memory = members.path == "direct"
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
         self.calls_made = 0  # without a key (groups/workers.py)
         self.threaded = threaded
-        poll = transport.poll if self.ordered is None else self.ordered.poll
         device = self.spaces.device
         around = None if device is None else device.in_stream
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=poll, clock=transport.clock, around=around)
+        self.engine = Engine(
+            threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock, around=around
+        )
         if device is not None:
             device.on_done(self.engine.ring)
             device.recorder = self.recorder
@@ -107,7 +97,7 @@ class Workers(AgreedSession):
         activity = Activity(self.engine.clock, store_id, self.messages.names[self.rank], self.recorder)
         activity.reached = self._reached
         processes = processes or [this_process()] * transport.size
-        servers = dict(zip(members.server_labels, members.owners, strict=True))
+        servers = dict(zip(members.owner_labels, members.owners, strict=True))
         self.waits = Waits(
             self.messages,
             Questions(self.messages, activity, processes, servers),
@@ -160,8 +150,12 @@ class Workers(AgreedSession):
         }
 
     def by_key(self) -> dict[Key | None, int]:
+        """The bytes of each key, in the order of their numbers, and under None what belongs to none of them."""
         with self.engine.lock:
-            return by_key(self.transport.ledger.by_key(), self.in_order(), self.buckets.values())
+            counted = self.transport.ledger.by_key()
+            found: dict[Key | None, int] = {info.key: counted.get(info.id, 0) for info in self.in_order()}
+        found[None] = sum(counted.values()) - sum(found.values())
+        return {key: n_bytes for key, n_bytes in found.items() if n_bytes}
 
     def workers(self) -> list[WorkerStatus]:
         return self.waits.workers()
@@ -190,21 +184,6 @@ class Workers(AgreedSession):
 
     def progress(self) -> None:
         self.engine.step()
-
-    def gathering(self) -> AbstractContextManager[None]:
-        """A block in which a call puts together what it sends: short messages leave at its end, or in full bundles."""
-        return nullcontext() if self.ordered is None else self._gathering(self.ordered)
-
-    @contextmanager
-    def _gathering(self, ordered: OrderedTransport) -> Iterator[None]:
-        with self.engine.lock:
-            ordered.gathering += 1
-        try:
-            yield
-        finally:
-            with self.engine.lock:
-                ordered.gathering -= 1
-                ordered.flush()
 
     def barrier(self) -> None:
         for call in self.before_barrier:

@@ -175,16 +175,6 @@ class PreparedCall(ABC):
         """Forget the arrays."""
 
 
-class BucketedKeys(Protocol):
-    """Keys of which some share buckets: a bucket's keys are sent in the same messages."""
-
-    def skip(self, keys: Sequence[Key]) -> None:
-        """Leave these keys out of the next round on all workers, so that other keys of their buckets need not wait.
-
-        Collective if they differ from those of the last round, and ConfigError if workers name different keys.
-        """
-
-
 class SparseKeys(Protocol):
     """The row-sparse keys of a strategy. Local; blocks only while thousands of transfers are in progress."""
 
@@ -223,13 +213,6 @@ class Strategy(ABC):
         pulls keys that no optimizer updates. waits: whether the caller waits right after it has started the call. The
         engine then need not run the call in the background, and workers of one host may make it together.
         """
-
-    def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:
-        """Put keys that are always pushed together, in this order, into buckets, before any of them is pushed.
-
-        None: each key is sent by itself. Collective, blocks.
-        """
-        return None
 
     @abstractmethod
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:

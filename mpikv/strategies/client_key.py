@@ -82,7 +82,7 @@ class ClientKey:
 
     space: of its values on this worker. encoded: the pieces of pushes, with the codec's states. returned: the pieces of
     answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can do it. pushers: the workers
-    that push it; none: all.
+    that push it; none: all. replicated: see `Placement`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ClientKey:
         self.encoded = pieces_in(space, info, self.compression.push, recorder)
         self.returned = Pieces(info, self.compression.pull, recorder)
         self._space, self._recorder = space, recorder
-        self.pushed = 0
+        self.pushed, self.last_uncompressed = 0, False
         self.use_placement(placement)
 
     def use_placement(self, placement: Placement) -> None:
@@ -112,14 +112,15 @@ class ClientKey:
             pieces = partitions(shard.begin, shard.end, placement.partition_elems)
             n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in pieces)
             self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
-        self.encoded.recut(self.encoded.states, self._pieces)
+        self.replicated = placement.replicated
         one_small = len(self.routes) == 1 and self.routes[0].inline
         self.can_ask_small = one_small and self._returns_uncompressed
+        self.encoded.recut(self.encoded.states, self._pieces)
 
     @property
     def answers_uncompressed(self) -> bool:
-        """Whether answers to a pull are uncompressed. They always are before this worker's first push."""
-        return self._returns_uncompressed or not self.pushed
+        """Whether answers to a pull are uncompressed: before this worker's first push, and after one of no sum."""
+        return self._returns_uncompressed or not self.pushed or self.last_uncompressed
 
     def encode(
         self, total: HostArray | PieceMessages, begin: int, end: int, *, uncompressed: bool = False
@@ -147,7 +148,12 @@ class ClientKey:
 
     @property
     def _pieces(self) -> list[Span]:
-        return [piece for route in self.routes for piece in route.pieces]
+        routes = self.routes[:1] if self.replicated else self.routes
+        return [piece for route in routes for piece in route.pieces]
+
+    def encoded_once(self, total: HostArray) -> PieceMessages:
+        """The messages of a push that several owners get."""
+        return PieceMessages({piece: self.encoded.encode(total, piece) for piece in self._pieces})
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """The messages that give each owner its shard's first values: server, header, payload."""

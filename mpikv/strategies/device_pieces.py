@@ -1,34 +1,26 @@
 """Pieces (pieces.py) of a key whose values are in device memory: they are encoded and decoded on the GPU.
 
 The codecs are those of the host, whose functions also work on CuPy's arrays; residuals are in device memory. Messages
-are in page-locked host memory, so that only encoded bytes are copied between the GPU and the host. A piece that this
-worker owns itself stays on the GPU.
+are in page-locked host memory, so that only encoded bytes are copied between the GPU and the host.
 
-All that a worker sends in one half of a round is encoded and copied to the host before its first message, because that
-takes a GPU less time than a network takes for a few messages. Each received message is copied to the GPU and added in
-the store's stream as soon as it is there, and the host does not wait for that.
-
-Cost: a copy for each piece, and the kernel launches of its codec. Page-locked memory: that of all messages sent and
-received in half a round.
+Cost: a copy for each piece, and the kernel launches of its codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
-from mpikv.engine.operation import Steps
 from mpikv.observe.recorder import Recorder
 from mpikv.placement.keys import KeyInfo
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.pieces import Encoding, Pieces
+from mpikv.strategies.pieces import Pieces
 
 
 class DevicePieces(Pieces):
@@ -59,20 +51,8 @@ class DevicePieces(Pieces):
     def decode(self, data: Any, out: SpaceArray) -> None:
         super().decode(self._on_device(data, out.size), out)
 
-    def add(self, data: Any, out: SpaceArray) -> None:
-        super().add(self._on_device(data, out.size), out)
-
-    # --- a round
-
-    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
+    def _empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
         return self.space.empty(n_elems, dtype)
-
-    def encoding(self, values: SpaceArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> Encoding:
-        return DeviceEncoding(self, values, outgoing, uses)
-
-    def message_buffers(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
-        """See `Pieces`. Each message has its own buffer, as the GPU may still copy from those that have come."""
-        return [self.space.page_locked(n) for n in n_bytes]
 
     # --- states
 
@@ -100,22 +80,3 @@ def pieces_in(space: Space | None, info: KeyInfo, codec: Codec, recorder: Record
     if codec != IDENTITY and isinstance(space, DeviceSpace) and codec.on_device:
         return DevicePieces(info, codec, space, recorder)
     return Pieces(info, codec, recorder)
-
-
-class DeviceEncoding(Encoding):
-    """See `Encoding`. `begin` encodes all pieces to be sent and copies them to the host."""
-
-    pieces: DevicePieces
-
-    def begin(self) -> Steps[None]:
-        space = self.pieces.space
-        sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
-        self._kept = {piece: (data, 1) for piece, data in sent.items()}
-        self._messages = {piece: space.page_locked(data.nbytes) for piece, data in sent.items()}
-        for piece, data in sent.items():
-            space.download(self._messages[piece], data)
-        yield space.stream_event()
-
-    def __getitem__(self, i: int, /) -> tuple[int, HostArray]:
-        dest, piece = self._outgoing[i]
-        return dest, self._messages[piece]

@@ -55,7 +55,7 @@ class Speaker:
     ) -> None:
         self.added: set[int] = set()
         self._session, self._client, self._keys, self._labels = session, client, keys, labels
-        self._exchange = exchange
+        self.exchange = exchange
         self._refusals: dict[int, int] = {}  # the round of each key that was refused
         self._waiters: dict[int, Waiter] = {}
         self._tell_waits = session.messages.acts["refused"]
@@ -66,20 +66,19 @@ class Speaker:
 
     def apart(self, steps: Steps[None], name: str) -> Operation:
         """Let the engine run steps by themselves. Returns a request that is done when they have ended."""
-        return self._session.engine.take(Running(steps, name))
+        return self._session.engine.take_next(Running(steps, name))
 
     def begin(self, info: KeyInfo) -> None:
         self._keys[info.id].pushed += 1
 
-    def exchange_sum(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Round) -> Steps[None]:
-        """Push what servers have of `total`, and receive their part of `value`. Both: (n,), of the whole key."""
-        key, client = self._keys[info.id], self._client
-        flags = wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
-        item = Item(key, total, InPlace(value), key.routes, key.pushed, pushed.under.number, pushed.op, flags)
-        needed = client.tags_needed([item])
-        if not client.allows(*needed):
-            yield Predicate(lambda: client.allows(*needed))
-        yield from self._exchange([item], pushed.priority)
+    def item(self, info: KeyInfo, total: HostArray, value: HostArray, pushed: Round) -> Item:
+        """What servers get of `total`, and their part of `value`. Both: (n,), of the whole key."""
+        key, flags = self._keys[info.id], wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
+        return Item(key, total, InPlace(value), key.routes, key.pushed, pushed.under.number, pushed.op, flags)
+
+    def allows(self, item: Item) -> bool:
+        """Whether there are tags for its messages."""
+        return self._client.allows(*self._client.tags_needed([item]))
 
     # --- rounds that are refused
 
@@ -196,7 +195,9 @@ class DividedPath(SharedPath):
             return
         assert comparison is not None
         if not comparison.differ:
-            yield from self._speaker.exchange_sum(info, total, self.value, self._round)
+            item = self._speaker.item(info, total, self.value, self._round)
+            yield Predicate(lambda: self._speaker.allows(item))
+            yield from self._speaker.exchange([item], self._round.priority)
         elif not cut:  # else the messages of the workers' part tell all of them
             self._speaker.refuse(info)
             yield Predicate(lambda: False)  # until all are told

@@ -26,9 +26,9 @@ from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.errors import UnsupportedError
 from mpikv.observe.stall import Waiting
-from mpikv.placement.on_servers import is_asked_for
+from mpikv.placement.owners import is_asked_for
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, PieceMessages, Route
@@ -98,6 +98,12 @@ class Item(NamedTuple):
     flags: int = wire.UNCOMPRESSED_ANSWER
 
     @property
+    def kind(self) -> int:
+        if self.total is None:
+            return wire.PULL
+        return wire.PUSH if self.sink is None else wire.PUSHPULL
+
+    @property
     def pushes_uncompressed(self) -> bool:
         return bool(self.flags & wire.UNCOMPRESSED_PUSH)
 
@@ -140,10 +146,10 @@ class Tags:
         self._free.extend(tags)
 
 
-def check_owners(number: int, what: str) -> None:
-    """Raise ConfigError if a worker has too few tags to ask all owners at once, or to shard a key over all of them."""
-    if number >= wire.PAYLOAD_TAGS:
-        raise ConfigError(f"{number} {what}: a worker can ask at most {wire.PAYLOAD_TAGS - 1} at a time")
+def too_many(number: int, what: str) -> str:
+    """Say that a worker has too few tags to ask all owners at once, or to cut a key over all of them; "": enough."""
+    most = wire.PAYLOAD_TAGS - 1
+    return f"{number} {what}: a worker can ask at most {most} at a time" if number > most else ""
 
 
 class Exchange:
@@ -196,24 +202,39 @@ class Client:
         self.payload_tags = Tags(1, wire.PAYLOAD_TAGS - 1)  # in a header, 0 means no tag
         self._servers = tuple(servers)
         self._sends: deque[Operation] = deque()
+        self._before: list[list[tuple[wire.Header, wire.Payload]]] = [[] for _ in self._servers]
         self.unsent = 0  # pushes whose pieces have not all been sent
         # Servers that share memory with this worker. They send an answer only after reading the piece it replaces.
         local = transport.local
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
         self._offered = [OfferedPieces(partial(self._isend, rank)) for rank in self._servers]
-        self.counted = transport.ledger.by_request
+        # What a rank copies to itself is no message.
+        self._sends_to = [rank != transport.rank or self.through_memory[i] for i, rank in enumerate(self._servers)]
+
+    def send_before(self, header: wire.Header, payload: wire.Payload) -> None:
+        """Let a request without an answer be in the next message to each server, in front of what that is sent for."""
+        for before in self._before:
+            before.append((header, payload))
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
+        if before := self._before[server]:
+            requests, self._before[server] = [*before, *requests], []
         if len(self._sends) > MOST_KEPT_SENDS:
             self.all_sent()
         if len(requests) == 1:
             header, payload = requests[0]
             message = wire.request(header, payload)
-            self.counted[header.kind, header.key_id] += message.nbytes
+            self.count(server, header.kind, header.key_id, message.nbytes)
         else:
             message = wire.requests(requests)
-            self.transport.ledger.ask_together(requests, message.nbytes)
+            if self._sends_to[server]:
+                self.transport.ledger.ask_together(requests, message.nbytes)
         self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
+
+    def count(self, server: int, kind: int, key_id: int, n_bytes: int) -> None:
+        """Count what this request to a server, or the answer to it, has beside what `send` counts."""
+        if self._sends_to[server]:
+            self.transport.ledger.by_request[kind, key_id] += n_bytes
 
     def all_sent(self) -> bool:
         while self._sends and self._sends[0].test():
@@ -227,7 +248,7 @@ class Client:
         yield arrival
         data: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
         yield arrival.incoming.receive(data)
-        self.counted[header.kind, header.key_id] += data.nbytes
+        self.count(server, header.kind, header.key_id, data.nbytes)
         self.reply_tags.give([tag])
         return data.tobytes()
 
@@ -241,7 +262,7 @@ class Client:
             wire.PUSHPULL, item.key.info.id, tag, item.attributes, item.round, op=item.op.code, flags=item.flags
         )
         self.send(route.owner, [(header, item.pushed(route.begin, route.end))])
-        self.counted[wire.PUSHPULL, header.key_id] += value.nbytes
+        self.count(route.owner, wire.PUSHPULL, header.key_id, value.nbytes)
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -260,15 +281,32 @@ class Client:
     @staticmethod
     def tags_needed(items: Sequence[Item]) -> tuple[int, int]:
         routes = [(item, route) for item in items for route in item.routes]
-        replies = sum(item.sink is not None for item, _ in routes)
+        replies = sum(1 if item.key.replicated else len(item.routes) for item in items if item.sink is not None)
         return replies, sum(item.total is not None and not route.inline for item, route in routes)
+
+    def _of_owners(self, item: Item) -> list[Item]:
+        """An item of a replicated key for all owners, of which only that in this process has to answer."""
+        if not item.key.replicated:
+            return [item]
+        own = [route for route in item.routes if route.owner == self.own]
+        others = [route for route in item.routes if route.owner != self.own]
+        total = item.total
+        if isinstance(total, np.ndarray):
+            uncompressed = item.key.sends_uncompressed or item.pushes_uncompressed
+            # A copy, since the answer, which may be written to the array, waits for no other owner to have read it.
+            total = total.copy() if uncompressed else item.key.encoded_once(total)
+        found = [item._replace(total=total, routes=own)]
+        if total is not None:
+            found.append(item._replace(total=total, sink=None, routes=others))
+        return found
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, for all items. Ends when all answers have been received and no array is in use."""
         self.unsent += kind == wire.PUSH
+        items = [one for item in items for one in self._of_owners(item)]
         buffers = [item.answer_buffer() for item in items]
         windowed = any(len(route.pieces) > PIECES_IN_FLIGHT for item in items for route in item.routes)
-        transfer = _Transfer(self, kind, priority, windowed=windowed)
+        transfer = _Transfer(self, priority, windowed=windowed)
         transfer.send_small(items, buffers)
         for item, buffer in zip(items, buffers, strict=True):
             for route in item.routes:
@@ -289,13 +327,13 @@ class Client:
 
     def offers(self, data: HostArray, server: int) -> bool:
         """Whether a server has to ask for a piece before it is sent."""
-        return not self.through_memory[server] and is_asked_for(data.nbytes)
+        return self._sends_to[server] and not self.through_memory[server] and is_asked_for(data.nbytes)
 
     def asked_for(self, rank: int, message: dict[str, Any]) -> None:
         server = self._servers.index(rank)
         self._offered[server].send(message["tag"], message["count"])
         if self.own is None:  # else the server's rank, which is a worker, counts what it sends
-            self.counted[0, 0] += wire.control(message).nbytes
+            self.count(server, 0, 0, wire.control(message).nbytes)
 
     def send_all_offered(self) -> None:
         """Send as if servers had asked for all, where there are none."""
@@ -318,8 +356,8 @@ class _Transfer:
     because a server may fetch the pieces of one shard only after other workers have pushed another shard.
     """
 
-    def __init__(self, client: Client, kind: int, priority: int, *, windowed: bool) -> None:
-        self._client, self._kind, self._priority, self._windowed = client, kind, priority, windowed
+    def __init__(self, client: Client, priority: int, *, windowed: bool) -> None:
+        self._client, self._priority, self._windowed = client, priority, windowed
         self._receives: list[Operation] = []
         self._sends: list[Operation] = []
         self._reply_tags: list[int] = []
@@ -331,7 +369,7 @@ class _Transfer:
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
         of_item = item.key.info.id, reply_tag, item.attributes, item.round
-        return wire.Header(self._kind, *of_item, payload_tag, self._priority, item.op.code, item.flags)
+        return wire.Header(item.kind, *of_item, payload_tag, self._priority, item.op.code, item.flags)
 
     def send_small(self, items: Sequence[Item], buffers: Sequence[AnswerBuffer | None]) -> None:
         """Send the shards that are sent behind their headers, by as few messages to each server as possible."""
@@ -360,7 +398,7 @@ class _Transfer:
         tag = self._client.reply_tags.take()
         self._reply_tags.append(tag)
         for item, array in answers:
-            self._client.counted[self._kind, item.key.info.id] += array.nbytes
+            self._client.count(server, item.kind, item.key.info.id, array.nbytes)
         arrays = [array for _, array in answers]
         data = arrays[0]
         if len(arrays) > 1:
@@ -383,7 +421,8 @@ class _Transfer:
         pieces = [data for piece in route.pieces if (data := item.pushed(*piece)) is not None]
         answers = [] if buffer is None else [buffer.memory_for(begin, end) for begin, end in route.pieces]
         if not item.flags & wire.LOOPBACK_PUSH:
-            client.counted[self._kind, item.key.info.id] += sum(one.nbytes for one in [*pieces, *answers])
+            n_bytes = sum(one.nbytes for one in [*pieces, *answers])
+            client.count(server, item.kind, item.key.info.id, n_bytes)
         one_array = False
         if total is not None and buffer is not None and not client.through_memory[server]:
             both_uncompressed = item.answered_uncompressed and (item.key.sends_uncompressed or item.pushes_uncompressed)

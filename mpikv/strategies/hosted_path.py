@@ -80,7 +80,7 @@ class HostedPath(SharedPath):
     """Several hosts: rings of ranks connect them; each ring has one rank of each host (collectives/hosted).
 
     On each host the rank of a ring adds the values of the host's workers, in place; then sums are added from host to
-    host around the ring, in the order that collectives/hierarchical fixes. Sums and results are sent between hosts
+    host around the ring, in the order that collectives/host_rings fixes. Sums and results are sent between hosts
     only, with labels.
     """
 

@@ -1,12 +1,13 @@
-"""The strategy of synchronous stores whose workers and servers share the work: each key is divided between two others.
+"""The strategy of synchronous stores whose workers own keys: each key is divided between two others.
 
 The elements of a key before its cut (placement/cut.py) are a key of `AllreduceStrategy`, the others are a key of
-`PsStrategy`; either may be empty. Both parts have the key's name and number, are pushed together and are under way at
-the same time. Where a call has keys of one of the two only, it is that one's call. Where the workers of a host add
-before one of them asks the servers, a key is a whole one of `AllreduceStrategy`, whose path asks (divided_path.py).
+`PsStrategy`; either may be empty, and without servers one of them is. Both parts have the key's name and number, are
+pushed together and are under way at the same time. Where a call has keys of one of the two only, it is that one's call.
+Where the workers of a host add before one of them asks the servers, a key is a whole one of `AllreduceStrategy`, whose
+path asks (divided_path.py).
 
 The cut is part of what the workers agree on at `init`. It moves once: when an optimizer is set that needs all elements
-of a key at one owner, the key goes to the servers.
+of a key at one owner, a key that is divided goes to the servers.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from typing import Any
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.codecs.compression import wire_of
+from mpikv.common.checks import shown
 from mpikv.engine.operation import Operation
 from mpikv.errors import ConfigError
+from mpikv.hostmemory.segment import HostMemory
 from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import StatesFile
 from mpikv.placement import described
 from mpikv.placement.cut import cut_of
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.agreed_keys import KeyEvents
+from mpikv.session.agreement import Disagreement
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.allreduce import AllreduceStrategy
-from mpikv.strategies.base import BucketedKeys, Entry, PreparedCall, Sink, wait_for_all
-from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.base import Entry, PreparedCall, Sink, wait_for_all
+from mpikv.strategies.exchange import too_many
+from mpikv.strategies.ps import PsCall, PsStrategy
 from mpikv.strategies.workers import WorkersStrategy
 
 
@@ -66,7 +71,7 @@ class HybridCall(PreparedCall):
         strategy: HybridStrategy,
         session: Workers,
         ring: PreparedCall,
-        servers: PreparedCall,
+        servers: PsCall,
         *,
         kinds: Sequence[tuple[bool, bool]],
         deliver: Sequence[Callable[[], None]],
@@ -81,7 +86,9 @@ class HybridCall(PreparedCall):
 
     def start(self, priority: int = 0) -> list[Pending]:
         """Start both calls: the servers' first, whose messages leave at once."""
-        on_servers, in_ring = self._servers.start(priority), self._ring.start(priority)
+        call = self._servers  # without its `start`, which would be a function more on the way to the transport
+        on_servers = call.strategy.start(call.entries, priority, call.op)
+        in_ring = self._ring.start(priority)
         if not on_servers and not in_ring:
             return []  # nothing is pulled
         of_servers, of_ring, pending = iter(on_servers), iter(in_ring), []
@@ -118,37 +125,52 @@ class HybridStrategy(WorkersStrategy):
         n_elems = self._in_ring[info.id]
         return info if n_elems == info.n_elems else info._replace(shape=(n_elems,))
 
+    def _ways(self, info: KeyInfo, in_ring: int) -> tuple[bool, bool]:
+        """Whether a key of which so many elements are in the ring is a key of the ring, and whether it is of owners."""
+        at_owners = (
+            in_ring < info.n_elems or info.sparse or (not info.n_elems and not self._session.members.workers_own)
+        )
+        return in_ring > 0 or not at_owners, at_owners
+
     def _reserve(self, info: KeyInfo) -> Any:
-        cut = cut_of(self._session.members, info, wire_of(info), whole=self.servers.takes_whole)
-        of_servers = None if cut and cut == info.n_elems else self.servers.place(info, cut)
+        members, wire_ = self._session.members, wire_of(info)
+        updated, whole = self._session.optimizer_of(info) is not None, self.servers.takes_whole
+        cut = cut_of(members, info, wire_, whole=whole, updated=updated)
+        if members.workers_own and self._ways(info, cut)[1]:
+            problem = too_many(len(members.workers), f"workers, all owners of key {shown(info.key)}")
+            if problem and (info.sparse or wire_.codec or wire_.back):
+                raise Disagreement(ConfigError, problem)
+            cut = info.n_elems if problem else cut
+        of_servers = self.servers.place(info, cut) if self._ways(info, cut)[1] else None
         of_ring = None
         if cut < info.n_elems and self._session.members.is_added_on_hosts(info):
             of_ring = self.ring.keys.reserve_divided(info)  # None: the memory is full
         self._in_ring[info.id] = in_ring = cut if of_ring is None else info.n_elems
-        if of_ring is None and cut:
+        if of_ring is None and self._ways(info, cut)[0]:
             of_ring = self.ring.events.reserve(self._part(info))
         return [cut, in_ring, of_ring, of_servers]
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         cut, in_ring, of_ring, of_servers = reserved
         self._cuts[info.id], self._in_ring[info.id] = cut, in_ring
-        self._session.log.detail(lambda: described.cut(self._session.members, info, cut))
+        if self._session.members.servers:
+            self._session.log.detail(lambda: described.cut(self._session.members, info, cut))
         if cut < in_ring == info.n_elems:
             self.servers.speaker.added.add(info.id)
             self.ring.keys.cuts[info.id] = cut
-        if not cut or cut < info.n_elems:
+        if self._ways(info, cut)[1]:
             self.servers.events.begin(info, of_servers)
-        if in_ring:
+        if self._ways(info, in_ring)[0]:
             self.ring.events.begin(self._part(info), of_ring)
 
     def _broken(self, info: KeyInfo) -> None:
         del self._cuts[info.id]
-        if self._in_ring[info.id]:
+        if self._ways(info, self._in_ring[info.id])[0]:
             self.ring.events.broken(self._part(info))
         self.servers.events.broken(info)
 
     def _agreed(self, info: KeyInfo) -> None:
-        if self._in_ring[info.id] and self.ring.events.agreed is not None:
+        if self._ways(info, self._in_ring[info.id])[0] and self.ring.events.agreed is not None:
             self.ring.events.agreed(self._part(info))
 
     def _pushes(self) -> dict[int, int]:
@@ -167,7 +189,7 @@ class HybridStrategy(WorkersStrategy):
         if op.whole and (on_servers := [one for one in entries if self._cuts[one.info.id] < one.info.n_elems]):
             return self.servers.prepare(on_servers, op)  # which refuses it
         cuts = [self._in_ring[entry.info.id] for entry in entries]
-        kinds = [(cut > 0, not cut or cut < entry.info.n_elems) for cut, entry in zip(cuts, entries, strict=True)]
+        kinds = [self._ways(entry.info, cut) for cut, entry in zip(cuts, entries, strict=True)]
         if not any(ring for ring, _ in kinds):
             return self.servers.prepare(entries, op, waits=waits)
         if not any(servers for _, servers in kinds):
@@ -202,9 +224,6 @@ class HybridStrategy(WorkersStrategy):
         else:
             pulled = Entry(part, first, None, (buffer[:cut],))
         return pulled, Entry(info, total, Sink(info, [buffer], spaces)), deliver
-
-    def bucket(self, keys: Sequence[Key]) -> BucketedKeys | None:
-        return self.ring.bucket(keys)
 
     # --- optimizers and states
 
@@ -243,6 +262,9 @@ class HybridStrategy(WorkersStrategy):
         self.servers.settle_all(call)
 
     def cuts(self) -> dict[Key, int]:
+        """None without servers: there each key has owners of one kind, which their number decides."""
+        if self._session.members.workers_own:
+            return {}
         return {info.key: self._cuts[info.id] for info in self._session.in_order() if not info.sparse}
 
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
@@ -267,7 +289,12 @@ class HybridStrategy(WorkersStrategy):
     # --- the rest
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        return (self.ring if self._session.members.ring_has_memory else self.servers).allocate(text, n_bytes)
+        members = self._session.members
+        has_memory = members.workers_own or members.ring_has_memory
+        return (self.ring if has_memory else self.servers).allocate(text, n_bytes)
+
+    def reserve(self, n_bytes: int) -> tuple[HostMemory, int | None] | None:
+        return self.ring.reserve(n_bytes)
 
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
         return self.servers.ask_servers(request, number)
@@ -276,7 +303,8 @@ class HybridStrategy(WorkersStrategy):
         """What both count is added. servers_take: the servers' share of each key, by its name."""
         of_ring, found = self.ring.stats(), dict(self.servers.stats())
         dense = [info for info in self._session.in_order() if not info.sparse and info.n_elems]
-        found["servers_take"] = {str(info.key): 1 - self._cuts[info.id] / info.n_elems for info in dense}
+        if self._session.members.servers:
+            found["servers_take"] = {str(info.key): 1 - self._cuts[info.id] / info.n_elems for info in dense}
         for name, value in of_ring.items():
             there = found.get(name)
             found[name] = value if there is None else there | value if isinstance(value, dict) else there + value

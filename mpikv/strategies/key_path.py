@@ -34,7 +34,6 @@ from mpikv.transports.base import Group
 
 if TYPE_CHECKING:
     from mpikv.strategies.divided_path import Speaker
-    from mpikv.strategies.encoded_path import KeyCodec
     from mpikv.strategies.message_path import Communicators
     from mpikv.strategies.queues import Round
 
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
 class PathResources(NamedTuple):
     """What the paths of one worker's keys need.
 
-    group: sends and receives messages. device_group: does so from and to device memory, without their ordering by
-    priority; None: use `group`. hosts: the keys in shared memory. communicators: for MPI's own collectives. timeout_s:
-    the longest time that a round by NCCL may take on the GPU. speaker: where servers own parts of keys.
+    group: sends and receives messages. hosts: the keys in shared memory. communicators: for MPI's own collectives.
+    timeout_s: the longest time that a round by NCCL may take on the GPU. speaker: where servers own parts of keys.
     """
 
     group: Group
@@ -53,7 +51,6 @@ class PathResources(NamedTuple):
     communicators: Communicators | None = None
     nccl: NcclComm | None = None
     timeout_s: float = 60.0
-    device_group: Group | None = None
     speaker: Speaker | None = None
 
 
@@ -63,14 +60,13 @@ class KeyPath:
     dtype: of pushed values. shared: whether `value` is in memory that the ranks of this host share. If so, they read
     pushed values in place, and `allgather` writes each segment of the value to the caller's arrays as soon as it is
     complete. overwrites: whether `reduce_scatter` may overwrite pushed values. sends_back: whether `allgather` sends
-    anything. codec: encodes what is sent. copies: of a key in device memory whose path adds in host memory, set by
+    anything. copies: of a key in device memory whose path adds in host memory, set by
     paths.py.
     """
 
     shared = False
     overwrites = True
     sends_back = True
-    codec: KeyCodec | None = None
     copies: HostCopies | None = None
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
@@ -82,7 +78,7 @@ class KeyPath:
 
     @cached_property
     def value(self) -> SpaceArray:
-        """(n,), which `allgather` completes: the key's value, unless `copies` or an earlier path of the key has it."""
+        """(n,), which `allgather` completes: the key's value, unless `copies` or the key's usual path has it."""
         return self._space.empty(self._info.n_elems, self._info.dtype)
 
     @property

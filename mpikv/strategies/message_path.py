@@ -1,4 +1,4 @@
-"""The paths "messages" and "native", and that of `op="adasum"`: each worker has the value in its own memory.
+"""The paths "ring" and "native", and that of `op="adasum"`: each worker has the value in its own memory.
 
 Labels are compared with the messages of a reduce-scatter (collectives/labelled), but for adasum: they would differ in
 the op alone, and a worker with another op is on another path. Its tag is one that no other path uses, so both workers
@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.collectives import adasum
+from mpikv.collectives import adasum, ring
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.select import ALGORITHMS
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
@@ -28,8 +27,8 @@ from mpikv.strategies.key_path import KeyPath
 from mpikv.transports.base import Transport
 
 
-class MessagePath(KeyPath):
-    """Messages, also within a host, by the algorithm that the placement names (collectives/ring, naive, and others)."""
+class RingPath(KeyPath):
+    """A ring of all workers, also within a host (collectives/ring)."""
 
     def broadcast(self) -> Steps[None]:
         return broadcast(self._group, self.value, 0, self._tag(0))
@@ -37,16 +36,10 @@ class MessagePath(KeyPath):
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        group = self._groups(comparison)[0]
-        steps: Steps[None] = algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
-        return steps
+        return ring.reduce_scatter(self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine)
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        group = self._groups(comparison)[1]
-        steps: Steps[None] = algorithm.allgather(group, self.value, self.placement.bounds, self._tag(2))
-        return steps
+        return ring.allgather(self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2))
 
 
 class WholePath(KeyPath):

@@ -1,14 +1,14 @@
 """The path "mpi": a key's value is on a GPU, and MPI sends it from there and receives it there (CUDA-aware MPI).
 
-Value: each worker has a copy in its device memory. Who adds, in which order, and what is sent: as on the path
-"messages", by the same algorithms, but on the GPU, so the bits are the same. The store copies no value to host memory;
+Value: each worker has a copy in its device memory. Who adds, in which order, and what is sent: as on the path "ring",
+but on the GPU, so the bits are the same. The store copies no value to host memory;
 MPI may do so with the addresses that it gets. The store uses MPI's send and receive only, none of its reductions.
 
 Labels. If a message had labels behind its values, the GPU would have to write and read them, and the host would have to
 wait for it. So where labels are compared at all, workers send them in short messages from host memory before each round
 (collectives/label_exchange.py).
 
-Cost for p workers: that of the algorithm, an event of the stream for each message, and ceil(log2(p)) short messages one
+Cost for p workers: that of the ring, an event of the stream for each message, and ceil(log2(p)) short messages one
 after another in each round whose labels are compared. Memory: the value.
 """
 
@@ -28,15 +28,15 @@ from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.key_path import PathResources
-from mpikv.strategies.message_path import MessagePath
+from mpikv.strategies.message_path import RingPath
 
 
-class MpiPath(MessagePath):
+class MpiPath(RingPath):
     """See `KeyPath`."""
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(resources, info, placement, place)
-        self._of_labels = resources.device_group or resources.group
+        self._of_labels = resources.group
         device = cast(DeviceSpace, self._space)
         self._group = DeviceGroup(self._of_labels.transport, self._of_labels.ranks, device)
 

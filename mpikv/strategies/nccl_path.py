@@ -61,7 +61,7 @@ class NcclPath(KeyPath):
     @property
     def _all_have_all(self) -> bool:
         """Whether nothing updates the key, so that an allreduce gives all workers the sum."""
-        return self.placement.algorithm == "nccl_allreduce"
+        return self.placement.replicated
 
     @property
     def _root(self) -> int | None:

@@ -1,10 +1,7 @@
 """The paths of rounds, by name, and the choice of a path for each round of a key.
 
-A key whose values are sent encoded may have a second path, for rounds whose values are sent uncompressed. A key gets
-one more with the first round whose reduction needs whole values. A bucket of several keys counts as one key.
-
-Where the value is: in the memory of the key's path, or on the GPU if that path copies it to the host. The other paths
-complete the value in the same array, or in shared memory of the host, from which it is copied to that array.
+A key gets a second path with the first round whose reduction needs whole values. The value is in the memory of the
+key's usual path, or on the GPU if that path copies it to the host; the second one completes it in the same array.
 """
 
 from __future__ import annotations
@@ -22,11 +19,10 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.divided_path import DividedPath
-from mpikv.strategies.encoded_path import EncodedPath
 from mpikv.strategies.host_copies import HostCopies
 from mpikv.strategies.hosted_path import HostedPath, OneHostPath
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.message_path import MessagePath, NativePath, WholePath
+from mpikv.strategies.message_path import NativePath, RingPath, WholePath
 from mpikv.strategies.mpi_path import MpiPath
 from mpikv.strategies.nccl_path import NcclPath
 
@@ -37,9 +33,8 @@ PATHS: Mapping[Path, type[KeyPath]] = {
     "direct": OneHostPath,
     "hosted": HostedPath,
     "divided": DividedPath,
-    "messages": MessagePath,
+    "ring": RingPath,
     "native": NativePath,
-    "encoded": EncodedPath,
     "mpi": MpiPath,
     "nccl": NcclPath,
 }
@@ -48,9 +43,8 @@ PATHS: Mapping[Path, type[KeyPath]] = {
 class KeyPaths:
     """The paths of one key. place: the key's place in shared memory.
 
-    value: the key's value, (n,). dtype: in which paths take pushed values. usual: the path of most rounds.
-    uncompressed: of uncompressed rounds of a key with a codec; None: the usual one. whole: of rounds whose reduction
-    needs whole values; None: there was none. codec: of the usual path.
+    value: the key's value, (n,). dtype: in which paths take pushed values. usual: the path of most rounds. whole: of
+    rounds whose reduction needs whole values; None: there was none.
     """
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
@@ -60,16 +54,12 @@ class KeyPaths:
         copies = self.usual.copies
         self.value: SpaceArray = self.usual.value if copies is None else copies.value
         self.dtype: np.dtype[Any] = self.usual.dtype
-        self.codec = self.usual.codec
-        self.uncompressed: KeyPath | None = None
-        if placement.uncompressed_path is not None and (uncompressed := placement.uncompressed) is not None:
-            self.uncompressed = _path_of(resources, info, uncompressed, place, self.value)
         self.whole: WholePath | None = None
 
     @property
     def shared(self) -> bool:
-        """Whether one of the paths keeps its value in memory that the ranks of a host share."""
-        return self.usual.shared or (self.uncompressed is not None and self.uncompressed.shared)
+        """Whether the value is kept in memory that the ranks of a host share."""
+        return self.usual.shared
 
     @property
     def value_is_shared(self) -> bool:
@@ -78,16 +68,12 @@ class KeyPaths:
 
     @property
     def held_bytes(self) -> int:
-        holders = (self.usual, self.uncompressed, self.whole, self.codec)
+        holders = (self.usual, self.whole)
         held = sum(one.held_bytes for one in holders if one is not None)
         return held + (0 if self.value_is_shared else int(self.value.nbytes))
 
     def reshard(self, placement: Placement) -> None:
         self.usual.reshard(placement)
-        if self.uncompressed is not None and placement.uncompressed is not None:
-            self.uncompressed.reshard(placement.uncompressed)
-        if self.codec is not None:
-            self.codec.reshard(self.placement, placement)
         self.placement = placement
 
     # --- the first value
@@ -101,13 +87,9 @@ class KeyPaths:
 
     # --- rounds
 
-    def begin_round(self, round_: Round, *, uncompressed: bool) -> KeyPath:
-        """Begin a round, and return its path. uncompressed: values must be sent so, whatever the codec."""
+    def begin_round(self, round_: Round) -> KeyPath:
+        """Begin a round, and return its path."""
         path = self.usual
-        if self.codec is not None:
-            self.codec.uncompressed = uncompressed
-            if uncompressed and self.uncompressed is not None:
-                path = self.uncompressed
         if round_.op.whole:
             if self.whole is None:
                 self.whole = _whole_path_of(self._resources, self._info, self.placement, self.value)
@@ -116,18 +98,12 @@ class KeyPaths:
         return path
 
 
-def _path_of(
-    resources: PathResources, info: KeyInfo, placement: Placement, place: Any, value: SpaceArray | None = None
-) -> KeyPath:
-    """value: the array that an earlier path of the key has; None: make one."""
+def _path_of(resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> KeyPath:
     if placement.path != "host":
-        path = PATHS[placement.path](resources, info, placement, place)
-        if value is not None and not path.shared:
-            path.value = value
-        return path
+        return PATHS[placement.path](resources, info, placement, place)
     assert placement.host is not None
     path = PATHS[placement.host](resources, info, placement, place)
-    _copy_through_host(path, resources, info, value)
+    _copy_through_host(path, resources, info, None)
     return path
 
 

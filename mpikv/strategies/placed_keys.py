@@ -1,4 +1,4 @@
-"""The keys of a store without servers: their queues, their placements and paths, and the group of workers.
+"""The keys that go round the ring of the workers: their queues, their placements and paths.
 
 When the workers have agreed on a key (session/workers), it is placed here: its placement names its path and each
 worker's shard.
@@ -6,13 +6,12 @@ worker's shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mpikv.codecs.compression import wire_of
-from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
@@ -30,22 +29,19 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE
-from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.divided_path import Speaker
-from mpikv.strategies.encoded_path import KeyCodec
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_path import PathResources
 from mpikv.strategies.message_path import Communicators
 from mpikv.strategies.paths import KeyPaths
 from mpikv.strategies.queues import RoundQueue, rounds
-from mpikv.strategies.sparse import WorkersRows
 
 
 class PlacedKeys:
     """The keys of one worker.
 
-    queues: by the keys' numbers; keys of a bucket have the same. owner: applies optimizers to this worker's shards.
+    queues: by the keys' numbers. owner: applies optimizers to this worker's shards.
     first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: for the paths that
     need them. cuts: of keys on the path "divided", by their numbers: where the elements of servers begin.
     """
@@ -55,13 +51,12 @@ class PlacedKeys:
         session: Workers,
         members: Members,
         memory: HostMemory | None,
-        rows: WorkersRows,
         *,
         nccl: NcclComm | None = None,
         speaker: Speaker | None = None,
     ) -> None:
         self.cuts: dict[int, int] = {}
-        self._session, self._members, self._rows = session, members, rows
+        self._session, self._members = session, members
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
@@ -81,29 +76,21 @@ class PlacedKeys:
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[Any, Placement] = {}  # shared by keys of equal properties
         self._resources = PathResources(
-            session.key_group,
+            session.group,
             session.spaces,
             self.hosts,
             self.communicators,
             nccl=self.nccl,
             timeout_s=members.config.timeout_s,
-            device_group=session.group,
             speaker=speaker,
         )
 
     # --- keys as they are agreed on
 
-    def _reserve(self, info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> Any:
-        """Allocate the key's place in shared memory; None: it needs none. keys: the keys of a bucket."""
-        if info.sparse or self.hosts is None:
-            return None
-        may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
-        if may_be_encoded:
-            placement = self._placement(info, keys or (info,), has_place=True)
-            if _is_encoded(placement) and not _goes_hosted(placement):
-                return None
+    def _reserve(self, info: KeyInfo) -> Any:
+        """Allocate the key's place in shared memory; None: it needs none."""
         on_host = self._members.device_path_of(info) in ("none", "host")
-        return self.hosts.reserve_key(info.n_bytes) if on_host else None
+        return self.hosts.reserve_key(info.n_bytes) if on_host and self.hosts is not None else None
 
     def reserve_divided(self, info: KeyInfo) -> Any:
         """Allocate the place of a key on the path "divided", at worker 0; None: it can have none."""
@@ -112,10 +99,7 @@ class PlacedKeys:
         return None if first is None or second is None else [*first, second.counters_bytes]
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Make the key's queue, and start to broadcast the value of worker 0; rows are sent to their owners."""
-        if info.sparse:
-            self._rows.begin(info)
-            return
+        """Make the key's queue, and start to broadcast the value of worker 0."""
         queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
@@ -129,54 +113,32 @@ class PlacedKeys:
             queue.running = self._session.engine.take(Running(rounds(queue, self._session, self.owner), queue.name))
 
     def _forget_key(self, info: KeyInfo) -> None:
-        if info.sparse:
-            self._rows.forget(info)
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
             queue.space.synchronize()
 
     def _agreed(self, info: KeyInfo) -> None:
-        if self.communicators is not None and not info.sparse:
+        if self.communicators is not None:
             self.communicators.agreed(info)
-
-    def _wait_for_copies(self, queues: Sequence[RoundQueue]) -> None:
-        """Wait for copies that still use memory of the queues' paths, which are about to be replaced."""
-        for space in {id(queue.space): queue.space for queue in queues}.values():
-            space.synchronize()
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Give a queue its paths and the memory of its value. reserved: its place in shared memory, or None."""
-        placement = self._placement(queue.info, queue.keys, has_place=reserved is not None)
+        placement = self._placement(queue.info, has_place=reserved is not None)
         queue.use_paths(KeyPaths(self._resources, queue.info, placement, reserved))
         if self._session.log.detailed():
             self._session.log.detail(lambda: self._described(queue))
 
     def _described(self, queue: RoundQueue) -> str:
-        return described.line(self._members, queue.info, queue.keys, queue.placement, wire_of(queue.info))
+        return described.line(self._members, queue.info, queue.placement, wire_of(queue.info))
 
-    def _placement(
-        self, info: KeyInfo, keys: Sequence[KeyInfo], *, has_place: bool, encoded: bool | None = None
-    ) -> Placement:
-        """The placement of a queue's keys with their optimizers. has_place: whether they have a place in shared memory.
-
-        encoded: whether values are sent encoded; None: the placement decides.
-        """
-        optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
-        whole = bool(optimizers) and not all(optimizer.elementwise for optimizer in optimizers)
-        end = self.cuts.get(info.id)
-        properties = info.n_elems, info.dtype, info.codec, info.space, has_place, bool(optimizers), encoded, end
+    def _placement(self, info: KeyInfo, *, has_place: bool) -> Placement:
+        """The placement of a key with its optimizer. has_place: whether it has a place in shared memory."""
+        optimizer, end = self.owner.optimizer_of(info.id), self.cuts.get(info.id)
+        updated, whole = optimizer is not None, optimizer is not None and not optimizer.elementwise
+        properties = info.n_elems, info.dtype, info.space, has_place, updated, end
         if whole or properties not in self._placements:
-            placement = place(
-                self._members,
-                info,
-                whole=whole,
-                fits=has_place,
-                wire=wire_of(info),
-                updated=bool(optimizers),
-                encoded=encoded,
-                end=end,
-            )
+            placement = place(self._members, info, whole=whole, fits=has_place, updated=updated, end=end)
             if whole:
                 return placement  # not shared: its owner depends on the key
             self._placements[properties] = placement
@@ -193,15 +155,14 @@ class PlacedKeys:
         return Running(rounds(queue, self._session, self.owner), queue.name) if queue.may_start else None
 
     def all(self) -> list[RoundQueue]:
-        return list(dict.fromkeys(self.queues.values()))
+        return list(self.queues.values())
 
     def pushed(self, info: KeyInfo) -> int:
         queue = self.queues[info.id]
-        return queue.pushes_of(info) + queue.direct_calls.rounds
+        return queue.pushed + queue.direct_calls.rounds
 
     def _pushes(self) -> dict[int, int]:
-        dense = {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
-        return {**dense, **self._rows.pushes()}
+        return {queue.info.id: self.pushed(queue.info) for queue in self.all()}
 
     def drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
         """Wait until all rounds that this worker has pushed are done; of keys in `common` only that number of rounds.
@@ -210,22 +171,16 @@ class PlacedKeys:
         """
         refused: ConfigError | None = None
         for queue in self.all():
-            of_keys = [queue.pushed]
-            for info in queue.keys:
-                if common is not None and info.id in common:
-                    of_keys.append(common[info.id] - queue.direct_calls.rounds)
-            round_ = min(of_keys)
+            round_ = queue.pushed
+            if common is not None and queue.info.id in common:
+                round_ = min(round_, common[queue.info.id] - queue.direct_calls.rounds)
             try:
                 self._session.wait(Pending(queue.at(round_), Waiting(call, queue.info.key, queue.info.id, round_)))
             except ConfigError as error:
-                if call != "close" or not self._session.given.has(error, [info.id for info in queue.keys]):
+                if call != "close" or not self._session.given.has(error, [queue.info.id]):
                     refused = refused or error
         if refused is not None:
             raise refused
-
-    def encoded(self) -> list[tuple[RoundQueue, KeyCodec]]:
-        """The queues that have a codec, with their codecs."""
-        return [(queue, codec) for queue in self.all() if (codec := queue.paths.codec) is not None]
 
     # --- what changes owners
 
@@ -239,31 +194,5 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             for queue in self.all():
-                encoded, has_place = _is_encoded(queue.placement), queue.paths.shared
-                queue.paths.reshard(self._placement(queue.info, queue.keys, has_place=has_place, encoded=encoded))
+                queue.paths.reshard(self._placement(queue.info, has_place=queue.paths.shared))
                 queue.comparison = None
-
-    def join(self, buckets: Sequence[Bucket]) -> None:
-        """Replace the queues of keys, which were never pushed, by buckets. Collective, blocks."""
-        session = self._session
-        places: Sequence[Any] = [None] * len(buckets)
-        if self.hosts is not None:
-            if session.rank == 0:
-                places = [self._reserve(bucket.info, bucket.keys) for bucket in buckets]
-            places = session.agree("empty", ["buckets", places], "bucket")
-        self._wait_for_copies(buckets)
-        with session.engine.lock:
-            for bucket, reserved in zip(buckets, places, strict=True):
-                self._place(bucket, reserved)
-                for info in bucket.keys:
-                    bucket.space.copy(bucket.stored[bucket.span(info)], self.queues[info.id].value())
-                    self.queues[info.id] = bucket
-                bucket.has_value = True
-
-
-def _is_encoded(placement: Placement) -> bool:
-    return "encoded" in (placement.path, placement.host)
-
-
-def _goes_hosted(placement: Placement) -> bool:
-    return placement.uncompressed_path is not None and "hosted" in (placement.uncompressed_path[0], placement.host)

@@ -1,40 +1,45 @@
-"""The strategy of stores with parameter servers, which are ranks of their own or a service inside every worker.
+"""The strategy of keys with owners: server ranks, or a service inside every worker, which is the same code.
 
 A push is not acknowledged, since MPI loses no message. A pull names the version that it needs (synchronous) or none
 (asynchronous), and the server answers when that version exists. A pushpull is both in one request. Worker 0 sends a
 key's first value; a server keeps requests that arrive earlier until it has that value.
+
+In a synchronous store without servers the services begin with the first key that has owners (placement/cut.py), on
+which all workers agree. Optimizers that were set before, and changed attributes, are brought to them then.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-from mpikv.arrays.as_numpy import HostArray
-from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import REDUCTIONS, SUM, Reduction
 from mpikv.codecs import compression
+from mpikv.collectives import adasum
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Operation, Predicate, Steps
+from mpikv.engine.operation import Completion, Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
-from mpikv.placement.on_servers import add_load, as_announced, on_server
-from mpikv.placement.place import place
+from mpikv.placement.owners import add_load, as_announced, at_one, place_at_owners
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
@@ -44,8 +49,8 @@ from mpikv.strategies.exchange import (
     Client,
     Exchange,
     Item,
-    check_owners,
     poll_briefly,
+    too_many,
     wait_for_tags,
 )
 from mpikv.strategies.pieces import encoded_bytes
@@ -53,6 +58,7 @@ from mpikv.strategies.sparse import RowClient, push_label
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports import wire
+from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
@@ -64,18 +70,18 @@ class PsCall(PreparedCall):
     def __init__(
         self, strategy: PsStrategy, session: Workers, entries: Sequence[Entry], op: Reduction, *, waits: bool
     ) -> None:
-        self._strategy, self._session, self._op, self._waits = strategy, session, op, waits
+        self.strategy, self._session, self.op, self._waits = strategy, session, op, waits
         spaces = session.spaces
-        self._entries = [
+        self.entries = [
             entry if entry.outs is None else entry._replace(sink=Sink(entry.info, entry.outs, spaces))
             for entry in entries
         ]
 
     def start(self, priority: int = 0) -> list[Pending]:
         if not self._waits:
-            return self._strategy.start(self._entries, priority, self._op)
+            return self.strategy.start(self.entries, priority, self.op)
         try:
-            return self._strategy.start_waited(self._entries, priority, self._op)
+            return self.strategy.start_waited(self.entries, priority, self.op)
         except KeyboardInterrupt as error:  # answers may still be received into the caller's arrays
             self._session.engine.interrupted("pushpull", error)
             raise
@@ -87,7 +93,7 @@ class PsCall(PreparedCall):
                 self._session.wait(one, None, pending)
         except (StallError, ConfigError):
             if self._waits:
-                self._strategy.run_by_engine(pending)
+                self.strategy.run_by_engine(pending)
             raise
         except KeyboardInterrupt as error:
             if self._waits:
@@ -95,43 +101,67 @@ class PsCall(PreparedCall):
             raise
 
     def release(self) -> None:
-        self.valid, self._entries = False, []
+        self.valid, self.entries = False, []
+
+
+class OwnService(NamedTuple):
+    """The owner inside this worker (server/core), and its loop. transport: that of the loop. loopback: what this worker
+    sends itself.
+
+    held_bytes: what it holds of dense keys and of rows.
+    """
+
+    owner: Owner
+    steps: Steps[None]
+    transport: Transport
+    loopback: Loopback
+    held_bytes: Callable[[], tuple[int, int]]
 
 
 class PsStrategy(WorkersStrategy):
-    """The strategy of one worker. service: the loop of a server to run inside this worker.
+    """The strategy of one worker. own: the owner inside of it, if any.
 
-    loopback: passes device arrays to that server. speaker: asks for keys that the workers of a host add first.
+    speaker: asks for keys that the workers of a host add first.
     """
 
     rows: RowClient
 
-    def __init__(self, session: Workers, service: Steps[None] | None = None, loopback: Loopback | None = None) -> None:
+    def __init__(self, session: Workers, own: OwnService | None = None) -> None:
         super().__init__(session)
         members = self._members = session.members
-        self._servers = members.owners
-        check_owners(len(self._servers), "servers")
-        self._labels = members.server_labels
+        self._servers, self._own = members.owners, own
+        if not members.workers_own and (problem := too_many(len(self._servers), "servers")):
+            raise ConfigError(problem)
+        self._labels = members.owner_labels
         self._keys: dict[int, ClientKey] = {}
         self._recorder = session.recorder
         self._loads = [0] * len(self._servers)
         self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
         self.before_cut: dict[int, Any] = {}  # what workers own of keys that are being moved here
         self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
-        own = None if service is None else self._servers.index(session.transport.rank)
-        self._client = Client(session.transport if self._local is None else self._local, self._servers, own, loopback)
+        transport, number, loopback = session.transport if self._local is None else self._local, None, None
+        if own is not None:
+            transport, number, loopback = own.transport, self._servers.index(transport.rank), own.loopback
+        self._client = Client(transport, self._servers, number, loopback)
+        self._turns: deque[Completion] = deque()  # of calls that wait for others, the first of them for none
         session.messages.acts["fetch"] = self._client.asked_for
         self.rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()
-        self._engine.serves = self._local is not None and service is not None
+        self._engine.serves = self._local is not None and own is not None
         self.events = KeyEvents(self.place, self._begin, self._forget_key, self._pushes)
         session.on_attributes.append(self._send_attributes)
         steps = partial(self._steps, wire.PUSHPULL)
         self.speaker = Speaker(session, self._client, self._keys, self._labels, steps)
-        self._service = self._engine.serve(service, "server") if service is not None else None
+        self._service: Running[None] | None = None
+        self._optimizers: list[tuple[int, bytes, list[int]]] = []  # set before the owners begin
+        self._attributes: dict[int, tuple[int, dict[str, Any]]] = {}  # changed before then, by slot, with their number
+        self.has_owners = not members.workers_own
+        if self.has_owners and own is not None:
+            self._service = self._engine.serve(own.steps, "server")
         self._rank, self.synchronous = session.rank, session.synchronous
-        session.before_barrier.append(lambda: self.settle("barrier"))
+        if not members.workers_own:
+            session.before_barrier.append(lambda: self.settle("barrier"))
 
     def _device_calls(self) -> DeviceCalls | None:
         space, path = self._session.spaces.device, self._members.device_path
@@ -148,12 +178,22 @@ class PsStrategy(WorkersStrategy):
         """
         if info.sparse:
             return None
-        wire_, whole = compression.wire_of(info), self.takes_whole
-        placement = place(self._members, info, whole=whole, load_bytes=self._loads, wire=wire_, begin=begin)
+        whole, updated = self.takes_whole, self._session.optimizer_of(info) is not None
+        placement = place_at_owners(
+            self._members,
+            info,
+            compression.wire_of(info),
+            whole=whole,
+            updated=updated,
+            load_bytes=self._loads,
+            begin=begin,
+        )
         add_load(self._loads, placement, info.dtype.itemsize)
         return placement.announced()
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
+        if not self.has_owners:
+            self._begin_owners()
         if info.sparse:
             self.rows.begin(info)
             return
@@ -167,9 +207,19 @@ class PsStrategy(WorkersStrategy):
             pushers=self._members.speakers if info.id in self.speaker.added else (),
         )
         if self._session.log.detailed():
-            self._session.log.detail(lambda: described.line(self._members, info, (), placement, wire_))
+            self._session.log.detail(lambda: described.line(self._members, info, placement, wire_))
         if self._rank == 0:
             self._send_value(key, self.first_values[info.key])
+
+    def _begin_owners(self) -> None:
+        """Let this worker own keys, as all workers do that agree on the first key with owners."""
+        assert self._own is not None
+        self.has_owners = True
+        for slot, pickled, key_ids in self._optimizers:
+            self._own.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+        for slot, (number, attributes) in self._attributes.items():
+            self._send_attributes(slot, number, attributes)
+        self._service = self._engine.serve(self._own.steps, "owner")
 
     def _forget_key(self, info: KeyInfo) -> None:
         self._keys.pop(info.id, None)
@@ -232,9 +282,12 @@ class PsStrategy(WorkersStrategy):
         return under
 
     def _send_attributes(self, slot: int, number: int, attributes: dict[str, Any]) -> None:
+        if not self.has_owners:
+            self._attributes[slot] = number, attributes
+            return
         text = json.dumps([slot, attributes]).encode()
-        for server in range(len(self._servers)):
-            self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
+        with self._engine.lock:
+            self._client.send_before(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
 
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
         """Make the items of a call's keys and count pushes. Blocks until there are tags for all messages."""
@@ -242,19 +295,22 @@ class PsStrategy(WorkersStrategy):
         for info, total, sink, _ in entries:
             key, under = self._keys[info.id], NO_OPTIMIZER if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
-            flags = self._uncompressed_flags(key, op)
+            flags = self._uncompressed_flags(key, op, pushes=total is not None)
             items.append(Item(key, pushed, sink, key.routes, key.pushed, under.number, op, flags))
         wait_for_tags(self._session, self._client, *self._client.tags_needed(items))
         return items
 
-    def _uncompressed_flags(self, key: ClientKey, op: Reduction) -> int:
+    def _uncompressed_flags(self, key: ClientKey, op: Reduction, *, pushes: bool = True) -> int:
         """The flags of a call: all uncompressed if it is no sum, or while the session has suspended compression."""
-        if self._session.compressions.suspended or not op.adds:
+        uncompressed = self._session.compressions.suspended or not op.adds
+        if pushes:
+            key.last_uncompressed = uncompressed
+        if uncompressed:
             return wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
         return wire.UNCOMPRESSED_ANSWER if key.answers_uncompressed else 0
 
-    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        if op.whole and entries:
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PsCall:
+        if op.whole and entries and not self._members.workers_own:
             raise UnsupportedError(
                 f"pushpull of key {shown(entries[0].info.key)} with op={op.name!r}: servers have the key, or a part of "
                 "it, and get it from each worker shard by shard, but what becomes of one element depends on all of "
@@ -271,16 +327,57 @@ class PsStrategy(WorkersStrategy):
             return []
         pushes, pulls = items[0].total is not None, items[0].sink is not None
         kind = wire.PUSHPULL if pushes and pulls else wire.PUSH if pushes else wire.PULL
-        call = CALLS[kind]
+        call = CALLS[kind] if not op.whole else f"pushpull(op={op.name!r})"
         # As `Engine.start` does, with a function less between the call and the transport.
         running = self._engine.take(Running(self._steps(kind, items, priority), call, started=True))
         return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
 
     def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
-        device = self._device
+        device, before = self._device, None
+        if items[0].op.whole:
+            items, before = self._combined(items)
         calls = device if device is not None and device.concerns(items) else self._client
         steps = calls.exchange(kind, items, wire.clamped(priority))
+        if before is not None or self._turns:
+            steps = self._in_turn(steps, before)
         return self._recorded(steps, items) if self._recorder.on else steps
+
+    def _combined(self, items: Sequence[Item]) -> tuple[list[Item], Steps[None]]:
+        """What owners get of a reduction of whole values, and the steps that write it there.
+
+        The workers combine their values by themselves, all to the same bits, of which an owner takes the maximum.
+        """
+        made, combinings = list[Item](), list[tuple[KeyInfo, HostArray, SpaceArray]]()
+        for item in items:
+            info, space = item.key.info, self._session.spaces.of(item.key.info)
+            on_host = space.to_host(item.total) if info.space == DEVICE else item.total
+            assert on_host is not None
+            total = space.empty(info.n_elems, info.dtype)
+            combinings.append((info, on_host.astype(sum_dtype(info.dtype)), total))
+            made.append(item._replace(total=total, op=REDUCTIONS["max"]))
+
+        def combine() -> Steps[None]:
+            for info, values, total in combinings:
+                yield from adasum.allreduce(self._session.group, values, wire.key_tag(info.id, 3))
+                self._session.spaces.write(HOST, total, values, "the result")
+
+        return made, combine()
+
+    def _in_turn(self, steps: Steps[None], before: Steps[None] | None) -> Steps[None]:
+        """Begin an exchange when all earlier calls have, since owners must get a worker's calls in their order."""
+        turn = Completion()
+        self._turns.append(turn)
+        if len(self._turns) == 1:
+            turn.finish()
+        try:
+            if before is not None:
+                yield from before
+            yield turn
+        finally:
+            self._turns.remove(turn)
+            if self._turns:
+                self._turns[0].finish()
+        yield from steps  # which sends everything before it waits
 
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
         begun_s = self._recorder.now_s()
@@ -295,14 +392,17 @@ class PsStrategy(WorkersStrategy):
 
     def start_waited(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
         """Start a `pushpull` whose steps the waiting thread runs."""
-        alone = self._service is None and (self._device is None or not self._device.waiting)
+        alone = self._own is None and (self._device is None or not self._device.waiting)
         if len(entries) == 1 and alone and self._keys[entries[0].info.id].can_ask_small:
             return self._start_small(entries[0], op)
         items = self._items(entries, op)
+        if not items:
+            return []
         exchange = Exchange(self._steps(wire.PUSHPULL, items, priority))
         with self._engine.lock:
             exchange.running.advance()
-        return self._pending(exchange, [self._waiting("pushpull", item.key) for item in items])[:1]
+        call = "pushpull" if not op.whole else f"pushpull(op={op.name!r})"
+        return self._pending(exchange, [self._waiting(call, item.key) for item in items])[:1]
 
     def _start_small(self, entry: Entry, op: Reduction) -> list[Pending]:
         """Start a pushpull of one small shard with the least latency: tests for the answer before all other work."""
@@ -358,21 +458,28 @@ class PsStrategy(WorkersStrategy):
     # --- optimizers
 
     def settle(self, call: str) -> None:
-        """Wait until every server has processed this worker's messages. Rounds may still wait for other workers."""
-        self._ask(wire.FLUSH, [None] * len(self._servers), call)
+        """Wait until every owner has processed this worker's messages. Rounds may still wait for other workers.
+
+        At the end of a synchronous store there is nothing to wait for: `leave` says to each owner what comes last.
+        """
+        if self.has_owners and not (call == "close" and self._members.workers_own):
+            self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
     def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
         if slot == DEFAULT_SLOT:
             self.takes_whole = not elementwise
-        if not elementwise:
-            self._move_cut_keys(slot)
+        self._move_keys(slot, whole=not elementwise)
         self._send_optimizer(slot, pickled, key_ids)
 
     def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
         self._send_optimizer(slot, cloudpickle.dumps(attributes), key_ids)
 
     def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
-        """Send an optimizer, or its attributes, from worker 0 to the servers, and wait for it. Collective."""
+        """Send an optimizer, or its attributes, from worker 0 to the owners, and wait for it. Collective."""
+        if not self.has_owners:
+            self._optimizers.append((slot, pickled, key_ids))
+            self._attributes.pop(slot, None)
+            return
 
         def send() -> None:
             payload = cloudpickle.dumps((slot, cloudpickle.loads(pickled), key_ids))
@@ -382,13 +489,18 @@ class PsStrategy(WorkersStrategy):
 
         self._session.decide("set_optimizer in place", send)
 
-    def _move_cut_keys(self, slot: int) -> None:
-        """Move keys that are cut into shards to one server each. Collective."""
+    def _move_keys(self, slot: int, *, whole: bool) -> None:
+        """Move keys that are cut to one owner each, if the optimizer needs them `whole`; cut replicated ones."""
         for info in self._session.in_order():
-            key = self._keys.get(info.id)  # None: row-sparse, or it is all of the workers
-            if key is None or self._session.slot_of(info) != slot or len(key.routes) + (info.id in self.before_cut) < 2:
+            key = self._keys.get(info.id)  # None: row-sparse, or all of it goes round the ring
+            if key is None or self._session.slot_of(info) != slot:
                 continue
-            placement = on_server(info, info.id % len(self._servers), key.placement.partition_elems)
+            if whole and len(key.routes) + (info.id in self.before_cut) > 1:
+                placement = at_one(info, info.id % len(self._servers), key.placement.partition_elems)
+            elif key.replicated:
+                placement = place_at_owners(self._members, info, compression.wire_of(info), updated=True)
+            else:
+                continue
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
@@ -422,11 +534,15 @@ class PsStrategy(WorkersStrategy):
         return [*owned, *self.rows.owned(server)]
 
     def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
+        if not self.has_owners:
+            return list
         return lambda: [
             records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)
         ]
 
     def send_states(self, file: StatesFile) -> None:
+        if not self.has_owners:
+            return
         forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
         owned = [self._owned(server) for server in range(len(self._servers))]
         blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
@@ -453,6 +569,8 @@ class PsStrategy(WorkersStrategy):
                 key.take_codec_states(pieces.get(key.info.key, {}))
 
     def settle_all(self, call: str) -> None:
+        if not self.has_owners:
+            return
         if self.synchronous:
             for key in tuple(self._keys.values()):
                 self._pull_uncompressed(key, [])
@@ -464,6 +582,8 @@ class PsStrategy(WorkersStrategy):
     # --- the end
 
     def leave(self, common: Mapping[int, int]) -> ConfigError | None:
+        if not self.has_owners:
+            return None
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.BYE))
         self._session.wait_for(Predicate(self._all_sent), "close")
@@ -485,6 +605,9 @@ class PsStrategy(WorkersStrategy):
         its arrays of `store.empty`, the values that it serves, and what arrays on a GPU are copied through.
         """
         encoded, local = encoded_bytes(key.encoded for key in tuple(self._keys.values())), self._local
+        if local is None and self._own is not None and self.has_owners:
+            held, rows = self._own.held_bytes()
+            return {**encoded, "held_bytes": held, **({"row_bytes": rows} if rows else {})}
         if local is None:
             return encoded
         return {

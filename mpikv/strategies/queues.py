@@ -1,15 +1,13 @@
 """The queue of a key: its value, and the rounds that this worker has pushed, which are done one after another.
 
 A push appends a round to its key's queue. The progress engine runs one generator (`rounds`) for each queue that has
-rounds; it ends when the queue is empty, and the next push starts another. A queue of several keys is a bucket
-(bucketed.py).
+rounds; it ends when the queue is empty, and the next push starts another.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
@@ -21,14 +19,12 @@ from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.placement.keys import KeyInfo
-from mpikv.placement.labels import Comparison, Labels
+from mpikv.placement.labels import NO_OPTIMIZER, Comparison, PushLabel
 from mpikv.placement.placement import Placement
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
 from mpikv.strategies.paths import KeyPaths
-
-Unders = Any  # a round's `PushLabel` (labels.py); of a bucket a dict, by the keys' numbers (None: key not pushed)
 
 
 class Round(NamedTuple):
@@ -36,23 +32,16 @@ class Round(NamedTuple):
 
     values: in the dtype of the queue's paths, unless they are on a GPU (`RoundQueue.device_values`). under: what they
     were pushed under (labels.py). borrowed: whether `values` is the caller's array. changeable: whether the round may
-    overwrite it. outs: the caller's arrays that the round writes the value to. uncompressed: whatever the key's codec.
+    overwrite it. outs: the caller's arrays that the round writes the value to.
     """
 
     values: SpaceArray
-    under: Unders = None
+    under: PushLabel = NO_OPTIMIZER
     borrowed: bool = False
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
     op: Reduction = SUM
-    uncompressed: bool = False
     priority: int = 0
-
-
-def bytes_of(round_: Round) -> int:
-    """The size of a round's values. A bucket's round on a GPU keeps each key's array by itself until it begins."""
-    values = round_.values.values() if isinstance(round_.values, dict) else [round_.values]
-    return sum(int(one.nbytes) for one in values)
 
 
 class DirectCallRecord:
@@ -102,7 +91,6 @@ class RoundQueue:
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
-        self.keys: Sequence[KeyInfo] = (info,)
         self.paths: KeyPaths
         self.stored: SpaceArray
         self.direct_calls = KeyDirectCalls(info.id)
@@ -157,22 +145,14 @@ class RoundQueue:
 
     @property
     def held_bytes(self) -> int:
-        queued: int = sum(bytes_of(round_) for round_ in self.waiting if not round_.borrowed)
+        queued = sum(int(round_.values.nbytes) for round_ in self.waiting if not round_.borrowed)
         return self.paths.held_bytes + queued
 
     # --- rounds
 
-    def span(self, info: KeyInfo) -> slice:
-        return slice(0, self.info.n_elems)
-
-    def pushes_of(self, info: KeyInfo) -> int:
-        return self.pushed
-
-    def add(self, info: KeyInfo, round_: Round) -> bool:
-        """Add a push of a key, and return whether it completed a round."""
+    def add(self, round_: Round) -> None:
         self.pushed += 1
         self.waiting.append(round_)
-        return True
 
     def device_values(self, round_: Round) -> Steps[SpaceArray]:
         """The values of a round on a GPU, cast to the dtype in which its path takes them.
@@ -182,15 +162,9 @@ class RoundQueue:
         yield self.space.written(round_.values)
         return self.space.cast(round_.values, self.paths.dtype)
 
-    def labels(self, under: Unders) -> Labels:
-        return (under.label,)
-
-    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span) -> None:
+    def apply(self, owner: Owner, buf: SpaceArray, under: PushLabel, span: Span) -> None:
         begin, end = span
         owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number))
-
-    def finish(self, buf: SpaceArray) -> None:
-        self.done += 1
 
     def at(self, round_: int) -> Predicate:
         """A request that is done when that round is."""
@@ -225,21 +199,19 @@ class RoundQueue:
 class Delivery:
     """The request of a pull. It is done when the queue has done its round and the value has been written out."""
 
-    def __init__(self, queue: RoundQueue, info: KeyInfo, sink: Sink) -> None:
-        self.round = queue.pushes_of(info)
-        self._queue = queue
-        self._span = queue.span(info)
-        self._sink = sink
+    def __init__(self, queue: RoundQueue, sink: Sink) -> None:
+        self.round = queue.pushed
+        self._queue, self._sink = queue, sink
         self._done = False
         self.error: Exception | None = None
 
     def write(self, value: SpaceArray) -> None:
-        """Write the key's elements of the queue's value into the caller's arrays.
+        """Write the queue's value into the caller's arrays.
 
         An error there concerns this pull alone: it is kept and raised by `test`, and the queue goes on.
         """
         try:
-            self._sink.deliver(value[self._span])
+            self._sink.deliver(value)
         except Exception as error:  # noqa: BLE001 - raised by `test`
             self.error = error
         self._done = True
@@ -261,7 +233,7 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
     In a round whose labels differ between workers nobody updates anything, and worker 0 sends all of them the labels
     that each has pushed.
     """
-    paths, codec = queue.paths, queue.paths.codec
+    paths = queue.paths
     if not queue.has_value:
         yield from paths.broadcast()
         queue.has_value = True
@@ -271,19 +243,14 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
     comparison, recorder = queue.comparison, session.recorder
     while queue.waiting:
         round_ = queue.waiting[0]
-        part = recorder.begin(queue, queue.done + 1, bytes_of(round_)) if recorder.on else None
-        session.priorities[queue.info.id] = round_.priority
+        part = recorder.begin(queue, queue.done + 1, int(round_.values.nbytes)) if recorder.on else None
         if comparison is not None:
-            comparison.begin(queue.labels(round_.under))
-        path = paths.begin_round(round_, uncompressed=round_.uncompressed)
-        values = buf = round_.values
+            comparison.begin(round_.under.label)
+        path = paths.begin_round(round_)
+        values = round_.values
         if queue.space.device is not None:
-            values = buf = yield from queue.device_values(round_)
+            values = yield from queue.device_values(round_)
         changeable, outs = round_.changeable, round_.outs
-        if codec is not None and path is paths.uncompressed:
-            if path.overwrites and not changeable:
-                values, changeable = values.copy(), True
-            codec.restore_exact(queue.stored, path.updates)
         added = values
         if (copies := path.copies) is not None:
             added = yield from copies.values(values)
@@ -303,23 +270,17 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
             part.done("update")
         if copies is not None:
             outs = yield from copies.updated(path)
-        elif path.value is not queue.stored:  # the path completes it elsewhere and copies it to `queue.stored`
-            own = slice(*path.updates)
-            path.value[own] = queue.stored[own]
-            outs = (queue.stored,)
         yield from path.allgather(outs, comparison)
         if copies is not None:
             copies.complete(path)
         if part is not None:
             part.done("allgather")
-        if codec is not None and path is not paths.usual:
-            codec.exact = None  # the value itself is exact again
         if comparison is not None and comparison.differ:
-            error = yield from session.different(queue.info, queue.round, queue.labels(round_.under))
+            error = yield from session.different(queue.info, queue.round, round_.under.label)
             queue.refuse(error)
             raise error
         queue.waiting.popleft()
-        queue.finish(buf)
+        queue.done += 1
         queue.deliver()
         if part is not None:
             part.done("copy")
@@ -329,4 +290,4 @@ def _comparison(queue: RoundQueue, session: Workers) -> Comparison | None:
     """Make the comparison of a queue's labels; None where there is no other worker or no element."""
     if session.num_workers == 1 or not queue.info.n_elems:
         return None
-    return Comparison(tuple(session.attributes.as_set(session.slot_of(info)) for info in queue.keys))
+    return Comparison(session.attributes.as_set(session.slot_of(queue.info)))

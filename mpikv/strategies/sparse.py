@@ -6,17 +6,15 @@ answer. A pull is one message to each owner of the wanted rows, with the round t
 rows. Each message contains the encoding of its ids (row_ids.py): a push of all rows needs no ids, and has as many bytes
 as a dense one. So workers and owners need not agree on when a key is sent densely.
 
-Owners are servers, or a service inside each worker: in an asynchronous store the service of all keys, in a synchronous
-store without servers a service for row-sparse keys alone (`WorkersRows`). It is the one that servers run.
+Owners are servers, or a service inside each worker, which is the one that servers run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import cloudpickle
 import numpy as np
 
 from mpikv.arrays import row_ids
@@ -24,18 +22,16 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Operation, Predicate, Steps
+from mpikv.engine.operation import Operation, Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import StateRecord
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import PushLabel, scaled
 from mpikv.placement.place import place_rows
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.strategies.exchange import Client, check_owners, wait_for_tags
+from mpikv.strategies.exchange import Client, wait_for_tags
 from mpikv.transports import wire
 
 
@@ -166,7 +162,7 @@ class RowClient:
             # The receive is posted before the request is sent, so that MPI need not buffer the answer.
             receives.append(client.irecv(values[rows.span].reshape(-1), rows.owner, tag))
             client.send(rows.owner, [(header._replace(reply_tag=tag), rows.encoded_ids)])
-            client.counted[header.kind, header.key_id] += values[rows.span].nbytes
+            client.count(rows.owner, header.kind, header.key_id, values[rows.span].nbytes)
         yield from receives
         client.reply_tags.give(tags)
 
@@ -201,101 +197,6 @@ class RowClient:
         for key in tuple(self._keys.values()):
             for pending in self._ask(key, none, key.owners, 0, call)[1]:
                 self._session.wait(pending)
-
-
-class OwnedRows(Protocol):
-    """The rows that this worker owns (server.rows.RowCore)."""
-
-    owner: Owner
-
-    def states(self) -> list[StateRecord]: ...
-
-    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None: ...
-
-    @property
-    def held_bytes(self) -> int: ...
-
-
-class RowServer(NamedTuple):
-    """The rows that this worker owns, and the loop that serves them."""
-
-    rows: OwnedRows
-    steps: Steps[None]
-
-
-class WorkersRows(RowClient):
-    """Those of a synchronous store without servers: this worker is a client, and an owner. serve: makes the service.
-
-    The service begins with the first row-sparse key, on which all workers agree, and ends when all close. Optimizers
-    that were set before are then set in it, in the same order. A worker also sends messages to itself.
-    """
-
-    def __init__(self, session: Workers, serve: Callable[[], RowServer]) -> None:
-        super().__init__(session, Client(session.transport, session.members.workers), session.messages.names)
-        self._serve = serve
-        self._server: OwnedRows | None = None
-        self._service: Any = None
-        self._optimizers: list[tuple[int, bytes, list[int]]] = []
-        self._sent_numbers: dict[int, int] = {}  # by slot, the number of the attributes last sent to owners
-
-    @property
-    def any(self) -> bool:
-        return self._server is not None
-
-    def propose(self, values: Sequence[NewKey]) -> None:
-        if any(new.sparse for new in values):
-            check_owners(self._session.num_workers, "workers, each with rows")
-        super().propose(values)
-
-    def begin(self, info: KeyInfo) -> None:
-        if self._server is None:
-            self._server, steps = self._serve()
-            for slot, pickled, key_ids in self._optimizers:
-                self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
-            self._service = self._session.engine.serve(steps, "rows")
-        super().begin(info)
-
-    def _send(self, info: KeyInfo, total: RowSparse, under: PushLabel, priority: int) -> None:
-        slot, number = self._session.slot_of(info), under.number
-        if number != self._sent_numbers.get(slot, 0):  # the owners get changed attributes first
-            self._sent_numbers[slot] = number
-            text = json.dumps([slot, json.loads(under.label.text)]).encode()
-            self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
-        super()._send(info, total, under, priority)
-
-    def _send_all(self, header: wire.Header, payload: bytes | None = None) -> None:
-        with self._session.engine.lock:
-            for owner in range(self._session.num_workers):
-                self._client.send(owner, [(header, payload)])
-
-    def set_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
-        self._optimizers.append((slot, pickled, key_ids))
-        self._sent_numbers.pop(slot, None)
-        if self._server is not None:
-            with self._session.engine.lock:
-                self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
-
-    def states(self) -> list[StateRecord]:
-        if self._server is None:
-            return []
-        with self._session.engine.lock:
-            return self._server.states()
-
-    def load(self, parts: Sequence[StateRecord], replaced: Collection[int]) -> None:
-        """Replace the states of these keys by `parts`, where some may have none. Under the engine's lock."""
-        if self._server is not None:
-            self._server.load(parts, replaced)
-
-    @property
-    def held_bytes(self) -> int:
-        return 0 if self._server is None else self._server.held_bytes
-
-    def close(self) -> None:
-        """Send all owners the message that this worker closes, and serve until all others have sent theirs."""
-        if self._service is not None:
-            self._send_all(wire.Header(wire.BYE))
-            self._session.wait_for(Predicate(self._client.all_sent), "close")
-            self._session.wait_for(self._service, "close")
 
 
 def _bytes_of(rows: HostArray) -> HostArray:

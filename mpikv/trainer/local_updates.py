@@ -29,7 +29,6 @@ from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
-from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer.local_state import LocalState, weight_of
 from mpikv.trainer.parameter import Parameter, is_frozen, list_data, named, zero_grad
 from mpikv.trainer.torch_parameter import TorchParameter, is_module
@@ -76,12 +75,6 @@ class PartsTrainer(Trainer):
 
     def _is_frozen(self, name: str) -> bool:
         return name in self._left_out or super()._is_frozen(name)
-
-    def _bucket(self, store: KVStore, names: Sequence[str]) -> BucketedKeys | None:
-        """Put only keys of one part together, which are pushed together; so nothing is ever skipped."""
-        for part in self._parts:
-            super()._bucket(store, [name for name in names if name in part])
-        return None
 
     def _count_step(self, batch_size: float) -> None:
         self._left_out = frozenset()  # a checkpoint that this may write is of all parts

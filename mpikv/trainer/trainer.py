@@ -24,7 +24,7 @@ from mpikv.create import notices
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
-from mpikv.strategies.base import BucketedKeys
+from mpikv.session.workers import Workers
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer.checkpoint import WorkerState, check_kept
 from mpikv.trainer.files import TrainerFiles
@@ -113,16 +113,11 @@ class Trainer(TrainerFiles):
         # Gradients pushed since the last step. Of each a request, done when the workers' sum is in it, if they update.
         self._pushed: dict[str, tuple[Request | None, list[Any]]] = {}
         self._pushed_with: Mapping[str, Any] = {}  # the optimizer's attributes when they were pushed
-        self._bucketed: list[str] = []  # parameters whose keys may be sent in buckets
-        self._buckets: BucketedKeys | None = None
+        self._frozen: list[str] = []  # of the last step, on all workers
         dense = [name for name in self._trained if name not in self._sparse]
         self._adds_in_memory = self._session.adds_in_memory([self._keys[name] for name in dense])
         if self._store is not None and self._adds_in_memory:
             self._place_gradients(self._store, dense)
-        elif self._store is not None:
-            # A backward pass computes the gradients of the last parameters first.
-            self._bucketed = list(reversed(dense))
-            self._buckets = self._bucket(self._store, self._bucketed)
         devices = len(list_data(self._params[next(iter(self._trained))]))
         self._shares = Shares(self._store, f"examples of trainer{self._number}", devices, self._optimizer)
         self._overlap = Overlap(self._tensors if overlap else {}, self.push_grad)
@@ -332,13 +327,17 @@ class Trainer(TrainerFiles):
             if not isinstance(parameter, TorchBuffer):
                 parameters.zero_grad(parameter, set_to_none=set_to_none)
 
-    def _skip_frozen(self) -> None:
-        """Tell the store which parameters are frozen now, so that other keys of their buckets do not wait for them."""
-        if self._buckets is not None:
-            self._buckets.skip([self._keys[name] for name in self._bucketed if self._is_frozen(name)])
+    def _agree_on_frozen(self, store: KVStore) -> None:
+        """Agree with the other workers on which parameters are frozen, where others than in the last step are."""
+        frozen = [name for name in self._trained if parameters.is_frozen(self._params[name])]
+        session, differs = store.session, frozen != self._frozen
+        if differs and isinstance(session, Workers) and session.synchronous and not self._adds_in_memory:
+            keys = [self._keys[name] for name in frozen]
+            session.agree("skip", keys, "a step with other parameters frozen than before")
+        self._frozen = frozen
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
-        self._skip_frozen()
+        self._agree_on_frozen(store)
         changed = [shown(name) for name, one in self._tensors.items() if name in grads and one.changed_by_others]
         if changed:
             notices.warn_of_lost_weights(changed)
@@ -403,7 +402,7 @@ class Trainer(TrainerFiles):
     def _allreduce(self, grads: dict[str, list[Any]], *, scales: bool = True) -> None:
         """Add gradients. scales: scale this worker's gradients before, if its factor differs from the agreed one."""
         if self._store is not None:
-            self._skip_frozen()
+            self._agree_on_frozen(self._store)
             rest = [name for name in grads if name not in self._pushed]
             with self._scaling() if scales else nullcontext():
                 self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])

@@ -27,7 +27,6 @@ from mpikv.optimizers import Optimizer
 from mpikv.optimizers.adam import RunningMeans
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
-from mpikv.strategies.base import BucketedKeys
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
 from mpikv.trainer.own_updates import OwnUpdates
@@ -182,10 +181,6 @@ class TrainedWeights:
             total = self._spaces.total(space, callers, what, on_device=True)
             for out in self._spaces.callers_arrays(outs):
                 self._spaces.write(space, out, total, what)
-
-    def _bucket(self, store: KVStore, names: Sequence[str]) -> BucketedKeys | None:
-        """Let these parameters share messages, in this order."""
-        return store.strategy.bucket([self._keys[name] for name in names])
 
     def _is_frozen(self, name: str) -> bool:
         return parameters.is_frozen(self._params[name])

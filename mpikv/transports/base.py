@@ -56,11 +56,8 @@ class Transport(Protocol):
         """Return what this rank has sent since the start, counted."""
         ...
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
-        """Start sending a contiguous array. The caller must not change it until the request is done.
-
-        room_bytes: how many of its bytes, at its end, the receiver has room for beside what it expects.
-        """
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
+        """Start sending a contiguous array. The caller must not change it until the request is done."""
         ...
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:

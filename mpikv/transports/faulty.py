@@ -144,10 +144,10 @@ class FaultyTransport:
     def _free(self, route: Route, due: int) -> bool:
         return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         if not self.lives():
             return Completion()
-        return self._inner.isend(buf, dest, tag, room_bytes)
+        return self._inner.isend(buf, dest, tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         if not self.lives():

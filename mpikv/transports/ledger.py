@@ -1,7 +1,7 @@
 """What a rank has sent, counted: all messages and bytes, and in a store the bytes of each key.
 
 A message among workers says by its tag which key it is of. So a transport counts bytes by tag, where a store asks for
-it (process groups have a tag for each call). A bundle (ordered.py) counts as the messages in it. The tags of messages
+it (process groups have a tag for each call). The tags of messages
 to servers and of their answers are used in turn, so who makes these messages counts them: a worker counts what it asks
 of servers *and* what they answer. Hence each byte of a store is in the ledger of one worker.
 
@@ -41,11 +41,6 @@ class Ledger:
     def bytes(self) -> int:
         """The bytes of all messages."""
         return sum(self.by_tag.copy().values())
-
-    def bundled(self, tag: int, n_bytes: int) -> None:
-        """Count so many bytes of a bundle, which counts as a message by itself, as those of a message with this tag."""
-        self.by_tag[tag] += n_bytes
-        self.by_tag[wire.TAG_BUNDLES] -= n_bytes
 
     def ask_together(self, requests: Sequence[tuple[wire.Header, wire.Payload]], n_bytes: int) -> None:
         """Count a message of several requests. n_bytes: its length."""

@@ -118,9 +118,9 @@ class LocalTransport:
 
     # --- sending
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         if dest not in self._writers:
-            return self.inner.isend(buf, dest, tag, room_bytes)
+            return self.inner.isend(buf, dest, tag)
         data = buf.reshape(-1).view(np.uint8)
         n_bytes = data.size
         self.sent_messages += 1

@@ -135,7 +135,7 @@ class MpiTransport:
         self.meeting: MPI.Request | None = None  # of the last `allgather_bytes`
         self._polled_s = 0.0
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         ledger = self.ledger
         ledger.messages += 1
         ledger.by_tag[tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += buf.nbytes

@@ -138,7 +138,7 @@ class ThreadTransport:
         self.recorder = Recorder(self.clock)
         self.ledger = Ledger()
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         data = buf.reshape(-1).view(np.uint8)
         if data.nbytes <= EAGER_BYTES:
             data = data.copy()

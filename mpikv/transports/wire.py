@@ -1,8 +1,8 @@
 """What travels: the tag plan, the fixed header of messages to a server, and control messages.
 
 Tags. One tag each for control messages, requests to servers and optimizer states, some for control messages among
-workers that go on without others, two for calls without keys (groups/workers.py), one for bundles
-(transports/ordered.py), a window of reply tags and one of payload tags that each client uses in turn. Above them are
+workers that go on without others, two for calls without keys (groups/workers.py), a window of
+reply tags and one of payload tags that each client uses in turn. Above them are
 `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in whatever order ranks push them.
 
 A message of a collective is values alone, but for the trailers of collectives/labelled.py.
@@ -36,8 +36,7 @@ TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
 TAG_CALLS = 13  # and the next one
-TAG_BUNDLES = 15
-TAG_REPLY = 16
+TAG_REPLY = 15
 REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
 TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
 PAYLOAD_TAGS = 4096  # payloads that one client may hold for servers at a time

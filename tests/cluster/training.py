@@ -1,9 +1,9 @@
 """Training for the tests on clusters: examples/train_mnist.py at small size, and the weights it has to find.
 
-A store with servers, and one without that adds by `naive`, add the workers' gradients in the order of the workers
-wherever they run (docs/semantics.md, "Which results have the same bits"). So their weights on a cluster are compared
-with those of the same number of workers on one machine bit by bit. Elsewhere the order of additions depends on the
-hosts: then the weights differ by rounding, and `distance` is compared with ROUNDING.
+A store with servers, and one without whose keys all go to owners, add the workers' gradients in the order of the
+workers wherever they run (docs/semantics.md, "Which results have the same bits"). So their weights on a cluster are
+compared with those of the same number of workers on one machine bit by bit. Elsewhere the order of additions depends on
+the hosts: then the weights differ by rounding, and `distance` is compared with ROUNDING.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 EXAMPLES = jobs.ROOT / "examples"
 STEPS = 8
-SAME_BITS = {"MPIKV_ALGORITHM": "naive"}
+SAME_BITS = {"MPIKV_ALGORITHM": "owners"}
 # Float32 has 24 bits: a sum of 4 numbers in another order differs by up to 3 * 2^-24 of the largest partial sum, about
 # 2e-7, in each of 8 steps; momentum and the network let it grow to some 1e-6.
 ROUNDING = 1e-5

@@ -39,6 +39,6 @@ def test_workers_in_different_calls(comm, naps):
         store.pushpull(keys, own)
         return [*found, *(value.tobytes() for value in own)]
 
-    messages = on_workers(comm, "dist_sync", body, algorithm="naive")  # the one that adds in the same order
+    messages = on_workers(comm, "dist_sync", body, algorithm="owners")  # which add in the same order
     assert on_workers(comm, "dist_sync", body) == messages
     assert messages == [messages[0]] * comm.Get_size()

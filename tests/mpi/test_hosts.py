@@ -1,4 +1,4 @@
-"""Workers on several pretended hosts, more than one on each: through the hosts' memory as with messages, to the bit."""
+"""Workers on several pretended hosts, more than one on each: through the hosts' memory."""
 
 from __future__ import annotations
 
@@ -42,16 +42,12 @@ def exchange(store):
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("progress", ["thread", "calls"])
-def test_the_bits_of_messages(comm, progress):
-    settings = {"test_hosts": 2, "progress": progress}
-    messages = on_workers(comm, "dist_sync", exchange, shared_memory="off", **settings)
-    memory = on_workers(comm, "dist_sync", exchange, **settings)
-    assert [shared for _, shared in messages] == [False] * comm.Get_size()
-    assert [shared for _, shared in memory] == [True] * comm.Get_size()
+def test_the_bits_of_every_run(comm):
+    runs = [on_workers(comm, "dist_sync", exchange, test_hosts=2, progress=how) for how in ("thread", "calls")]
+    assert [shared for run in runs for _, shared in run] == [True] * 2 * comm.Get_size()
     # Only this rank's own hashes can be compared: Python's hash of bytes differs between processes.
-    rank = comm.Get_rank()
-    assert memory[rank][0] == messages[rank][0]
+    first, second = (run[comm.Get_rank()][0] for run in runs)
+    assert first == second
 
 
 @pytest.mark.mpi(min_size=3)
@@ -93,7 +89,7 @@ def test_one_worker_of_each_host_asks_the_servers(comm, take, progress):
     sent = on_workers(
         *(comm, "dist_sync", body),
         **{"num_servers": 1, "server_placement": "last", "servers_take": take, "test_hosts": n_hosts + 1},
-        **{"bucket_bytes": 0, "progress": progress},
+        progress=progress,
     )
     added = n_hosts > 1 or take == 1.0  # else the workers of the only host have a part of the key, and add that there
     to_servers = (n_hosts if added else size) * take

@@ -1,4 +1,4 @@
-"""Every algorithm, forced by name, between processes."""
+"""Every exchange between workers, forced by name, between processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from store_modes import Mode
 from mpikv import ConfigError, optimizers
 from mpikv.testing.paths import DTYPES, check_path
 
-ALGORITHMS = ("naive", "ring", "halving_doubling", "hierarchical", "native", "auto")
+ALGORITHMS = ("ring", "owners", "native", "auto")
 FORCED = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 

@@ -85,7 +85,7 @@ def test_what_create_refuses(comm):
         ):
             kv.create("dist_async" if rank else "dist_sync", comm=comm)
         with pytest.raises(ConfigError, match=r"MPIKV_ALGORITHM differs.*ring"):
-            kv.create("dist_sync", comm=comm, config=Config(algorithm="ring" if rank else "naive"))
+            kv.create("dist_sync", comm=comm, config=Config(algorithm="ring" if rank else "owners"))
     assert on_workers(comm, "dist_sync", lambda store: store.rank) == list(range(size))
 
 

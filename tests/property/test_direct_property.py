@@ -108,8 +108,12 @@ STEPS = st.lists(
     STEPS,
 )
 def test_any_series_of_calls(hosts, dtype, optimizer, progress, steps):
-    """The bits of messages, also where some workers make other calls than others."""
+    """The bits of messages, also where some workers make other calls than others.
+
+    On several hosts keys without memory go other ways, which add in other orders: there sums are exact.
+    """
     dtype = "float32" if optimizer else dtype
+    rounded = np.floor if "b" in hosts else np.array
 
     def body(store):
         keys = sorted(KEYS)
@@ -123,7 +127,8 @@ def test_any_series_of_calls(hosts, dtype, optimizer, progress, steps):
             rank = 0 if alike else store.rank
             held = arrays.get(kinds[rank]) or {key: np.zeros(KEYS[key], dtype) for key in keys}
             for j, key in enumerate(chosen):
-                held[key][...] = (numbers(store, held[key].size, 10 * i + j) % 100).reshape(KEYS[key]).astype(dtype)
+                pushed = rounded(numbers(store, held[key].size, 10 * i + j) % 100)
+                held[key][...] = pushed.reshape(KEYS[key]).astype(dtype)
             values = [held[key] for key in chosen]
             # Only one whole call meets another one whole: who makes single calls has the others do so, too.
             call = calls[rank] if alike or calls[rank] != "singles" else "async"

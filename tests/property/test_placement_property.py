@@ -6,20 +6,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.collectives.select import ALGORITHMS
-from mpikv.config import Config
-from mpikv.placement.algorithms import bounds_of, most_owners
+from mpikv.codecs.compression import wire_of
+from mpikv.config import ALGORITHMS, Config
 from mpikv.placement.keys import KeyInfo, ShardPlan, even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load, as_announced
-from mpikv.placement.place import place
+from mpikv.placement.owners import CUT_BYTES, add_load, as_announced, place_at_owners
+from mpikv.placement.place import host_bounds, place
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
 dtypes = st.sampled_from(["int8", "float16", "float32", "float64"])
 parts = st.integers(1, 40)
 loads = st.lists(st.integers(0, 10**9), min_size=1, max_size=12)
-NAMES = ["auto", *ALGORITHMS, "native"]
+CODECS = ("none", '{"type": "2bit"}', '{"type": "int8", "block": 8}', '{"type": "none", "pull": "fp16"}')
 
 
 @st.composite
@@ -27,7 +26,7 @@ def members(draw: st.DrawFn) -> Members:
     hosts = draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=12))
     roles = assign(hosts, draw(st.integers(0, len(hosts) - 1)) if draw(st.booleans()) else 0)
     config = Config(
-        algorithm=draw(st.sampled_from(NAMES)),
+        algorithm=draw(st.sampled_from(ALGORITHMS)),
         shared_memory=draw(st.sampled_from(["auto", "off"])),
         bigarray_bound_elems=draw(st.integers(1, 10**6)),
         partition_bytes=draw(st.integers(1, 1 << 21)),
@@ -76,74 +75,75 @@ def test_partitions(begin, n, length):
     assert len(found) == -(-n // length)
 
 
-@given(members(), st.builds(key, st.integers(0, 10**6), sizes, dtypes), st.booleans(), st.booleans(), st.data())
-def test_each_element_has_one_owner(store, info, whole, room, data):
-    n, n_owners = info.n_elems, len(store.owners)
-    held = data.draw(st.lists(st.integers(0, 10**9), min_size=n_owners, max_size=n_owners))
-    found = place(store, info, whole=whole, fits=room, load_bytes=held)
-    assert (found.bounds[0], found.bounds[-1], len(found.bounds)) == (0, n, len(found.owners) + 1)
+@given(members(), st.builds(key, st.integers(0, 10**6), sizes, dtypes), st.booleans(), st.booleans())
+def test_each_element_is_one_worker_s(store, info, whole, room):
+    """Every rank finds the same, from its own copy of what all know."""
+    found = place(store.ring, info, whole=whole, fits=room)
+    assert (found.bounds[0], found.bounds[-1], len(found.bounds)) == (0, info.n_elems, len(store.workers) + 1)
     assert list(found.bounds) == sorted(found.bounds)
-    check_plan(found.shards, n, n_owners)
+    assert found.partition_elems == 0
+    check_plan(found.shards, info.n_elems, len(store.workers))
     if whole:
-        assert len(found.shards) == (n > 0)
-    assert (found.algorithm == "") == (found.path == "servers") == (found.partition_elems > 0)
+        assert len(found.shards) == (info.n_elems > 0)
+    assert place(copy_of(store.ring), info, whole=whole, fits=room) == found
 
 
-@given(members(), sizes, st.integers(0, 10**6), st.booleans(), st.data())
-def test_every_rank_finds_the_same(store, n, number, whole, data):
-    """From its own copy of what all know; for servers from what worker 0 announces, which is short."""
-    info, n_owners = key(number, n), len(store.owners)
+@given(members(), st.builds(key, st.integers(0, 10**6), sizes, dtypes), st.sampled_from(CODECS), st.data())
+def test_each_element_has_one_owner_or_all_owners_have_all(store, info, codec, data):
+    """And every rank finds the same from what worker 0 announces, which is short."""
+    info, n_owners = info._replace(codec=codec), len(store.owners)
+    n, wire, begin = info.n_elems, wire_of(info), data.draw(st.integers(0, info.n_elems))
+    updated = data.draw(st.booleans())
+    whole = updated and data.draw(st.booleans())
     held = data.draw(st.lists(st.integers(0, 10**9), min_size=n_owners, max_size=n_owners))
-    first = place(store, info, whole=whole, load_bytes=held)
-    copy = Members(*(getattr(store, name) for name in Members.__dataclass_fields__))
-    if first.path == "servers":
-        assert len(first.announced()) == 3
-        assert as_announced(copy, key(number, n), first.announced()) == first
+    found = place_at_owners(store, info, wire, whole=whole, updated=updated, load_bytes=held, begin=begin)
+    assert (found.path, found.partition_elems > 0) == ("owners", True)
+    if found.replicated:
+        assert not updated
+        assert store.workers_own
+        assert found.shards == tuple((owner, begin, n) for owner in range(n_owners))
     else:
-        assert place(copy, key(number, n), whole=whole) == first
+        assert [owner for owner, *_ in found.shards] == sorted({owner for owner, *_ in found.shards})
+        check_plan([(owner, first - begin, last - begin) for owner, first, last in found.shards], n - begin, n_owners)
+        cuts = [first - begin for _, first, _ in found.shards]
+        assert all(cut % wire.step == 0 for cut in cuts)
+    if whole or (store.workers_own and (n - begin) * info.dtype.itemsize < CUT_BYTES and updated):
+        assert len(found.owners) == 1
+    assert len(found.announced()) == 3
+    assert as_announced(copy_of(store), info, found.announced(), wire) == found
+
+
+def copy_of(store):
+    return Members(*(getattr(store, name) for name in Members.__dataclass_fields__))
 
 
 @given(members(), sizes)
 def test_the_path(store, n):
     """What the head of mpikv/placement/place.py says of each."""
-    found = place(store, key(0, n), load_bytes=[0] * len(store.owners))
     owned_by_workers = store.synchronous and not store.servers
-    automatic = store.config.algorithm == store.config.shared_memory == "auto" and store.memory
-    assert found.path == store.path
-    assert (found.path == "servers") == (not owned_by_workers)
+    assert (store.path == "owners") == (not owned_by_workers)
     several = len(set(store.hosts)) < len(store.hosts)
-    assert (found.path in ("direct", "hosted")) == (owned_by_workers and automatic and several)
-    if found.path == "direct":
-        assert len(set(store.hosts)) == 1
-        assert found.algorithm == "naive"
-    if found.path == "hosted":
-        assert len(set(store.hosts)) > 1
-        assert found.algorithm == "hierarchical"
-    if owned_by_workers:
-        without = place(store, key(0, n), fits=False)
-        assert without == found._replace(path="native" if found.path == "native" else "messages")
-        assert (found.path == "native") == (found.algorithm == "native")
-        if store.config.algorithm != "auto":
-            assert found.algorithm == store.config.algorithm
-    if found.path == "servers" and store.shares_memory:
-        assert several
+    if not owned_by_workers:
+        assert several or not store.shares_memory
+        return
+    found = place(store, key(0, n))
+    assert found.path == store.path
+    shared = store.config.host_algorithm == store.config.shared_memory == "auto" and store.memory and several
+    here = "direct" if len(set(store.hosts)) == 1 else "hosted"
+    apart = "native" if store.config.algorithm == "native" else "ring"
+    assert found.path == (here if shared else apart)
+    assert place(store, key(0, n), fits=False).path == apart
 
 
-@given(st.integers(0, 300), st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.sampled_from(NAMES[1:]))
-def test_bounds_of_the_algorithms(n, hosts, algorithm):
-    """Every rank that may own something owns as much as the others, or every host as much as the other hosts."""
-    bounds = bounds_of(algorithm, n, hosts)
+@given(st.integers(0, 300), st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_bounds_of_hosts(n, hosts):
+    """Every host owns as much as the others, and of a host every rank."""
+    bounds = host_bounds(n, hosts)
     lengths = np.diff(bounds).tolist()
     assert (bounds[0], bounds[-1], len(lengths)) == (0, n, len(hosts))
-    owners = most_owners(algorithm, len(hosts))
-    assert 1 <= owners <= len(hosts)
-    assert not any(lengths[owners:])
-    if algorithm == "hierarchical":
-        by_host = {host: [n for n, of in zip(lengths, hosts, strict=True) if of == host] for host in hosts}
-        assert max(map(sum, by_host.values())) - min(map(sum, by_host.values())) <= 1
-        assert all(max(of_host) - min(of_host) <= 1 for of_host in by_host.values())
-    else:
-        assert max(lengths[:owners]) - min(lengths[:owners]) <= 1
+    by_host = {host: [n for n, of in zip(lengths, hosts, strict=True) if of == host] for host in hosts}
+    assert max(map(sum, by_host.values())) - min(map(sum, by_host.values())) <= 1
+    assert all(max(of_host) - min(of_host) <= 1 for of_host in by_host.values())
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), dtypes), max_size=60), st.integers(1, 6), st.integers(1, 2000))
@@ -154,7 +154,7 @@ def test_servers_are_balanced_by_bytes(keys, servers, bound):
     rounding = largest = 0
     for number, (n, dtype) in enumerate(keys):
         info = key(number, n, dtype)
-        found = place(store, info, load_bytes=held)
+        found = place_at_owners(store, info, wire_of(info), load_bytes=held)
         add_load(held, found, info.dtype.itemsize)
         if len(found.shards) == 1:
             largest = max(largest, info.n_bytes)

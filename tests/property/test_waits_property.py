@@ -43,7 +43,7 @@ WAYS = {
     "hosts": Way("abc"),
     "two hosts": Way("ab"),
     "ring": Way("abcd", config={"algorithm": "ring"}),
-    "naive": Way("aabb", config={"algorithm": "naive"}),
+    "owners": Way("aabb", config={"algorithm": "owners"}),
     "mixed": Way("aabc"),
     "one host": Way("aaa"),
     "messages": Way("aaa", config={"shared_memory": "off"}),

@@ -7,7 +7,7 @@ Which host gets how many is MXNet's rule (dmlc_tracker/ssh.py), made to respect 
 process i of both to host i mod H. A host whose slots are full is passed over; when all are full, the counting begins
 anew, which is only allowed where some host has no slots of its own or where it was asked for. Ranks are then numbered
 host by host, the workers of a host before its servers, and rank 0 is a worker: neighbours in rank sit on one host,
-which is what ring and hierarchical allreduce want, and any `mpirun` does it when it fills hosts in turn.
+which is what a ring wants, and any `mpirun` does it when it fills hosts in turn.
 """
 
 from __future__ import annotations

@@ -22,17 +22,16 @@ from mpikv.codecs.speed import Speed
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, drive
 from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
 from mpikv.placement.costs import Costs
+from mpikv.placement.links import LINK_SEGMENT_BYTES
 from mpikv.runtime import library
-from mpikv.strategies.pieces import piece_elems
 from mpikv.transports.base import Group, Transport
 
 SHORT_BYTES = 1 << 10
 MESSAGES = 1000
 MEMORY_BYTES = MESSAGES * LINK_SEGMENT_BYTES  # 60 MB
 TURNS = 7
-CODED, CODED_ELEMS = np.dtype(np.float32), 1 << 21  # 8 MiB of values
+CODED_ELEMS, PIECE_ELEMS = 1 << 21, 1 << 18  # 8 MiB of values, of which a message has 1 MiB
 TIMEOUT_S = 60.0
 TAG = 9
 
@@ -71,7 +70,8 @@ def measured() -> Costs:
 
 def speed_of(codec: Codec) -> Speed:
     """Measure what a codec costs this machine's cores, piece by piece, with what it remembers. Needs no MPI."""
-    n_elems = piece_elems(codec, CODED)
+    row = codec.row_elems
+    n_elems = row * max(row, PIECE_ELEMS // row)
     return speed.speed_of(codec, n_elems, max(1, -(-CODED_ELEMS // n_elems)), TURNS)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mpikv.codecs import compression
 from mpikv.codecs.compression import KeyCompression
-from mpikv.commands.plan import allreduce, servers
+from mpikv.commands.plan import servers
 from mpikv.commands.plan.step import StepSettings, of_bytes, of_model
 from mpikv.commands.tables import Column, Table
 from mpikv.common.files import place_of, replacing
@@ -103,8 +103,7 @@ def predicted(options: argparse.Namespace, costs: Costs, settings: StepSettings)
         for number in dict.fromkeys(count(workers) for count in options.servers):
             for mode in options.modes:
                 how = settings._replace(servers=number, synchronous=mode == "sync")
-                predict = servers.predict if number or mode == "async" else allreduce.predict
-                step = predict(workload, workers, link, costs, how)
+                step = servers.predict(workload, workers, link, costs, how)
                 what, share = step.binds
                 yield {
                     "workers": workers,

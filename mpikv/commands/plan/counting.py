@@ -43,7 +43,7 @@ class Counting:
         self.added_bytes = 0
         self.coding_s = 0.0
 
-    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Operation:
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         self.sent.append((dest, buf.nbytes))
         return Done()
 

@@ -1,6 +1,6 @@
-"""A step with parameter servers: what each host's link and each core has to do, and how long that takes.
+"""A step of a store of several workers: what each host's link and each core has to do, and how long that takes.
 
-Synchronous (`dist_sync` with servers) and asynchronous (`dist_async`, with servers or with one inside every worker).
+Keys have owners, which are servers or in the workers, or they go round the ring of the workers (`ring.py`), or both.
 The store's own client is run once on a transport that counts (`counting.py`), which gives the messages that one worker
 exchanges with each server, to the byte. All workers do the same at the same time, so a server does as many times that
 as there are workers, or hosts of workers who add before one of them asks. `costs.servers_s` makes a time of it; the
@@ -9,12 +9,11 @@ step takes as long as the slowest host.
 With overlap a key is pushed when its gradient is there, and pulled after the computing: keys go through the links one
 after the other, each in its share of the time.
 
-Where keys are divided between the workers and the servers, each is cut where the store cuts it (placement/cut.py). The
-two sides are what they are in a store without servers and in one whose servers take all, and are under way at the same
-time: the step takes as long as the slower of the two, but no less than the links and the core of a worker, which both
-use, are busy for both.
+Each key of a synchronous store is cut where the store cuts it (placement/cut.py). The ring's part and the owners' part
+are under way at the same time: the step takes as long as the slower of the two, but no less than the links and the core
+of a worker, which both use, are busy for both.
 
-Not in it: the optimizer's own arithmetic.
+Not in it: the optimizer's own arithmetic; the short messages in which servers ask for pieces.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 from mpikv.codecs import compression as compressions
 from mpikv.codecs.compression import Codecs, KeyCompression
 from mpikv.codecs.identity import IDENTITY
-from mpikv.commands.plan import allreduce
+from mpikv.commands.plan import ring
 from mpikv.commands.plan.counting import Counting
 from mpikv.commands.plan.step import DTYPE, ITEM_BYTES, PlannedStep, Speeds, StepSettings, Workload
 from mpikv.config import Config
@@ -37,8 +36,7 @@ from mpikv.placement.costs import Costs, Link, servers_s
 from mpikv.placement.cut import cut_of
 from mpikv.placement.links import LinkRates
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import add_load, partition_bytes
-from mpikv.placement.place import place
+from mpikv.placement.owners import add_load, partition_bytes, place_at_owners
 from mpikv.server.loop import WINDOW
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.exchange import Client, InPlace, Item
@@ -62,22 +60,26 @@ class Loads(NamedTuple):
 
 def predict(workload: Workload, workers: int, link: Link, costs: Costs, settings: StepSettings) -> PlannedStep:
     """Predict one step."""
-    rest = _by_servers(workload, workers, link, costs, settings)
     members = members_of(workers, link, settings)
-    infos = list(workload.infos(settings.compression)) if settings.servers and settings.synchronous else []
-    cuts = [cut_of(members, info, compressions.wire_of(info), whole=False) for info in infos]
+    infos = list(workload.infos(settings.compression)) if settings.synchronous else []
+    cuts = [cut_of(members, info, compressions.wire_of(info)) for info in infos]
+    if infos and all(cut == info.n_elems for cut, info in zip(cuts, infos, strict=True)):
+        return ring.predict(workload, workers, link, costs, settings)
+    to_all = not settings.servers and settings.synchronous and len(set(members.worker_hosts)) > 2
+    rest = _by_servers(workload, workers, link.to_all() if to_all else link, costs, settings)
     if not any(cuts):
         return rest
     shapes = tuple(info.shape if cut == info.n_elems else (cut,) for cut, info in zip(cuts, infos, strict=True))
-    first = allreduce.predict(Workload(workload.name, shapes), workers, link, costs, settings)
+    first = ring.predict(Workload(workload.name, shapes), workers, link, costs, settings)
     busy_s = dict(rest.busy_s)
     for what, seconds in first.busy_s.items():
         busy_s[f"worker {what}"] = busy_s.get(f"worker {what}", 0.0) + seconds
     overlapped_s = None
     if first.overlapped_s is not None and rest.overlapped_s is not None:
-        overlapped_s = max(first.overlapped_s, rest.overlapped_s, *busy_s.values())
+        begin_s = min(workload.ready_s(settings.compute_s))
+        overlapped_s = max(first.overlapped_s, rest.overlapped_s, begin_s + max(busy_s.values()))
     return PlannedStep(
-        f"servers and {first.mode}, sync",
+        f"servers and {first.mode}, sync" if settings.servers else "allreduce ring+owners",
         max(first.exchange_s, rest.exchange_s, *busy_s.values()),
         overlapped_s,
         first.messages + rest.messages,
@@ -91,7 +93,7 @@ def members_of(workers: int, link: Link, settings: StepSettings) -> Members:
     servers = settings.servers
     on = [f"s{i // settings.per_host}" for i in range(servers)]
     return Members(
-        (*allreduce.hosts_of(workers, settings.per_host), *on),
+        (*ring.hosts_of(workers, settings.per_host), *on),
         tuple(range(workers)),
         tuple(range(workers, workers + servers)),
         settings.synchronous,
@@ -105,11 +107,13 @@ def keys_of(workload: Workload, members: Members, compression: KeyCompression, c
     loads, keys = [0] * len(members.owners), []
     for info in workload.infos(compression):
         travels = compressions.wire_of(info)
-        begin = cut_of(members, info, travels, whole=False)
+        begin = cut_of(members, info, travels)
         if begin and begin == info.n_elems:
             continue
-        placement = place(members, info, load_bytes=loads, wire=travels, begin=begin)
+        placement = place_at_owners(members, info, travels, load_bytes=loads, begin=begin)
         add_load(loads, placement, ITEM_BYTES)
+        if placement.replicated:  # until its trainer sets the optimizer
+            placement = place_at_owners(members, info, travels, updated=True)
         keys.append(ClientKey(info, placement, codecs))
         keys[-1].pushed = 1
     return keys
@@ -185,7 +189,10 @@ def _by_servers(workload: Workload, workers: int, link: Link, costs: Costs, sett
         workers_on = Counter(dict.fromkeys(workers_on, 1))
     pushers = workers_on.total()
     of_server = _coding_s(settings, pushers, costs)
-    worker_s, server_s = one.core_s(costs), float((pushers * loads.core_s + of_server * loads.elems).max(initial=0.0))
+    answered = pushers if servers else pushers - 1  # what a worker sends itself is no message
+    worker_s, server_s = one.core_s(costs), float((answered * loads.core_s + of_server * loads.elems).max(initial=0.0))
+    if not servers:
+        worker_s -= float(loads.core_s.min())
     if pushers < workers:  # the first of a host adds the others' values, who then copy the result
         worker_s += settings.per_host * ITEM_BYTES * loads.elems.sum() * (costs.add_byte_s + costs.copy_byte_s)
     core_s = max(worker_s, server_s) if servers else worker_s + server_s
@@ -224,7 +231,19 @@ def _by_servers(workload: Workload, workers: int, link: Link, costs: Costs, sett
         )
         overlapped_s = min(compute_s + exchange_s, max(exchange_s, one_by_one_s))
     mode = ("servers, " if servers else "in workers, ") + ("sync" if settings.synchronous else "async")
-    return PlannedStep(mode, exchange_s, overlapped_s, len(one.sent), one.sent_bytes, busy_s)
+    mode = "allreduce owners" if members.workers_own else mode
+    messages, sent_bytes = (len(one.sent), one.sent_bytes) if servers else _most_of(one, workers)
+    return PlannedStep(mode, exchange_s, overlapped_s, messages, sent_bytes, busy_s)
+
+
+def _most_of(one: Counting, workers: int) -> tuple[int, int]:
+    """Return the messages and bytes of the worker with most, each of which also answers all others."""
+    beside = np.zeros((workers, 2), int)
+    for sign, messages in ((-1, one.sent), (workers - 1, one.received)):  # it sends nothing to itself
+        for owner, n_bytes in messages:
+            beside[owner] += (sign, sign * n_bytes)
+    messages, n_bytes = max(beside.tolist())
+    return len(one.sent) + messages, one.sent_bytes + n_bytes
 
 
 def _coding_s(settings: StepSettings, workers: int, costs: Costs) -> float:

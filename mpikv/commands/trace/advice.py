@@ -69,7 +69,7 @@ def _small(analysis: Analysis) -> Finding:
         return NOTHING
     share = _share(analysis, "sending") + _share(analysis, "other")
     text = f"{len(sizes):,} keys of about {round(statistics.median(sizes))} bytes cost {share:.0%} of the time"
-    return share, f"{text}: push them as one list, or use a Trainer, which puts small keys into buckets"
+    return share, f"{text}: push them as one list, as a Trainer does"
 
 
 def _servers(analysis: Analysis) -> Finding:

@@ -1,4 +1,4 @@
-"""The hierarchical allreduce through the hosts' memory, on thread ranks: the bits and the links' bytes of messages."""
+"""Adding in the hosts' memory and round rings between them, on thread ranks: the bits, and the links' bytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from mpikv.arrays.as_numpy import sum_dtype
-from mpikv.collectives import hierarchical, hosted, one_host
+from mpikv.collectives import hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.engine.operation import wakes
 from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.segment import HostMemory, private_memory
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES, bounds_of
 from mpikv.placement.keys import even_bounds, whole_bounds
+from mpikv.placement.links import LINK_SEGMENT_BYTES
+from mpikv.placement.place import host_bounds
 from mpikv.placement.topology import topology
 from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys, ValuePublished
 from mpikv.testing.ranks import run_collective
+from mpikv.testing.reference import add
 from mpikv.transports.threads import Fabric
 
 LAYOUTS = ("aab", "abb", "aba", "aabb", "abab", "aaab", "aabbc", "abcab", "aabbcc", "aaabbc", "aaaabbb", "abbbbbbb")
@@ -53,19 +55,18 @@ def values_of(rank: int, n: int, round_: int, dtype: np.dtype) -> np.ndarray:
     return (random.integers(-1000, 1000, n) * (0.37 ** np.arange(5))[random.integers(0, 5, n)]).astype(dtype)
 
 
-def by_messages(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32) -> tuple[list[list[bytes]], Fabric]:
-    fabric = Fabric(len(hosts), hosts)
-
-    def steps(group):
-        found = []
-        for round_ in range(ROUNDS):
-            buf = parts(group.rank, n, round_, dtype)
-            yield from hierarchical.reduce_scatter(group, buf, bounds, 100)
-            yield from hierarchical.allgather(group, buf, bounds, 101)
-            found.append(buf.tobytes())
-        return found
-
-    return run_collective(len(hosts), steps, fabric=fabric), fabric
+def in_order(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32) -> list[bytes]:
+    """The sums in the order that collectives/host_rings fixes."""
+    found, sums = topology(hosts), []
+    for round_ in range(ROUNDS):
+        each, total = [values_of(rank, n, round_, dtype) for rank in range(len(hosts))], np.empty(n, dtype)
+        for rank, host in enumerate(found.host_of):
+            own, leader = slice(bounds[rank], bounds[rank + 1]), found.local_rank[rank] % found.n_leaders
+            others = [*found.hosts[host + 1 :], *found.hosts[: host + 1]]
+            of_hosts = [add([each[one][own] for one in (*ranks[leader:], *ranks[:leader])]) for ranks in others]
+            total[own] = add(of_hosts)
+        sums.append(total.tobytes())
+    return sums
 
 
 def through_memory(
@@ -108,18 +109,17 @@ def crossing(fabric: Fabric, hosts: str) -> dict[tuple[int, int], int]:
 
 
 def check(hosts: str, n: int, bounds: tuple[int, ...], **how) -> None:
-    expected, messages = by_messages(hosts, n, bounds, how.get("dtype", F32))
     found, fabric = through_memory(hosts, n, bounds, **how)
-    assert found == expected
-    assert found == [found[0]] * len(hosts)
-    assert crossing(fabric, hosts) == crossing(messages, hosts)
+    dtype, links = how.get("dtype", F32), len(set(hosts)) - 1
+    assert found == [in_order(hosts, n, bounds, dtype)] * len(hosts)
+    assert sum(crossing(fabric, hosts).values()) == ROUNDS * 2 * links * n * dtype.itemsize
     assert sum(crossing(fabric, hosts).values()) == fabric.sent_bytes, "a message within a host"
 
 
 @HOSTS
 @pytest.mark.parametrize("n", [0, 1, 7, 1001])
 def test_sizes(hosts: str, n: int) -> None:
-    check(hosts, n, bounds_of("hierarchical", n, hosts), dtype=np.dtype("int8" if n == 7 else "float64"))
+    check(hosts, n, host_bounds(n, hosts), dtype=np.dtype("int8" if n == 7 else "float64"))
     check(hosts, n, even_bounds(n, len(hosts)), lent="changed")
 
 
@@ -127,13 +127,7 @@ def test_sizes(hosts: str, n: int) -> None:
 @pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
 def test_long_values(hosts: str, lent: str) -> None:
     n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).n_leaders + 5
-    check(hosts, n, bounds_of("hierarchical", n, hosts), lent=lent)
-
-
-@HOSTS
-def test_medium_values(hosts: str) -> None:
-    n = hierarchical.SHORT_BYTES * topology(hosts).n_leaders // 4 + 1
-    check(hosts, n, bounds_of("hierarchical", n, hosts), lent="mixed")
+    check(hosts, n, host_bounds(n, hosts), lent=lent)
 
 
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "aaab", "aaaabbb"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from test_hosted import host_key, memories_of
 
-from mpikv.collectives import hierarchical, hosted, select
+from mpikv.collectives import hosted, ring
 from mpikv.collectives.labelled import TRAILER_BYTES, AllgatherGroup, ReduceScatterGroup
-from mpikv.placement.algorithms import bounds_of, most_owners
-from mpikv.placement.keys import whole_bounds
+from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.placement.labels import Comparison, Label
+from mpikv.placement.place import host_bounds
 from mpikv.placement.topology import topology
 from mpikv.testing.ranks import run_collective
 
@@ -45,7 +45,7 @@ def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Roun
     owners = frozenset(rank for rank in range(len(hosts)) if bounds[rank] < bounds[rank + 1])
 
     def steps(group):
-        comparison = Comparison((FIRST,))
+        comparison = Comparison(FIRST)
         adding = ReduceScatterGroup(group.transport, group.ranks, comparison)
         sharing = AllgatherGroup(group.transport, group.ranks, comparison, owners)
         reduce_scatter, allgather = halves(group)
@@ -53,7 +53,7 @@ def run(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Roun
         for i, labels in enumerate(rounds):
             ledger = group.transport.ledger
             before = ledger.messages, ledger.bytes
-            comparison.begin((labels[group.rank],))
+            comparison.begin(labels[group.rank])
             totals = yield from reduce_scatter(adding, values(group.rank, n, i), comparison)
             known = comparison.differ
             result = np.zeros(n, np.float32)
@@ -127,46 +127,20 @@ def check(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: int | Non
                 assert trailers <= min(messages, p - 1)
 
 
-@pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", [2, 3, 4, 5])
-def test_all_ranks_know_in_the_same_round(algorithm: str, p: int) -> None:
-    """Also ranks that own nothing: fewer elements than ranks, folded ranks, one owner of everything."""
-    module = select.ALGORITHMS[algorithm]
-    last = most_owners(algorithm, p) - 1
-    one, several = bounds_of(algorithm, 1, "a" * p), bounds_of(algorithm, 41, "a" * p)
-    for n, bounds in ((1, one), (41, several), (5, whole_bounds(5, p, last))):
-        check("a" * p, n, bounds, by_messages(module, bounds))
+def test_all_ranks_know_in_the_same_round(p: int) -> None:
+    """Also ranks that own nothing: fewer elements than ranks, one owner of everything."""
+    for n, bounds in ((1, even_bounds(1, p)), (41, even_bounds(41, p)), (5, whole_bounds(5, p, p - 1))):
+        check("a" * p, n, bounds, by_messages(ring, bounds))
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "naive"])
-def test_long_chunks(algorithm: str) -> None:
-    module = select.ALGORITHMS[algorithm]
-    n = 100_003
-    bounds = bounds_of(algorithm, n, "abc")
-    check("abc", n, bounds, by_messages(module, bounds), LONG_ROUNDS)
+def test_long_chunks() -> None:
+    bounds = even_bounds(100_003, 3)
+    check("abc", 100_003, bounds, by_messages(ring, bounds), LONG_ROUNDS)
 
 
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "aaabbc"])
 def test_several_hosts(hosts: str) -> None:
     for n, n_rounds in ((1, None), (41, None), (100_003, LONG_ROUNDS)):
-        bounds = bounds_of("hierarchical", n, hosts) if n != 41 else whole_bounds(n, len(hosts), len(hosts) - 1)
-        check(hosts, n, bounds, by_messages(hierarchical, bounds), n_rounds)
+        bounds = host_bounds(n, hosts) if n != 41 else whole_bounds(n, len(hosts), len(hosts) - 1)
         check(hosts, n, bounds, through_memory(hosts, n, bounds), n_rounds)
-
-
-def test_keys_of_a_bucket_under_different_labels() -> None:
-    """Keys that take no part count only where the others' labels differ."""
-    two = Label('{"lr": 2}')
-    mine = Comparison((FIRST, two, None))
-    for labels, differ in {
-        (FIRST, two, None): False,
-        (two, FIRST, None): True,
-        (FIRST, FIRST, None): True,
-        (FIRST, two, two): True,
-    }.items():
-        mine.begin((FIRST, two, None))
-        mine.compare(Comparison(labels).own)
-        assert mine.differ == differ
-    one = Comparison((FIRST, None))
-    one.compare(Comparison((FIRST, FIRST)).own)
-    assert not one.differ

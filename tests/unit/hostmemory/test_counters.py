@@ -95,10 +95,10 @@ def rounds(world: Interleaving, found: list[list[int]], known: list[list[int]]) 
     """found: what a rank has or learns, by round and rank. known: whether labels differ, at the end, likewise."""
 
     def body(rank: int) -> None:
-        key, comparison = key_on(world, rank), Comparison((NO_ATTRIBUTES,))
+        key, comparison = key_on(world, rank), Comparison(NO_ATTRIBUTES)
         others = [other for other in range(world.size) if other != rank]
         for number, one in enumerate(found):
-            comparison.begin((Label(f"of {rank}") if one[rank] == OTHER else NO_ATTRIBUTES,))
+            comparison.begin(Label(f"of {rank}") if one[rank] == OTHER else NO_ATTRIBUTES)
             key.begin(np.zeros(1, F32), np.zeros(1, F32), comparison)
             comparison.differ |= one[rank] == MESSAGE
             key.count(FILLED, 1)

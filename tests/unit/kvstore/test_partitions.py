@@ -50,7 +50,7 @@ def body_of(name):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_same_bits_as_without_partitions(name, workers, unruly):
     """And as without servers, also for an optimizer that needs whole values; whatever comes first."""
-    expected = Mode("dist_sync", workers, 0, "naive").run(body_of(name))
+    expected = Mode("dist_sync", workers, 0, "owners").run(body_of(name))
     for servers, bound, memory in ((1, NEVER, "auto"), (2, NEVER, "off"), (2, 20, "long"), (2, 20, "off")):
         mode = Mode("dist_sync", workers, servers, memory=memory, part_bytes=PART_BYTES)
         assert mode.run(body_of(name), bigarray_bound_elems=bound) == expected
@@ -67,7 +67,7 @@ def test_same_bits_on_several_hosts(hosts):
 
     mode = Mode("dist_sync", 3, 2, hosts=hosts, part_bytes=PART_BYTES)
     found = mode.run(body, bigarray_bound_elems=20, server_placement="last")
-    assert found == Mode("dist_sync", 3, 0, "naive").run(body_of("momentum"))
+    assert found == Mode("dist_sync", 3, 0, "owners").run(body_of("momentum"))
 
 
 # --- optimizers that come and go

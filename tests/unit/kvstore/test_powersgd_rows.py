@@ -14,9 +14,7 @@ from mpikv.codecs.compression import make, wire_of
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import as_announced
-from mpikv.placement.place import place
-from mpikv.strategies.pieces import Pieces, piece_elems
+from mpikv.placement.owners import as_announced, place_at_owners
 
 RANK, F32 = 2, np.dtype(np.float32)
 
@@ -63,12 +61,10 @@ def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
     config = Config(bigarray_bound_elems=10, partition_bytes=1 << 11)
     members = Members(hosts, (0, 1, 2, 3), tuple(range(4, 4 + servers)), config=config)
     wire = wire_of(info)
-    found = place(members, info, load_bytes=[0] * servers, wire=wire)
+    found = place_at_owners(members, info, wire, updated=True)
     assert all(bound % row == 0 for bound in found.bounds)
     assert found.partition_elems % row == 0
-    assert piece_elems(codec.push, F32) % row == 0
-    if servers:
-        assert as_announced(members, info, found.announced(), wire) == found
+    assert as_announced(members, info, found.announced(), wire) == found
 
 
 @pytest.mark.parametrize("shape", [(1, 1 << 20), (2, 1 << 19), (1 << 20, 1)])
@@ -76,12 +72,9 @@ def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
 def test_few_long_rows_are_cut_as_without_a_shape(shape: tuple[int, ...], servers: int) -> None:
     """In their own shape nothing would be saved, and one owner would have all in one message."""
     members = Members(tuple("abcdef"[: 4 + servers]), (0, 1, 2, 3), tuple(range(4, 4 + servers)))
-    placements, pieces = [], []
+    placements = []
     for one in (shape, (1 << 20,)):
-        codec = make({"type": "powersgd", "force": True}).for_shape(one)
-        info = KeyInfo("w", 0, one, F32, codec.text)
-        placements.append(place(members, info, load_bytes=[0] * servers, wire=wire_of(info)))
-        pieces.append(Pieces(info, codec.push).of((0, info.n_elems)))
+        info = KeyInfo("w", 0, one, F32, make({"type": "powersgd", "force": True}).for_shape(one).text)
+        placements.append(place_at_owners(members, info, wire_of(info), updated=True))
     assert placements[0] == placements[1]
-    assert pieces[0] == pieces[1]
-    assert len(pieces[0]) > 1
+    assert len(placements[0].shards) == (servers or 4)

@@ -42,7 +42,7 @@ def _bits(mode, optimizer, *, late=False):
 
 
 @on(
-    *(Mode("dist_sync", w, 0, a) for w, a in ((3, "naive"), (2, "ring"), (5, "ring"), (5, "halving_doubling"))),
+    *(Mode("dist_sync", w, 0, a) for w, a in ((3, "owners"), (2, "ring"), (5, "ring"), (5, "owners"))),
     *(Mode("dist_sync", 4, 3), HYBRID[1], *ADDING[:2], Mode("dist_sync", 3)),
 )
 def test_every_worker_and_every_run(mode):
@@ -60,7 +60,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("name", "workers"), [("none", 2), ("sgd", 3), ("adam", 5), ("lamb", 3)])
 def test_servers_give_the_bits_of_the_naive_algorithm(name, workers):
-    naive = _bits(Mode("dist_sync", workers, 0, "naive"), OPTIMIZERS[name])
+    naive = _bits(Mode("dist_sync", workers, 0, "owners"), OPTIMIZERS[name])
     for servers in (1, 3):
         assert _bits(Mode("dist_sync", workers, servers), OPTIMIZERS[name], late=True) == naive
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from mpikv.transports.threads import Fabric
 
 F32 = np.float32
 ROUNDS = 3
-HEADER, IDS, LINE = 48, 16, 8  # of a request, of the ids of rows, of a message in a bundle
+HEADER, IDS = 48, 16  # of a request, of the ids of rows
 FP16 = make({"type": "fp16", "pull": "fp16", "force": True})
 
 
@@ -51,20 +50,13 @@ def sync(workers: int, hosts: str = "", servers: int = 0, **more: Any) -> Mode:
     return Mode("dist_sync", workers, servers, hosts=hosts, **more)
 
 
-ALONE = {"bucket_bytes": 0}  # no bundles
-RING = {"bucket_bytes": 0, "algorithm": "ring"}
 LAST = {"server_placement": "last", "servers_take": "all"}
 CASES = {
     "ring": Case(sync(3, algorithm="ring", memory="off"), {"w": 300}, {"w": among(3, 300)}, {}),
-    "hierarchical": Case(
-        sync(4, "aabb", algorithm="hierarchical", memory="off"), {"w": 400}, {"w": among(4, 400)}, ALONE
-    ),
     # Of a host's workers each leads a ring over half of the value.
-    "memory in a host": Case(sync(4, "aabb"), {"w": 40_000}, {"w": among(2, 40_000)}, ALONE),
-    "bundles": Case(  # in every leg one message to the other worker
-        sync(2, "ab", memory="off"), {"v": 10, "w": 30}, {"v": among(2, 10, 2 * LINE), "w": among(2, 30, 2 * LINE)}, {}
-    ),
-    "compressed": Case(sync(2, "ab", memory="off"), {"w": 1000}, {"w": ROUNDS * 4000}, RING, FP16),
+    "memory in a host": Case(sync(4, "aabb"), {"w": 40_000}, {"w": among(2, 40_000)}, {}),
+    # Each worker has half of it, which it sends to nobody.
+    "compressed": Case(sync(2, "ab"), {"w": 1000}, {"w": served(2, 500, width=2)}, {}, FP16),
     "servers": Case(  # two keys in a message, then one in pieces
         sync(2, "aab", 1, memory="off", part_bytes=1 << 16),
         {"u": 3, "v": 5, "w": 40_000},
@@ -81,12 +73,12 @@ CASES = {
         sync(2, "aab", 1, memory="off"), {"w": 1000}, {"w": served(2, 1000, width=2)}, LAST, FP16
     ),
     "divided": Case(
-        sync(2, "abc", 1, memory="off", take="0.25"), {"w": 1000}, {"w": among(2, 750) + served(2, 250)}, RING
+        sync(2, "abc", 1, memory="off", take="0.25"), {"w": 1000}, {"w": among(2, 750) + served(2, 250)}, {}
     ),
     "a server in each worker": Case(
         Mode("dist_async", 2, 0, memory="off", hosts="ab"),
         {"v": 8, "w": 80_000},
-        {"v": served(2, 8, shards=2), "w": served(2, 80_000, shards=2)},
+        {"v": served(2, 4), "w": served(2, 40_000)},  # of the shard of the other one
         {},
     ),
 }
@@ -151,25 +143,8 @@ def test_rows(mode: Mode) -> None:
     found = sent_in_rounds(
         mode, lambda store: store.init("rows", RowSparse.zeros((1000, 4))), step, server_placement="last"
     )
-    assert found["rows"] == mode.workers * 2 * ROUNDS * 2 * (HEADER + IDS + 16 + 16)  # an id is padded to 16, a row
-
-
-def test_keys_of_a_bucket_share_its_bytes() -> None:
-    """By their lengths; no byte gets lost where that leaves a rest."""
-    keys = {"u": 3, "v": 5, "w": 92}
-
-    def body(store: Any) -> Counter[Any]:
-        store.init([*keys], [np.zeros(n, F32) for n in keys.values()])
-        assert store.strategy.bucket([*keys])
-        store.pushpull([*keys], [np.ones(n, F32) for n in keys.values()])
-        return counts(store)
-
-    found = sync(2, "ab", memory="off").run(body, fabric=Fabric(2, "ab"), bucket_bytes=0)
-    sent = [sum(of[key] for key in keys) for of in found]
-    assert sum(sent) == 400 + 2 * 400  # worker 0 sends the first value, and each worker half of it there and back
-    for whole, of in zip(sent, found, strict=True):
-        shares = [whole * end // 100 for end in (0, 3, 8, 100)]
-        assert [of[key] for key in keys] == [b - a for a, b in pairwise(shares)]
+    messages = mode.workers * (mode.servers or 1) * ROUNDS * 2  # without servers, to the other worker
+    assert found["rows"] == messages * (HEADER + IDS + 16 + 16)  # an id is padded to 16, a row
 
 
 @on(sync(2, memory="off"), sync(2, servers=1, memory="off"))

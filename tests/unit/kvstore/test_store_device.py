@@ -34,7 +34,7 @@ PATHS = {  # by name: the path, the hosts of workers, and the algorithm
     "host ring": ("host", "abcdef", "ring"),
     "host hosts": ("host", "aabbcc", "auto"),
     "pointers": ("mpi", "abcdef", "ring"),
-    "pointers naive": ("mpi", "abcdef", "naive"),
+    "pointers naive": ("mpi", "abcdef", "owners"),
     "nccl": ("nccl", "aabbcc", "auto"),
 }
 
@@ -119,7 +119,7 @@ def test_every_path_has_the_values_of_host_memory(path: str, dtype: str, optimiz
         "dist_sync",
         3,
         lambda store: trained(store, lambda values: values, kind, optimizer, codec),
-        config=Config(timeout_s=TEST_TIMEOUT_S, algorithm="naive"),
+        config=Config(timeout_s=TEST_TIMEOUT_S, algorithm="owners"),
         hosts=list("abc"),
     )[0]
     found, machine = run(path, lambda store, cupy: trained(store, cupy.asarray, kind, optimizer, codec))
@@ -140,7 +140,7 @@ def test_what_crosses_to_the_host(store: Any, cupy: Any, path: str) -> None:
     store.pushpull("w", grad)
     crossed = counted(store, lambda: store.pushpull("w", grad), *CROSSED)
     assert (grad.get() == 9).all()
-    bounds = store.strategy.keys.queues[store.session.infos["w"].id].bounds
+    bounds = store.strategy.ring.keys.queues[store.session.infos["w"].id].bounds
     own = 4 * (bounds[store.rank + 1] - bounds[store.rank])
     assert crossed == ([4 * n + own, 4 * n] if path == "host" else [0, 0])
 
@@ -197,27 +197,6 @@ def test_a_gradient_that_is_still_computed_holds_up_its_own_key_alone(store: Any
     under_way.wait()
     with stream:
         assert (fast.get()[0], (slow + 1).get()[0]) == (3.0, 7.0)
-
-
-def test_a_bucket_is_one_round() -> None:
-    calls = []
-    for together in (False, True):
-
-        def body(store: Any, cupy: Any, together: bool = together) -> None:
-            keys = list(range(20))
-            outs = [cupy.zeros(50, F4) for _ in keys]
-            store.init(keys, outs)
-            store.barrier()
-            assert not together or store.strategy.bucket(keys) is not None
-            for step in range(2):
-                values = [cupy.asarray(np.full(50, key + step, F4)) for key in keys]
-                store.barrier()
-                store.push(keys, values)
-                store.pull(keys, outs)
-            assert [uniform(out.get()) for out in outs] == [3 * (key + 1) for key in keys]
-
-        calls.append(run("nccl", body)[1].counts["nccl"])
-    assert calls == [3 * 2 * 20, 3 * 2]
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])

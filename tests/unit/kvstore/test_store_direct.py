@@ -351,7 +351,7 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
             store.close()
         return found
 
-    expected = Mode("dist_sync", 2, 0, "naive").run(body)[0]
+    expected = Mode("dist_sync", 2, 0, "owners").run(body)[0]
     for result in TWO.run(body, timeout_s=0.8):
         assert result.items() <= expected.items()  # no wrong sum
     assert hit.is_set()

@@ -17,9 +17,9 @@ from mpikv.spaces.named import Spaces
 SHAPES = {"s": (), "a": (BOUND - 1,), "b": (5, 7), "c": (64, 3), "empty": (0, 2)}
 ROUNDS = 4
 MODES = (
-    Mode("dist_sync", 2, 0, "naive"),
+    Mode("dist_sync", 2, 0, "owners"),
     Mode("dist_sync", 3, 0, "ring"),
-    Mode("dist_sync", 5, 0, "halving_doubling"),
+    Mode("dist_sync", 5, 0, "owners"),
     Mode("dist_sync", 1, 1),
     Mode("dist_sync", 3, 2),
     Mode("dist_sync", 2, 3),

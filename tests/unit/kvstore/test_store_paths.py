@@ -10,10 +10,7 @@ import pytest
 from on_workers import full, on
 from store_modes import ADDING, ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, THREE_HOSTS, TWO_HOSTS, Mode, every_way, mode_id
 
-from mpikv import KVStore, MpikvError, optimizers
-from mpikv.config import Config
-from mpikv.placement.place import place
-from mpikv.strategies import placed_keys
+from mpikv import KVStore, optimizers
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.testing.paths import DTYPES, LONG, check_path
@@ -47,8 +44,7 @@ def test_values_in_partitions(mode: Mode, bound_elems: int) -> None:
     ("mode", "path"),
     [
         (Mode("dist_sync", 3), "direct"),
-        (Mode("dist_sync", 3, memory="off"), "messages"),
-        (Mode("dist_sync", 3, codec="reversed"), "encoded"),
+        (Mode("dist_sync", 3, 0, "ring"), "ring"),
         (TWO_HOSTS, "hosted"),
         *((mode, mode.device) for mode in FEW_ON_DEVICE if not mode.servers),
     ],
@@ -82,7 +78,7 @@ LAYOUTS = pytest.mark.parametrize("hosts", ["aaa", "abab"])
 
 
 def paths_of(store: KVStore) -> dict[Any, str]:
-    return {queue.info.key: queue.placement.path for queue in store.strategy._queues.values()}
+    return {queue.info.key: queue.placement.path for queue in store.strategy.ring.keys.all()}
 
 
 def check_on_hosts(hosts: str, afterwards: Callable[[KVStore], None]) -> None:
@@ -113,7 +109,7 @@ def test_keys_that_the_memory_has_no_room_for_go_by_messages(hosts: str, monkeyp
 
     def afterwards(store: KVStore) -> None:
         paths = paths_of(store)
-        assert paths.pop("long") == "messages"
+        assert paths.pop("long") == "ring"
         assert set(paths.values()) == {"direct" if hosts == "aaa" else "hosted"}
         assert 0 < store.stats()["shared_bytes"] < 4 * LONG[0]
 
@@ -136,71 +132,6 @@ def test_what_the_memory_has_no_room_for_goes_to_servers_from_each_worker(
     check(mode, ["float32"])
     assert {number for key, number in pushers.items() if "long" in key} == {0}  # all
     assert {number for key, number in pushers.items() if "long" not in key} >= {len(set(mode.hosts[: mode.workers]))}
-
-
-@LAYOUTS
-def test_a_placement_of_each_key_alone(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By different algorithms, too, in one call; also after the owners have changed."""
-    algorithms = ("ring", "naive", "halving_doubling", "")  # "": as it would go without this test
-
-    def by_messages(members: Any, info: Any, **named: Any) -> Any:
-        found = place(members, info, **named)
-        algorithm = algorithms[info.id % 4]
-        if not algorithm:
-            return found
-        alone = members.__class__(members.hosts, members.workers, config=Config(algorithm=algorithm))
-        by_hand = place(alone, info, **named)
-        assert (by_hand.path, by_hand.algorithm) == ("messages", algorithm)
-        return by_hand
-
-    monkeypatch.setattr(placed_keys, "place", by_messages)
-
-    def afterwards(store: KVStore) -> None:
-        assert len(set(paths_of(store).values())) == 2
-        store.set_optimizer(optimizers.create("lamb"))  # of keys that one owner has whole
-        store.pushpull("float32 (37,)", np.ones(37, F32))
-
-    check_on_hosts(hosts, afterwards)
-
-
-def test_a_bucket_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys went another way before."""
-    without_room_from(400, monkeypatch)
-    sizes, W = (30, 31, 50), 3
-
-    def body(store: KVStore) -> None:
-        store.init([0, 1, 2], [np.zeros(size, F32) for size in sizes])
-        assert set(paths_of(store).values()) == {"hosted"}
-        store.strategy.bucket([0, 1, 2])
-        assert set(paths_of(store).values()) == {"messages"}
-        for step in range(3):
-            store.push([0, 1, 2], [np.arange(size, dtype=F32) * (store.rank + step) for size in sizes])
-        for size, value in zip(sizes, store.pull([0, 1, 2]), strict=True):
-            assert value.tolist() == [i * sum(range(2, W + 2)) for i in range(size)]
-
-    TWO_HOSTS.run(body)
-
-
-@on(TWO_HOSTS, THREE_HOSTS)
-def test_keys_of_a_bucket_are_reduced_in_one_way(store, W):
-    store.init(keys := ["a", "b", "c"], [full(0), full(0, 5), full(0, 2)])
-    store.strategy.bucket(keys)
-    mine = [full(store.rank + 1), full(store.rank + 2, 5), full(store.rank + 3, 2)]
-    for _ in range(2):
-        for op, wanted in (
-            ("sum", [W * (W + 1) / 2 + W * i for i in range(3)]),
-            ("max", [W, W + 1, W + 2]),
-            ("min", [1, 2, 3]),
-        ):
-            store.pushpull(keys, values := [array.copy() for array in mine], op=op)
-            assert [value[0] for value in values] == wanted
-    store.pushpull_async("a", mine[0], full(0), op="min")
-    with pytest.raises(MpikvError, match="other keys of its bucket were pushed with 'min', and all keys of a bucket"):
-        store.pushpull("b", mine[1], full(0, 5), op="max")
-    for i in (1, 2):
-        store.pushpull_async(keys[i], mine[i], np.zeros_like(mine[i]), op="min")
-    store.wait_all()
-    assert store.pull("b").tolist() == [2.0] * 5
 
 
 # --- calls that come again with the same arrays do what calls with new arrays do, whatever has changed since

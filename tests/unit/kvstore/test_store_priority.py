@@ -1,11 +1,11 @@
-"""Many keys between hosts in any order: the same bits, so many messages, the first ones first, and no deadlock."""
+"""Many keys between hosts in any order: the same bits, so many messages, and no deadlock."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,66 +33,30 @@ class LoggedFabric(Fabric):
         log = self.left[rank]
 
         class Logged(ThreadTransport):
-            def isend(self, buf: Any, dest: int, tag: int, room_bytes: int = 0) -> Any:
+            def isend(self, buf: Any, dest: int, tag: int) -> Any:
                 log.append(tag)
-                return super().isend(buf, dest, tag, room_bytes)
+                return super().isend(buf, dest, tag)
 
         return Logged(self, rank)
 
 
-class Two(NamedTuple):
-    """Two hosts with a worker each, what each has sent, and how they wait for each other beside the store."""
+def test_a_list_of_small_keys_is_one_message_for_each_owner() -> None:
+    fabric, together = LoggedFabric(["a", "b"]), threading.Barrier(2)
 
-    fabric: LoggedFabric
-    together: threading.Barrier
-
-    def run(self, body: Callable[..., Any]) -> None:
-        Mode("dist_sync", 2, hosts="ab").run(
-            lambda store: body(store, self.fabric.left[store.rank]), fabric=self.fabric, progress="calls"
-        )
-
-
-@pytest.fixture
-def two() -> Two:
-    return Two(LoggedFabric(["a", "b"]), threading.Barrier(2))
-
-
-def test_a_list_of_small_keys_is_one_message_for_each_half_of_the_round(two: Two) -> None:
-    def body(store: KVStore, log: list[int]) -> None:
-        keys, arrays = list(range(MANY)), [np.full(9, i, np.float32) for i in range(MANY)]
+    def body(store: KVStore) -> None:
+        log, keys = fabric.left[store.rank], list(range(MANY))
+        arrays = [np.full(9, i, np.float32) for i in keys]
         store.init(keys, arrays)
         store.barrier()
-        two.together.wait()
+        together.wait()
         before = len(log)
-        request = store.pushpull_async(keys, arrays)
-        two.together.wait()
-        assert log[before:] == [wire.TAG_BUNDLES]
-        request.wait()
-        assert log[before:] == [wire.TAG_BUNDLES] * 2
+        store.pushpull(keys, arrays)
         assert all((array == 2 * i).all() for i, array in enumerate(arrays))
-        two.together.wait()
+        together.wait()
+        found = Counter("request" if tag == wire.TAG_REQUEST else "answer" for tag in log[before:])
+        assert found == {"request": 2, "answer": 2}
 
-    two.run(body)
-
-
-def test_a_key_of_higher_priority_leaves_first_though_it_came_last(two: Two) -> None:
-    def body(store: KVStore, log: list[int]) -> None:
-        big, first = np.ones(10 * LONG, np.float32), np.ones(LONG, np.float32)
-        store.init(["big", "first"], [big, first])
-        store.pushpull("first", first.copy(), priority=1)  # from the first priority on, what comes first is chosen
-        store.barrier()
-        two.together.wait()  # a worker that is still in the barrier would take in what another one asks for
-        before = len(log)
-        store.push("big", big)
-        store.push("first", first, priority=1)
-        two.together.wait()  # what both ask for is on its way, and nothing else yet
-        assert uniform(store.pull("big")) == uniform(store.pull("first")) == 2
-        ids = {store.session.infos[key].id: key for key in ("big", "first")}
-        left = [ids[key] for key in map(wire.key_of, log[before:]) if key in ids]
-        assert left[:2] == ["first"] * 2
-        assert (left.count("first"), left.count("big")) == (4, 40)
-
-    two.run(body)
+    Mode("dist_sync", 2, 0, "owners", hosts="ab").run(body, fabric=fabric)
 
 
 @on(Mode("dist_sync", 2, hosts="ab"))
@@ -133,12 +97,9 @@ def exchange(store: KVStore, call: str, dice: random.Random, arrays: dict[int, A
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
-@pytest.mark.parametrize("bucket_bytes", [0, 256, 61440])
 @pytest.mark.parametrize(("hosts", "memory"), [("abc", "off"), ("aab", "auto"), ("ababb", "off")])
-def test_the_bits_are_those_of_one_key_after_another(
-    hosts: str, memory: str, bucket_bytes: int, optimizer: bool
-) -> None:
-    def results(calls: list[str], bucket_bytes: int) -> list[list[bytes]]:
+def test_the_bits_are_those_of_one_key_after_another(hosts: str, memory: str, optimizer: bool) -> None:
+    def results(calls: list[str]) -> list[list[bytes]]:
         def body(store: KVStore) -> list[bytes]:
             dice, found = random.Random(store.rank), list[bytes]()
             dtypes = {key: np.float32 if optimizer else dtype for key, (_, dtype) in KEYS.items()}
@@ -152,7 +113,7 @@ def test_the_bits_are_those_of_one_key_after_another(
                 found += [array.tobytes() for array in arrays.values()]
             return found
 
-        return Mode("dist_sync", len(hosts), memory=memory, hosts=hosts).run(body, bucket_bytes=bucket_bytes)
+        return Mode("dist_sync", len(hosts), memory=memory, hosts=hosts).run(body)
 
-    expected = results(["one after another"], 0)
-    assert results(["one call", "requests", "lists"], bucket_bytes) == expected == expected[:1] * len(hosts)
+    expected = results(["one after another"])
+    assert results(["one call", "requests", "lists"]) == expected == expected[:1] * len(hosts)

@@ -85,7 +85,7 @@ SYNC = (
     *(mode for mode in FEW_DIST_SYNC if not mode.device or mode in ON_DEVICE),
     Mode("dist_sync", 2, 1, part_bytes=32),  # states are those of whole values, their count of updates above all
     Mode("dist_sync", 2, 3, part_bytes=80),
-    Mode("dist_sync", 5, 0, "halving_doubling"),
+    Mode("dist_sync", 5, 0, "owners"),
 )
 WAYS = [(a, b) for a in SYNC for b in SYNC if (a is SYNC[0]) != (b is SYNC[0]) or a.servers != b.servers]
 

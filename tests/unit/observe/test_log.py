@@ -68,33 +68,28 @@ def sync(workers: int, servers: int = 0, hosts: str = "", **more: Any) -> Mode:
 SHARED, OFF = "the workers share memory", "MPIKV_SHARED_MEMORY=off"
 OVER_2, OVER_HOSTS = "over 2 workers on 1 host, since", "over 2 workers on 2 hosts, since"
 FP16 = '{"force": true, "type": "fp16"}'
-HOSTED = "hierarchical over 3 workers on 2 hosts, since the workers of each host share memory"
+HOSTED = "path hosted over 3 workers on 2 hosts, since the workers of each host share memory"
 BYTES = f"in a round 256 B leave a host encoded, and 4.0 KiB as they are; codec {CODEC} travels encoded"
 RING = "MPIKV_ALGORITHM=ring"
 ALONE = "all of it on server 0 (rank 2 on localhost), since it is the only one; no codec"
 CUT = "cut evenly over 2 servers, since it has 8 elements or more; no codec"
 CASES = (
-    Case(sync(2), ONE_HOST, "used", f"path direct, naive {OVER_2} {SHARED}; no codec"),
-    Case(sync(2, memory="off"), ONE_HOST, NOT_SHARED, f"path messages, naive {OVER_2} {OFF}; no codec"),
-    Case(sync(2, algorithm="ring"), ONE_HOST, f"not used: {RING}", f"path messages, ring {OVER_2} {RING}; no codec"),
-    Case(sync(3, hosts="aab"), "3 workers and no servers on 2 hosts", "used", f"path hosted, {HOSTED}; no codec"),
+    Case(sync(2), ONE_HOST, "used", f"path direct {OVER_2} {SHARED}; no codec"),
+    Case(sync(2, memory="off"), ONE_HOST, NOT_SHARED, f"path ring {OVER_2} {OFF}; no codec"),
+    Case(sync(2, algorithm="ring"), ONE_HOST, f"not used: {RING}", f"path ring {OVER_2} {RING}; no codec"),
+    Case(sync(3, hosts="aab"), "3 workers and no servers on 2 hosts", "used", f"{HOSTED}; no codec"),
     Case(
         *(sync(2, hosts="ab"), APART, NO_MEMORY),
-        f"path encoded, gather {OVER_HOSTS} half precision travels in two bytes; no codec",
+        f"path owners {OVER_HOSTS} half precision travels in two bytes; no codec",
         half=True,
     ),
     Case(
-        *(sync(2, hosts="ab"), APART, NO_MEMORY, f"path encoded, gather {OVER_HOSTS} {BYTES}"),
+        *(sync(2, hosts="ab"), APART, NO_MEMORY, f"path owners {OVER_HOSTS} {BYTES}"),
         params={"type": "2bit"},
         compared=f"codec {CODEC} is used: a round takes",
     ),
     Case(
-        *(
-            sync(2),
-            ONE_HOST,
-            "used",
-            f"path encoded, gather {OVER_2} 'force' asks for it; codec {FP16} travels encoded",
-        ),
+        *(sync(2), ONE_HOST, "used", f"path owners {OVER_2} 'force' asks for it; codec {FP16} travels encoded"),
         params={"type": "fp16", "force": True},
     ),
     Case(sync(2, 1, memory="off"), "2 workers and 1 server on 1 host", NOT_SHARED, ALONE),
@@ -157,18 +152,17 @@ def test_a_codec_that_may_be_used_and_an_optimizer_of_workers(link: str, used: s
         )
 
 
-def test_buckets_and_rows(log: Kept) -> None:
+def test_short_keys_and_rows(log: Kept) -> None:
     from mpikv import RowSparse
 
     def body(store: Any) -> None:
-        store.init([*"abcd"], [full(0, 3)] * 4)
-        store.strategy.bucket([*"abcd"])
+        store.init("w", full(0, 3))
         store.init("rows", RowSparse(np.arange(2), full(1, (2, 5)), (8, 5)))
 
     Mode("dist_sync", 2, memory="off").run(body)
     for rank in range(2):
         lines = log.lines("worker", rank)
-        assert sum("bucket of 4 keys 'a', 'b', 'c', ... (48 B float32): path messages" in line for line in lines) == 1
+        assert sum(f"key 'w' (12 B float32): path owners {OVER_2} it is short" in line for line in lines) == 1
         rows = "key 'rows' (160 B float32): row-sparse, its rows are cut evenly over 2 workers"
         assert sum(rows in line for line in lines) == 1
 
@@ -178,7 +172,7 @@ def test_arrays_on_gpus(log: Kept) -> None:
     for rank in range(2):
         lines = log.lines("worker", rank)
         path = "arrays on GPUs: host (not "
-        key = "key 'w' (16 B float32 on a GPU): path host, naive over 2 workers on 1 host, since that is the path of "
+        key = "key 'w' (16 B float32 on a GPU): path host over 2 workers on 1 host, since that is the path of "
         assert [sum(text in line for line in lines) for text in (path, key)] == [1, 1], lines
 
 

@@ -1,4 +1,4 @@
-"""Where keys are cut between workers and servers: the optimum of BytePS's model, small keys, links that differ."""
+"""Where keys are cut between workers and owners: the optimum of BytePS's model, small keys, links that differ."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mpikv.codecs.compression import wire_of
 from mpikv.config import Config
 from mpikv.placement import cut
-from mpikv.placement.cut import GAIN, SHARES, cut_of, link_s, seconds, servers_share
+from mpikv.placement.cut import GAIN, SHARES, SHORT_BYTES, cut_of, link_s, seconds, servers_share
 from mpikv.placement.encoding import Wire
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.links import ASSUMED, given
@@ -122,3 +123,37 @@ def test_the_share_that_is_asked_for() -> None:
     assert cut_of(store, key(100, space="device"), WIRE, whole=False) == 0
     nothing = members("ab", "ab", servers_take=0.0)
     assert cut_of(nothing, key(100), WIRE, whole=True) == 100
+
+
+SHORT, HALF, TWO_BIT = SHORT_BYTES["ring"] // 4 - 1, np.dtype(np.float16), '{"type": "2bit"}'
+# Hosts of workers, elements, of the key, settings, whether its owners are services in the workers.
+WITHOUT_SERVERS: list[tuple[str, int, dict[str, object], dict[str, object], bool]] = [
+    ("ab", SHORT, {}, {}, True),
+    ("ab", SHORT + 1, {}, {}, False),
+    ("aab", SHORT, {}, {}, True),
+    ("aa", SHORT, {}, {}, False),
+    ("aa", SHORT, {}, {"shared_memory": "off"}, True),
+    ("a", SHORT, {}, {}, False),
+    *(("ab", SHORT, {}, {"algorithm": name}, name == "owners") for name in ("ring", "native", "owners")),
+    ("ab", LONG, {}, {"algorithm": "owners"}, True),
+    ("aa", LONG, {}, {"algorithm": "owners"}, True),
+    ("ab", LONG, {"dtype": HALF}, {}, True),  # round a ring they would be float32
+    ("ab", LONG, {"dtype": HALF}, {"algorithm": "ring"}, False),
+    ("aab", LONG, {"dtype": HALF}, {}, False),
+    ("aa", LONG, {"sparse": True}, {}, True),
+    ("ab", LONG, {"codec": TWO_BIT}, {}, True),
+    ("ab", LONG, {"codec": TWO_BIT}, {"algorithm": "ring"}, True),
+    ("aaabbb", LONG, {"codec": TWO_BIT}, {}, False),  # in plain values a host sends its sum alone
+    ("aa", SHORT, {"codec": TWO_BIT}, {}, False),
+    ("aa", SHORT, {"codec": '{"force": true, "type": "2bit"}'}, {}, True),
+    *(("ab", SHORT, {"space": "device"}, {"device_path": name}, name == "host") for name in ("nccl", "mpi", "host")),
+]
+
+
+@pytest.mark.parametrize(("workers", "n", "more", "settings", "owners"), WITHOUT_SERVERS)
+def test_the_way_of_a_key_without_servers(
+    workers: str, n: int, more: dict[str, object], settings: dict[str, object], owners: bool
+) -> None:
+    store = replace(members(workers, "", **settings), device_path=settings.get("device_path", "none"))  # type: ignore[arg-type]
+    info = key(n)._replace(**more)  # type: ignore[arg-type]
+    assert cut_of(store, info, wire_of(info), updated=True) == (0 if owners else n)

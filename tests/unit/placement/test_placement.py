@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from mpikv.arrays.as_numpy import dtype_of
+from mpikv.codecs.compression import wire_of
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.on_servers import as_announced
+from mpikv.placement.owners import CUT_BYTES, as_announced, place_at_owners
 from mpikv.placement.place import place
 
 WHOLE = {"whole": True}
@@ -22,42 +23,29 @@ def key(number: int, n_elems: int, dtype: str) -> KeyInfo:
     return KeyInfo(number, number, (n_elems,), dtype_of(dtype))
 
 
-# Hosts of the workers, elements, dtype, settings: path, algorithm, elements of each worker.
-AMONG_WORKERS: list[tuple[str, int, str, dict[str, Any], tuple[str, str, tuple[int, ...]]]] = [
-    ("a", 0, "float32", {}, ("messages", "naive", (0,))),
-    ("a", 2000003, "float32", {}, ("messages", "ring", (2000003,))),
-    ("aa", 0, "float32", {}, ("direct", "naive", (0, 0))),
-    ("aa", 2000003, "float32", {}, ("direct", "naive", (1000002, 1000001))),
-    ("aaaaa", 13, "float16", {}, ("direct", "naive", (3, 3, 3, 2, 2))),
-    ("ab", 1, "float32", {}, ("messages", "naive", (1, 0))),
-    ("ab", 9000, "float32", {}, ("messages", "ring", (4500, 4500))),
-    ("abc", 10, "float64", {}, ("messages", "naive", (4, 3, 3))),
-    ("abcde", 13, "float16", {}, ("messages", "halving_doubling", (4, 3, 3, 3, 0))),
-    ("abcde", 9000, "float32", {}, ("messages", "ring", (1800, 1800, 1800, 1800, 1800))),
-    ("aabb", 1, "float32", {}, ("hosted", "hierarchical", (1, 0, 0, 0))),
-    ("aabb", 10, "float64", {}, ("hosted", "hierarchical", (3, 2, 3, 2))),
-    ("abab", 10, "float64", {}, ("hosted", "hierarchical", (3, 3, 2, 2))),
-    ("aab", 13, "float16", {}, ("hosted", "hierarchical", (4, 3, 6))),
-    ("aaabbc", 10, "float64", {}, ("hosted", "hierarchical", (2, 1, 1, 2, 1, 3))),
-    ("aaa", 7, "float32", OFF, ("messages", "naive", (3, 2, 2))),
-    ("aaaaa", 7, "float32", OFF, ("messages", "halving_doubling", (2, 2, 2, 1, 0))),
-    ("aaaaa", 70000, "bfloat16", OFF, ("messages", "ring", (14000, 14000, 14000, 14000, 14000))),
-    ("aab", 70000, "bfloat16", OFF, ("messages", "hierarchical", (17500, 17500, 35000))),
-    ("aabbb", 11, "int8", {"algorithm": "naive"}, ("messages", "naive", (3, 2, 2, 2, 2))),
-    ("abcde", 11, "int8", {"algorithm": "native"}, ("native", "native", (3, 2, 2, 2, 2))),
-    ("aabbb", 11, "int8", {"algorithm": "native", "number": 9, **WHOLE}, ("native", "native", (0, 0, 0, 0, 11))),
-    ("aabbb", 11, "int8", {"algorithm": "ring"}, ("messages", "ring", (3, 2, 2, 2, 2))),
-    ("aaa", 11, "int8", {"algorithm": "ring", "number": 9, **WHOLE}, ("messages", "ring", (11, 0, 0))),
-    ("abcde", 11, "int8", {"algorithm": "halving_doubling"}, ("messages", "halving_doubling", (3, 3, 3, 2, 0))),
-    (
-        *("aabbb", 11, "int8", {"algorithm": "halving_doubling", "number": 9, **WHOLE}),
-        ("messages", "halving_doubling", (0, 11, 0, 0, 0)),
-    ),
-    ("abcde", 11, "int8", {"algorithm": "hierarchical"}, ("messages", "hierarchical", (3, 2, 2, 2, 2))),
-    ("aabbb", 11, "int8", {"algorithm": "hierarchical"}, ("messages", "hierarchical", (3, 3, 2, 2, 1))),
-    ("aaa", 40000, "float32", {"number": 1, **WHOLE}, ("direct", "naive", (0, 40000, 0))),
-    ("aabb", 40000, "float32", {"number": 6, **WHOLE}, ("hosted", "hierarchical", (0, 0, 40000, 0))),
-    ("abcde", 40000, "float32", {"number": 6, **WHOLE}, ("messages", "ring", (0, 40000, 0, 0, 0))),
+# Hosts of the workers, elements, dtype, settings: path, elements of each worker.
+AMONG_WORKERS: list[tuple[str, int, str, dict[str, Any], tuple[str, tuple[int, ...]]]] = [
+    ("a", 2000003, "float32", {}, ("ring", (2000003,))),
+    ("aa", 0, "float32", {}, ("direct", (0, 0))),
+    ("aa", 2000003, "float32", {}, ("direct", (1000002, 1000001))),
+    ("aaaaa", 13, "float16", {}, ("direct", (3, 3, 3, 2, 2))),
+    ("ab", 1, "float32", {}, ("ring", (1, 0))),
+    ("abc", 10, "float64", {}, ("ring", (4, 3, 3))),
+    ("aabb", 1, "float32", {}, ("hosted", (1, 0, 0, 0))),
+    ("aabb", 10, "float64", {}, ("hosted", (3, 2, 3, 2))),
+    ("abab", 10, "float64", {}, ("hosted", (3, 3, 2, 2))),
+    ("aab", 13, "float16", {}, ("hosted", (4, 3, 6))),
+    ("aaabbc", 10, "float64", {}, ("hosted", (2, 1, 1, 2, 1, 3))),
+    ("aaa", 7, "float32", OFF, ("ring", (3, 2, 2))),
+    ("aab", 70000, "bfloat16", OFF, ("ring", (23334, 23333, 23333))),
+    ("aabb", 10, "float64", {"fits": False}, ("ring", (3, 3, 2, 2))),  # no room in the memory
+    ("abcde", 11, "int8", {"algorithm": "native"}, ("native", (3, 2, 2, 2, 2))),
+    ("aabbb", 11, "int8", {"algorithm": "native", "number": 9, **WHOLE}, ("native", (0, 0, 0, 0, 11))),
+    ("aabbb", 11, "int8", {"algorithm": "ring"}, ("ring", (3, 2, 2, 2, 2))),
+    ("aaa", 11, "int8", {"algorithm": "ring", "number": 9, **WHOLE}, ("ring", (11, 0, 0))),
+    ("aaa", 40000, "float32", {"number": 1, **WHOLE}, ("direct", (0, 40000, 0))),
+    ("aabb", 40000, "float32", {"number": 6, **WHOLE}, ("hosted", (0, 0, 40000, 0))),
+    ("aabb", 40000, "float32", {"end": 10}, ("divided", (3, 2, 3, 2))),  # servers have the rest
 ]
 
 # Elements, itemsize, bytes held by each server, bound, partition bytes, whole: shards, elements of a partition.
@@ -84,58 +72,56 @@ def members_of(hosts: str, settings: dict[str, Any], **fields: Any) -> Members:
     return Members(tuple(hosts), tuple(range(len(hosts))), config=config, **fields)
 
 
+def options_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in ("whole", "fits", "end", "updated") if name in settings}
+
+
 @pytest.mark.parametrize(("hosts", "n", "dtype", "settings", "expected"), AMONG_WORKERS)
 def test_among_workers(
-    hosts: str, n: int, dtype: str, settings: dict[str, Any], expected: tuple[str, str, tuple[int, ...]]
+    hosts: str, n: int, dtype: str, settings: dict[str, Any], expected: tuple[str, tuple[int, ...]]
 ) -> None:
-    members = members_of(hosts, settings)
-    found = place(members, key(settings.get("number", 0), n, dtype), whole=settings.get("whole", False))
-    assert (found.path, found.algorithm, tuple(np.diff(found.bounds).tolist())) == expected
+    found = place(members_of(hosts, settings), key(settings.get("number", 0), n, dtype), **options_of(settings))
+    assert (found.path, tuple(np.diff(found.bounds).tolist())) == expected
     assert found.owners == tuple(range(len(hosts)))
 
 
-# Hosts of the workers, device path, elements, settings: path, algorithm, elements of each worker, path on the host.
-ON_DEVICES: list[tuple[str, Any, int, dict[str, Any], tuple[str, str, tuple[int, ...], str | None]]] = [
-    ("a", "host", 13, {}, ("messages", "naive", (13,), None)),
-    ("aaaaa", "mpi", 2000003, {"number": 6, **WHOLE}, ("mpi", "naive", (0, 2000003, 0, 0, 0), None)),
-    ("aaa", "mpi", 10, {}, ("mpi", "naive", (10, 0, 0), None)),
-    ("abc", "mpi", 9000, {}, ("mpi", "ring", (3008, 3008, 2984), None)),
-    ("aab", "mpi", 9000, {}, ("mpi", "ring", (3008, 3008, 2984), None)),
-    ("abc", "mpi", 9000, {"algorithm": "native"}, ("mpi", "ring", (3008, 3008, 2984), None)),
-    ("aaa", "nccl", 10, {}, ("nccl", "nccl_allreduce", (10, 0, 0), None)),
-    ("aaa", "host", 10, {}, ("host", "naive", (4, 3, 3), "direct")),
-    ("aab", "host", 9000, {}, ("host", "hierarchical", (2250, 2250, 4500), "hosted")),
-    ("abc", "host", 9000, {}, ("host", "ring", (3000, 3000, 3000), "messages")),
-    ("aaa", "host", 7, OFF, ("host", "naive", (3, 2, 2), "messages")),
-    ("abc", "host", 10, {"algorithm": "native"}, ("host", "native", (4, 3, 3), "native")),
+# Hosts of the workers, device path, elements, settings: path, elements of each worker, path on the host.
+ON_DEVICES: list[tuple[str, Any, int, dict[str, Any], tuple[str, tuple[int, ...], str | None]]] = [
+    ("a", "host", 13, {}, ("ring", (13,), None)),
+    ("aaaaa", "mpi", 2000003, {"number": 6, **WHOLE}, ("mpi", (0, 2000003, 0, 0, 0), None)),
+    ("aaa", "mpi", 10, {}, ("mpi", (10, 0, 0), None)),
+    ("aab", "mpi", 9000, {}, ("mpi", (3008, 3008, 2984), None)),
+    ("abc", "mpi", 9000, {"algorithm": "native"}, ("mpi", (3008, 3008, 2984), None)),
+    ("aaa", "nccl", 10, {"updated": True}, ("nccl", (10, 0, 0), None)),
+    ("aaa", "host", 10, {}, ("host", (4, 3, 3), "direct")),
+    ("aab", "host", 9000, {}, ("host", (2250, 2250, 4500), "hosted")),
+    ("aab", "host", 9000, {"fits": False}, ("host", (3000, 3000, 3000), "ring")),
+    ("abc", "host", 10, {"algorithm": "native"}, ("host", (4, 3, 3), "native")),
 ]
 
 
 @pytest.mark.parametrize(("hosts", "device_path", "n", "settings", "expected"), ON_DEVICES)
 def test_on_devices(
-    hosts: str,
-    device_path: Any,
-    n: int,
-    settings: dict[str, Any],
-    expected: tuple[str, str, tuple[int, ...], str | None],
+    hosts: str, device_path: Any, n: int, settings: dict[str, Any], expected: tuple[str, tuple[int, ...], str | None]
 ) -> None:
-    members = members_of(hosts, settings, device_path=device_path)
+    members, options = members_of(hosts, settings, device_path=device_path), options_of(settings)
     info = key(settings.get("number", 0), n, "float32")
-    whole = settings.get("whole", False)
-    found = place(members, info._replace(space="device"), whole=whole)
-    assert (found.path, found.algorithm, tuple(np.diff(found.bounds).tolist()), found.host) == expected
-    on_host = place(members, info, whole=whole)  # keys in host memory go as they always did
-    assert on_host == place(members_of(hosts, settings), info, whole=whole)
+    found = place(members, info._replace(space="device"), **options)
+    assert (found.path, tuple(np.diff(found.bounds).tolist()), found.host) == expected
+    on_host = place(members, info, **options)  # keys in host memory go as they always did
+    assert on_host == place(members_of(hosts, settings), info, **options)
     if found.path == "host":
         assert found == on_host._replace(path="host", host=on_host.path)
-    elif not whole and found.algorithm != "hierarchical":
+    elif not options.get("whole"):
         assert all(bound * info.dtype.itemsize % 128 == 0 or bound == info.n_elems for bound in found.bounds)
 
 
-def test_a_copied_key_that_shared_memory_has_no_room_for() -> None:
-    members = Members(("a", "a", "b"), (0, 1, 2), device_path="host")
-    found = place(members, key(0, 10, "float32")._replace(space="device"), fits=False)
-    assert (found.path, found.host) == ("host", "messages")
+@pytest.mark.parametrize(
+    ("dtype", "updated", "all_of_it"), [("f4", False, True), ("f4", True, False), ("f2", False, False)]
+)
+def test_what_nccl_adds_at_once_every_worker_owns(dtype: str, updated: bool, all_of_it: bool) -> None:
+    found = place(members_of("aab", {}, device_path="nccl"), key(0, 9, dtype)._replace(space="device"), updated=updated)
+    assert found.replicated is all_of_it
 
 
 @pytest.mark.parametrize("row", ON_SERVERS)
@@ -144,25 +130,42 @@ def test_on_servers(row: tuple[int, int, list[int], int, int, bool, list[tuple[i
     config = Config(bigarray_bound_elems=bound, partition_bytes=partition)
     members = Members(("a",) * (1 + len(held)), (0,), tuple(range(1, 1 + len(held))), config=config)
     info = key(3, n, {2: "float16", 4: "float32", 8: "float64"}[itemsize])
-    found = place(members, info, whole=whole, load_bytes=held)
-    assert (found.path, found.algorithm, list(found.shards), found.partition_elems) == (
-        "servers",
-        "",
-        shards,
-        partition_elems,
-    )
-    assert as_announced(members, info, found.announced()) == found
+    found = place_at_owners(members, info, wire_of(info), whole=whole, load_bytes=held)
+    assert (found.path, list(found.shards), found.partition_elems) == ("owners", shards, partition_elems)
+    assert as_announced(members, info, found.announced(), wire_of(info)) == found
+
+
+CUT = CUT_BYTES // 4
+# Hosts of workers that own the key, elements, codec, other options: elements of each owner.
+IN_WORKERS: list[tuple[str, int, str, dict[str, Any], tuple[int, ...]]] = [
+    ("abc", CUT - 1, "none", {"number": 7}, (0, CUT - 1, 0)),  # dealt out
+    ("abc", CUT - 1, "none", {"load_bytes": [5, 4, 3]}, (0, 0, CUT - 1)),
+    ("abc", CUT, "none", {}, (1366, 1365, 1365)),
+    ("abc", CUT, "none", {"number": 5, "updated": True, **WHOLE}, (0, 0, CUT)),
+    ("ab", 10, "none", {"updated": True}, (10, 0)),
+    ("ab", 10, "none", {}, (10, 10)),  # of two workers each sends as many bytes so, in half the messages
+    ("abcde", 10, '{"type": "2bit"}', {}, (10,) * 5),
+    ("abcde", 5 * CUT, '{"type": "2bit"}', {"updated": True}, (CUT,) * 5),
+    ("abc", 3 * CUT, '{"type": "none", "pull": "bf16"}', {}, (CUT,) * 3),  # an owner has the exact sum
+    ("abc", 3 * CUT, '{"type": "int8", "block": 2048}', {"updated": True}, (4096, 4096, 4096)),  # whole blocks
+    ("a", 10, '{"type": "2bit"}', {}, (10,)),
+]
+
+
+@pytest.mark.parametrize(("hosts", "n", "codec", "options", "expected"), IN_WORKERS)
+def test_at_workers(hosts: str, n: int, codec: str, options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    members, info = members_of(hosts, {}), key(options.get("number", 0), n, "float32")._replace(codec=codec)
+    more = {name: value for name, value in options.items() if name != "number"}
+    found = place_at_owners(members, info, wire_of(info), **more)
+    elems = [0] * len(hosts)
+    for owner, begin, end in found.shards:
+        elems[owner] += end - begin
+    assert (found.path, tuple(elems)) == ("owners", expected)
+    assert found.replicated is (sum(expected) > n)
+    assert as_announced(members, info, found.announced(), wire_of(info)) == found
 
 
 def test_an_asynchronous_store_without_servers_has_one_in_every_worker() -> None:
-    members = Members(("a", "b", "b"), (0, 1, 2), (), synchronous=False)
+    members, info = Members(("a", "b", "b"), (0, 1, 2), (), synchronous=False), key(0, 10, "float32")
     assert members.owners == (0, 1, 2)
-    assert place(members, key(0, 10, "float32"), load_bytes=[4, 0, 8]).shards == ((1, 0, 10),)
-
-
-def test_a_key_without_room_in_the_memory_takes_messages() -> None:
-    """And adds in the same order as one that has room."""
-    for hosts in ("aa", "aabb"):
-        members, info = Members(tuple(hosts), tuple(range(len(hosts)))), key(0, 100_000, "float32")
-        found = place(members, info)
-        assert place(members, info, fits=False) == found._replace(path="messages")
+    assert place_at_owners(members, info, wire_of(info), load_bytes=[4, 0, 8]).shards == ((1, 0, 10),)

@@ -63,9 +63,7 @@ def test_times_of_hosts_are_put_together_within_what_is_claimed(hosts, servers, 
                 store.pushpull("w", np.ones(3000, np.float32))
         store.barrier()
 
-    config = Config(
-        timeout_s=30, shared_memory="off", algorithm="ring", server_placement="last", bucket_bytes=0, servers_take="all"
-    )
+    config = Config(timeout_s=30, shared_memory="off", algorithm="ring", server_placement="last", servers_take="all")
     spawn_stores("dist_sync", workers, body, num_servers=servers, config=config, fabric=fabric, hosts=hosts)
     machines_differ(tmp_path)
     ranks = read_run(tmp_path)

@@ -21,12 +21,12 @@ from mpikv.transports.threads import ThreadTransport
 MOST = 8
 OURS = str(Path(mpikv.__file__).parent)
 PATHS = {
-    "naive": Mode("dist_sync", 2, algorithm="naive"),
+    "owners": Mode("dist_sync", 2, algorithm="owners"),
+    "both": Mode("dist_sync", 2, hosts="ab"),  # a call has keys of both kinds
     "ring": Mode("dist_sync", 3, algorithm="ring", hosts="abc"),
-    "halving": Mode("dist_sync", 4, algorithm="halving_doubling"),
-    "hierarchical": Mode("dist_sync", 4, algorithm="hierarchical", hosts="aabb"),
     "hosted": Mode("dist_sync", 4, hosts="aabb"),
     "servers": Mode("dist_sync", 2, 1, memory="off"),
+    "divided": Mode("dist_sync", 4, 1, hosts="aabbc", take="0.5"),
 }
 # The files with the store's functions that a user, or PyTorch's hook, calls.
 ENTRANCES = ("mpikv/kvstore.py", "mpikv/calls/request.py", "mpikv/torch/gradients.py")
@@ -103,7 +103,7 @@ def test_from_a_call_to_the_transport(path: str, longest: dict[str, list[str]]) 
     assert {name: found for name, found in longest.items() if len(found) > MOST} == {}
 
 
-@pytest.mark.parametrize("path", ["naive", "ring", "servers"])
+@pytest.mark.parametrize("path", ["owners", "ring", "servers", "divided"])
 def test_from_the_gradient_hook_to_the_transport(path: str, longest: dict[str, list[str]]) -> None:
     """PyTorch calls the hook in the backward pass; frames are counted from the hook's call of the store."""
     torch = pytest.importorskip("torch")

@@ -32,7 +32,7 @@ def test_more_owners_of_rows_than_tags() -> None:
         store.init("dense", np.zeros(3))
         store.init("rows", RowSparse(np.zeros(0, int), np.zeros((0, 2)), (8, 2)))
 
-    with pytest.raises(RankError, match="ConfigError: 4 workers, each with rows: a worker can ask at most 3"):
+    with pytest.raises(RankError, match="4 workers, all owners of key 'rows': a worker can ask at most 3"):
         Mode("dist_sync", 4).run(body)
 
 

@@ -17,7 +17,7 @@ MODES = (
     Mode("local", 1),
     Mode("dist_sync", 1),
     Mode("dist_sync", 3),
-    Mode("dist_sync", 3, 0, "naive"),  # which adds in the order of the workers, as owners of rows do
+    Mode("dist_sync", 3, 0, "owners"),  # which adds in the order of the workers, as owners of rows do
     Mode("dist_sync", 2, 2, memory="off"),
 )
 each = pytest.mark.parametrize
@@ -139,10 +139,9 @@ def test_a_step_costs_the_rows_that_it_changes():
         assert np.flatnonzero(table.data[:, 0]).size == 20
         return store.stats()["bytes_sent"] - before
 
-    # To two owners: headers, ids padded to 16 bytes, rows; two questions. Owner 0 answers two with all 20 rows.
-    push = 2 * (48 + 16) + 48 + 10 * 40
-    asked, answers = 2 * 48, [2 * (16 + 80 + 20 * 40), 2 * 16]
-    assert Mode("dist_sync", 2, memory="off").run(body) == [push + asked + answer for answer in answers]
+    # To the other owner: headers, ids padded to 16 bytes, rows; a question; an answer. Owner 0 has all 20 rows.
+    nothing, all_rows = 48 + 16, 16 + 80 + 20 * 40
+    assert Mode("dist_sync", 2, memory="off").run(body) == [nothing + 48 + all_rows, nothing + 48 + 10 * 40 + 48 + 16]
 
 
 def test_a_step_without_a_gradient():

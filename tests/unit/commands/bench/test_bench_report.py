@@ -78,7 +78,7 @@ def test_what_is_parsed() -> None:
     assert (parsed("train").seconds, parsed("ps").max_bytes, parsed("link").dtype) == (60, 64 << 20, "float32")
     assert parsed("ps", "--plot", "x.svg").plot == "x.svg"
     assert parsed("allreduce", "--algorithms", "all").algorithms == ALGORITHMS
-    assert parsed("allreduce", "--algorithms", "ring,naive,ring").algorithms == ("ring", "naive")
+    assert parsed("allreduce", "--algorithms", "ring,owners,ring").algorithms == ("ring", "owners")
     assert parsed("train", "--batch", "4,32").batch == (4, 32)
     assert [parsed("pushpull", "--keys", one).keys for one in ("5", "7x4K")] == [(5, 1024), (7, 4096)]
     assert {flags for kind in KINDS.values() for flags in kind.options} | {"-n", "--json"} == set(OPTIONS)
@@ -91,7 +91,7 @@ def test_what_is_parsed() -> None:
         (["allreduce", "-n", "none"], "'none' is not a whole number"),
         (["allreduce", "--iterations", "0"], "0 is less than 1"),
         (["allreduce", "--seconds", "-1"], "'-1' is not a number of seconds"),
-        (["allreduce", "--algorithms", "fast"], "'fast' is none of naive, "),
+        (["allreduce", "--algorithms", "fast"], "'fast' is none of ring, owners"),
         (["allreduce", "--algorithms", ","], "nothing is none of"),
         (["allreduce", "--dtype", "complex64"], "invalid choice"),
         (["pushpull", "--keys", "0x4K"], "0 is less than 1"),

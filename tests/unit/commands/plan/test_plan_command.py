@@ -20,7 +20,7 @@ import mpikv
 from mpikv.__main__ import main
 from mpikv.codecs import Codec, compression
 from mpikv.codecs.compression import KeyCompression
-from mpikv.commands.plan import allreduce, calibrate, options, servers
+from mpikv.commands.plan import calibrate, options, servers
 from mpikv.commands.plan.step import Speed, StepSettings, Workload, of_bytes, of_model
 from mpikv.common import units
 from mpikv.config import Config
@@ -28,8 +28,8 @@ from mpikv.kvstore import KVStore
 from mpikv.placement.costs import Costs, Link
 from mpikv.testing.stores import spawn_stores
 
-LINK = Link(1.25e9, 20e-6)
-SHAPES = ((300,), (20_000,), (1_200_000,), (7,), (500_000,), (90_000,), (0,), (40_000,))
+LINK, FAST_LINK = Link(1.25e9, 20e-6), Link(1.5e9, 20e-6)
+SHAPES = ((300,), (20_000,), (1_200_000,), (7,), (600_000,), (90_000,), (0,), (40_000,))
 
 
 ONE = ("--workers", "2", "--servers", "0", "--modes", "sync")
@@ -163,44 +163,44 @@ def least_of_three(store: KVStore, step: Callable[[], object]) -> tuple[int, int
     return min((after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(seen))
 
 
-def counted(
-    name: str,
-    workers: int,
-    n_servers: int,
-    shapes: Sequence[tuple[int, ...]],
-    params_of_codec: dict[str, object] | None = None,
-) -> tuple[int, int]:
-    """Messages and bytes of the worker that sends most, in one step of a Trainer on thread ranks."""
+def check_counts(
+    name: str, workers: int, n_servers: int, shapes: Sequence[tuple[int, ...]], settings: StepSettings
+) -> None:
+    """Messages and bytes of the worker that sends most, in one step of a Trainer on thread ranks, are those planned."""
+    # Over slower links owners ask for pieces, in as many messages as time lets.
+    link = LINK if n_servers else FAST_LINK
 
     def body(store: KVStore) -> tuple[int, int]:
         params = {f"{i:03}": mpikv.Parameter(np.zeros(shape, np.float32)) for i, shape in enumerate(shapes)}
-        trainer = mpikv.Trainer(
-            params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=params_of_codec
-        )
+        travels = None if settings.compression.uncompressed else json.loads(settings.compression.text)
+        trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=travels)
         for parameter in params.values():
             parameter.grad[...] = 1
         trainer.step(1)
         return least_of_three(store, lambda: trainer.step(1))
 
     hosts = [f"h{i}" for i in range(workers + n_servers)]
-    # Messages of several keys that travel together are as many as time lets meet.
-    config = Config(timeout_s=60, server_placement="last", progress="calls", bucket_bytes=0, link="10gbit,20us")
-    found = spawn_stores(name, workers, body, num_servers=n_servers, config=config, hosts=hosts)
-    return max(found)
+    config = Config(
+        timeout_s=60,
+        server_placement="last",
+        progress="calls",
+        link=f"{8 * link.bytes_per_s / 1e9:g}gbit,20us",
+    )
+    found = servers.predict(Workload("some", tuple(shapes)), workers, link, Costs(), settings)
+    of_workers = spawn_stores(name, workers, body, num_servers=n_servers, config=config, hosts=hosts)
+    assert max(of_workers) == (found.messages, found.sent_bytes)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5, 8])
-def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
-    found = allreduce.predict(Workload("mixed", SHAPES), workers, LINK, Costs())
-    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SHAPES)
-
-
-@pytest.mark.parametrize("n_servers", [1, 3])
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers", "n_servers"),
+    [
+        *(("dist_sync", workers, 0) for workers in (2, 3, 5, 8)),
+        *((name, 3, n) for name in ("dist_sync", "dist_async") for n in (1, 3)),
+    ],
+)
+def test_counts_are_those_of_a_store(name: str, workers: int, n_servers: int) -> None:
     settings = StepSettings(servers=n_servers, synchronous=name == "dist_sync")
-    found = servers.predict(Workload("mixed", SHAPES), 3, LINK, Costs(), settings)
-    assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
+    check_counts(name, workers, n_servers, SHAPES, settings)
 
 
 KINDS: list[dict[str, object]] = [
@@ -211,7 +211,7 @@ KINDS: list[dict[str, object]] = [
     {"type": "topk", "ratio": 0.02},
     {"type": "powersgd", "rank": 2},
 ]
-FEW = ((300,), (270_001,), (7,), (0,), (400, 10, 10), (30, 40))  # several pieces, parts of a bucket, nothing
+FEW = ((300,), (270_001,), (7,), (0,), (400, 10, 10), (30, 40))  # several pieces, short ones, nothing
 FAST = Speed(1e-9, 2e-9, 3e-9)
 
 
@@ -219,31 +219,29 @@ def speeds_of(travels: KeyCompression) -> dict[Codec, Speed]:
     return dict.fromkeys((travels.push, travels.pull), FAST)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object]) -> None:
-    workers, travels = 3, compression.make(kind)
-    step = StepSettings(travels, speeds=speeds_of(travels))
-    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), step)
-    assert found.mode == "allreduce owners"
-    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, {**kind, "force": True})
-
-
-@pytest.mark.parametrize("kind", [*KINDS[1:3], KINDS[-1]], ids=str)
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
-    travels = compression.make(kind)
-    settings = StepSettings(travels, speeds_of(travels), servers=2, synchronous=name == "dist_sync")
-    found = servers.predict(Workload("few", FEW), 2, LINK, Costs(), settings)
-    assert (found.messages, found.sent_bytes) == counted(name, 2, 2, FEW, {**kind, "force": True})
+@pytest.mark.parametrize(
+    ("name", "workers", "n_servers", "kind"),
+    [
+        *(("dist_sync", 3, 0, kind) for kind in KINDS),
+        *((name, 2, 2, kind) for name in ("dist_sync", "dist_async") for kind in (*KINDS[1:3], KINDS[-1])),
+    ],
+    ids=str,
+)
+def test_counts_of_compressed_keys_are_those_of_a_store(
+    name: str, workers: int, n_servers: int, kind: dict[str, object]
+) -> None:
+    travels = compression.make({**kind, "force": True})
+    settings = StepSettings(travels, speeds_of(travels), servers=n_servers, synchronous=name == "dist_sync")
+    check_counts(name, workers, n_servers, FEW, settings)
 
 
 def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
     travels = compression.make({"type": "2bit", "pull": "fp16"})
     speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
     step = StepSettings(travels, speeds=speeds)
-    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step)
-    assert found.binds[0] == "core"
-    assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
+    found = servers.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step)
+    assert found.binds[0] == "worker core"
+    assert found.busy_s["worker core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
 
 
 def test_what_a_codec_costs_is_measured() -> None:

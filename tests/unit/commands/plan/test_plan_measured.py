@@ -9,7 +9,7 @@ import pytest
 from jobs import ROOT
 
 from mpikv.commands import models
-from mpikv.commands.plan import allreduce, servers
+from mpikv.commands.plan import servers
 from mpikv.commands.plan.step import PlannedStep, StepSettings, of_bytes, of_model
 from mpikv.placement.costs import Costs, Link
 
@@ -43,9 +43,7 @@ def rows() -> list[Row]:
 def predicted(row: Row) -> PlannedStep:
     known = row.what in models.NAMES
     workload = of_model(row.what) if known else of_bytes(int(row.what.rstrip("M")) << 20)
-    if not row.servers:
-        return allreduce.predict(workload, row.workers, LINK, Costs())
-    settings = StepSettings(servers=row.servers, synchronous=row.mode == "servers, sync", take=1.0)
+    settings = StepSettings(servers=row.servers, synchronous=row.mode != "servers, async", take=1.0)
     return servers.predict(workload, row.workers, LINK, Costs(), settings)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from mpikv.codecs import compression
-from mpikv.collectives.select import ALGORITHMS
-from mpikv.commands.plan import allreduce, servers
-from mpikv.commands.plan.allreduce import buckets_of, hosts_of
-from mpikv.commands.plan.step import Speed, StepSettings, Workload, of_bytes, of_model
+from mpikv.commands.plan import servers
+from mpikv.commands.plan.step import PlannedStep, Speed, StepSettings, Workload, of_bytes, of_model
 from mpikv.errors import ConfigError
-from mpikv.placement.algorithms import LINK_SEGMENT_BYTES
-from mpikv.placement.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, allreduce_s, servers_s
+from mpikv.placement.costs import BOTH_DIRECTIONS, MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link, ring_s, servers_s
 
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0)
 COSTS = Costs()
@@ -28,14 +26,15 @@ def wire_s(n_bytes: float, link: Link = LINK) -> float:
     return (n_bytes + math.ceil(n_bytes / (link.mtu_bytes - 52)) * 82.5) / link.bytes_per_s
 
 
-def alone_s(algorithm: str, n_bytes: int, workers: int) -> float:
-    return allreduce_s(algorithm, n_bytes, workers, LINK, FREE, hosts=workers, segment_bytes=LINK_SEGMENT_BYTES)
+def among(workload: Workload, workers: int, link: Link = LINK, costs: Costs = FREE, **settings: Any) -> PlannedStep:
+    """A step of workers without servers."""
+    return servers.predict(workload, workers, link, costs, StepSettings(**settings))
 
 
 @pytest.mark.parametrize("workers", [2, 3, 64])
 def test_a_long_ring_takes_the_time_of_its_bytes(workers: int) -> None:
     n_bytes = 16 << 20
-    found = allreduce.predict(of_bytes(n_bytes), workers, LINK, FREE)
+    found = among(of_bytes(n_bytes), workers)
     assert found.mode == "allreduce ring"
     assert found.sent_bytes == pytest.approx(2 * (workers - 1) * n_bytes / workers, abs=4 * workers)
     assert found.exchange_s == pytest.approx(found.sent_bytes / 60 / 1024 * wire_s(60 << 10), rel=0.02)
@@ -43,109 +42,89 @@ def test_a_long_ring_takes_the_time_of_its_bytes(workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "workers", "steps"),
-    [
-        ("naive", 4, [(0.25, 3)] * 2),
-        ("ring", 5, [(0.2, 1)] * 8),
-        ("halving_doubling", 8, [(part, 1) for part in (0.5, 0.25, 0.125) for _ in "ab"]),
-        ("halving_doubling", 5, [(1, 1)] * 2 + [(0.5, 1), (0.25, 1)] * 2),
-        ("hierarchical", 4, [(0.25, 1)] * 6),
-    ],
+    ("workers", "hosts", "segment_bytes", "wait"), [(5, 5, 60 << 10, 1), (8, 2, 5000, 1), (2, 2, 1 << 20, 3)]
 )
-def test_a_short_exchange_takes_its_published_steps(
-    algorithm: str, workers: int, steps: list[tuple[float, int]]
+def test_a_key_alone_takes_the_published_steps_of_a_ring(
+    workers: int, hosts: int, segment_bytes: int, wait: int
 ) -> None:
-    """steps: the part of the bytes, and the messages of one rank, in each of the steps that follow each other."""
-    n_bytes = 40_000
-    expected_s = sum(LINK.latency_s + messages * wire_s(int(part * n_bytes)) for part, messages in steps)
-    assert alone_s(algorithm, n_bytes, workers) == pytest.approx(expected_s)
-
-
-def test_a_long_message_is_announced_and_agreed_to_first() -> None:
-    assert alone_s("naive", 1 << 20, 2) == pytest.approx(2 * (3 * LINK.latency_s + wire_s(1 << 19)))
+    """wait: for so many latencies, as a long message is announced and agreed to first."""
+    n_bytes = 200_000
+    step_s = wait * LINK.latency_s + wire_s(min(n_bytes // workers, segment_bytes))
+    found = ring_s(n_bytes, workers, LINK, FREE, hosts=hosts, segment_bytes=segment_bytes)
+    assert found == pytest.approx(2 * (hosts - 1) * step_s)
 
 
 def test_a_core_that_has_more_to_do_than_the_link_binds() -> None:
-    fast = Link(12.5e9, 1e-6)
-    found = allreduce.predict(of_model("resnet18"), 4, fast, COSTS)
+    n_bytes, fast = 64 << 20, Link(12.5e9, 1e-6)
+    found = among(of_bytes(n_bytes), 4, fast, COSTS)
     assert found.binds == ("core", 1.0)
-    n_bytes = of_model("resnet18").n_bytes
     # Sent, received and added once each, or twice; a quarter of it updated; all of it copied in and out.
     bytes_s = 2 * 2 * 0.75 * COSTS.byte_s + COSTS.add_byte_s + 2 * COSTS.copy_byte_s
     assert found.exchange_s == pytest.approx(n_bytes * bytes_s + 2 * found.messages * COSTS.message_s, rel=0.01)
+    both = among(of_model("resnet18"), 4, fast, COSTS)
+    assert both.mode == "allreduce ring+owners"
+    assert both.binds == ("worker core", 1.0)
 
 
-def test_of_many_workers_those_of_one_host_are_counted() -> None:
-    """All others send as much, up to an element."""
-    workload = Workload("even", ((1 << 16,), (1 << 20,)))
-    few, many = (allreduce.predict(workload, workers, LINK, COSTS) for workers in (16, 32))
-    assert few.sent_bytes == 2 * 15 * workload.n_bytes // 16
-    assert many.sent_bytes == 2 * 31 * workload.n_bytes // 32
+def test_keys_go_both_ways_at_the_same_time() -> None:
+    """The links carry what both ways need."""
+    short, long = Workload("short", ((1000,), (20_000,))), of_bytes(16 << 20)
+    parts = [among(one, 4, LINK, COSTS) for one in (short, long)]
+    both = among(Workload("both", short.shapes + long.shapes), 4, LINK, COSTS)
+    assert [one.mode for one in (*parts, both)] == [f"allreduce {way}" for way in ("owners", "ring", "ring+owners")]
+    assert both.messages == sum(one.messages for one in parts)
+    assert both.sent_bytes == sum(one.sent_bytes for one in parts)
+    assert both.busy_s["worker link out"] == pytest.approx(
+        parts[0].busy_s["worker link out"] + parts[1].busy_s["link out"]
+    )
+    assert both.exchange_s == max(parts[1].exchange_s, both.busy_s["worker link out"], both.busy_s["worker link in"])
 
 
 def test_workers_of_one_host_are_refused() -> None:
     with pytest.raises(ConfigError, match="one host"):
-        allreduce.predict(of_bytes(1000), 4, LINK, COSTS, StepSettings(per_host=4))
+        among(of_bytes(1000), 4, per_host=4)
 
 
 def test_ranks_of_a_host_share_its_link() -> None:
-    apart, together = (allreduce.predict(of_bytes(16 << 20), 8, LINK, FREE, StepSettings(per_host=n)) for n in (1, 4))
-    assert together.mode == "allreduce hierarchical"
+    apart, together = (among(of_bytes(16 << 20), 8, per_host=n) for n in (1, 4))
     assert together.exchange_s == pytest.approx(apart.exchange_s * (2 * 1 / 2) / (2 * 7 / 8), rel=0.01)
 
 
 def test_overlap_hides_the_exchange_behind_computing() -> None:
-    found = allreduce.predict(of_model("resnet18"), 4, Link(1.25e9, 20e-6), COSTS, StepSettings(compute_s=0.5))
+    found = among(of_model("resnet18"), 4, Link(1.25e9, 20e-6), COSTS, compute_s=0.5)
     assert found.overlapped_s is not None
     assert 0.5 <= found.overlapped_s < 0.5 + found.exchange_s / 2
-    slow = allreduce.predict(of_model("resnet18"), 4, LINK, COSTS, StepSettings(compute_s=0.5))
+    slow = among(of_model("resnet18"), 4, LINK, COSTS, compute_s=0.5)
     assert slow.overlapped_s is not None
     assert slow.exchange_s < slow.overlapped_s < slow.exchange_s + 0.5
 
 
 @pytest.mark.parametrize("rate", [25e6, 125e9])
-def test_one_bucket_has_nothing_to_overlap_with(rate: float) -> None:
+def test_one_key_has_nothing_to_overlap_with(rate: float) -> None:
     """Whatever binds: it leaves at the end of the computing, and takes as long as then."""
-    found = allreduce.predict(of_bytes(16 << 20), 2, Link(rate, 20e-6), COSTS, StepSettings(compute_s=0.003))
+    found = among(of_bytes(16 << 20), 2, Link(rate, 20e-6), COSTS, compute_s=0.003)
     assert found.overlapped_s == pytest.approx(0.003 + found.exchange_s)
 
 
-def test_buckets_are_those_of_a_trainer() -> None:
-    found = buckets_of(of_model("resnet18"), hosts_of(4, 1))
-    assert sorted(key for bucket in found for key in bucket.keys) == list(range(62))
-    assert sum(bucket.info.n_elems for bucket in found) == 11_689_512
-    assert found[0].keys == (60,)  # the last layer's weight fills a bucket before its bias does
-    assert {bucket.placement.algorithm for bucket in found} <= set(ALGORITHMS)
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "algorithm", "workers", "share"),
-    [
-        (30_000, "naive", 2, 1),
-        (30_000, "naive", 4, TO_ALL_SHARE),
-        (30_000, "halving_doubling", 5, 1),
-        (16 << 20, "ring", 5, 1),
-    ],
-)
-def test_a_link_is_not_filled_where_all_send_to_all(n_bytes: int, algorithm: str, workers: int, share: float) -> None:
-    """But by two hosts it is, and where hosts send to one other at a time."""
-    found = allreduce.predict(of_bytes(n_bytes), workers, LINK, FREE)
-    assert found.mode == f"allreduce {algorithm}"
-    (bucket,) = buckets_of(of_bytes(n_bytes), hosts_of(workers, 1))
-    counts = [allreduce.counted(bucket, rank, hosts_of(workers, 1), {}) for rank in range(workers)]
-    filled_s = max(sum(half.link_s(LINK)[0] for half in halves) for halves in counts)
-    assert found.busy_s["link out"] == pytest.approx(filled_s / share)
+@pytest.mark.parametrize(("workers", "share"), [(2, 1), (4, TO_ALL_SHARE)])
+def test_a_link_is_not_filled_where_all_send_to_all(workers: int, share: float) -> None:
+    """But by two hosts it is. Nothing but the link costs time here, and the latencies of one way out and back."""
+    found = among(of_bytes(40_000), workers)
+    assert found.mode == "allreduce owners"
+    part = 40_000 / workers
+    link_s = (workers - 1) * (wire_s(part + HEADER_BYTES) + wire_s(part)) / share
+    assert found.busy_s == pytest.approx({"worker link out": link_s, "worker link in": link_s, "worker core": 0})
+    assert found.exchange_s == pytest.approx(BOTH_DIRECTIONS * link_s + 2 * LINK.latency_s)
 
 
 @pytest.mark.parametrize(("workers", "share"), [(2, 1), (4, TO_ALL_SHARE)])
-def test_neither_is_it_by_encoded_keys(workers: int, share: float) -> None:
-    """Nothing but the link costs time here: exactly its bytes, and the latencies of one way out and back."""
+def test_encoded_keys_take_the_time_of_their_bytes_in_the_link(workers: int, share: float) -> None:
     travels = compression.make("2bit")
-    step = StepSettings(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
-    found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, step)
+    speeds = dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0))
+    found = among(of_bytes(16 << 20), workers, compression=travels, speeds=speeds)
     assert found.mode == "allreduce owners"
-    assert found.exchange_s == pytest.approx(found.busy_s["link out"] + 2 * LINK.latency_s)
-    assert found.busy_s["link out"] == pytest.approx(found.sent_bytes / LINK.bytes_per_s / share, rel=0.1)
+    assert found.busy_s["worker link out"] == pytest.approx(found.sent_bytes / LINK.bytes_per_s / share, rel=0.1)
+    assert found.exchange_s == pytest.approx(BOTH_DIRECTIONS * found.busy_s["worker link out"], rel=0.02)
 
 
 # --- servers
