@@ -13,7 +13,6 @@ The idea is that of Li et al., PyTorch Distributed: Experiences on Accelerating 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 FIRST_BYTES = 256 << 10
 LIMIT_BYTES = 4 << 20
@@ -46,8 +45,3 @@ def plan(
             positions, filled = [], 0
         open_[kind] = ([*positions, i], filled + n_bytes)
     return done + [positions for positions, _ in open_.values()]
-
-
-def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each array of a bucket begins, and where the last one ends; in elements."""
-    return (0, *accumulate(sizes))

@@ -146,10 +146,6 @@ class PlacedKeys:
 
     # --- rounds
 
-    def start_rounds(self, queue: RoundQueue) -> None:
-        if (running := self.new_running(queue)) is not None:
-            queue.running = self._session.engine.take(running)
-
     def new_running(self, queue: RoundQueue) -> Running[None] | None:
         """Make what does the queue's rounds, for the engine to run; None: it runs already."""
         return Running(rounds(queue, self._session, self.owner), queue.name) if queue.may_start else None

@@ -3,7 +3,7 @@
 For tests: what a real network does once in a thousand runs, it does in every run, and nobody has to sleep for it. A
 receive is handed on, or a message that has arrived is found, only some *looks* later; each call of `poll` or `probe` of
 this rank is a look. So messages of different senders or tags overtake each other; those of one sender with one tag
-stay in their order, as MPI promises. A `Gate` holds some of them until a test opens it.
+stay in their order, as MPI promises.
 
 All that is random follows from a seed and from the order of this rank's own calls.
 """
@@ -11,7 +11,6 @@ All that is random follows from a seed and from the order of this rank's own cal
 from __future__ import annotations
 
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,30 +30,6 @@ class KilledError(MpikvError):
     """This rank has died, as its script says."""
 
 
-class Gate:
-    """Holds messages that come from `source` (None: anybody) under `tag` (None: any) until it is opened.
-
-    asked: set once a rank has asked for something that it holds. Several ranks, and a test, may use it at once.
-    """
-
-    def __init__(self, *, source: int | None = None, tag: int | None = None) -> None:
-        self._source, self._tag = source, tag
-        self._opened = threading.Event()
-        self.asked = threading.Event()
-
-    def open(self) -> None:
-        """Let everything through from now on."""
-        self._opened.set()
-
-    def holds(self, route: Route) -> bool:
-        """Return whether a message of this source and tag has to wait."""
-        source, tag = route
-        if self._opened.is_set() or self._source not in (None, source) or self._tag not in (None, tag):
-            return False
-        self.asked.set()
-        return True
-
-
 class Death(NamedTuple):
     """A rank dies when it has sent `sends` messages: every call of its transport then raises `KilledError`.
 
@@ -70,12 +45,11 @@ class Faults:
     """The script of one rank.
 
     seed: of the delays; with None nothing is late by chance. most_looks: how many looks later something comes at most.
-    gates: hold messages that come to this rank. death: when it dies; None: never.
+    death: when it dies; None: never.
     """
 
     seed: int | None = None
     most_looks: int = 4
-    gates: Sequence[Gate] = ()
     death: Death | None = None
 
 
@@ -141,9 +115,6 @@ class FaultyTransport:
     def _due(self) -> int:
         return self._looks + (0 if self._dice is None else self._dice.randint(0, self._faults.most_looks))
 
-    def _free(self, route: Route, due: int) -> bool:
-        return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
-
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         if not self.lives():
             return Completion()
@@ -159,7 +130,7 @@ class FaultyTransport:
 
     def _begin_receives(self) -> None:
         for route in tuple(self._receives):
-            while route in self._receives and self._free(route, self._receives[route][0].due):
+            while route in self._receives and self._receives[route][0].due <= self._looks:
                 take_first(self._receives, route).begin()
 
     def probe(self, tag: int) -> Incoming | None:
@@ -170,7 +141,7 @@ class FaultyTransport:
         while (incoming := self._inner.probe(tag)) is not None:
             self._arrived.setdefault((incoming.source, tag), deque()).append((self._due(), self._found, incoming))
             self._found += 1
-        routes = [route for route, queue in self._arrived.items() if route[1] == tag and self._free(route, queue[0][0])]
+        routes = [route for route, queue in self._arrived.items() if route[1] == tag and queue[0][0] <= self._looks]
         if not routes:
             return None
         in_order = min(routes, key=lambda route: self._arrived[route][0][1])

@@ -10,8 +10,7 @@ from mpikv.engine.backoff import wait_until
 from mpikv.errors import StallError
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
-from mpikv.transports.base import Arrival
-from mpikv.transports.faulty import Death, Faults, FaultyFabric, Gate, KilledError
+from mpikv.transports.faulty import Death, Faults, FaultyFabric, KilledError
 
 
 def pair(*faults: Faults):
@@ -56,27 +55,6 @@ def test_those_of_different_senders_overtake_each_other_as_the_seed_says():
     for order in found:
         for sender in (0, 1):
             assert [i for source, i in order if source == sender] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("how", ["receive", "probe"])
-def test_a_gate_holds_what_it_is_for_until_it_is_opened(how):
-    gate = Gate(source=0, tag=1)
-    me, other = pair(Faults(gates=[gate]))
-    me.isend(one(1), 1, 1)
-    me.isend(one(2), 1, 2)
-    values = np.zeros(3, np.int64)
-    if how == "receive":
-        held, free = other.irecv(values[1:2], 0, 1), other.irecv(values[2:3], 0, 2)
-    else:
-        held, free = Arrival(other, 1), Arrival(other, 2)
-    for _ in range(100):
-        other.poll()
-        assert not held.test()
-    assert free.test()
-    assert gate.asked.is_set()
-    gate.open()
-    received(other, held)
-    assert how == "probe" or values.tolist() == [0, 1, 2]
 
 
 def test_a_rank_is_killed_after_so_many_messages():
