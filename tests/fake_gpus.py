@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from fake_cupy import Machine
 
 from mpikv.engine.operation import Operation, Waiter, Waking, wakes
+from mpikv.placement import place
+from mpikv.placement.keys import even_bounds
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.named import Spaces
@@ -32,6 +36,11 @@ def one_gpu(**settings: Any) -> tuple[Any, Gpu]:
 
 def spaces_of(gpu: Gpu) -> Spaces:
     return Spaces(device=DeviceSpace(gpu))
+
+
+def cut_as_on_the_host() -> AbstractContextManager[Any]:
+    """Keys of the path `mpi` are cut at the elements at which the host's are, so that a ring adds both in one order."""
+    return mock.patch.object(place, "_device_bounds", lambda info, size: even_bounds(info.n_elems, size))
 
 
 class DeviceTransport:

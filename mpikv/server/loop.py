@@ -29,7 +29,7 @@ from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, ServerReply
 from mpikv.transports import wire
 from mpikv.transports.base import Incoming, Transport
-from mpikv.transports.loopback import Loopback
+from mpikv.transports.loopback import Loopback, OwnRank
 from mpikv.transports.memory import HELD, LocalTransport
 from mpikv.transports.memory_requests import Arrived, Receiving
 
@@ -59,10 +59,13 @@ def _fits(count: int, sizes: Iterable[int], most_bytes: int) -> bool:
 
 
 class _WorkerLink:
-    """The partitions and replies between the server and one worker: those under way, and those that wait."""
+    """The partitions and replies between the server and one worker: those under way, and those that wait.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    end: sends and receives them.
+    """
+
+    def __init__(self, rank: int, end: Transport) -> None:
+        self.rank, self.end = rank, end
         self.fetches: list[tuple[int, int, int, Fetch]] = []  # a heap of (-priority, turn of the key, order, event)
         self.replies: list[tuple[int, int, ServerReply]] = []  # a heap of (-priority, order, event)
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it stays in the worker's memory
@@ -82,7 +85,8 @@ class _Traffic:
         self._loopback = Loopback() if loopback is None else loopback
         self._local: LocalTransport | None = transport.local
         self._core = core
-        self._peers = [_WorkerLink(rank) for rank in workers]
+        inner = transport.inner if isinstance(transport, OwnRank) else transport
+        self._peers = [_WorkerLink(rank, transport if rank == transport.rank else inner) for rank in workers]
         self._index = {rank: worker for worker, rank in enumerate(workers)}
         self._order = 0
         self._message: tuple[Operation, int, HostArray] | None = None
@@ -265,7 +269,7 @@ class _Traffic:
                 peer.receiving.append((self._local.borrow(n_bytes, peer.rank, tag), fetch, None))
                 continue
             array = self._core.target(fetch)
-            peer.receiving.append((self._transport.irecv(array, peer.rank, tag), fetch, array))
+            peer.receiving.append((peer.end.irecv(array, peer.rank, tag), fetch, array))
             if peer.rank != self._transport.rank and is_asked_for(array.nbytes):
                 asked[tag] = asked.get(tag, 0) + 1
         for tag, count in asked.items():
@@ -283,11 +287,11 @@ class _Traffic:
             return
         if reply.data.nbytes <= COPIED_BYTES and (self._local is None or not self._local.reaches(peer.rank)):
             data = reply.data.copy() if reply.block is not None else reply.data
-            self._keep(self._transport.isend(data, peer.rank, reply.tag))
+            self._keep(peer.end.isend(data, peer.rank, reply.tag))
             if reply.block is not None:
                 reply.block.release()
             return
-        self._under_way(peer, reply, self._transport.isend(reply.data, peer.rank, reply.tag))
+        self._under_way(peer, reply, peer.end.isend(reply.data, peer.rank, reply.tag))
 
     def _under_way(self, peer: _WorkerLink, reply: ServerReply, request: Operation) -> None:
         """Keep a reply's memory until the reply has been sent."""

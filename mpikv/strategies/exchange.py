@@ -35,7 +35,7 @@ from mpikv.strategies.client_key import INLINE_BYTES, AnswerBuffer, ClientKey, P
 from mpikv.strategies.offered_pieces import OfferedPieces
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Transport
-from mpikv.transports.loopback import Loopback
+from mpikv.transports.loopback import Loopback, OwnRank
 
 POLLS = 10  # then the core is yielded, which the peer may need to answer
 BRIEF_S = 150e-6  # an answer takes some tens of microseconds, and a wait by the engine costs as many to begin
@@ -209,6 +209,8 @@ class Client:
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
         self._offered = [OfferedPieces(partial(self._isend, rank)) for rank in self._servers]
         # What a rank copies to itself is no message.
+        inner = transport.inner if isinstance(transport, OwnRank) else transport
+        self._ends: list[Transport] = [transport if rank == transport.rank else inner for rank in self._servers]
         self._sends_to = [rank != transport.rank or self.through_memory[i] for i, rank in enumerate(self._servers)]
 
     def send_before(self, header: wire.Header, payload: wire.Payload) -> None:
@@ -229,7 +231,7 @@ class Client:
             message = wire.requests(requests)
             if self._sends_to[server]:
                 self.transport.ledger.ask_together(requests, message.nbytes)
-        self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
+        self._sends.append(self._ends[server].isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def count(self, server: int, kind: int, key_id: int, n_bytes: int) -> None:
         """Count what this request to a server, or the answer to it, has beside what `send` counts."""
@@ -323,7 +325,7 @@ class Client:
             return self._loopback.send(data, tag)
         if self.offers(data, server):
             return self._offered[server].add(data, tag)
-        return self.transport.isend(data, self._servers[server], tag)
+        return self._ends[server].isend(data, self._servers[server], tag)
 
     def offers(self, data: HostArray, server: int) -> bool:
         """Whether a server has to ask for a piece before it is sent."""

@@ -40,7 +40,7 @@ class Loopback:
         if not self._sent.get(tag):
             return None
         array, left = self._sent[tag].popleft()
-        return _Sent(rank, array, left)
+        return _ToOneself(rank, array, left)
 
     def _meet(self, array: Any, mine: deque[tuple[Any, Completion]], tag: int) -> Operation:
         done = Completion()
@@ -64,7 +64,7 @@ def _copy(into: Any, source: Any) -> None:
         into[...] = source
 
 
-class _Sent:
+class _ToOneself:
     """A message that has been probed for."""
 
     def __init__(self, source: int, array: HostArray, left: Completion) -> None:
@@ -82,25 +82,25 @@ class OwnRank:
     local: None = None
 
     def __init__(self, inner: Transport, loopback: Loopback) -> None:
-        self._inner, self._loopback = inner, loopback
+        self.inner, self._loopback = inner, loopback
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
         self.clock, self.recorder, self.ledger = inner.clock, inner.recorder, inner.ledger
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         if dest == self.rank and tag != wire.TAG_CONTROL:  # who waits for control messages knows the other transport
             return self._loopback.send(buf, tag)
-        return self._inner.isend(buf, dest, tag)
+        return self.inner.isend(buf, dest, tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         if source == self.rank:
             return self._loopback.receive(buf, tag)
-        return self._inner.irecv(buf, source, tag, room_bytes)
+        return self.inner.irecv(buf, source, tag, room_bytes)
 
     def probe(self, tag: int) -> Incoming | None:
-        return self._loopback.probe(self.rank, tag) or self._inner.probe(tag)
+        return self._loopback.probe(self.rank, tag) or self.inner.probe(tag)
 
     def poll(self) -> None:
-        self._inner.poll()
+        self.inner.poll()
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()

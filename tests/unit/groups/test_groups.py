@@ -515,7 +515,7 @@ def test_tags_do_not_meet() -> None:
         tags = [one.of_call(number, 12345) for one in (first, second) for number in range(32)]
         tags += [one.of_user(tag) for one in (first, second) for tag in (0, 1, 2**first.low_bits - 1)]
         assert len(set(tags)) == len(tags)
-        assert all(wire.TAG_BUNDLES < tag <= max_tag for tag in tags)
+        assert all(wire.TAG_CALLS + 1 < tag <= max_tag for tag in tags)
     with pytest.raises(UnsupportedError, match="32767"):
         GroupTags.of(32767, 1)
     with pytest.raises(UnsupportedError, match="2047 process groups"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,24 +126,24 @@ def test_the_share_that_is_asked_for() -> None:
     assert cut_of(nothing, key(100), WIRE, whole=True) == 100
 
 
-SHORT, HALF, TWO_BIT = SHORT_BYTES["ring"] // 4 - 1, np.dtype(np.float16), '{"type": "2bit"}'
+SHORT, SHORT_OF_HOSTS = (SHORT_BYTES[path] // 4 - 1 for path in ("ring", "hosted"))
+HALF, TWO_BIT = np.dtype(np.float16), '{"type": "2bit"}'
 # Hosts of workers, elements, of the key, settings, whether its owners are services in the workers.
-WITHOUT_SERVERS: list[tuple[str, int, dict[str, object], dict[str, object], bool]] = [
+WITHOUT_SERVERS: list[tuple[str, int, dict[str, Any], dict[str, Any], bool]] = [
     ("ab", SHORT, {}, {}, True),
     ("ab", SHORT + 1, {}, {}, False),
-    ("aab", SHORT, {}, {}, True),
+    ("aab", SHORT_OF_HOSTS, {}, {}, True),
+    ("aab", SHORT_OF_HOSTS + 1, {}, {}, False),
     ("aa", SHORT, {}, {}, False),
     ("aa", SHORT, {}, {"shared_memory": "off"}, True),
     ("a", SHORT, {}, {}, False),
     *(("ab", SHORT, {}, {"algorithm": name}, name == "owners") for name in ("ring", "native", "owners")),
-    ("ab", LONG, {}, {"algorithm": "owners"}, True),
     ("aa", LONG, {}, {"algorithm": "owners"}, True),
     ("ab", LONG, {"dtype": HALF}, {}, True),  # round a ring they would be float32
     ("ab", LONG, {"dtype": HALF}, {"algorithm": "ring"}, False),
     ("aab", LONG, {"dtype": HALF}, {}, False),
     ("aa", LONG, {"sparse": True}, {}, True),
-    ("ab", LONG, {"codec": TWO_BIT}, {}, True),
-    ("ab", LONG, {"codec": TWO_BIT}, {"algorithm": "ring"}, True),
+    *(("ab", LONG, {"codec": TWO_BIT}, {"algorithm": name}, True) for name in ("auto", "ring")),
     ("aaabbb", LONG, {"codec": TWO_BIT}, {}, False),  # in plain values a host sends its sum alone
     ("aa", SHORT, {"codec": TWO_BIT}, {}, False),
     ("aa", SHORT, {"codec": '{"force": true, "type": "2bit"}'}, {}, True),
@@ -152,8 +153,9 @@ WITHOUT_SERVERS: list[tuple[str, int, dict[str, object], dict[str, object], bool
 
 @pytest.mark.parametrize(("workers", "n", "more", "settings", "owners"), WITHOUT_SERVERS)
 def test_the_way_of_a_key_without_servers(
-    workers: str, n: int, more: dict[str, object], settings: dict[str, object], owners: bool
+    workers: str, n: int, more: dict[str, Any], settings: dict[str, Any], owners: bool
 ) -> None:
-    store = replace(members(workers, "", **settings), device_path=settings.get("device_path", "none"))  # type: ignore[arg-type]
-    info = key(n)._replace(**more)  # type: ignore[arg-type]
+    device_path: Any = settings.get("device_path", "none")
+    store = replace(members(workers, "", **settings), device_path=device_path)
+    info = key(n)._replace(**more)
     assert cut_of(store, info, wire_of(info), updated=True) == (0 if owners else n)

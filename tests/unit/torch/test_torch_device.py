@@ -9,7 +9,7 @@ import frameworks
 import numpy as np
 import pytest
 from fake_cupy import Machine
-from fake_gpus import gpu_of, one_gpu, spaces_of
+from fake_gpus import cut_as_on_the_host, gpu_of, one_gpu, spaces_of
 from store_modes import Mode
 from torch_on_gpu import OnGpus, TorchOnGpu, cuda  # noqa: F401 - a fixture
 
@@ -52,7 +52,8 @@ def workers(gpus: bool, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "n
     """What `body` returns on each worker, whose tensors are on its GPU, or in host memory where there are no GPUs."""
     if gpus:
         return OnGpus("dist_sync", n, device=path, hosts=hosts or "").run(body, on_gpu=on_gpu)
-    return Mode("dist_sync", n, hosts=hosts or "").run(lambda store: (on_gpu.host_rank(), body(store))[1])
+    mode = Mode("dist_sync", n, 0, "ring" if path == "mpi" else "auto", hosts=hosts or "")
+    return mode.run(lambda store: (on_gpu.host_rank(), body(store))[1])
 
 
 def trained(
@@ -98,10 +99,11 @@ def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, options: Any
     def body(store: KVStore) -> list[bytes]:
         return trained(store, cuda, kind, **options)
 
-    expected = workers(False, 3, body, cuda, hosts=hosts)
-    with warnings.catch_warnings():
+    path = "host" if hosts else "mpi"
+    expected = workers(False, 3, body, cuda, path=path, hosts=hosts)
+    with warnings.catch_warnings(), cut_as_on_the_host():
         warnings.simplefilter("error")
-        assert workers(True, 3, body, cuda, path="host" if hosts else "mpi", hosts=hosts) == expected
+        assert workers(True, 3, body, cuda, path=path, hosts=hosts) == expected
 
 
 @pytest.mark.parametrize("hosts", [None, "ab"])

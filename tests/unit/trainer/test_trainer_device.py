@@ -10,21 +10,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import Machine
-from fake_gpus import DeviceFabric, gpu_of, gpus_of, one_gpu, spaces_of
+from fake_gpus import DeviceFabric, cut_as_on_the_host, gpu_of, gpus_of, one_gpu, spaces_of
 
 from mpikv.config import Config
 from mpikv.create import worker_device
 from mpikv.create.assembly import local_store
 from mpikv.create.spec import parse
 from mpikv.kvstore import KVStore
-from mpikv.placement import place as placing
-from mpikv.placement.keys import even_bounds
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import Parameter
@@ -157,7 +154,7 @@ def of_workers(
     sides: Sequence[Sequence[Any]], body: Body, *, path: str, kind: str = "dist_sync", dtype: Any = "f4", **options: Any
 ) -> list[Any]:
     """What `body` returns on workers with a model on these GPUs each, or, for None, on the host."""
-    # Device memory goes round the ring. So do the host's values here, and both are cut at the same elements.
+    # By `mpi` device memory goes round the ring; so do the host's values here.
     algorithm = "ring" if path == "mpi" else "auto"
     n, config = len(sides), Config(timeout_s=TEST_TIMEOUT_S, algorithm=algorithm)
     if sides[0][0] is not None:
@@ -165,7 +162,7 @@ def of_workers(
         options["gpus"] = [*(side[0] for side in sides), *[None] * options.get("num_servers", 0)]
         if path == "mpi":
             options["fabric"] = DeviceFabric(Fabric(n, options.get("hosts", ["localhost"] * n)))
-    with mock.patch.object(placing, "_device_bounds", lambda info, size: even_bounds(info.n_elems, size)):
+    with cut_as_on_the_host():
         return spawn_stores(
             kind, n, lambda store: body(store, Model(sides[store.rank], dtype)), config=config, **options
         )
