@@ -186,8 +186,12 @@ class HybridStrategy(WorkersStrategy):
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         """Divide the entries, unless all of them belong to one of the two."""
-        if op.whole and (on_servers := [one for one in entries if self._cuts[one.info.id] < one.info.n_elems]):
-            return self.servers.prepare(on_servers, op)  # which refuses it
+        if not self.servers.has_owners:  # as on one host: no key has any
+            return self.ring.prepare(entries, op, waits=waits)
+        if op.whole and self._session.members.servers:
+            on_servers = [one for one in entries if self._cuts[one.info.id] < one.info.n_elems]
+            if on_servers:
+                return self.servers.prepare(on_servers, op)  # which refuses it
         cuts = [self._in_ring[entry.info.id] for entry in entries]
         kinds = [self._ways(entry.info, cut) for cut, entry in zip(cuts, entries, strict=True)]
         if not any(ring for ring, _ in kinds):

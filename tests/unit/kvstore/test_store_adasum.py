@@ -68,9 +68,9 @@ def every_form(store, W, key, shape, dtype):
 def bits(store):
     """Of two keys in every step, whose sums and adasums are made in turn, and workers wait in another order each."""
     found, shared = [], store.zeros(1001)
-    store.init(["a", "b"], [np.zeros(n, F32) for n in (1001, 5)])
+    store.init(["a", "b"], [np.zeros(n, F32) for n in (1001, 3)])
     for round_ in range(3):
-        every = [pushed(store.num_workers, (n,), "float32", round_) for n in (1001, 5)]
+        every = [pushed(store.num_workers, (n,), "float32", round_) for n in (1001, 3)]
         values = [one[store.rank].copy() for one in every]
         shared[:] = values[0]
         order = (0, 1) if (store.rank + round_) % 2 else (1, 0)
@@ -80,8 +80,11 @@ def bits(store):
         for value, one in zip(values, every, strict=True):
             close(value, one)
         store.pushpull("a", shared, op="adasum")
+        both = [every[1][store.rank].copy(), every[0][store.rank].copy()]
+        store.pushpull(["b", "a"], both, op="adasum")
+        assert [one.tobytes() for one in both] == [value.tobytes() for value in reversed(values)]
         found += [*(value.tobytes() for value in values), shared.tobytes(), store.pull("a").tobytes()]
-        store.pushpull(["b", "a"], ones := [np.ones(5, F32), np.ones(1001, F32)])
+        store.pushpull(["b", "a"], ones := [np.ones(3, F32), np.ones(1001, F32)])
         assert [uniform(one) for one in ones] == [store.num_workers] * 2
     return found
 
