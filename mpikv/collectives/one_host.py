@@ -1,7 +1,7 @@
 """The two halves of an allreduce between ranks that are all on one host, through the memory that they share.
 
 Each rank copies its values into the shared memory, row by row: a *row* is one segment of every owner's shard. An owner
-adds its shard, row by row, once all ranks have filled the row, in the order of the ranks: the same bits as `naive` and
+adds its shard, row by row, once all ranks have filled the row, in the order of the ranks: the same bits as servers and
 as calls that all ranks make in common (shared.py). When the owners have updated their shards, every rank copies the
 result out. No message: ranks count what they have done in the key's counters (host_key.py), so a rank waits for another
 only in a round of this key.

@@ -5,7 +5,7 @@ small enough for the cache. (These chunks are not those of the ring: every rank 
 through three steps, and three chunks are in different steps at the same time, so that ranks seldom wait:
 
 - fill: each rank copies its values into its slot of shared memory, unless the others can read them where they are;
-- sum: each rank adds its own range of elements over all ranks, in the order of the ranks: the same bits as `naive`;
+- sum: each rank adds its own range of elements over all ranks, in the order of the ranks: the same bits as servers;
 - drain: each rank copies the result out to its arrays.
 
 Arrays that lie in shared memory need neither fill nor drain: each rank adds its range in place, into the array of the

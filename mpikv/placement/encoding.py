@@ -27,12 +27,12 @@ class Wire(NamedTuple):
     step: int = 1
 
     def gathers(self, n_bytes: int, size: int) -> bool:
-        """Whether each of `size` workers should send all of its values to all others, instead of to owners.
+        """Whether each of `size` workers should send all encoded values to all others, so that no sum has to come back.
 
         That is where they then send fewer bytes, or as many in half the messages. n_bytes: of the value as owners would
         send it back. The bytes that leave a host are in both cases the same fraction of those that leave its workers.
         """
-        return not self.back and size * self.push_bytes <= self.push_bytes + n_bytes
+        return self.codec and not self.back and size * self.push_bytes <= self.push_bytes + n_bytes
 
 
 def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool) -> float:

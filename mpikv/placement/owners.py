@@ -43,9 +43,7 @@ def place_at_owners(
     """
     n_owners, n_elems = len(members.owners), info.n_elems - begin
     partition_elems = _partition_elems(members, info, n_elems, wire)
-    host = info.space == "host" or wire.codec  # messages are in host memory
-    several = members.workers_own and n_owners > 1
-    if several and host and not updated and wire.gathers(info.n_bytes, n_owners):
+    if members.workers_own and n_owners > 1 and not updated and wire.gathers(info.n_bytes, n_owners):
         return _at_several(members, info, wire, [REPLICATED, partition_elems, begin])
     bound = members.config.bigarray_bound_elems
     if members.workers_own:

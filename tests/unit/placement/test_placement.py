@@ -140,7 +140,7 @@ IN_WORKERS: list[tuple[str, int, str, dict[str, Any], tuple[int, ...]]] = [
     ("abc", CUT, "none", {}, (1366, 1365, 1365)),
     ("abc", CUT, "none", {"number": 5, "updated": True, **WHOLE}, (0, 0, CUT)),
     ("ab", 10, "none", {"updated": True}, (10, 0)),
-    ("ab", 10, "none", {}, (10, 10)),  # of two workers each sends as many bytes so, in half the messages
+    ("ab", 10, "none", {}, (10, 0)),  # also where each would send the other as many bytes
     ("abcde", 10, '{"type": "2bit"}', {}, (10,) * 5),
     ("abcde", 5 * CUT, '{"type": "2bit"}', {"updated": True}, (CUT,) * 5),
     ("abc", 3 * CUT, '{"type": "none", "pull": "bf16"}', {}, (CUT,) * 3),  # an owner has the exact sum
