@@ -29,9 +29,8 @@ from mpikv.placement.cut import cut_of
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.agreement import Disagreement
-from mpikv.session.base import NewKey, Pending
+from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Entry, PreparedCall, Sink, wait_for_all
 from mpikv.strategies.exchange import too_many
@@ -175,9 +174,6 @@ class HybridStrategy(WorkersStrategy):
 
     def _pushes(self) -> dict[int, int]:
         return {**self.ring.events.pushes(), **self.servers.events.pushes()}
-
-    def first_on_device(self, new: NewKey) -> SpaceArray:
-        return self.servers.first_on_device(new)  # who have all of it
 
     def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
         self.ring.wait_for_values(agreed)

@@ -35,7 +35,7 @@ from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.placement.owners import add_load, as_announced, at_one, place_at_owners
 from mpikv.session.agreed_keys import KeyEvents
-from mpikv.session.base import NewKey, Pending
+from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
@@ -209,7 +209,8 @@ class PsStrategy(WorkersStrategy):
         if self._session.log.detailed():
             self._session.log.detail(lambda: described.line(self._members, info, placement, wire_))
         if self._rank == 0:
-            self._send_value(key, self.first_values[info.key])
+            value = self.first_values[info.key]
+            self._send_value(key, value if info.space == HOST else self._session.spaces.of(info).to_host(value))
 
     def _begin_owners(self) -> None:
         """Let this worker own keys, as all workers do that agree on the first key with owners."""
@@ -264,9 +265,6 @@ class PsStrategy(WorkersStrategy):
             self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
 
     # --- keys
-
-    def first_on_device(self, new: NewKey) -> SpaceArray:
-        return self._session.spaces.by_name(new.space).to_host(new.value)
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
         for server, header, payload in key.first_values(value):

@@ -18,7 +18,6 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import NewKey
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Loaded, Read, Strategy, Write
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, restored
@@ -38,10 +37,6 @@ class WorkersStrategy(Strategy):
         self.first_values: dict[Key, SpaceArray] = {}
 
     # --- what a subclass does
-
-    def first_on_device(self, new: NewKey) -> SpaceArray:
-        """The first value of a key in device memory, where it is needed."""
-        return new.value
 
     def wait_for_values(self, agreed: Sequence[KeyInfo]) -> None:
         """Wait until the keys that were agreed on can be pushed and pulled."""
@@ -90,7 +85,7 @@ class WorkersStrategy(Strategy):
         if self._session.rank == 0:
             for new in values:
                 if not new.sparse:
-                    self.first_values[new.key] = new.value if new.space == HOST else self.first_on_device(new)
+                    self.first_values[new.key] = new.value
         self.rows.propose(values)
         agreed, error = self._session.agree_on_keys(values)
         self.wait_for_values(agreed)
