@@ -37,7 +37,7 @@ from mpikv.placement.members import Members
 SHARES = 64
 # Shorter keys of workers alone go to owners, by the path that longer ones take (docs/adr/0051-owners.md). Where the
 # workers of a host add in memory first, all but one of them would send for nothing.
-SHORT_BYTES = {"ring": 1 << 20, "hosted": 64 << 10}
+SHORT_BYTES = {"ring": 256 << 10, "hosted": 64 << 10}
 # For how much longer a server's link is busy than its bytes take, since answers begin when all have pushed
 # (docs/performance.md, "Workers and servers at once").
 SERVER_LINK = 1.04
