@@ -22,9 +22,11 @@ from mpikv.runtime.signals import StopSignals
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # what later tests start would inherit what a store keeps off
 
 
 def send(number: int, *heard_by: StopSignals) -> None:
