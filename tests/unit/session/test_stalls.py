@@ -142,8 +142,18 @@ NAMES = {"|": "barrier", "+": "init('n')"}
 
 @every_mode
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_workers_that_wait_for_each_other_all_raise_it(mode: Mode, program: str, printed: list[str]) -> None:
+def test_workers_that_wait_for_each_other_all_raise_it(
+    mode: Mode, program: str, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes to its wait after a circle of the others was found waits for one that has raised: so all wait here."""
     all_know = threading.Barrier(3, timeout=60)
+    look_at = stalls.Stalls._look_at
+
+    def look_when_all_wait(self: stalls.Stalls, question: questions.Question, now_s: float) -> None:
+        if all(answer["blocked"] for answer in question.answers.values()):
+            look_at(self, question, now_s)
+
+    monkeypatch.setattr(stalls.Stalls, "_look_at", look_when_all_wait)
 
     def call(store: Any, one: str) -> None:
         if one == "+":

@@ -33,6 +33,7 @@ from mpikv.common.files import open_log
 from mpikv.errors import ConfigError
 
 LIMITS = Limits(job=None, start=20.0, grace=0.5, save=3600.0)
+LEFT_S = 5.0
 SECRET = "of this test"
 READY = "touch $FOLDER/$PMI_RANK"  # a rank says so to `when_started`
 GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
@@ -68,7 +69,10 @@ class Job:
             )
         finally:
             self.output.close()
-            self.left = of_job(self.id)
+            until = time.monotonic() + LEFT_S
+            while (left := of_job(self.id)) and time.monotonic() < until:
+                time.sleep(0.02)  # a process ends some time after its signal
+            self.left = left
             left = end_job(self.id, 0, 5)
             shutil.rmtree(self.folder)
             assert left == []
