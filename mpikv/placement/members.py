@@ -77,14 +77,10 @@ class Members:
 
     @cached_property
     def adds_on_hosts(self) -> bool:
-        """Whether the workers of a host add in memory what servers get of a key, and one of them asks the servers.
-
-        On a single host of workers only if servers take all of the key: workers that take a part share memory anyway.
-        """
+        """Whether the workers of a host add in memory what servers get of a key, and one of them asks the servers."""
         if not self.servers or not self.synchronous or max(Counter(self.worker_hosts).values()) == 1:
             return False
-        several, share = len(set(self.worker_hosts)) > 1, self.config.servers_take
-        return self.servers_apart and self.ring.shares_memory and (several or share in ("auto", 1.0))
+        return self.servers_apart and self.ring.shares_memory
 
     @cached_property
     def speakers(self) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ The paths (strategies/paths.py has them):
 
 - `direct`: all workers are on one host, and add in memory that they share.
 - `hosted`: several workers on some hosts: each host adds in its memory, and a ring connects the hosts.
-- `divided`: the same for a key of which servers own the rest: one worker of each host sends them the host's sum of it.
+- `divided`: `hosted` or `ring` for the elements before the key's cut, of which servers own the others: one worker of
+  each host sends them the host's sum of these, or each worker its own where they do not add on hosts.
 - `ring`: a ring of all workers, by messages.
 - `native`: MPI's own collectives add and distribute the keys.
 - `owners`: any rank owns shards: server ranks, or services inside the workers, to which values are sent straight.
@@ -45,12 +46,12 @@ def place(
 
     whole: one owner has all of it, since its optimizer's formula needs the whole value. fits: whether the memory that a
     host's workers share has space for it. updated: whether owners update it with an optimizer. end: where the servers'
-    elements begin, of a key of which workers add on their hosts what servers get.
+    elements begin, of a key that is divided.
     """
     size, hosts = len(members.workers), members.worker_hosts
     workers = tuple(range(size))
     if end is not None:
-        return Placement("divided", workers, host_bounds(end, hosts))
+        return Placement("divided", workers, host_bounds(end, hosts) if fits else even_bounds(end, size))
     device_path = members.device_path_of(info)
     on_host: Path = members.path if fits or not members.shares_memory else "ring"
     path: Path = on_host if device_path == "none" else device_path

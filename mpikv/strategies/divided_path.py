@@ -1,13 +1,14 @@
-"""The path "divided": the workers of each host add in memory, and servers own the elements from a key's cut on.
+"""The path "divided": workers own the elements before a key's cut, servers the others.
 
-Value: in the shared memory of each host, once for each. The elements before the cut take the path "hosted". Of the
-others each worker of a host adds some, over all of them in the order of their ranks; the first one, its speaker, pushes
-the sum, and receives the new values into the shared memory. Both parts are under way at the same time. So each byte
-crosses a host's link once, whatever the number of its workers.
+Value: whole, in each worker's own memory, or once in the shared memory of each host. The elements before the cut go
+round the ring of the workers. Of the others each worker pushes its own to servers; where the workers of a host share
+memory, each of them adds some, over all of them in the order of their ranks, and the first one, its speaker, pushes the
+sum, and receives the new values into the shared memory. Both parts are under way at the same time. So where hosts add
+each byte crosses a host's link once, whatever the number of its workers.
 
-Labels: workers of a host compare theirs in memory, and servers compare those of the speakers. Where they differ within
-a host, its speaker does not push, but lets a server refuse the round, as it does by itself where hosts differ. All
-workers are told then, and find out together who has pushed what.
+Labels: workers compare theirs in the ring and in the memory of their host, and servers compare those of the workers
+that push. Where they differ within a host, its speaker does not push, but lets a server refuse the round, as it does by
+itself where those of several differ. All workers are told then, and find out together who has pushed what.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import one_host
-from mpikv.collectives.host_key import GATHERED
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.host_key import GATHERED, HostKey
 from mpikv.engine.operation import Operation, Predicate, Steps, Waiter, Waking, wakes
 from mpikv.engine.running import Running
 from mpikv.placement.keys import KeyInfo, even_bounds
@@ -30,8 +32,9 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.exchange import Client, InPlace, Item
-from mpikv.strategies.hosted_path import HostedPath, SharedPath
-from mpikv.strategies.key_path import PathResources
+from mpikv.strategies.hosted_path import HostedPath
+from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.message_path import NativePath, RingPath
 from mpikv.transports import wire
 
 if TYPE_CHECKING:
@@ -39,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class Speaker:
-    """A worker, the first of its host or not, where the first one is the client of servers for all of them.
+    """What a worker asks servers for in rounds of divided keys, for itself or for all workers of its host.
 
-    added: the numbers of keys that hosts add. keys: all keys of servers. labels: the servers' names. exchange(items,
-    priority): the steps of a pushpull.
+    pushers: of each divided key, by its number, the workers that push it; (): all. keys: all keys of servers. labels:
+    the servers' names. exchange(items, priority): the steps of a pushpull.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Speaker:
         labels: Sequence[str],
         exchange: Callable[[Sequence[Item], int], Steps[None]],
     ) -> None:
-        self.added: set[int] = set()
+        self.pushers: dict[int, tuple[int, ...]] = {}
         self._session, self._client, self._keys, self._labels = session, client, keys, labels
         self.exchange = exchange
         self._refusals: dict[int, int] = {}  # the round of each key that was refused
@@ -93,8 +96,8 @@ class Speaker:
         self._waiters[info.id] = waiter
 
     def _refused(self, source: int, message: Message) -> None:
-        """Of a key that hosts add, the workers find out by themselves who has pushed what."""
-        if (key_id := message["key_id"]) not in self.added:
+        """In a round of a divided key the workers find out by themselves who has pushed what."""
+        if (key_id := message["key_id"]) not in self.pushers:
             self._tell_waits(source, message)
             return
         self._refusals[key_id] = message["round"]
@@ -116,17 +119,26 @@ class _OrRefused(Waking):
         return wakes(self._request, waiter)
 
 
-class DividedPath(SharedPath):
-    """A key that hosts add and servers share.
+class DividedPath(KeyPath):
+    """A key of which workers and servers own a part each.
 
-    place: where the value, the counters of the workers' part, and those of the servers' part are.
+    place: where the value, the counters of the workers' part, and those of the servers' part are in the memory of a
+    host whose workers add the servers' part, too; None: each worker has its own value, and pushes by itself.
     """
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
-        super().__init__(resources, info, placement, (place[0], place[2]))
+        super().__init__(resources, info, placement, place)
         assert resources.speaker is not None
-        self._speaker, self._of_workers = resources.speaker, place[:2]
-        self._ring: HostedPath | None = None
+        self._speaker = resources.speaker
+        self.shared = place is not None
+        self.overwrites = not self.shared
+        self._key: HostKey | None = None  # of the servers' part, where the host adds it
+        if place is not None:
+            assert resources.hosts is not None
+            self._key = resources.hosts.key((place[0], place[2]), info.n_elems, info.dtype)
+            self.value = self._key.value
+            self._local_rank, self._n_local = resources.hosts.rank, resources.hosts.size
+        self._ring: KeyPath | None = None
         self._exchange: Operation | None = None
         self.reshard(placement)
 
@@ -140,17 +152,28 @@ class DividedPath(SharedPath):
         if not (cut := placement.bounds[-1]):
             self._ring = None
         elif self._ring is None:
-            info = self._info._replace(shape=(cut,))
-            self._ring = HostedPath(self._resources, info, placement, self._of_workers)
+            self._ring = self._ring_path(cut)
         else:
             self._ring.reshard(placement)
 
+    def _ring_path(self, cut: int) -> KeyPath:
+        info = self._info._replace(shape=(cut,))
+        if self._key is not None:
+            return HostedPath(self._resources, info, self.placement, self._place[:2])
+        kind = RingPath if self._resources.communicators is None else NativePath
+        path = kind(self._resources, info, self.placement, None)
+        path.value = self.value[:cut]
+        return path
+
     @property
     def held_bytes(self) -> int:
-        return super().held_bytes + (0 if self._ring is None else self._ring.held_bytes)
+        parts = (self._key, self._ring)
+        return super().held_bytes + sum(part.held_bytes for part in parts if part is not None)
 
     def broadcast(self) -> Steps[None]:
-        return HostedPath(self._resources, self._info, self.placement, self._of_workers).broadcast()
+        if self._key is None:
+            return broadcast(self._group, self.value, 0, self._tag(0))
+        return HostedPath(self._resources, self._info, self.placement, self._place[:2]).broadcast()
 
     def begin(self, round_: Round) -> None:
         self._round = round_
@@ -167,34 +190,35 @@ class DividedPath(SharedPath):
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         assert self._exchange is not None
-        assert comparison is not None
-        cut = self.placement.bounds[-1]
+        cut, key = self.placement.bounds[-1], self._key
         if (ring := self._ring) is not None:
             yield from ring.allgather([out[:cut] for out in outs], comparison)
+        if comparison is None:  # there is one worker
+            yield self._exchange
+            return
         if not comparison.differ:
             yield _OrRefused(self._speaker, self._info, self._exchange)
-        if not comparison.differ and self._hosts.rank:
-            yield _OrRefused(self._speaker, self._info, self._key.awaited([0], GATHERED, 1))
+        if not comparison.differ and key is not None and self._local_rank:
+            yield _OrRefused(self._speaker, self._info, key.awaited([0], GATHERED, 1))
         comparison.differ |= self._speaker.is_refused(self._info)
-        if not comparison.differ:
-            bounds = [cut] + [self._info.n_elems] * self._hosts.size  # the speaker has what servers own
-            yield from one_host.allgather(self._hosts.rank, bounds, self._key, outs)
-            return
-        for out in outs:  # the old value
-            out[cut:] = self.value[cut:]
+        if comparison.differ:
+            for out in outs:  # the old value
+                out[cut:] = self.value[cut:]
+        elif key is not None:
+            bounds = [cut] + [self._info.n_elems] * self._n_local  # the speaker has what servers own
+            yield from one_host.allgather(self._local_rank, bounds, key, outs)
 
     def _of_servers(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[None]:
-        """Add over this host; its first worker asks the servers with the sum."""
-        rank, key, info = self._hosts.rank, self._key, self._info
-        cut = self.placement.bounds[-1]
-        shards = [cut + bound for bound in even_bounds(info.n_elems - cut, self._hosts.size)]
-        total = yield from one_host.reduce_scatter(
-            rank, values, shards, key, combine=combine, comparison=comparison, to_first=True
-        )
-        if rank:
-            return
-        assert comparison is not None
-        if not comparison.differ:
+        """Ask the servers with this worker's values, or with the sum of its host, if it is the first one there."""
+        info, cut, total = self._info, self.placement.bounds[-1], values
+        if self._key is not None:
+            shards = [cut + bound for bound in even_bounds(info.n_elems - cut, self._n_local)]
+            total = yield from one_host.reduce_scatter(
+                self._local_rank, values, shards, self._key, combine=combine, comparison=comparison, to_first=True
+            )
+            if self._local_rank:
+                return
+        if comparison is None or not comparison.differ:
             item = self._speaker.item(info, total, self.value, self._round)
             yield Predicate(lambda: self._speaker.allows(item))
             yield from self._speaker.exchange([item], self._round.priority)

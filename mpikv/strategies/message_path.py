@@ -73,23 +73,26 @@ class WholePath(KeyPath):
 class NativePath(KeyPath):
     """MPI's own collectives (collectives/native), which add in an order that MPI chooses, and gather labels before."""
 
+    _comm: Any = None
+
     def broadcast(self) -> Steps[None]:
-        assert self._resources.communicators is not None
-        self._communicators = self._resources.communicators
-        yield from broadcast(self._group, self.value, 0, self._tag(0))
-        self._comm = yield from self._communicators.of(self._info.id)
+        return broadcast(self._group, self.value, 0, self._tag(0))
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        native = self._communicators.native
+        communicators = self._resources.communicators
+        assert communicators is not None
+        native = self._native = communicators.native
+        if self._comm is None:
+            self._comm = yield from communicators.of(self._info.id)
         if comparison is not None:
             yield from native.compare(self._comm, comparison)
         yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
         return None
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
+        steps: Steps[None] = self._native.allgather(self._comm, self.value, self.placement.bounds)
         return steps
 
 

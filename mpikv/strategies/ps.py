@@ -121,7 +121,7 @@ class OwnService(NamedTuple):
 class PsStrategy(WorkersStrategy):
     """The strategy of one worker. own: the owner inside of it, if any.
 
-    speaker: asks for keys that the workers of a host add first.
+    speaker: asks for the servers' parts of divided keys.
     """
 
     rows: RowClient
@@ -204,7 +204,7 @@ class PsStrategy(WorkersStrategy):
             placement,
             space=self._session.spaces.of(info),
             recorder=self._recorder,
-            pushers=self._members.speakers if info.id in self.speaker.added else (),
+            pushers=self.speaker.pushers.get(info.id, ()),
         )
         if self._session.log.detailed():
             self._session.log.detail(lambda: described.line(self._members, info, placement, wire_))
@@ -227,7 +227,7 @@ class PsStrategy(WorkersStrategy):
         self.rows.forget(info)
 
     def _pushes(self) -> dict[int, int]:
-        own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.speaker.added}
+        own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.speaker.pushers}
         return {**own, **self.rows.pushes()}
 
     # --- messages

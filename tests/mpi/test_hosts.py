@@ -91,9 +91,7 @@ def test_one_worker_of_each_host_asks_the_servers(comm, take, progress):
         **{"num_servers": 1, "server_placement": "last", "servers_take": take, "test_hosts": n_hosts + 1},
         progress=progress,
     )
-    added = n_hosts > 1 or take == 1.0  # else the workers of the only host have a part of the key, and add that there
-    to_servers = (n_hosts if added else size) * take
     among_workers = 2 * (n_hosts - 1) * (1 - take)
-    assert sum(sent) == pytest.approx(n_rounds * n * 4 * (to_servers + among_workers), rel=0.02)
+    assert sum(sent) == pytest.approx(n_rounds * n * 4 * (n_hosts * take + among_workers), rel=0.02)
     if take == 1.0:
         assert sorted(sent)[: size - n_hosts] == [0] * (size - n_hosts)

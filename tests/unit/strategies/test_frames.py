@@ -26,7 +26,8 @@ PATHS = {
     "ring": Mode("dist_sync", 3, algorithm="ring", hosts="abc"),
     "hosted": Mode("dist_sync", 4, hosts="aabb"),
     "servers": Mode("dist_sync", 2, 1, memory="off"),
-    "divided": Mode("dist_sync", 4, 1, hosts="aabbc", take="0.5"),
+    "divided": Mode("dist_sync", 3, 1, hosts="abcd", take="0.5"),
+    "divided, added on hosts": Mode("dist_sync", 4, 1, hosts="aabbc", take="0.5"),
 }
 # The files with the store's functions that a user, or PyTorch's hook, calls.
 ENTRANCES = ("mpikv/kvstore.py", "mpikv/calls/request.py", "mpikv/torch/gradients.py")
@@ -103,7 +104,7 @@ def test_from_a_call_to_the_transport(path: str, longest: dict[str, list[str]]) 
     assert {name: found for name, found in longest.items() if len(found) > MOST} == {}
 
 
-@pytest.mark.parametrize("path", ["owners", "ring", "servers", "divided"])
+@pytest.mark.parametrize("path", ["owners", "ring", "servers", "divided", "divided, added on hosts"])
 def test_from_the_gradient_hook_to_the_transport(path: str, longest: dict[str, list[str]]) -> None:
     """PyTorch calls the hook in the backward pass; frames are counted from the hook's call of the store."""
     torch = pytest.importorskip("torch")
