@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -14,6 +17,8 @@ import frameworks
 import jobs
 import numpy as np
 import pytest
+
+from mpikv import MpikvError
 
 pytestmark = pytest.mark.timeout(1200)  # of several runs
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -70,13 +75,21 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b)
 
 
+def here(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: object) -> SystemExit:
+    """How a program ends, run in this process, that its arguments end."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / program), *map(str, arguments)])
+    with pytest.raises((SystemExit, OSError, ValueError)) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return ended.value
+
+
 # ---- the short ones
 
 
-@pytest.mark.parametrize("n", [None, job(2)])
-def test_tour(n: int | None) -> None:
-    output = run("tour.py", n=n)
-    workers = n or 1
+@pytest.mark.whole_job
+def test_tour() -> None:
+    output, workers = run("tour.py", n=2), 2
     assert f"dist_sync, {workers} worker" in output
     shown = dict(
         re.findall(r"^(after [^:]+|the sum[^:]+|a weight[^:]+|three keys[^:]+):\n((?:[ \[].*\n)+)", output, re.M)
@@ -94,9 +107,9 @@ def test_tour(n: int | None) -> None:
         assert f"worker {rank} of {workers} is done" in output
 
 
-@pytest.mark.parametrize("n", [None, job(3)])
-def test_linear_regression(n: int | None) -> None:
-    output = run("linear_regression.py", n=n).splitlines()
+@pytest.mark.whole_job
+def test_linear_regression() -> None:
+    output = run("linear_regression.py", n=3).splitlines()
     assert output[-2:] == ["learned y = 2.000 a -3.400 b +4.200", "true    y = 2.000 a -3.400 b +4.200"]
     assert len((EXAMPLES / "linear_regression.py").read_text().splitlines()) < 60
 
@@ -139,11 +152,11 @@ def test_a_whole_training_goes_on_where_it_was_stopped(digits: Path, tmp_path: P
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("n", [None, job(2)])
-def test_jax(n: int | None, digits: Path) -> None:
+@pytest.mark.whole_job
+def test_jax(digits: Path) -> None:
     frameworks.need("jax")
     frameworks.need("optax")
-    output = run("jax_mnist.py", "--data-dir", digits, "--batch-size", 16, "--epochs", 2, n=n).splitlines()
+    output = run("jax_mnist.py", "--data-dir", digits, "--batch-size", 16, "--epochs", 2, n=2).splitlines()
     found = [re.fullmatch(r"epoch (\d): accuracy (0\.\d{4}), \d+\.\d s", line) for line in output]
     assert [one[1] for one in found if one] == ["1", "2"]
     assert found[-1]
@@ -176,13 +189,13 @@ def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: in
     assert rows[1] < rows[0] * 0.95
 
 
-@pytest.mark.parametrize("n", [None, job(3)])
-def test_word_vectors_of_workers_that_train_by_themselves(n: int | None, text: Path) -> None:
+@pytest.mark.whole_job
+def test_word_vectors_of_workers_that_train_by_themselves(text: Path) -> None:
     """They learn; three workers send two tables of the text's words, there and back, in each of a few rounds."""
     common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
     sent = []
     for every in (16, 1_000_000):
-        output = run("word_vectors.py", *common, "--local", every, n=n)
+        output = run("word_vectors.py", *common, "--local", every, n=3)
         first, second = (float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE))
         assert second < first * 0.99
         last = re.fullmatch(
@@ -191,15 +204,13 @@ def test_word_vectors_of_workers_that_train_by_themselves(n: int | None, text: P
         assert last, output
         assert float(last[1]) == second
         sent.append(float(last[2]))
-    assert n is None or sent[0] >= sent[1]
+    assert sent[0] >= sent[1]
 
 
-def test_word_vectors_say_how_to_get_a_text(tmp_path: Path) -> None:
-    line = [sys.executable, str(EXAMPLES / "word_vectors.py"), "--text", str(tmp_path / "none")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode != 0
-    assert f"{tmp_path / 'none'}: no text. Give one by --text FILE" in done.stderr
-    assert "apt-get install bible-kjv" in done.stderr
+def test_word_vectors_say_how_to_get_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(MpikvError, match=r"none: no text. Give one by --text FILE(.|\n)*apt-get install bible-kjv"):
+        importlib.import_module("word_vectors").read(tmp_path / "none", 1)
 
 
 PROGRAMS = [
@@ -221,14 +232,22 @@ def test_every_program_is_known() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*PROGRAMS, *parts, *quoted}
 
 
-@pytest.mark.parametrize(("program", "n"), [*((one, None) for one in PROGRAMS), job("tour", 3)])
-def test_help_is_printed_once_and_does_nothing_else(program: str, n: int | None) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_printed_by_the_first_rank_and_nothing_else_is_done(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     of_torch = ("torch_mnist", "torch_whole", "local_training", "image_classification")
     for library in ["torch"] if program in of_torch else ["jax", "optax"] if program == "jax_mnist" else []:
         frameworks.need(library)
-    output = run(f"{program}.py", "--help", n=n)
+    for name in [name for name in os.environ if name.startswith(jobs.FOREIGN)]:
+        monkeypatch.delenv(name)
+    assert here(monkeypatch, f"{program}.py", "--help").code == 0
+    output = capsys.readouterr().out
     assert output.startswith(f"usage: {program}.py [-h]")
     assert output.count("usage:") == output.count("--help") == 1
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert here(monkeypatch, f"{program}.py", "--help").code == 0
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.whole_job
@@ -270,24 +289,16 @@ def test_twenty_steps_are_the_same_in_every_mode(digits: Path, tmp_path: Path) -
     assert distance(found["devices"], found["alone"]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("begun", "finished"),
-    [
-        ((None, ["--kv-store", "local"]), (None, ["--kv-store", "device"])),
-        job((2, []), (3, ["--num-servers", 1])),
-    ],
-    ids=["alone", "two workers, then with a server"],
-)
-def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tmp_path: Path) -> None:
-    """Bit for bit, and in another mode too, as long as the number of workers is the same."""
-    (n, more), (n_after, more_after) = begun, finished
+@pytest.mark.whole_job
+def test_resumed_run_is_the_same_run(digits: Path, tmp_path: Path) -> None:
+    """Bit for bit, and with a server, too, as long as the number of workers is the same."""
     common = ["--data-dir", digits, "--network", "mlp", "--num-examples", 500]
     saved = tmp_path / "run"
-    through = run("train_mnist.py", *common, *more, "--dump-weights", tmp_path / "through", n=n)
-    run("train_mnist.py", *common, *more, "--num-epochs", 2, "--save", saved, n=n)
+    through = run("train_mnist.py", *common, "--dump-weights", tmp_path / "through", n=2)
+    run("train_mnist.py", *common, "--num-epochs", 2, "--save", saved, n=2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "through"]
     rest = ["--resume", saved, "--save", saved, "--dump-weights", tmp_path / "again"]
-    again = run("train_mnist.py", *common, *more_after, *rest, n=n_after)
+    again = run("train_mnist.py", *common, "--num-servers", 1, *rest, n=3)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "run", "through"]
     assert result(again, "3 epochs") == result(through, "3 epochs")
     assert "epoch 3/3" in again
@@ -295,8 +306,8 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
     first, second = weights(tmp_path / "through"), weights(tmp_path / "again")
     for name in first:
         assert np.array_equal(first[name], second[name])
-    if n is None:  # there is nothing left to train
-        assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
+    # There is nothing left to train.
+    assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
 
 
 @pytest.mark.parametrize(
@@ -311,11 +322,8 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
         (["--resume", __file__], f"train_mnist.py: --resume {__file__}: not a file of states"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], words: str, digits: Path) -> None:
-    line = [sys.executable, str(EXAMPLES / "train_mnist.py"), "--kv-store", "local", "--data-dir", str(digits)]
-    mpi = jobs.find_mpi()
-    assert mpi is not None
-    env = jobs.environment(mpi, {}, Path(tempfile.gettempdir()))
-    done = subprocess.run([*line, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert words in done.stderr.splitlines()[-1]
+def test_mistakes_are_named(
+    arguments: list[str], words: str, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = here(monkeypatch, "train_mnist.py", "--kv-store", "local", "--data-dir", digits, *arguments)
+    assert words in f"{capsys.readouterr().err}{ended}"

