@@ -30,6 +30,7 @@ from mpikv.torch.arrays import in_host_memory
 
 _NOT_SETTINGS = ("params", "param_names")
 _MOST = 1e300
+_EVERY = 100  # rounds: from one comparison of weights to the next; the first one comes in a sixth of that
 _ROUNDING = 1e-4  # of the norm: hosts that round differently come less far apart, in float32 and a million steps
 
 
@@ -83,7 +84,7 @@ class Steps:
         values = self._values
         self._rounds += 1
         # Of workers that make no step until the next round, which are in `join`, nothing is compared.
-        self._values = np.full((2, 2, len(self._named)), -_MOST) if self._rounds % 100 == 16 else None
+        self._values = np.full((2, 2, len(self._named)), -_MOST) if self._rounds % _EVERY == _EVERY // 6 else None
         if values is None or joined:
             return
         # The sums and norms before the last step, and the same negated.
