@@ -8,7 +8,7 @@ import frameworks
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import ONE_HOST, TRAINING, TWO_HOSTS, Mode, modes
+from store_modes import ONE_HOST, SERVED, TRAINING, TWO_HOSTS, Mode, modes
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.errors import MpikvError, UnsupportedError
@@ -61,7 +61,7 @@ def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, 
 
 
 @pytest.mark.parametrize("clip", [None, 0.9], ids=["", "clipped"])
-@modes(*TRAINING)
+@modes(ONE_HOST, TWO_HOSTS, SERVED)
 def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float | None) -> None:
     """Those that have left take it over, as the owners of their parts."""
     longest = max(LENGTHS[: mode.workers])
@@ -93,7 +93,7 @@ def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float
     assert {last for _, last in found} == {rate(longest - 1)}
 
 
-@on(*TRAINING)
+@on(ONE_HOST, TWO_HOSTS, SERVED)
 def test_numpy_parameters_and_a_store_with_an_optimizer_of_its_own(store: KVStore) -> None:
     """Worker r has r + 1 steps with gradient 2: the update of each is 2, whoever is there."""
     store.init("other", np.zeros(1))
@@ -139,10 +139,11 @@ def test_an_exception_leaves_at_once_and_the_others_do_not_wait_for_ever() -> No
         with trainer.join():
             if store.rank == 1:
                 raise OSError("no such image")
+            store.session.waits.timeout_s = 0.5  # as soon as both have begun
             train(net, trainer, steps=[0])
 
     with pytest.raises(RankError) as caught:
-        ONE_HOST.run(body, timeout_s=1.0)
+        ONE_HOST.run(body)
     assert isinstance(caught.value.errors[1], OSError)
     assert isinstance(caught.value.errors[0], MpikvError)
 
