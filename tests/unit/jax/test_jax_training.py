@@ -19,7 +19,7 @@ import mpikv.jax as mj  # noqa: E402
 
 jax.config.update("jax_cpu_enable_async_dispatch", False)  # see test_jax.py
 
-STEPS, EXAMPLES = 20, 6  # examples of one worker in a step
+STEPS, EXAMPLES = 8, 6  # examples of one worker in a step
 CHAINS = {
     "sgd": lambda: (optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),
     "adam": lambda: (optax.adam(0.01),),
@@ -58,7 +58,7 @@ def train(rest: Any, weights: Any, batches: Any, store: Any = None, *, inside: b
 
 
 @pytest.mark.parametrize(("name", "workers", "inside"), [("sgd", 2, True), ("adam", 3, False)])
-def test_twenty_steps_are_those_of_one_process(name: str, workers: int, inside: bool) -> None:
+def test_steps_are_those_of_one_process(name: str, workers: int, inside: bool) -> None:
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(STEPS, workers * EXAMPLES, 5)), rng.normal(size=(STEPS, workers * EXAMPLES, 3))
     x, y = x.astype(np.float32), y.astype(np.float32)

@@ -114,8 +114,9 @@ def test_identity_tells_functions_apart() -> None:
     assert "0x" not in json.dumps(optimizers.create(functools.partial(momentum, object())).config())
 
 
-def test_importing_the_optimizers_imports_no_torch() -> None:
-    code = "import sys, mpikv.optimizers as o; o.create('sgd'); sys.exit('torch' in sys.modules)"
+def test_importing_optimizers_and_codecs_imports_no_torch_and_no_numba() -> None:
+    code = "import sys, mpikv.codecs, mpikv.optimizers as o; o.create('sgd'); "
+    code += "sys.exit('torch' in sys.modules or 'numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

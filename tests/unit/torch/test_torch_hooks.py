@@ -85,7 +85,7 @@ def test_keys_of_what_was_dropped_are_taken_again(store: Any, way: str, again: b
         for twin in twins:
             twin.load_state_dict(net.state_dict())
         model, optimizer = nets.wrapped(way, net, store, bucket_bytes=600)
-        for step in range(3):
+        for step in range(2):
             for rank, twin in [*enumerate(twins), (store.rank, model)]:
                 twin.zero_grad()
                 nets.loss_of(twin(nets.batch(10 * k + step, rank), odd=k % 2 == rank == 1)).backward()

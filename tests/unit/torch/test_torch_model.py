@@ -55,7 +55,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode, way: str, passes: int, 
             odd = bool(rank % 2) and i == 0
             nets.loss_of(model(nets.batch(10 * step + i, rank), odd=odd)).backward()
 
-    for step in range(6):
+    for step in range(4):
         for rank, model in enumerate(replicas):
             backward(model, step, rank)
         nets.mean_gradients(replicas, None if op == mt.Average else [1.0] * mode.workers)
@@ -72,7 +72,7 @@ def test_trains_as_one_process_with_replicas(mode: Mode, way: str, passes: int, 
             mt.broadcast_parameters(net.state_dict(), store=store)
             options = {"backward_passes_per_step": passes, "op": op, "bucket_bytes": 500}
             optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store=store, **options)
-        for step in range(6):
+        for step in range(4):
             backward(model, step, store.rank)
             if way == "optimizer":
                 optimizer.synchronize()

@@ -136,7 +136,7 @@ def test_a_line_search_decides_alike_on_all_workers(store: Any, way: str, op: st
             loss.backward()
             return loss
 
-        losses = [optimizer.step(closure) for _ in range(3)]
+        losses = [optimizer.step(closure) for _ in range(2)]
         return [float(one.detach()) for one in losses], nets.snapshot(net)
 
     def make(net: Any) -> Any:
