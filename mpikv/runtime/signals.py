@@ -33,7 +33,7 @@ from types import FrameType
 from mpikv.runtime.abort import Guard
 from mpikv.runtime.forked import Handler, TakesSignals, takers
 
-TAKEN_S = 1.0  # a thread that waits for nothing else gets a core sooner, on a busy machine too
+TAKEN_S = 10.0  # a thread that waits for nothing else gets a core sooner, on a busy machine too
 AGAIN_S = 1.0  # a scheduler and mpirun deliver the same request within milliseconds; a person's second one comes later
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}

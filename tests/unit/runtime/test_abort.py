@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mpikv.runtime import printed
 from mpikv.runtime.abort import Guard
 from mpikv.runtime.printed import unread_bytes
 
@@ -77,40 +77,42 @@ def test_the_last_words_are_one_write(monkeypatch):
 
 
 ENDS = """
-import os, sys
+import os
 from mpikv.runtime import printed
 from mpikv.runtime.abort import abort
-limit_s, stream, sign = sys.argv[1:]
-printed.LIMIT_S = float(limit_s)
-os.write(int(stream), b"x" * 50000)
-open(sign, "w").close()
+printed.LIMIT_S = 0.1
+for stream in (1, 2):
+    os.write(stream, b"x" * 50000)
 abort(3)
 """
 
 
-def ending(limit_s: float, stream: int, sign: Path) -> subprocess.Popen[bytes]:
-    """A process that has printed something and then ends its job: to be read and waited for."""
-    words = [sys.executable, "-c", ENDS, str(limit_s), str(stream), str(sign)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not sign.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    return process
-
-
-@pytest.mark.parametrize("stream", [1, 2])
-def test_ends_the_job_when_what_it_printed_was_read(stream, tmp_path):
-    with ending(60, stream, tmp_path / "sign") as process:
-        time.sleep(1)  # longer than it waits for what was read
-        assert process.poll() is None
-        assert sum(map(len, process.communicate())) == 50000
-        assert process.returncode == 3
-
-
-def test_ends_the_job_though_nobody_reads(tmp_path):
-    with ending(0.1, 1, tmp_path / "sign") as process:
+def test_ends_the_job_though_nobody_reads() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=-1, stderr=-1) as process:
         assert process.wait() == 3
-        assert unread_bytes(process.stdout.fileno()) == 50000
+        assert [unread_bytes(stream.fileno()) for stream in (process.stdout, process.stderr)] == [50000] * 2
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+@pytest.mark.parametrize("reads", [True, False])
+def test_waits_until_what_was_printed_is_read(stream: int, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then for the launcher to pass it on; not for ever."""
+    pipes, slept = [os.pipe() for _ in range(2)], list[float]()
+    os.write(pipes[stream][1], b"x" * 7)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3 and reads:
+            os.read(pipes[stream][0], 7)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
+    monkeypatch.setattr(printed, "time", clock)
+    monkeypatch.setattr(printed, "STREAMS", [writing for _, writing in pipes])
+    printed.wait_until_read(0.25)
+    assert slept[-1] == 0.25
+    assert sum(slept[:-1]) == pytest.approx(3 * printed.STEP_S if reads else printed.LIMIT_S, abs=1.5 * printed.STEP_S)
+    for end in sum(pipes, ()):
+        os.close(end)
 
 
 def test_unread_bytes():

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.commands.launch import channel, processes, quick
+from mpikv.commands.launch import channel, processes, quick, watch
 from mpikv.commands.launch.connections import MORE_STRANGERS
 from mpikv.commands.launch.output import Output
 from mpikv.commands.launch.processes import JOB, descendants, end_job, is_alive, of_job, send
@@ -32,8 +32,9 @@ from mpikv.commands.launch.watch import JobWatch, Limits
 from mpikv.common.files import open_log
 from mpikv.errors import ConfigError
 
-LIMITS = Limits(job=None, start=20.0, grace=0.5, save=3600.0)
-LEFT_S = 5.0
+LIMITS = Limits(job=None, start=120.0, grace=60.0, save=3600.0)  # longer than anything here takes on a busy machine
+HASTY = LIMITS._replace(grace=0.1)  # for what has to be killed
+LEFT_S = 60.0
 SECRET = "of this test"
 READY = "touch $FOLDER/$PMI_RANK"  # a rank says so to `when_started`
 GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
@@ -82,7 +83,9 @@ class Job:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And nobody has last words here for which others would wait."""
+    monkeypatch.setattr(watch, "LAST_WORDS_S", 0.0)
     before = set(descendants(os.getpid()))
     yield
     assert set(descendants(os.getpid())) - before == set()
@@ -154,18 +157,19 @@ IT_IS_KILLED = "mpikv launch: all ranks have ended, and mpirun has not: it is ki
         (["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"], {}, {}, 4, "worker 0 .* with status 4", ""),
         (["sleep 300", "kill -9 $PPID; sleep 300"], {}, {}, 1, r"worker 1 \(1 of 2 ranks\) on .* without a report", ""),
         (["true"], {}, {"plan": {"folder": "/no/such"}}, 127, "the folder /no/such does not exist on", ""),
-        (["true"] * 2, {"limits": LIMITS._replace(start=0.5), "blocks": ONE_EACH}, {"before": "sleep 300"}, 1,
-         "^worker 0, server 0 did not start within 0.5 s", ""),
+        (["true"] * 2, {"limits": HASTY._replace(start=0.1), "blocks": ONE_EACH}, {"before": "sleep 300"}, 1,
+         "^worker 0, server 0 did not start within 0.1 s", ""),
         (["true"], {}, {"before": "echo oh no; exit 0"}, 1,
          r"^mpirun ended, and worker 0 \(1 of 1 ranks\) never started$", "[mpirun] oh no\n"),
         (["true"] * 2, {}, {"after": "wait; sleep 300"}, 0, "^$", IT_IS_KILLED),  # its ranks have ended, with status 0
         (["true", "sleep 300"], {"blocks": ONE_EACH}, {}, 0, "servers that wait", ""),
-        (["trap : TERM; while :; do sleep 0.1; done"], {"limits": LIMITS._replace(job=1.0)}, {}, 124,
-         "^timed out after 1 s$", ""),
+        (["trap : TERM; while :; do sleep 0.1; done"], {"limits": HASTY._replace(job=0.5)}, {}, 124,
+         "^timed out after 0.5 s$", ""),
     ],
 )  # fmt: skip
 def test_how_a_job_ends(  # noqa: PLR0917
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     commands: list[str],
     options: dict[str, Any],
     starts: dict[str, Any],
@@ -173,6 +177,9 @@ def test_how_a_job_ends(  # noqa: PLR0917
     text: str,
     said: str,
 ) -> None:
+    monkeypatch.setattr(watch, "IDLE_SERVERS_S", 0.0)
+    if said == IT_IS_KILLED:
+        monkeypatch.setattr(watch, "LINGERING_S", 0.0)
     job = Job(commands, **options)
     end = job.run(**starts)
     assert end.status == status
@@ -344,7 +351,7 @@ def when(reached: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]
         yield
     finally:
         over.set()
-        thread.join(5)
+        thread.join(LEFT_S)
 
 
 def address(listener: socket.socket) -> str:
