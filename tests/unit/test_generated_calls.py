@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grids
 import ml_dtypes
 import numpy as np
 import pytest
@@ -338,7 +339,9 @@ def test_public_names_are_all_called() -> None:
     assert set(optimizers.__all__) - known - {"Array", "Scalar", "flag", "number"} == {"Step", "names"}
 
 
-settled = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100, derandomize=True)
+settled = settings(
+    suppress_health_check=list(HealthCheck), deadline=None, max_examples=grids.examples(100), derandomize=True
+)
 
 
 @pytest.mark.filterwarnings("ignore")  # NumPy warns of some of these arrays

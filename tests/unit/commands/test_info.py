@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import socket
 import subprocess
-import sys
 
+import fresh
 import pytest
-from jobs import ROOT, find_mpi, mpirun
+from jobs import find_mpi, mpirun
 
 import mpikv
 from mpikv.__main__ import main
@@ -21,18 +20,9 @@ MPI = find_mpi()
 needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
 
 
-def mpikv_command(*arguments: str, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command; before: code that runs first."""
-    code = f"import sys; {before}\nfrom mpikv.__main__ import main; sys.exit(main())"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "MPIKV_", "MPI4PY_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**clean, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def mpikv_command(*words: str, code: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command; code: what runs first."""
+    return fresh.python(f"import sys; {code}\nfrom mpikv.__main__ import main; sys.exit(main())", *words, **env)
 
 
 def rows(text: str) -> dict[str, str]:
@@ -191,7 +181,7 @@ STARTED = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     ],
 )  # fmt: skip
 def test_alone(before: str, env: dict[str, str], status: int, says: dict[str, str]) -> None:
-    done = mpikv_command("info", before=before, **env)
+    done = mpikv_command("info", code=before, **env)
     assert done.returncode == status, done.stdout + done.stderr
     found = rows(done.stdout)
     for label, text in says.items():
@@ -201,7 +191,7 @@ def test_alone(before: str, env: dict[str, str], status: int, says: dict[str, st
 def test_array_libraries_are_not_imported() -> None:
     before = "import atexit; atexit.register(lambda: print({'torch', 'jax', 'cupy'} & set(sys.modules)))"
     allowed = {"cupy"} if cuda_driver.ask().names else set()  # it is asked where there is a GPU
-    assert ast.literal_eval(mpikv_command("info", before=before).stdout.splitlines()[-1].replace("set()", "[]")) in (
+    assert ast.literal_eval(mpikv_command("info", code=before).stdout.splitlines()[-1].replace("set()", "[]")) in (
         [],
         allowed,
     )

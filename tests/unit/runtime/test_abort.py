@@ -6,9 +6,11 @@ import io
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from types import SimpleNamespace
 
+import fresh
 import pytest
 
 from mpikv.runtime import printed
@@ -34,7 +36,8 @@ def test_only_the_main_threads_exit_is_remembered():
 
 
 def test_the_ways_to_end_a_program():
-    code = """if True:
+    code = """
+        import sys
         from mpikv.runtime import abort
         words = [repr(exit), repr(quit)]
         guard = abort.install(0, 2)
@@ -48,10 +51,10 @@ def test_the_ways_to_end_a_program():
                     assert guard.exit_status == (status or 0)
                 else:
                     raise AssertionError
-        import sys
         sys.exit(0)
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = fresh.python(textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_last_words_are_one_write(monkeypatch):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import fresh
 import pytest
-from jobs import BACKING, ROOT, find_mpi
+from jobs import BACKING, find_mpi
 
 from mpikv import ConfigError
 from mpikv.runtime import interface
@@ -153,19 +152,9 @@ def test_too_late() -> None:
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "MPIKV_", "MPI4PY_", "UCX_", "FI_"))
-    }
     # Open MPI leaves a process's segment where that process has started MPI before mpikv: here, in a folder that goes.
     with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            env={**clean, "PYTHONPATH": str(ROOT), BACKING: folder, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return fresh.python(code, **{BACKING: folder, **env})
 
 
 needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="no mpirun in this environment")

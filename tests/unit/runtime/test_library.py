@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 from jobs import ROOT, find_mpi, mpirun
 
@@ -28,27 +29,18 @@ DESCRIBE = (
 )
 
 
-def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own: this one loads no MPI."""
-    unset = ("OMPI_", "PMI", "SLURM_", "MPIKV_", "MPI4PY_")
-    clean = {name: text for name, text in os.environ.items() if not name.startswith(unset)}
-    env = {**clean, "PYTHONPATH": str(ROOT), **env}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 def test_import_loads_no_mpi_starts_no_thread_and_leaves_the_hook_as_it_is() -> None:
-    done = python(
+    code = (
         "import sys, threading, mpikv; print([name for name in sys.modules if name.partition('.')[0] == 'mpi4py'],"
         "threading.active_count(), sys.excepthook is sys.__excepthook__)"
     )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[] 1 True", done.stdout + done.stderr
 
 
 @needs_mpi
 def test_the_wheel_describes_itself() -> None:
-    done = python(DESCRIBE)
+    done = fresh.python(DESCRIBE)
     found = json.loads(done.stdout)
     expected = {"openmpi": ("Open MPI", "built in, off"), "mpich": ("MPICH", "no")}[MPI.kind]
     assert (found["name"], found["fault_tolerance"]) == expected
@@ -76,16 +68,16 @@ def test_a_program_that_wants_to_initialise_mpi_itself() -> None:
         "from mpikv.runtime import library; library.prepare()\n"
         "from mpi4py import MPI; print(MPI.Is_initialized())"
     )
-    assert python(code).stdout.strip() == "False"
+    assert fresh.python(code).stdout.strip() == "False"
     code = "from mpikv.runtime import library; library.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
-    assert python(code, MPI4PY_RC_INITIALIZE="0").stdout.strip() == "False"
+    assert fresh.python(code, MPI4PY_RC_INITIALIZE="0").stdout.strip() == "False"
 
 
 @needs_mpi
 def test_the_thread_level_of_the_program_is_kept() -> None:
-    done = python("import mpi4py; mpi4py.rc.thread_level = 'funneled'\n" + DESCRIBE)
+    done = fresh.python("import mpi4py; mpi4py.rc.thread_level = 'funneled'\n" + DESCRIBE)
     assert json.loads(done.stdout)["thread_level"] in ("FUNNELED", "SERIALIZED", "MULTIPLE")
-    done = python("import mpi4py; mpi4py.rc.threads = False\n" + DESCRIBE)
+    done = fresh.python("import mpi4py; mpi4py.rc.threads = False\n" + DESCRIBE)
     assert json.loads(done.stdout)["thread_level"] == "SINGLE", done.stderr
 
 
@@ -97,7 +89,7 @@ def test_the_thread_level_of_the_program_is_kept() -> None:
     ],
 )
 def test_no_library(before: str, environ: dict[str, str], words: str) -> None:
-    done = python(f"{before}\nfrom mpikv.runtime import library; library.prepare()", **environ)
+    done = fresh.python(f"{before}\nfrom mpikv.runtime import library; library.prepare()", **environ)
     assert done.returncode == 1
     assert words in done.stderr
 
@@ -166,7 +158,7 @@ Trainer({"w": Parameter(np.zeros(2))}, "sgd", kvstore="dist_sync")
 
 @pytest.mark.parametrize("call", ["store", "trainer"])
 def test_a_program_under_torchrun(call: str) -> None:
-    done = python(f"import sys; sys.argv = ['', {call!r}]\n{TORCHRUN}", RANK="0", WORLD_SIZE="2")
+    done = fresh.python(f"import sys; sys.argv = ['', {call!r}]\n{TORCHRUN}", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("mpikv: error: ConfigError: WORLD_SIZE=2") == 1, done.stderr
     assert "each trains a model of its own" in done.stderr  # the warning at the 'local' store
@@ -177,7 +169,7 @@ def test_a_program_under_torchrun(call: str) -> None:
 def test_one_rank_shares_no_memory_with_others(environ: dict[str, str]) -> None:
     """Open MPI would leave its file of 16 MiB behind. Ranks that the program starts by mpirun do share memory."""
     look = "import os; maps = open('/proc/self/maps').read(); print('sm_segment' in maps, 'OMPI_MCA_btl' in os.environ)"
-    done = python(f"from mpikv import kv; kv.create('dist_sync'); {look}", **environ)
+    done = fresh.python(f"from mpikv import kv; kv.create('dist_sync'); {look}", **environ)
     assert done.stdout.split() == ["False", "False"], done.stdout + done.stderr
 
 
@@ -185,9 +177,9 @@ def test_one_rank_shares_no_memory_with_others(environ: dict[str, str]) -> None:
 def test_one_worker_in_a_process_of_multiprocessing() -> None:
     """`mp.spawn` tells its processes of each other by arguments alone: perhaps they are meant to be workers."""
     make = "from mpikv import kv; make = lambda: kv.create('dist_sync').close(); "
-    assert python(f"{make}make()").stderr == ""
+    assert fresh.python(f"{make}make()").stderr == ""
     fork = "import multiprocessing; child = multiprocessing.get_context('fork').Process(target=make); "
-    done = python(f"{make}{fork}child.start(); child.join()")
+    done = fresh.python(f"{make}{fork}child.start(); child.join()")
     assert done.stderr.count("UserWarning: mpikv: kv.create('dist_sync') has one worker, in a process that") == 1
     assert "`mpirun -n 4 python train.py`" in done.stderr
 

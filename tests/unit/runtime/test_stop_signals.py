@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fresh
 import pytest
 
 from mpikv import kv
@@ -62,9 +62,8 @@ def say():
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Without a thread of NumPy's, which might take a signal, and not be in time."""
-    words, env = [sys.executable, "-c", BEGIN + textwrap.dedent(program)], {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    """In a process without a thread of NumPy's, which might take a signal, and not be in time."""
+    return fresh.python(BEGIN + textwrap.dedent(program))
 
 
 @pytest.mark.parametrize(("file", "why"), [("asked", "SIGUSR1"), ("not there/asked", None)])

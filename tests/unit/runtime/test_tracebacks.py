@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh
 import numpy as np
 import pytest
 
@@ -139,7 +138,7 @@ def test_unknown_names_are_answered_with_the_nearest(call: Callable[[], object],
 @pytest.mark.parametrize(("module", "package"), [("mpikv.torch", "torch"), ("mpikv.jax", "jax")])
 def test_a_missing_package_is_named_with_what_installs_it(module: str, package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = fresh.python(program)
     assert re.search(rf"\nModuleNotFoundError: .*; {module} needs \w+: pip install {package}\n$", done.stderr), (
         done.stderr
     )
@@ -205,7 +204,7 @@ def test_every_rank_tells_all_where_it_is_asked_for(told, monkeypatch: pytest.Mo
     ],
 )
 def test_alone(program: str, status: int, begins: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = fresh.python(program)
     assert done.returncode == status
     assert done.stderr.startswith(begins)
     assert begins == "Traceback" or done.stderr.count("\n") == 1

@@ -155,7 +155,8 @@ IT_IS_KILLED = "mpikv launch: all ranks have ended, and mpirun has not: it is ki
         (["sleep 300", "exit 3", "sleep 300"], {}, {}, 3, "worker 1 on .* ended with status 3", ""),
         (["sleep 300", "kill -9 $$"], {}, {}, 137, r"worker 1 on .* was killed by signal 9 \(SIGKILL\)", ""),
         (["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"], {}, {}, 4, "worker 0 .* with status 4", ""),
-        (["sleep 300", "kill -9 $PPID; sleep 300"], {}, {}, 1, r"worker 1 \(1 of 2 ranks\) on .* without a report", ""),
+        (["sleep 300", "kill -9 $PPID; sleep 300"], {"limits": HASTY}, {}, 1,
+         r"worker 1 \(1 of 2 ranks\) on .* without a report", ""),
         (["true"], {}, {"plan": {"folder": "/no/such"}}, 127, "the folder /no/such does not exist on", ""),
         (["true"] * 2, {"limits": HASTY._replace(start=0.1), "blocks": ONE_EACH}, {"before": "sleep 300"}, 1,
          "^worker 0, server 0 did not start within 0.1 s", ""),
@@ -303,7 +304,7 @@ def test_workers_that_announce_that_they_stop_have_time_to_save(capfd: pytest.Ca
 
 
 def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([RUNS_ON, f"{READY}; sleep 300"], LIMITS._replace(save=0.5, saves=True), blocks=place([], 1, 1))
+    job = Job([RUNS_ON, f"{READY}; sleep 300"], HASTY._replace(save=0.1, saves=True), blocks=place([], 1, 1))
     with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert job.run().status == 143
     assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err

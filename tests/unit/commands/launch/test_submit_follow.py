@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import ANY
 
+import fresh
 import pytest
 from jobs import ROOT
 
@@ -234,10 +235,7 @@ def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) 
     sbatch.write_text(text.partition("\n")[0] + "\n" + seen + text.partition("\n")[2])
     words = ["slurm", "-n", "2", *(["--wait"] if wait else []), "--env", "A=b'c", "--env", "TOKEN", "--env", "LATIN"]
     latin = os.fsdecode(b"caf\xe9")  # as an environment may hold it
-    done = subprocess.run(
-        command(*words, "--", "true", latin), env={**slurm, "TOKEN": "s3cret", "LATIN": latin}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = submit(tmp_path, *words, "--", "true", latin, env={**slurm, "TOKEN": "s3cret", "LATIN": latin})
     assert done.returncode == (7 if wait else 0), done.stderr
     script, copy = (tmp_path / "script").read_text(errors="surrogateescape"), tmp_path / "copy"
     assert f"PROGRAM=(true '{latin}')" in settings(script)
@@ -260,25 +258,27 @@ def test_values_of_variables_lie_where_nobody_replaces_them(slurm: dict[str, str
     (shared / inner).mkdir(parents=True)
     shared.chmod(0o777)
     home.mkdir()
-    words = command("slurm", "-n", "2", "--output-dir", str(shared / inner), "--env", "A=1", "--", "true")
-    environ = {**slurm, "HOME": str(home)}
-    subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    words = ("slurm", "-n", "2", "--output-dir", str(shared / inner), "--env", "A=1", "--", "true")
+    assert submit(tmp_path, *words, env={**slurm, "HOME": str(home)}).returncode == 0
     (line,) = (one for one in settings((tmp_path / "script").read_text()) if one.startswith("ENV_FILE="))
     assert [f"ENV_FILE={one}" for one in home.iterdir()] == [line]
     assert list((shared / inner).iterdir()) == []
 
 
 def test_values_of_variables_are_not_printed(tmp_path: Path) -> None:
-    words = command("slurm", "-n", "2", "--dry-run", "--output-dir", "logs", "--env", "A=s3cret", "--", "true")
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    words = ("slurm", "-n", "2", "--dry-run", "--output-dir", "logs", "--env", "A=s3cret", "--", "true")
+    done = submit(tmp_path, *words)
+    assert done.returncode == 0
     assert "s3cret" not in done.stdout + done.stderr
     assert f"ENV_FILE={tmp_path}/logs/train.env" in settings(done.stdout)
     assert f"{tmp_path}/logs/train.env is to have a line export NAME=VALUE for each of A" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "mpikv", "submit", *words]
+def submit(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which has `folder` as its own."""
+    code = "import sys; from mpikv.__main__ import main; sys.exit(main())"
+    return fresh.python(code, "submit", *words, cwd=folder, before=env)
 
 
 EXAMPLES = [line.partition(" > ")[0] for line in SUBMIT_EXAMPLES.splitlines() if line.startswith("  mpikv submit")]
@@ -299,8 +299,8 @@ def test_lines_as_one_types_them(line: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path) -> None:
-    words = command("slurm", "-n", "3", "-s", "1", "--wait", "--env", "A=b c", "--", "python", "train.py", "--wait")
-    done = subprocess.run(words, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    words = ("slurm", "-n", "3", "-s", "1", "--wait", "--env", "A=b c", "--", "python", "train.py", "--wait")
+    done = submit(tmp_path, *words, env=slurm)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "hello\nmpikv: job 17 ends with status 7\n"
     assert done.stderr.splitlines() == [
@@ -315,14 +315,14 @@ def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path) -> None:
 
 def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command("slurm", "-n", "3", "--wait", "--", "true"), env={**slurm, "HOLD": "1"}, cwd=tmp_path, text=True,
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "mpikv", "submit", "slurm", "-n", "3", "--wait", "--", "true"],
+        env={**slurm, "HOLD": "1"}, cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
     while "running" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert (tmp_path / "cancelled").read_text() == "scancel 17\n"
     assert "SIGINT: Slurm was asked to cancel job 17" in said
