@@ -142,6 +142,7 @@ class JobWatch:
 
     def _frame(self, rank: LaunchedRank, kind: int, body: bytes) -> None:
         if kind == channel.HELLO and self._ending:
+            self._dismissed = False  # the others may have been by now
             self._connections.send(channel.SIGNAL, rank, signal=int(signal.SIGTERM))
         elif kind in (channel.OUT, channel.ERR):
             aborts = None if rank.aborted else ABORTED.search(body)
