@@ -51,6 +51,7 @@ LONGEST_REASON = 200  # characters of an error that others are told
 MISTAKE = 2  # the status, as argparse has it
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]  # sys.excepthook
 
 
 class Guard(TakesSignals):
@@ -250,25 +251,21 @@ def install_early(*, others_wait: bool) -> None:
 
 def install_alone() -> None:
     """Install the hook of a process without other ranks, unless it has one."""
-    if not isinstance(getattr(sys.excepthook, "__self__", None), OneProcessHook):
-        sys.excepthook = OneProcessHook().excepthook
+    if getattr(sys.excepthook, "func", None) is not _tell_alone:
+        sys.excepthook = functools.partial(_tell_alone, sys.excepthook)
 
 
-class OneProcessHook:
-    """The hook of a process without other ranks: a mistake is one line there, too."""
-
-    def __init__(self) -> None:
-        self._before = sys.excepthook
-
-    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print a mistake as one line, and end the program with its status. Other errors go to the previous hook."""
-        at_a_prompt = hasattr(sys, "ps1") or sys.flags.inspect
-        found = None if wants_full_tracebacks() or at_a_prompt else tracebacks.mistake(error.with_traceback(trace))
-        if found is None:
-            self._before(kind, error, trace)
-            return
-        print(f"mpikv: error: {found}", file=sys.stderr, flush=True)
-        raise SystemExit(MISTAKE)  # Python ends the program as if it had said so, with what is to be done at its exit
+def _tell_alone(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The hook of a process without other ranks: a mistake is one line there, too, and ends the program with its
+    status. Other errors go to the hook `before`.
+    """
+    at_a_prompt = hasattr(sys, "ps1") or sys.flags.inspect
+    found = None if wants_full_tracebacks() or at_a_prompt else tracebacks.mistake(error.with_traceback(trace))
+    if found is None:
+        before(kind, error, trace)
+        return
+    print(f"mpikv: error: {found}", file=sys.stderr, flush=True)
+    raise SystemExit(MISTAKE)  # Python ends the program as if it had said so, with what is to be done at its exit
 
 
 def at_end(close: Callable[[], None], what: Callable[[], str]) -> Callable[[], None]:

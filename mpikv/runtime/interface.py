@@ -24,7 +24,7 @@ import ctypes
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,11 +103,6 @@ def choose(family: str, value: str, environ: Mapping[str, str] = os.environ) -> 
     return InterfaceChoice(tuple(chosen), {name: text for name, text in wanted.items() if name not in own}, own)
 
 
-def apply(family: str, value: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables for a library that is not initialised yet. InterfaceError as `interface_variables`."""
-    environ.update(choose(family, value, environ).variables)
-
-
 def too_late(family: str, value: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return what to do where the library is initialised already; "" where the variables were set in time."""
     missing = {name: text for name, text in choose(family, value, environ).variables.items() if name not in environ}
@@ -120,19 +115,15 @@ def too_late(family: str, value: str, environ: Mapping[str, str] = os.environ) -
     )
 
 
-def mpirun_variables(
-    family: str, value: str, interfaces: Sequence[Interface] | None = None, host: str = ""
-) -> dict[str, str]:
+def mpirun_variables(family: str, value: str) -> dict[str, str]:
     """Return variables for the environment of `mpirun` itself, whose daemons connect the hosts; {} for `auto`.
 
-    interfaces: those of the host where mpirun runs, by default this one's. Only names that exist there are passed on:
-    Open MPI's daemons end at a name that their host does not have, and hydra looks the name up where it is started.
+    Only names that exist on this host are passed on: Open MPI's daemons end at a name that their host does not have,
+    and hydra looks the name up where it is started.
     """
     if value == AUTO_INTERFACE:
         return {}
-    if interfaces is None:
-        interfaces, host = host_interfaces(), host or socket.gethostname()
-    wanted = interface_variables(family, value, interfaces, host)
+    wanted = interface_variables(family, value, host_interfaces(), socket.gethostname())
     if family == OPEN_MPI:
         return dict.fromkeys(DAEMONS_OPEN_MPI, wanted[OPEN_MPI_INCLUDE])
     return dict.fromkeys(DAEMONS_HYDRA, wanted[LIBFABRIC[0]])

@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,24 +56,23 @@ class Launcher(NamedTuple):
 
 def find(environ: Mapping[str, str] = os.environ) -> Launcher | None:
     """Return the launcher of this process, or None where it was started alone."""
-    variable = _size_variable(environ)
+    variable = next((name for name in SIZES if environ.get(name, "").isdigit()), None)
     return None if variable is None else Launcher(int(environ[variable]), variable, program())
 
 
 def size(environ: Mapping[str, str]) -> int:
     """Return how many ranks the environment says were started; 1 where it says nothing."""
-    variable = _size_variable(environ)
-    return 1 if variable is None else int(environ[variable])
+    return _said(SIZES, environ, 1)
 
 
 def torch_size(environ: Mapping[str, str]) -> int:
     """Return how many processes PyTorch's own launcher says that it started; 1 where it says nothing."""
-    text = environ.get(TORCH_SIZE, "")
-    return int(text) if text.isdigit() else 1
+    return _said((TORCH_SIZE,), environ, 1)
 
 
-def _size_variable(environ: Mapping[str, str]) -> str | None:
-    return next((name for name in SIZES if environ.get(name, "").isdigit()), None)
+def _said(names: Sequence[str], environ: Mapping[str, str], otherwise: int) -> int:
+    """Return the number that the first of these variables has that is one."""
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), otherwise)
 
 
 def ends_jobs(environ: Mapping[str, str] = os.environ) -> bool:
@@ -102,17 +101,17 @@ def said_rank(environ: Mapping[str, str]) -> int:
 
     A batch script's own environment has one, too.
     """
-    return int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
+    return _said(RANKS, environ, 0)
 
 
 def said_local_rank(environ: Mapping[str, str]) -> int:
     """Return the number among its host's ranks that the environment gives this process, 0 if none."""
-    return int(next((environ[name] for name in LOCAL_RANKS if environ.get(name, "").isdigit()), "0"))
+    return _said(LOCAL_RANKS, environ, 0)
 
 
 def said_local_size(environ: Mapping[str, str]) -> int:
     """Return how many ranks this process's host has, as the environment says; 1 where it does not, as under srun."""
-    return int(next((environ[name] for name in LOCAL_SIZES if environ.get(name, "").isdigit()), "1"))
+    return _said(LOCAL_SIZES, environ, 1)
 
 
 def mark_rank() -> None:
@@ -128,7 +127,7 @@ def is_child_of_rank(environ: Mapping[str, str] = os.environ) -> bool:
     One whom another launcher started, below a rank, is a rank itself; so is the one child of a program that starts it.
     """
     marked = environ.get(MARK, "")
-    if marked == str(os.getpid()) or _size_variable(environ) is None:
+    if marked == str(os.getpid()) or not _said(SIZES, environ, 0):
         return False
     if multiprocessing.parent_process() is not None and size(environ) > 1:
         return True

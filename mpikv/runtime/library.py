@@ -107,7 +107,7 @@ def _choose_network(network: str) -> None:
 
     family = MPI.get_vendor()[0]
     if not MPI.Is_initialized():
-        interface.apply(family, network)
+        os.environ.update(interface.choose(family, network).variables)
     elif not MPI.Is_finalized() and (problem := interface.too_late(family, network)) and MPI.COMM_WORLD.Get_rank() == 0:
         warnings.warn(problem, RuntimeWarning, stacklevel=3)
 

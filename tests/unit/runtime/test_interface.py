@@ -78,17 +78,18 @@ def test_no_such_interface(value: str, family: str) -> None:
     assert "bare0 (no address), down0 (10.4.0.3/16; it is down)" in str(caught.value)
 
 
-def test_mpirun_is_told_what_its_host_has() -> None:
+def test_mpirun_is_told_what_its_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mpirun_variables("Intel MPI", "lo")["I_MPI_HYDRA_IFACE"] == "lo"
+    monkeypatch.setattr(interface, "host_interfaces", lambda: HOST)
     assert mpirun_variables("Open MPI", "auto") == {}
-    assert mpirun_variables("Open MPI", "ens3,eth1", HOST) == {
+    assert mpirun_variables("Open MPI", "ens3,eth1") == {
         "PRTE_MCA_prte_if_include": "eth1",
         "OMPI_MCA_oob_tcp_if_include": "eth1",
     }
-    assert mpirun_variables("Open MPI", "10.0.0.0/8", HOST)["PRTE_MCA_prte_if_include"] == "10.0.0.0/8"
-    assert mpirun_variables("MPICH", "172.16.0.0/12", HOST) == {"HYDRA_IFACE": "ib0", "I_MPI_HYDRA_IFACE": "ib0"}
-    with pytest.raises(ConfigError, match="node7 has no such"):
-        mpirun_variables("MPICH", "eth9", HOST, "node7")
-    assert mpirun_variables("Intel MPI", "lo")["I_MPI_HYDRA_IFACE"] == "lo"
+    assert mpirun_variables("Open MPI", "10.0.0.0/8")["PRTE_MCA_prte_if_include"] == "10.0.0.0/8"
+    assert mpirun_variables("MPICH", "172.16.0.0/12") == {"HYDRA_IFACE": "ib0", "I_MPI_HYDRA_IFACE": "ib0"}
+    with pytest.raises(ConfigError, match=f"{socket.gethostname()} has no such"):
+        mpirun_variables("MPICH", "eth9")
 
 
 def test_this_host() -> None:
@@ -132,13 +133,8 @@ def test_the_users_own_variables_count() -> None:
     assert excluded.variables == {"UCX_NET_DEVICES": "lo"}  # both at once would be an error of the library
     assert choose("MPICH", "lo", {"FI_TCP_IFACE": "eth7"}).own == {"FI_TCP_IFACE": "eth7"}
 
-    environ = {"UCX_NET_DEVICES": "mlx5_3:1", "HOME": "/"}
-    interface.apply("MPICH", "lo", environ)
-    assert environ == {
-        "UCX_NET_DEVICES": "mlx5_3:1",
-        "HOME": "/",
-        **dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "FI_UDP_IFACE"), "lo"),
-    }
+    found = choose("MPICH", "lo", {"UCX_NET_DEVICES": "mlx5_3:1", "HOME": "/"})
+    assert found.variables == dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "FI_UDP_IFACE"), "lo")
 
 
 def test_too_late() -> None:
