@@ -1,8 +1,9 @@
 """Which cases of parametrised tests, and how many of Hypothesis's examples, a run makes; `scripts/test --full` all.
 
 Every run makes so many cases that each value of each parameter is in one of them, and of a test that starts whole jobs
-one; --thorough makes all of a test that has not more than MANY. The others get the mark `full`, as do tests with the
-mark `thorough` in a run without that option. Parameters of one decorator go together.
+one. --thorough makes all of a test that has not more than MANY, and of one that starts whole jobs each value. The
+others get the mark `full`, as do tests with the mark `thorough` in a run without that option. Parameters of one
+decorator go together.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ def thin(items: Sequence[pytest.Item]) -> None:
         elif hasattr(item, "callspec") and not item.get_closest_marker("full"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in tests.items():
-        if is_full() or (is_thorough() and len(cases) <= MANY):
+        of_jobs = name.startswith(WHOLE_JOBS)
+        if is_full() or (is_thorough() and len(cases) <= MANY and not of_jobs):
             continue
         kept = covering([given(case) for case in cases])
-        if cases[0].nodeid.startswith(WHOLE_JOBS) and not is_thorough():
+        if of_jobs and not is_thorough():
             kept = [kept[zlib.crc32(name.encode()) % len(kept)]]
         for i in set(range(len(cases))) - set(kept):
             cases[i].add_marker("full")

@@ -26,6 +26,12 @@ TIMEOUT_S = 25  # for a job that is expected to hang; others take two seconds
 KINDS = {"openmpi": {}, "mpich over UCX": {}, "mpich over libfabric": {"MPIR_CVAR_CH4_NETMOD": "ofi"}}
 
 
+def over(*selected: str) -> pytest.MarkDecorator:
+    """Run a test with each of them, but for the selected ones with --cluster alone."""
+    found = [pytest.param(kind, marks=[] if kind in selected else pytest.mark.cluster_full) for kind in KINDS]
+    return pytest.mark.parametrize("kind", found)
+
+
 @pytest.fixture
 def pair() -> Iterator[Network]:
     need(missing())
@@ -74,8 +80,7 @@ def carried(hosts: Network, kind: str, **env: str) -> dict[str, int]:
     return json.loads(found[1])
 
 
-@pytest.mark.cluster_full
-@pytest.mark.parametrize("kind", KINDS)
+@over()
 def test_by_themselves_the_libraries_fail(pair: Network, kind: str) -> None:
     nowhere(pair)
     job = run(pair, kind, ["python", PROGRAM, str(N_BYTES)], TIMEOUT_S)
@@ -83,7 +88,7 @@ def test_by_themselves_the_libraries_fail(pair: Network, kind: str) -> None:
     assert "carried" not in job.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over("openmpi", "mpich over libfabric")
 def test_an_interface(pair: Network, kind: str) -> None:
     nowhere(pair)
     sent = carried(pair, kind, MPIKV_INTERFACE="eth0")
@@ -91,7 +96,7 @@ def test_an_interface(pair: Network, kind: str) -> None:
     assert sent["nowhere"] <= MOST
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over("mpich over UCX")
 def test_one_of_two_that_work(pair: Network, kind: str) -> None:
     second(pair)
     for value, used, other in (("eth0", "eth0", "net1"), ("10.88.0.0/16", "net1", "eth0")):
@@ -100,7 +105,7 @@ def test_one_of_two_that_work(pair: Network, kind: str) -> None:
         assert sent[other] <= MOST
 
 
-@pytest.mark.parametrize("kind", ["openmpi", "mpich over UCX"])
+@over("mpich over UCX")
 def test_a_host_that_does_not_have_it(pair: Network, kind: str) -> None:
     """The first host has it: then the other one speaks, in a program and in `mpikv info`."""
     pair.run(pair[0], "ip", "link", "add", "only1", "type", "veth", "peer", "name", "air")

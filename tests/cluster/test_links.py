@@ -18,13 +18,13 @@ PROGRAM = str(Path(__file__).with_name("exchange.py"))
 MOST = 1.01  # MPI's own headers, barriers, and what TCP sends twice
 # MPI and the ranks of each host
 JOBS = (
-    ("openmpi", (1, 1, 1)),
-    ("openmpi", (2, 2)),
+    pytest.param("openmpi", (1, 1, 1), marks=pytest.mark.cluster_full),
+    pytest.param("openmpi", (2, 2), marks=pytest.mark.cluster_full),
     ("openmpi", (3, 1)),
     ("openmpi", (2, 2, 2)),
-    ("mpich", (1, 1)),
+    pytest.param("mpich", (1, 1), marks=pytest.mark.cluster_full),
     ("mpich", (2, 2)),
-    ("mpich", (2, 2, 2)),
+    pytest.param("mpich", (2, 2, 2), marks=pytest.mark.cluster_full),
 )
 
 
@@ -53,4 +53,4 @@ def test_every_byte_crosses_the_link_once(kind: str, ranks: tuple[int, ...]) -> 
 def test_short_values_too() -> None:
     with network(3) as hosts:
         for n in (1, 1000):
-            exchanged(hosts, "mpich", (1, 2, 1), n, 2)
+            exchanged(hosts, "openmpi", (1, 2, 1), n, 2)

@@ -23,9 +23,9 @@ WORDS = {
     # what was asked for, workers
     "submit slurm": (["submit", "slurm", "-n", 4, "-s", 2, *TWO_NODES, "--wait", "--"], 4),
     "submit slurm --srun": (["submit", "slurm", "-n", 4, *TWO_NODES[:2], "--srun", "--wait", "--"], 4),
-    "submit sge": (["submit", "sge", "-n", 3, "-s", 3, "--pe", "mpi_rr", "--wait", "--"], 3),
+    "submit sge": (["submit", "sge", "-n", 4, "-s", 2, "--pe", "mpi_rr", "--wait", "--"], 4),
 }
-SELECTED = {("mpich", "submit slurm"), ("mpich", "submit sge")}
+SELECTED = {("openmpi", "submit sge")}
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ EVER_S = 1000
 # What worker 1 does alone.
 ALONE = {
     "sys_exit": lambda: sys.exit(3),
-    "returns_early": lambda: sys.exit(0),
     "os_exit": lambda: os._exit(5),
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -48,17 +47,6 @@ def missing_key(store: kv.KVStore) -> None:
     store.pushpull("a", ONES.copy())
 
 
-def extra_key(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        store.push("b", ONES)
-        store.pull("b")
-
-
-def unknown_key(store: kv.KVStore) -> None:
-    store.init("c" if store.rank == 1 else "d", ONES)
-    store.pushpull("c" if store.rank == 1 else "d", ONES.copy())
-
-
 def other_order(store: kv.KVStore) -> None:
     for key in "ba" if store.rank == 1 else "ab":
         store.pushpull(key, ONES.copy())
@@ -74,10 +62,6 @@ def other_order_of_mixed_waits(store: kv.KVStore) -> None:
 
 def shape(store: kv.KVStore) -> None:
     store.init("x", np.ones(2 + (store.rank == 1), np.float32))
-
-
-def dtype(store: kv.KVStore) -> None:
-    store.init("x", np.ones(2, np.float64 if store.rank == 1 else np.float32))
 
 
 def optimizer(store: kv.KVStore) -> None:
@@ -139,11 +123,6 @@ def two_stores(store: kv.KVStore) -> None:
 
 def version() -> None:
     mpikv._version.__version__ = "0.0.1"
-    globals()["fault"] = none
-
-
-def number_of_servers() -> None:
-    os.environ["MPIKV_NUM_SERVERS"] = "2"
     globals()["fault"] = none
 
 
@@ -239,7 +218,7 @@ def alone(store: kv.KVStore) -> None:
 
 
 fault, kind = globals().get(sys.argv[1], alone), sys.argv[2]
-if fault in (version, number_of_servers, other_type) and launcher.said_rank(os.environ) == 1:
+if fault in (version, other_type) and launcher.said_rank(os.environ) == 1:
     fault()
 with kv.create(kind) as store:
     if "async" in kind:

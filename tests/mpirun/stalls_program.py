@@ -1,6 +1,7 @@
 """Three workers of which one stays away, or which wait for each other: `stalls_program.py CASE RANK`.
 
-Who stays away comes once there is a file $FOLDER/go. Prints `survived` where a worker gets to the end.
+Who stays away comes once there is a file $FOLDER/go; the others come together. Prints `survived` where a worker gets to
+the end.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ def with_a_helper(store: kv.KVStore) -> None:
 
 if case == "before_create":
     from mpi4py import MPI  # noqa: F401 - so that all have come to MPI_Init
-if case.startswith("before") and victim == launcher.said_rank(os.environ):
+if case.startswith("before") and victim == (rank := launcher.said_rank(os.environ)):
     sleep_in_python()
+elif case.startswith("before"):
+    go.with_name(f"comes {rank}").touch()
+    while len(list(go.parent.glob("comes *"))) < 2:
+        time.sleep(0.01)
 with kv.create("dist_sync") as store:
     store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
     if case == "helper":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,30 @@ one.push("w", np.ones(3)) if {has == "store"} else None
     assert "pretty not my day" in ended.stdout
     assert "RuntimeError: not my day; sys.excepthook was replaced by __main__.pretty" in ended.stderr, ended.output
     assert "StallError" not in ended.output, ended.output
+
+
+WAITS = """
+from mpikv.groups.collective import allreduce
+from mpikv.groups.operators import OPERATORS
+one = group()
+if MPI.COMM_WORLD.rank == 1:
+    {}
+one.start(allreduce([np.ones(1)], OPERATORS["sum"])).wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("leaves", "said"),
+    [
+        ("sys.exit(3)", r"\[rank 1 of 2 on \S+\] sys.exit\(3\) while there was a process group"),
+        # as if it were done, which is what a bare SystemExit looks like
+        ("raise SystemExit(3)", r"PeerError: rank 0 of 2 on \S+ waits in .*, but rank 1 of 2 on \S+ has left the job"),
+    ],
+)
+def test_a_rank_that_leaves_a_process_group(mpi: Mpi, tmp_path: Path, leaves: str, said: str) -> None:
+    ended = job(mpi, tmp_path, BEGIN + WAITS.format(leaves))
+    assert ended.status != 0, ended.output
+    assert re.search(said, ended.stderr), ended.output
 
 
 CLOSED = """

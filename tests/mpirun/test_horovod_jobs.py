@@ -12,12 +12,13 @@ PROGRAM = str(Path(__file__).with_name("horovod_program.py"))
 LIMIT_S = 220  # each rank imports PyTorch, on a busy machine half a minute
 
 
+@pytest.mark.thorough  # on thread ranks every run makes these calls
 @pytest.mark.parametrize(
     ("ranks", "environment"),
     [
         (3, {}),
-        pytest.param(4, {"MPIKV_NUM_SERVERS": "1"}, marks=pytest.mark.thorough),
-        pytest.param(3, {"MPIKV_SHARED_MEMORY": "off"}, marks=pytest.mark.thorough),
+        (4, {"MPIKV_NUM_SERVERS": "1"}),
+        pytest.param(3, {"MPIKV_SHARED_MEMORY": "off"}, marks=pytest.mark.full),
     ],
     ids=["workers", "server", "messages"],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import frameworks
+import pytest
 from jobs import Job, mpirun
 
 frameworks.need("jax")
@@ -22,6 +23,7 @@ def test_programs_that_still_run_when_the_next_call_is_made() -> None:
     assert sorted(job.stdout.splitlines()) == [f"worker {rank}: {value}" for rank in range(2) for value in (0.5, 2.0)]
 
 
+@pytest.mark.thorough
 def test_an_error_inside_of_a_compiled_program_ends_the_job() -> None:
     job = run("raise")
     assert job.status != 0

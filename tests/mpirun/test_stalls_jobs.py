@@ -16,7 +16,7 @@ HOST = r"on [^\s:;,)]+"
 @pytest.mark.parametrize(("case", "call"), [("before_init", "MPI_Init"), ("before_create", "kv.create('dist_sync')")])
 @pytest.mark.parametrize("victim", [1, 0])
 def test_who_does_not_come_to_the_start_is_told_of(mpi, case: str, call: str, victim: int, tmp_path: Path) -> None:
-    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "1", "MPIKV_TIMEOUT_S": "100"}
+    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "1.5", "MPIKV_TIMEOUT_S": "100"}  # told of once, after 4.5 s
     others = ", ".join(str(rank) for rank in range(3) if rank != victim)
     with start(3, ["python", PROGRAM, case, str(victim)], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
         running.wait_for(

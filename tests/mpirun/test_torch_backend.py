@@ -26,24 +26,26 @@ def run(n: int, *argv: str, **env: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize(("n", "hosts"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.thorough)])
-def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
-    job = run(n, PROGRAM, "trains", MPIKV_TEST_HOSTS=str(hosts))
+@pytest.mark.parametrize(
+    ("case", "n", "hosts"),
+    [
+        ("trains", 2, 0),
+        pytest.param("trains", 3, 2, marks=pytest.mark.thorough),
+        pytest.param("sharded", 2, 0, marks=pytest.mark.thorough),
+    ],
+)
+def test_training_is_the_same_as_over_gloo(case: str, n: int, hosts: int) -> None:
+    job = run(n, PROGRAM, case, MPIKV_TEST_HOSTS=str(hosts))
     assert job.status == 0, job.output
     assert sorted(re.findall(r"trained (\d)", job.stdout)) == [str(rank) for rank in range(n)], job.output
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("leaves", rf"\[rank 1 of 3 {HOST}\] sys.exit\(3\) while there was a process group"),
-        ("ends", rf"PeerError: rank [02] of 3 {HOST} waits in all_reduce .*, but rank 1 of 3 {HOST} has left the job"),
-    ],
-)
-def test_a_rank_that_fails_ends_the_job_and_says_why(case: str, said: str) -> None:
-    job = run(3, PROGRAM, case, MPIKV_STALL_WARN_S="off")
+@pytest.mark.thorough
+def test_a_rank_that_leaves_ends_the_job_and_says_why() -> None:
+    """Though torch.distributed puts a hook of its own in front of ours."""
+    job = run(2, PROGRAM, "leaves", MPIKV_STALL_WARN_S="off")
     assert job.status != 0, job.output
-    assert re.search(said, job.stderr), job.output
+    assert re.search(rf"\[rank 1 of 2 {HOST}\] sys.exit\(3\) while there was a process group", job.stderr), job.output
 
 
 @pytest.mark.thorough
