@@ -109,7 +109,12 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
         replace(cluster, title="clusters, a selection", marks="not full and not cluster_full"),
         *ranks("mpi", "openmpi", *((2, 4) if mode else (2,))),
         *ranks("mpich", "mpich", 3),
-        *(Stage(name, f"{name}, a selection", name, SELECTED[name]) for name in SELECTED if name in environments),
+    ]
+    few = f"not full and not {grids.THOROUGH}"  # they have been made with the usual versions
+    found += [
+        Stage(name, f"{name}, a selection", name, SELECTED[name], marks=few if mode != "full" else "")
+        for name in SELECTED
+        if name in environments
     ]
     if mode == "full":  # 5 ranks of MPICH on 2 cores spend their time spinning
         found += ranks("full", "openmpi", 1, 3, 5) + ranks("full", "mpich", 4)

@@ -39,10 +39,11 @@ def opening(source: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Name, ast.Attribute)):
             continue
-        text = ast.unparse(node)
         by_method = isinstance(node, ast.Attribute) and node.attr in OPENS
-        if (text == "open" or by_method or text in OF_LIBRARIES) and not is_harmless(calls.get(id(node))):
-            yield text
+        if by_method or (node.id if isinstance(node, ast.Name) else node.attr) in ("open", "load", "save"):
+            text = ast.unparse(node)
+            if (text == "open" or by_method or text in OF_LIBRARIES) and not is_harmless(calls.get(id(node))):
+                yield text
 
 
 def is_harmless(call: ast.Call | None) -> bool:
