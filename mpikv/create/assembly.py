@@ -32,11 +32,10 @@ from mpikv.session.base import Session
 from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
-from mpikv.strategies.allreduce import AllreduceStrategy
-from mpikv.strategies.hybrid import HybridStrategy
+from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.local import LocalStrategy
-from mpikv.strategies.ps import OwnService, PsStrategy
-from mpikv.strategies.workers import WorkersStrategy
+from mpikv.strategies.owned_keys import OwnedKeys, OwnService
+from mpikv.strategies.ring_keys import RingKeys
 from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback, OwnRank
 from mpikv.transports.memory import LocalTransport, local_transport
@@ -148,14 +147,12 @@ def assemble(
             reached = OwnRank(transport, loopback)
         steps = serve(reached, members.workers, made, loopback)
         own = OwnService(made.owner, steps, reached, loopback, lambda: (made.pool.held_bytes, made.rows.held_bytes))
-    strategy: WorkersStrategy
-    strategy = owners = PsStrategy(session, own)
-    if members.workers_own:
-        strategy = HybridStrategy(session, AllreduceStrategy(session, members, memory, nccl=nccl), owners)
-    elif members.divides:
-        of_ring = memory if members.ring_has_memory else None
-        ring = replace(members.ring, memory=of_ring is not None)
-        strategy = HybridStrategy(session, AllreduceStrategy(session, ring, of_ring, speaker=owners.speaker), owners)
+    owners, of_workers, of_memory = OwnedKeys(session, own), members, memory if members.workers_own else None
+    if members.divides:
+        of_memory = memory if members.ring_has_memory else None
+        of_workers = replace(members.ring, memory=of_memory is not None)
+    ring = RingKeys(session, of_workers, of_memory, nccl=nccl, speaker=owners.speaker)
+    strategy = DistributedStrategy(session, ring, owners)
     session.start(strategy.events)
     store = KVStore(session, strategy, on_device=spec.on_device)
     return metrics.start(store, members.config.metrics, metrics_name)

@@ -108,7 +108,7 @@ def _every_call(store: Any, keys: dict[str, Key], *, updated: bool, path: str | 
         store.set_optimizer(optimizers.create("test"))
     store.init(names, [_first(key) if store.rank == 0 else np.zeros(key[1], key[0]) for key in keys.values()])
     if path is not None and (ring := getattr(store.strategy, "ring", None)) is not None:
-        paths = {queue.info.key: queue.placement.path for queue in ring.keys.all()}
+        paths = {queue.info.key: queue.placement.path for queue in ring.all()}
         _require(set(paths.values()) == {path}, f"keys go {paths}, not {path!r}")
     found |= {("first", name): value for name, value in zip(names, store.pull(names), strict=True)}
     store.barrier()  # nobody pushes before all have pulled

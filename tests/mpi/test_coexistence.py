@@ -110,7 +110,7 @@ def test_the_workers_part_of_divided_keys_goes_native(comm, test_hosts):
     W, values = comm.Get_size() - 1, np.arange(500, dtype=np.float32)
 
     def body(store):
-        assert store.strategy.ring.keys.communicators is not None
+        assert store.strategy.ring.communicators is not None
         store.init("w", np.zeros_like(values))
         found = []
         for round_ in range(2):

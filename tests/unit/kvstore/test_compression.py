@@ -174,7 +174,7 @@ def test_the_bytes_of_what_comes_back() -> None:
     n, large = 1000, INLINE_BYTES // 4 * 3
 
     def body(store: Any) -> Any:
-        client = store.strategy._client.transport
+        client = store.strategy.owners._client.transport
         received: list[int] = []
         irecv = client.irecv
 

@@ -140,7 +140,7 @@ def test_what_crosses_to_the_host(store: Any, cupy: Any, path: str) -> None:
     store.pushpull("w", grad)
     crossed = counted(store, lambda: store.pushpull("w", grad), *CROSSED)
     assert (grad.get() == 9).all()
-    bounds = store.strategy.ring.keys.queues[store.session.infos["w"].id].bounds
+    bounds = store.strategy.ring.queues[store.session.infos["w"].id].bounds
     own = 4 * (bounds[store.rank + 1] - bounds[store.rank])
     assert crossed == ([4 * n + own, 4 * n] if path == "host" else [0, 0])
 
@@ -234,7 +234,7 @@ def test_compressed_pushes_to_servers_cross_as_what_travels(codec: str) -> None:
         store.set_gradient_compression({"type": codec, "force": True})
         store.init("w", cupy.zeros(n, F4))
         store.barrier()
-        routes = store.strategy._keys[store.session.infos["w"].id].routes
+        routes = store.strategy.owners._keys[store.session.infos["w"].id].routes
         sent = sum(one.wire_bytes(end - begin, F4) for route in routes for begin, end in route.pieces)
         out = cupy.zeros(n, F4)
 

@@ -168,8 +168,7 @@ def refused(call, *arguments: Any, **named: Any) -> str:
 
 def owned(store) -> list[bytes]:
     """What this worker has of the values, where no servers have them."""
-    queues = getattr(store.strategy, "_queues", {})
-    return [queue.value()[queue.span(info)].tobytes() for queue in queues.values() for info in queue.keys]
+    return [queue.value()[slice(*queue.bounds[store.rank :][:2])].tobytes() for queue in store.strategy.ring.all()]
 
 
 def refused_step(store, W, attribute: str, *, steps: int = 1, **attributes: Any) -> None:

@@ -78,7 +78,7 @@ LAYOUTS = pytest.mark.parametrize("hosts", ["aaa", "abab"])
 
 
 def paths_of(store: KVStore) -> dict[Any, str]:
-    return {queue.info.key: queue.placement.path for queue in store.strategy.ring.keys.all()}
+    return {queue.info.key: queue.placement.path for queue in store.strategy.ring.all()}
 
 
 def check_on_hosts(hosts: str, afterwards: Callable[[KVStore], None]) -> None:

@@ -441,7 +441,7 @@ def test_on_one_host_a_step_is_one_call_and_no_message(store: Any) -> None:
     assert calls == 4
     if after["declined_calls"] == before["declined_calls"]:
         assert after["messages_sent"] == before["messages_sent"]
-        queues = [store.strategy.ring.keys.queues[store.session.infos[bucket.key].id] for bucket in buckets]
+        queues = [store.strategy.ring.queues[store.session.infos[bucket.key].id] for bucket in buckets]
         assert not any(queue.stored.any() for queue in queues)  # no second copy in the keys' own memory
 
 

@@ -1,4 +1,4 @@
-"""The strategy of keys with owners: server ranks, or a service inside every worker, which is the same code.
+"""The keys with owners: server ranks, or a service inside every worker, which is the same code.
 
 A push is not acknowledged, since MPI loses no message. A pull names the version that it needs (synchronous) or none
 (asynchronous), and the server answers when that version exists. A pushpull is both in one request. Worker 0 sends a
@@ -34,7 +34,6 @@ from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.placement.owners import add_load, as_announced, at_one, place_at_owners
-from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
@@ -56,7 +55,6 @@ from mpikv.strategies.exchange import (
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient, push_label
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
-from mpikv.strategies.workers import WorkersStrategy
 from mpikv.transports import wire
 from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback
@@ -64,13 +62,13 @@ from mpikv.transports.loopback import Loopback
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
 
-class PsCall(PreparedCall):
+class OwnedCall(PreparedCall):
     """One call. waits: its caller waits at once, and runs the call's steps itself instead of the engine's thread."""
 
     def __init__(
-        self, strategy: PsStrategy, session: Workers, entries: Sequence[Entry], op: Reduction, *, waits: bool
+        self, keys: OwnedKeys, session: Workers, entries: Sequence[Entry], op: Reduction, *, waits: bool
     ) -> None:
-        self.strategy, self._session, self.op, self._waits = strategy, session, op, waits
+        self.keys, self._session, self.op, self._waits = keys, session, op, waits
         spaces = session.spaces
         self.entries = [
             entry if entry.outs is None else entry._replace(sink=Sink(entry.info, entry.outs, spaces))
@@ -79,9 +77,9 @@ class PsCall(PreparedCall):
 
     def start(self, priority: int = 0) -> list[Pending]:
         if not self._waits:
-            return self.strategy.start(self.entries, priority, self.op)
+            return self.keys.start(self.entries, priority, self.op)
         try:
-            return self.strategy.start_waited(self.entries, priority, self.op)
+            return self.keys.start_waited(self.entries, priority, self.op)
         except KeyboardInterrupt as error:  # answers may still be received into the caller's arrays
             self._session.engine.interrupted("pushpull", error)
             raise
@@ -93,7 +91,7 @@ class PsCall(PreparedCall):
                 self._session.wait(one, None, pending)
         except (StallError, ConfigError):
             if self._waits:
-                self.strategy.run_by_engine(pending)
+                self.keys.run_by_engine(pending)
             raise
         except KeyboardInterrupt as error:
             if self._waits:
@@ -118,16 +116,16 @@ class OwnService(NamedTuple):
     held_bytes: Callable[[], tuple[int, int]]
 
 
-class PsStrategy(WorkersStrategy):
-    """The strategy of one worker. own: the owner inside of it, if any.
+class OwnedKeys:
+    """Those of one worker. own: the owner inside of it, if any.
 
-    speaker: asks for the servers' parts of divided keys.
+    speaker: asks for the servers' parts of divided keys. first_values: at worker 0, of dense keys that are being agreed
+    on.
     """
 
-    rows: RowClient
-
     def __init__(self, session: Workers, own: OwnService | None = None) -> None:
-        super().__init__(session)
+        self._session = session
+        self.first_values: dict[Key, SpaceArray] = {}
         members = self._members = session.members
         self._servers, self._own = members.owners, own
         if not members.workers_own and (problem := too_many(len(self._servers), "servers")):
@@ -137,7 +135,6 @@ class PsStrategy(WorkersStrategy):
         self._recorder = session.recorder
         self._loads = [0] * len(self._servers)
         self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
-        self.before_cut: dict[int, Any] = {}  # what workers own of keys that are being moved here
         self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         transport, number, loopback = session.transport if self._local is None else self._local, None, None
         if own is not None:
@@ -149,7 +146,6 @@ class PsStrategy(WorkersStrategy):
         self._engine = session.engine
         self._device = self._device_calls()
         self._engine.serves = self._local is not None and own is not None
-        self.events = KeyEvents(self.place, self._begin, self._forget_key, self._pushes)
         session.on_attributes.append(self._send_attributes)
         steps = partial(self._steps, wire.PUSHPULL)
         self.speaker = Speaker(session, self._client, self._keys, self._labels, steps)
@@ -191,7 +187,7 @@ class PsStrategy(WorkersStrategy):
         add_load(self._loads, placement, info.dtype.itemsize)
         return placement.announced()
 
-    def _begin(self, info: KeyInfo, reserved: Any) -> None:
+    def begin(self, info: KeyInfo, reserved: Any) -> None:
         if not self.has_owners:
             self._begin_owners()
         if info.sparse:
@@ -222,11 +218,11 @@ class PsStrategy(WorkersStrategy):
             self._send_attributes(slot, number, attributes)
         self._service = self._engine.serve(self._own.steps, "owner")
 
-    def _forget_key(self, info: KeyInfo) -> None:
+    def forget(self, info: KeyInfo) -> None:
         self._keys.pop(info.id, None)
         self.rows.forget(info)
 
-    def _pushes(self) -> dict[int, int]:
+    def pushes(self) -> dict[int, int]:
         own = {key_id: key.pushed for key_id, key in self._keys.items() if key_id not in self.speaker.pushers}
         return {**own, **self.rows.pushes()}
 
@@ -307,7 +303,7 @@ class PsStrategy(WorkersStrategy):
             return wire.UNCOMPRESSED_PUSH | wire.UNCOMPRESSED_ANSWER
         return wire.UNCOMPRESSED_ANSWER if key.answers_uncompressed else 0
 
-    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PsCall:
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> OwnedCall:
         if op.whole and entries and not self._members.workers_own:
             raise UnsupportedError(
                 f"pushpull of key {shown(entries[0].info.key)} with op={op.name!r}: servers have the key, or a part of "
@@ -317,7 +313,7 @@ class PsStrategy(WorkersStrategy):
         if len(entries) * len(self._servers) > self._client.payload_tags.count:  # hardly ever
             self._client.check_call([self._keys[entry.info.id] for entry in entries])
         lent = all(entry.outs is not None for entry in entries)
-        return PsCall(self, self._session, entries, op, waits=waits and lent)
+        return OwnedCall(self, self._session, entries, op, waits=waits and lent)
 
     def start(self, entries: Sequence[Entry], priority: int, op: Reduction) -> list[Pending]:
         items = self._items(entries, op)
@@ -463,13 +459,26 @@ class PsStrategy(WorkersStrategy):
         if self.has_owners and not (call == "close" and self._members.workers_own):
             self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
-    def use_optimizer(self, slot: int, pickled: bytes, key_ids: list[int], *, elementwise: bool) -> None:
+    def use_optimizer(
+        self,
+        slot: int,
+        pickled: bytes,
+        key_ids: list[int],
+        *,
+        elementwise: bool,
+        before_cut: Mapping[int, SpaceArray],
+    ) -> None:
+        """Let owners update keys with an optimizer that all agreed on. Collective, blocks.
+
+        before_cut: by the number of a divided key that owners get all of, the elements that workers own.
+        """
         if slot == DEFAULT_SLOT:
             self.takes_whole = not elementwise
-        self._move_keys(slot, whole=not elementwise)
+        self._move_keys(slot, before_cut, whole=not elementwise)
         self._send_optimizer(slot, pickled, key_ids)
 
     def use_attributes(self, slot: int, attributes: dict[str, Any], key_ids: list[int]) -> None:
+        """Let owners compare these attributes, of an optimizer that workers apply by themselves. Collective, blocks."""
         self._send_optimizer(slot, cloudpickle.dumps(attributes), key_ids)
 
     def _send_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
@@ -487,13 +496,13 @@ class PsStrategy(WorkersStrategy):
 
         self._session.decide("set_optimizer in place", send)
 
-    def _move_keys(self, slot: int, *, whole: bool) -> None:
+    def _move_keys(self, slot: int, before_cut: Mapping[int, SpaceArray], *, whole: bool) -> None:
         """Move keys that are cut to one owner each, if the optimizer needs them `whole`; cut replicated ones."""
         for info in self._session.in_order():
             key = self._keys.get(info.id)  # None: row-sparse, or all of it goes round the ring
             if key is None or self._session.slot_of(info) != slot:
                 continue
-            if whole and len(key.routes) + (info.id in self.before_cut) > 1:
+            if whole and len(key.routes) + (info.id in before_cut) > 1:
                 placement = at_one(info, info.id % len(self._servers), key.placement.partition_elems)
             elif key.replicated:
                 placement = place_at_owners(self._members, info, compression.wire_of(info), updated=True)
@@ -503,7 +512,7 @@ class PsStrategy(WorkersStrategy):
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
                 self._pull_uncompressed(key, [value])
-                if (before := self.before_cut.get(info.id)) is not None:
+                if (before := before_cut.get(info.id)) is not None:
                     value[: before.size] = before
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
@@ -531,23 +540,20 @@ class PsStrategy(WorkersStrategy):
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return [*owned, *self.rows.owned(server)]
 
-    def gather_states(self) -> Callable[[], list[list[StateRecord]]]:
+    def gather_states(self) -> list[list[StateRecord]]:
+        """The states of all owners, each owner's in a list. At worker 0 alone; blocks."""
         if not self.has_owners:
-            return list
-        return lambda: [
-            records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)
-        ]
+            return []
+        return [records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)]
 
     def send_states(self, file: StatesFile) -> None:
+        """Give owners their states of a file. At worker 0 alone; blocks."""
         if not self.has_owners:
             return
         forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
         owned = [self._owned(server) for server in range(len(self._servers))]
         blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
         self._ask(wire.LOAD, blobs, LOAD)
-
-    def take_states(self, replaced: Sequence[KeyInfo]) -> None:
-        """The servers have them."""
 
     def codec_states(self, call: str) -> list[StateRecord]:
         self._wait_for_device_calls()  # until all pushes have been sent, and so encoded
@@ -567,6 +573,7 @@ class PsStrategy(WorkersStrategy):
                 key.take_codec_states(pieces.get(key.info.key, {}))
 
     def settle_all(self, call: str) -> None:
+        """Wait until everything that all workers pushed so far has been applied. Collective, blocks."""
         if not self.has_owners:
             return
         if self.synchronous:
@@ -579,15 +586,15 @@ class PsStrategy(WorkersStrategy):
 
     # --- the end
 
-    def leave(self, common: Mapping[int, int]) -> ConfigError | None:
+    def leave(self) -> None:
+        """Say to each owner what comes last, when all workers have agreed to close. Blocks."""
         if not self.has_owners:
-            return None
+            return
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.BYE))
         self._session.wait_for(Predicate(self._all_sent), "close")
         if self._service is not None:
             self._session.wait_for(self._service, "close")
-        return None
 
     # --- memory of the host
 
