@@ -15,7 +15,7 @@ from mpikv import KVStore, Trainer
 torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
 
-STEPS = 12
+STEPS = 8
 BATCH = 4  # of each worker
 
 

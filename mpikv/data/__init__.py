@@ -7,15 +7,7 @@ from mpikv.data.loader import DataLoader
 from mpikv.data.record_file import RecordFile, RecordWriter
 from mpikv.data.split import SplitSampler, split_and_load, split_data
 
-__all__ = [
-    "DataLoader",
-    "ImageRecords",
-    "RecordFile",
-    "RecordWriter",
-    "SplitSampler",
-    "split_and_load",
-    "split_data",
-]
+__all__ = ["DataLoader", "ImageRecords", "RecordFile", "RecordWriter", "SplitSampler", "split_and_load", "split_data"]
 
 _READERS = "the examples' readers are in examples/image_files.py"
 _PACK = "struct.pack('<IfQQ', 0, label, number, 0) + content is an image record (docs/data.md)"

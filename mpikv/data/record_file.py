@@ -23,19 +23,8 @@ from numpy.typing import NDArray
 
 from mpikv.common import checks
 from mpikv.common.files import replacing
-from mpikv.data.recordio import (
-    DamagedRecord,
-    FileBytes,
-    Index,
-    after_record,
-    byte_range,
-    encoded,
-    index_path,
-    next_head,
-    read_index,
-    read_record,
-    write_index,
-)
+from mpikv.data import recordio
+from mpikv.data.recordio import DamagedRecord, FileBytes, Index
 from mpikv.data.split import bounds, check_part
 from mpikv.runtime.abort import tells
 
@@ -83,10 +72,10 @@ class RecordFile:
         self._begin = self._end = 0  # of the part, in bytes, where there is no index
         try:
             if index is None or index is False:
-                self._begin, self._end = byte_range(self._file, self.num_parts, self.part_index)
+                self._begin, self._end = recordio.byte_range(self._file, self.num_parts, self.part_index)
             else:
-                path = index_path(self.path) if index is True else checks.path("index", index)
-                whole = read_index(path, self._file.size)
+                path = recordio.index_path(self.path) if index is True else checks.path("index", index)
+                whole = recordio.read_index(path, self._file.size)
                 mine = slice(*bounds(len(whole.offsets), self.num_parts, self.part_index))
                 self._index = Index(whole.keys[mine].copy(), whole.offsets[mine].copy())  # the rest is let go
         except BaseException:
@@ -125,11 +114,11 @@ class RecordFile:
             if not self._skips:
                 raise
             self._damaged[offset] = error.with_traceback(None)  # which would keep the bytes that were read
-        return None, file.size if self._index is not None else next_head(file, offset + 4)
+        return None, file.size if self._index is not None else recordio.next_head(file, offset + 4)
 
     def _read(self, file: FileBytes, offset: int) -> tuple[bytes, int]:
         try:
-            return read_record(file, offset)
+            return recordio.read_record(file, offset)
         except DamagedRecord as error:
             if self._index is None:
                 raise
@@ -145,7 +134,7 @@ class RecordFile:
                 found, at = array("q"), self._begin
                 while at < self._end:
                     found.append(at)
-                    at = after_record(self._file, at)
+                    at = recordio.after_record(self._file, at)
             self._offsets = np.array(found, dtype=np.int64)
         return self._offsets
 
@@ -220,7 +209,7 @@ class RecordWriter:
     def __init__(self, path: Any, *, index: Any = True) -> None:
         self.path = checks.path("path", path)
         if index is True:
-            self._index: str | None = index_path(self.path)
+            self._index: str | None = recordio.index_path(self.path)
         else:
             self._index = None if index is False or index is None else checks.path("index", index)
         if self._index is not None and os.path.realpath(self._index) == os.path.realpath(self.path):
@@ -242,7 +231,7 @@ class RecordWriter:
             data = bytes(memoryview(record))
         except TypeError:
             raise checks.wrong("record", "bytes", record) from None
-        text = encoded(data)
+        text = recordio.encoded(data)
         if self._index is not None:
             key = self._length if key is None else checks.whole("key", key, -checks.LARGEST)
             if key in self._keys:
@@ -285,7 +274,7 @@ class RecordWriter:
                 os.remove(self._index)
         self._place.close()
         if self._index is not None:
-            write_index(self._index, self._keys.items())
+            recordio.write_index(self._index, self._keys.items())
 
     def _abandon(self) -> None:
         """Remove what was written. `replacing` does not see the block's own error, in which it would put its file."""

@@ -17,47 +17,16 @@ from mpikv.optimizers.declared import flag, number
 from mpikv.optimizers.ftrl import Ftrl
 from mpikv.optimizers.function import Function
 from mpikv.optimizers.norms import LAMB, LARS
-from mpikv.optimizers.schedules import (
-    CosineScheduler,
-    FactorScheduler,
-    MultiFactorScheduler,
-    PolyScheduler,
-    Scheduler,
-)
+from mpikv.optimizers.schedules import CosineScheduler, FactorScheduler, MultiFactorScheduler, PolyScheduler, Scheduler
 from mpikv.optimizers.sgd import DCASGD, NAG, SGD, Signum, Test
 from mpikv.optimizers.step import Array, Scalar, Step
 from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
 from mpikv.runtime.abort import tells
 
-__all__ = [
-    "DCASGD",
-    "LAMB",
-    "LARS",
-    "NAG",
-    "SGD",
-    "AdaDelta",
-    "AdaGrad",
-    "Adam",
-    "AdamW",
-    "Array",
-    "CosineScheduler",
-    "FactorScheduler",
-    "Ftrl",
-    "MultiFactorScheduler",
-    "Optimizer",
-    "PolyScheduler",
-    "RMSProp",
-    "Scalar",
-    "Scheduler",
-    "Signum",
-    "Step",
-    "Test",
-    "create",
-    "flag",
-    "names",
-    "number",
-    "register",
-]
+__all__ = ["DCASGD", "LAMB", "LARS", "NAG", "SGD", "Signum", "Test"]
+__all__ += ["AdaDelta", "AdaGrad", "Adam", "AdamW", "Ftrl", "RMSProp"]
+__all__ += ["CosineScheduler", "FactorScheduler", "MultiFactorScheduler", "PolyScheduler", "Scheduler"]
+__all__ += ["Array", "Optimizer", "Scalar", "Step", "create", "flag", "names", "number", "register"]
 
 _registry: dict[str, type[Optimizer]] = {}
 _WRAPPERS: Mapping[str, type[Optimizer]] = {cls.name: cls for cls in (Function, TorchOptimizer)}

@@ -31,7 +31,6 @@ class AdaGrad(Optimizer):
     states = (Array("history", "h, the sum of squared gradients"),)
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, history = step.real, arrays["history"]
         g = self.prepared(step, w, g, tmp)
         history += np.multiply(g, g, out=tmp[1])
@@ -65,7 +64,6 @@ class AdaDelta(Optimizer):
     )
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         epsilon, acc_grad, acc_delta = step.real(self.epsilon), arrays["acc_grad"], arrays["acc_delta"]
         delta, other = tmp
         g = self.prepared(step, w, g, tmp)
@@ -106,7 +104,6 @@ class RMSProp(Optimizer):
     )
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, n, delta = step.real, arrays["n"], arrays.get("delta")
         g = self.prepared(step, w, g, tmp, decay=True)
         update_mean(step, n, g, self.gamma1, tmp[1], squared=True)

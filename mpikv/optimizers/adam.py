@@ -66,7 +66,6 @@ class Adam(RunningMeans):
     lazy = True
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         g = self.prepared(step, w, g, tmp, decay=True)
         self.update_means(step, g, arrays, tmp[1])
         root = np.sqrt(arrays["var"], out=tmp[1])
@@ -93,7 +92,6 @@ class AdamW(RunningMeans):
     correct_bias: bool = flag(default=True, doc="whether the bias of the means is corrected")
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real = step.real
         self.update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1])
         root = np.sqrt(arrays["var"], out=tmp[1])

@@ -38,7 +38,6 @@ class Ftrl(Optimizer):
     scratch = 3
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, rate, z, n = step.real, step.learning_rate, arrays["z"], arrays["n"]
         if rate == 0.0:
             raise ValueError(f"ftrl: update {step.t} of key {shown(step.key)} has learning rate 0, which it divides by")

@@ -58,7 +58,6 @@ class LARS(Optimizer):
     scratch = 1
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         momentum, last_rate, mom = self.momentum, step.state["last_rate"], arrays.get("momentum")
         if self.momentum_correction and last_rate:
             momentum *= step.global_rate / last_rate
@@ -110,7 +109,6 @@ class LAMB(RunningMeans):
     elementwise = False
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real = step.real
         self.update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1])
         change, root = tmp

@@ -60,7 +60,6 @@ class Owner:
         self._as_set: dict[int, KeptAttributes] = {}
         self._attributes: dict[tuple[int, int], OrderedDict[int, KeptAttributes]] = {}
         self._current: dict[int, AttributesId] = {}
-        # Keys that were updated as one array: by the first key's id their joined state, and each key's view of it.
 
     def in_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which work on the states goes into the stream of their updates."""

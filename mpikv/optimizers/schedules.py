@@ -129,7 +129,6 @@ class FactorScheduler(Scheduler, _Factor):
     """
 
     def after_warmup(self, num_update: int) -> float:
-        """See the class."""
         reductions = max(0, (num_update - 1) // self.step)
         return max(self.base_lr * self.factor**reductions, self.stop_factor_lr) if reductions else self.base_lr
 
@@ -151,11 +150,9 @@ class MultiFactorScheduler(Scheduler, _MultiFactor):
     """
 
     def after_warmup(self, num_update: int) -> float:
-        """See the class."""
         return self.base_lr * self.factor ** sum(step < num_update for step in self.step)
 
     def config(self) -> dict[str, Any]:
-        """See `Scheduler.config`."""
         return {**super().config(), "step": list(self.step)}
 
 
@@ -196,7 +193,6 @@ class PolyScheduler(_Falling, _Poly):
     """
 
     def after_warmup(self, num_update: int) -> float:
-        """See the class."""
         x = self._progress(num_update)
         return self.final_lr + (self.base_lr - self.final_lr) * math.pow(1.0 - x, self.pwr)
 
@@ -217,7 +213,6 @@ class CosineScheduler(_Falling, _Cosine):
     """
 
     def after_warmup(self, num_update: int) -> float:
-        """See the class."""
         x = self._progress(num_update)
         return self.final_lr + (self.base_lr - self.final_lr) * (1.0 + math.cos(math.pi * x)) / 2.0
 

@@ -38,7 +38,6 @@ class SGD(Optimizer):
     scratch = 1
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, rate, mom = step.real, step.learning_rate, arrays.get("momentum")
         if mom is None:
             descend(self, step, w, g, tmp)
@@ -71,7 +70,6 @@ class NAG(Optimizer):
     states = (Array("momentum", "the last step", where="momentum"),)
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, rate, mom = step.real, step.learning_rate, arrays.get("momentum")
         if mom is None:
             descend(self, step, w, g, tmp)
@@ -106,7 +104,6 @@ class DCASGD(Optimizer):
     )
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, previous, mom = step.real, arrays["previous"], arrays.get("momentum")
         g = self.prepared(step, w, g, tmp)
         change = np.subtract(w, previous, out=tmp[1])
@@ -143,7 +140,6 @@ class Signum(Optimizer):
     states = (Array("momentum", "running mean of gradients, with the sign of the step", where="momentum"),)
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         real, rate, mom, decay = step.real, step.learning_rate, arrays.get("momentum"), self.wd_lh
         if mom is None:
             direction = np.sign(self.prepared(step, w, g, tmp), out=tmp[0])
@@ -174,5 +170,4 @@ class Test(Optimizer):
     __test__ = False  # pytest would take the name for a test class
 
     def formula(self, step: Step, w: HostArray, g: HostArray, arrays: Arrays, tmp: list[HostArray]) -> None:
-        """See the class."""
         w += g if self.rescale_grad == 1.0 else np.multiply(g, step.real(self.rescale_grad), out=tmp[0])

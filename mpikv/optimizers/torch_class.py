@@ -167,7 +167,11 @@ class TorchOptimizer(Optimizer):
         parameter.grad = torch.from_numpy(tmp[0].reshape(step.shape))
         current = {"lr": step.learning_rate, "weight_decay": step.wd}
         optimizer = self.torch_class([parameter], **self.kwargs, **{name: current[name] for name in self._ours})
-        kept = {name: _to_torch(torch, value) for name, value in step.state.items() if name not in ("t", "master")}
+        kept = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in step.state.items()
+            if name not in ("t", "master")
+        }
         if kept:
             optimizer.state[parameter] = kept
         optimizer.step()
@@ -189,10 +193,6 @@ def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> float | 
     """Return the class's default; None if it has none, or one that is no number."""
     default = parameters[name].default if name in parameters else None
     return default if isinstance(default, (int, float)) else None
-
-
-def _to_torch(torch: Any, value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _from_torch(torch: Any, name: str, value: Any, torch_class: type[Any]) -> Any:

@@ -15,50 +15,18 @@ from mpikv.common.checks import meant
 from mpikv.errors import MpikvError as HorovodInternalError
 from mpikv.torch.calls import *  # noqa: F403 - what its `__all__` lists
 from mpikv.torch.compression import Compression
-from mpikv.torch.default import (
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from mpikv.torch.default import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from mpikv.torch.local_updates import ModelUpdates as LocalUpdates
 from mpikv.torch.model import DistributedModel
 from mpikv.torch.optimizer import DistributedOptimizer
 from mpikv.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from mpikv.torch.states import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from mpikv.torch.states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from mpikv.torch.uneven import join
 
-__all__ = [
-    "Compression",
-    "DistributedModel",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "LocalUpdates",
-    "ProcessSet",
-    "add_process_set",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
-]
+__all__ = ["Compression", "DistributedModel", "DistributedOptimizer", "HorovodInternalError", "LocalUpdates", "join"]
+__all__ += ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
+__all__ += ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ += ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 __all__ += calls.__all__
 
 # What else `horovod.torch` has: what programs ask, and what to use instead of the rest.

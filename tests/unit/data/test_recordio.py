@@ -326,7 +326,7 @@ def test_there_is_never_an_index_of_another_file(tmp_path: Path, monkeypatch: py
         raise OSError("no space left")
 
     write_records(tmp_path / "a.rec", [b"old"])
-    monkeypatch.setattr("mpikv.data.record_file.write_index", fail)
+    monkeypatch.setattr("mpikv.data.recordio.write_index", fail)
     with pytest.raises(OSError, match="no space left"):
         write_records(tmp_path / "a.rec", [b"new"])
     assert [file.name for file in tmp_path.iterdir()] == ["a.rec"]

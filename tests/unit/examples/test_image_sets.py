@@ -212,10 +212,7 @@ def test_where_images_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(FileNotFoundError, match="images in mine: there is no such directory; missing"):
         image_files.load_images("mine")
     demo = (ROOT / "scripts/demo").read_text()
-    for line in (
-        "installed=/usr/share/datasets/fashion-mnist\n",
-        "unpacked=data$installed",
-    ):  # as FASHION_DIR
+    for line in ("installed=/usr/share/datasets/fashion-mnist\n", "unpacked=data$installed"):  # as FASHION_DIR
         assert line in demo
 
 

@@ -57,23 +57,9 @@ def test_a_callable_sees_the_weight_itself_the_rescaled_gradient_and_its_state()
     np.testing.assert_allclose(weight, np.full((2, 3), 1 - 0.1 * (2 + 5)), rtol=1e-3)
 
 
-SAVED = [
-    None,
-    3,
-    2.5,
-    True,
-    np.float32(0.25),
-    np.arange(3.0),
-    np.array(7),
-    np.ones((2, 2), ml_dtypes.bfloat16),
-    {},
-    [],
-    (),
-    {"a": 1, "b:c": np.arange(2), "": 0.5},
-    [1, np.arange(3), 2.0],
-    (np.zeros(0), False),
-    [np.float64(i) for i in range(12)],
-]
+SAVED = [None, 3, 2.5, True, np.float32(0.25), np.arange(3.0), np.array(7), np.ones((2, 2), ml_dtypes.bfloat16)]
+SAVED += [{}, [], (), {"a": 1, "b:c": np.arange(2), "": 0.5}, [1, np.arange(3), 2.0], (np.zeros(0), False)]
+SAVED += [[np.float64(i) for i in range(12)]]
 
 
 def through_bytes(state, shape=(3,), dtype=np.float32):

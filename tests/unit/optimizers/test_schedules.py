@@ -10,13 +10,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mpikv.optimizers import (
-    CosineScheduler,
-    FactorScheduler,
-    MultiFactorScheduler,
-    PolyScheduler,
-    Scheduler,
-)
+from mpikv.optimizers import CosineScheduler, FactorScheduler, MultiFactorScheduler, PolyScheduler, Scheduler
 from mpikv.optimizers.schedules import schedule_from_config
 
 ALL = [

@@ -20,14 +20,7 @@ from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.optimizers import states_file
 from mpikv.optimizers.archive import to_bytes
 from mpikv.optimizers.states import StateRecord, join_states, slice_state
-from mpikv.optimizers.states_file import (
-    StatesFile,
-    load_states,
-    packed,
-    records_from_bytes,
-    records_to_bytes,
-    save_states,
-)
+from mpikv.optimizers.states_file import StatesFile, load_states, records_from_bytes, records_to_bytes, save_states
 
 FLOAT32 = np.dtype(np.float32)
 FIXTURE = pathlib.Path(__file__).resolve().parents[2] / "fixtures" / "states" / "version-1.safetensors"
@@ -161,7 +154,7 @@ def rewritten(header: Callable[[dict], None], data: bytes | None = None) -> byte
 
 def tampered(change: Callable[[dict], Any]) -> bytes:
     """A file with the right checksum, and something else in its content."""
-    content = packed(example(small=True).entries.values())
+    content = states_file.packed(example(small=True).entries.values())
     change(content)
     return to_bytes(states_file.KIND, content)
 

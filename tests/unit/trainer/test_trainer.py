@@ -104,15 +104,9 @@ def read_only() -> np.ndarray:
 
 MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9}
 MODES: list[tuple[Any, bool | None, int]] = [
-    (None, None, 1),
-    (None, None, 2),
-    ("device", None, 1),
-    ("device", None, 2),
-    ("local", None, 3),
-    ("local", False, 2),
-    (lambda: kv.create("local"), None, 1),
-    (lambda: kv.create("local"), False, 2),
-    (lambda: kv.create("device"), True, 2),
+    *((kind, None, devices) for kind in (None, "device") for devices in (1, 2)),
+    *(("local", None, 3), ("local", False, 2), (lambda: kv.create("device"), True, 2)),
+    *((lambda: kv.create("local"), *more) for more in ((None, 1), (False, 2))),
 ]
 
 
