@@ -1,13 +1,15 @@
-"""What the workers of a store agree on: keys, the optimizers that update them, and what each push is made under.
+"""What the workers of a store agree on: keys, the optimizers that update them, what each push is made under, and calls
+that are about no key.
 
 Every worker proposes its new keys, by name, in whatever order it initialises them. The first verdict on a key begins it
 here: its number, and what the strategy has reserved for it, are the same everywhere. An `init` may return before all
 workers have come to that key (agreement.py); if they turn out to disagree, the next use of the key raises the error.
 All workers bring equal optimizers to `set_optimizer`; an error names what differs. Afterwards each push carries a label
-(labels.py), which is compared in its round.
+(labels.py), which is compared in its round. An agreement about no key has a topic, and no name but its count: the third
+`barrier` of each worker is one.
 
-Cost: two messages per worker and `init`, however many keys it has; two per worker and `set_optimizer`, and in the first
-step of a trainer; none for a push.
+Cost: two messages per worker and `init`, however many keys it has; two per worker and other agreement, as
+`set_optimizer` and the first step of a trainer are; none for a push.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.worth import Worth, worth_of
 from mpikv.common.checks import shown
 from mpikv.engine.operation import Steps
-from mpikv.errors import ConfigError, MpikvError, UnsupportedError
+from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.observe.stall import INIT, Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
@@ -36,9 +38,10 @@ from mpikv.placement.described import several
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import Label, PushLabel
 from mpikv.placement.members import Members
+from mpikv.session.agreeing import Agreeing
 from mpikv.session.agreement import ROUND, Disagreement, Name, Verdict
-from mpikv.session.base import NewKey, Updater
-from mpikv.session.collective import CollectiveSession
+from mpikv.session.base import NewKey, Session, Updater
+from mpikv.session.waits import Waits
 from mpikv.spaces.named import Spaces
 
 
@@ -86,14 +89,17 @@ def check_pull(call: str, key: Key, travels: KeyCompression) -> None:
         )
 
 
-class AgreedSession(CollectiveSession):
-    """A session of several workers that agree on keys and on what updates them; `Workers` is all of it.
+class AgreedSession(Session):
+    """A session of several workers that agree on keys and on what updates them; `Workers`, which sets what is declared
+    here, is all of it.
 
     most_keys: for how many the transport has tags. on_attributes: bring attributes of an optimizer that have changed to
     owners: slot, number, attributes.
     """
 
     members: Members
+    waits: Waits
+    agreeing: Agreeing
     on_attributes: list[Callable[[int, int, dict[str, Any]], None]]
 
     def __init__(self, name: str, stop_file: str, spaces: Spaces | None, most_keys: int) -> None:
@@ -104,6 +110,25 @@ class AgreedSession(CollectiveSession):
         self._proposed: set[Key] = set()  # by this worker
         self.compared: dict[Key, Compared] = {}
         self._next_id, self._most_keys = 0, most_keys
+        self._counts: dict[str, int] = {}
+
+    # --- calls that are about no key
+
+    def _count(self, topic: str) -> int:
+        self._counts[topic] = self._counts.get(topic, 0) + 1
+        return self._counts[topic]
+
+    def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
+        """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
+        count = self._count(topic)
+        waiting = Waiting(call, agreed=(topic, count))
+        try:
+            return self.agreeing.agree(topic, count, payload, waiting, patient=patient)
+        except MpikvError as error:
+            if not isinstance(error, (StallError, PeerError)):
+                # Refused on every worker that made this call, and others were never in it: the count stays in step.
+                self._counts[topic] -= 1
+            raise
 
     # --- keys
 

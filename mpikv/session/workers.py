@@ -7,15 +7,18 @@ gradients travel.
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from mpikv import errors
 from mpikv.codecs.compression import Compressions
+from mpikv.collectives import blobs
 from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
-from mpikv.engine.operation import Predicate
-from mpikv.errors import ConfigError, PeerError, StallError
+from mpikv.engine.operation import Operation, Predicate
+from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.observe.activity import Activity
 from mpikv.observe.log import StoreLog
 from mpikv.observe.program import Process, WorkerStatus, this_process
@@ -160,7 +163,45 @@ class Workers(AgreedSession):
     def workers(self) -> list[WorkerStatus]:
         return self.waits.workers()
 
+    # --- calls that are about no key
+
+    def decide(self, call: str, attempt: Callable[[], Any] | None) -> Any:
+        """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
+
+        call: the topic. attempt: at worker 0, returns JSON. Its error is raised there; on the others it is the same for
+        MpikvError and OSError, and an MpikvError that names it for others.
+        """
+        self.check_open(call)
+        payload: Any = None
+        failure: Exception | None = None
+        if self.group.rank == 0 and attempt is not None:
+            try:
+                payload = ["ok", attempt()]
+            except Exception as error:  # noqa: BLE001 - raised below; the others must not wait for what does not come
+                failure = error
+                payload = [type(error).__name__, str(error)]
+        kind, result = self.agree(call, payload, call)
+        if kind == "ok":
+            return result
+        if failure is not None:
+            raise failure
+        raise _error_named(kind)(f"{call} failed at {self.messages.names[0]}: {result}")
+
+    def gather(self, call: str, data: bytes) -> list[bytes]:
+        gathering = self.engine.start(blobs.gather(self.group, data, 0, wire.TAG_STATES), "states")
+        self.wait_for(gathering, call)
+        return gathering.result or []
+
+    def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
+        brought = parts if self.rank == 0 else None
+        scattering = self.engine.start(blobs.scatter(self.group, brought, 0, wire.TAG_STATES), "states")
+        self.wait_for(scattering, call)
+        return scattering.result or b""
+
     # --- waiting
+
+    def wait_for(self, request: Operation, call: str, owners: tuple[str, ...] = ()) -> None:
+        self.waits.wait(request, Waiting(call, owners=owners))
 
     def wait(self, pending: Pending, timeout_s: float | None = None, further: Sequence[Pending] = ()) -> None:
         try:
@@ -262,3 +303,8 @@ class Workers(AgreedSession):
         self.engine.stop()
         if self.links is not None:
             self.links.close()
+
+
+def _error_named(name: str) -> type[Exception]:
+    found = getattr(errors, name, None) or getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, (MpikvError, OSError)) else MpikvError
