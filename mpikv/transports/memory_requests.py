@@ -6,6 +6,7 @@ None of them moves by itself: each `test` first lets the transport handle the re
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,60 +18,50 @@ if TYPE_CHECKING:
     from mpikv.transports.memory import LocalTransport
 
 
+@dataclass(slots=True, eq=False)
 class _Polled:
-    """A request that is done once the transport has handled some record.
+    """A request that is done once the transport has handled some record."""
 
-    Whoever makes one sets both fields: messages are made too often for a call of this class's own.
-    """
-
-    __slots__ = ("_transport", "done")
-
-    _transport: LocalTransport
-    done: bool
+    transport: LocalTransport
+    done: bool = field(default=False, init=False)
 
     def test(self) -> bool:
         if not self.done:
-            self._transport.poll()
+            self.transport.poll()
         return self.done
 
 
+@dataclass(slots=True, eq=False)
 class Backlogged(_Polled):
     """A record that waits until there is space for it in its ring. Done: it has been written."""
 
-    __slots__ = ("record",)
-
-    def __init__(self, transport: LocalTransport, record: tuple[int, int, int, int, Any]) -> None:
-        self._transport = transport
-        self.record = record
-        self.done = False
+    record: tuple[int, int, int, int, Any]
 
 
+@dataclass(slots=True, eq=False)
 class Sending(_Polled):
-    """A message that is read by reference, or waits until its receiver wants it. Done: its array may be used again."""
+    """A message that is read by reference, or waits until its receiver wants it. Done: its array may be used again.
 
-    __slots__ = ("at", "data", "dest")
+    at: bytes copied.
+    """
 
-    def __init__(self, transport: LocalTransport, dest: int, data: HostArray) -> None:
-        self._transport = transport
-        self.dest = dest
-        self.data = data
-        self.at = 0  # bytes copied
-        self.done = False
+    dest: int
+    data: HostArray
+    at: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Receiving(_Polled):
-    """A receive into the array `buf`; with None, a receive by which the message is only looked at, in `view`."""
+    """A receive into the array `buf`; with None, a receive by which the message is only looked at, in `view`.
 
-    __slots__ = ("_at", "_give_back", "buf", "n_bytes", "view")
+    view: of what is borrowed, (n_bytes,) of uint8.
+    """
 
-    def __init__(self, transport: LocalTransport, buf: HostArray | None, n_bytes: int) -> None:
-        self._transport = transport
-        self.buf = buf
-        self.n_bytes = n_bytes
-        self.view: HostArray | None = None  # of what is borrowed, (n_bytes,) of uint8
-        self._at = 0
-        self._give_back: Callable[[], object] | None = None
-        self.done = False
+    buf: HostArray | None
+    n_bytes: int
+    view: HostArray | None = None
+    _at: int = 0
+    _give_back: Callable[[], object] | None = None
 
     def take(self, piece: HostArray) -> None:
         """Copy the next bytes of the message."""
@@ -92,29 +83,21 @@ class Receiving(_Polled):
             self._give_back = None
 
 
+@dataclass(slots=True, eq=False)
 class Arrived:
-    """A message that nobody has asked for yet: its bytes, or where they are in the memory, or only its length."""
+    """A message that nobody has asked for yet: its bytes, or where they are in the memory, or only its length.
 
-    __slots__ = ("_transport", "data", "n_bytes", "number", "referred", "source")
+    data: (n_bytes,) of uint8, nobody else's. referred: its offset in the memory; -1: it is not there.
+    """
 
-    def __init__(
-        self,
-        transport: LocalTransport,
-        source: int,
-        n_bytes: int,
-        *,
-        number: int = 0,
-        data: HostArray | None = None,
-        referred: int = -1,
-    ) -> None:
-        self._transport = transport
-        self.source = source
-        self.n_bytes = n_bytes
-        self.number = number
-        self.data = data  # (n_bytes,) of uint8, nobody else's
-        self.referred = referred  # offset in the memory, -1: it is not
+    transport: LocalTransport
+    source: int
+    n_bytes: int
+    number: int = 0
+    data: HostArray | None = None
+    referred: int = -1
 
     def receive(self, buf: HostArray) -> Operation:
-        receiving = Receiving(self._transport, buf.reshape(-1).view(np.uint8), buf.nbytes)
-        self._transport.match(receiving, self)
+        receiving = Receiving(self.transport, buf.reshape(-1).view(np.uint8), buf.nbytes)
+        self.transport.match(receiving, self)
         return receiving
