@@ -137,9 +137,6 @@ def same(found, expected, what):
     assert found.tobytes() == expected.tobytes(), (what, found[:8], expected[:8])
 
 
-# --- the grid
-
-
 @GRID
 def test_the_bits_are_those_of_adding_in_rank_order(small, p, dtype):
     """Staged, in place, and with an update in the middle: float16 and bfloat16 in float32, rounded once.
@@ -186,129 +183,10 @@ def test_the_bits_are_those_of_adding_in_rank_order(small, p, dtype):
     on_ranks(p, body)
 
 
-TRUE_TINY, TRUE_CHUNK = shared_plans.TINY_BYTES // 4, shared_plans.CHUNK_BYTES // 4
-
-
-@pytest.mark.parametrize(
-    "n",
-    [1, TRUE_TINY, TRUE_TINY + 1, TRUE_CHUNK - 1, TRUE_CHUNK, TRUE_CHUNK + 1, 4 * TRUE_CHUNK + 17],
-)
-def test_true_sizes_of_chunks(n):
-    def body(rank):
-        value, out = random_values(rank.rank, n, np.float32), np.empty(n, np.float32)
-        rank.run(rank.staged([value], [[out]]))
-        replicas = rank.replicas(n, value.dtype)
-        replicas[rank.rank][:] = value
-        rank.run(in_place_plan(rank.rank, [replicas]))
-        same(replicas[rank.rank], out, n)
-        return out
-
-    for out in on_ranks(3, body):
-        same(out, add([random_values(r, n, np.float32) for r in range(3)]), n)
-
-
-# --- several arrays in one call
-
-
-def arena_regions(rank, arrays, outs):
-    """As a store places its keys: each at a cache line, those of one dtype side by side as one region with gaps."""
-    regions, end = [], -1
-    for value, targets in zip(arrays, outs, strict=True):
-        begin = rank.reserve(value.nbytes)
-        gap = begin - end
-        if regions and regions[-1][1] == value.dtype and 0 <= gap < 64:
-            if gap:
-                regions[-1][2].append(Interval(gap // value.itemsize, None, ()))
-        else:
-            regions.append((begin, value.dtype, []))
-        regions[-1][2].append(Interval(value.size, value, tuple(targets)))
-        end = begin + value.nbytes
-    return [
-        Region(rank.memory.array(begin, sum(interval.n_elems for interval in intervals), dtype), intervals)
-        for begin, dtype, intervals in regions
-    ]
-
-
-@pytest.mark.parametrize("p", [2, 3, 8])
-@pytest.mark.parametrize("n_arrays", [2, 3, 17, 120])
-def test_many_arrays_with_gaps_and_of_several_dtypes(small, p, n_arrays):
-    numbers = np.random.default_rng(n_arrays)
-    shapes = [
-        (int(numbers.choice([1, 3, 5, 31, 100, 333, 1500])), DTYPES[int(numbers.choice(8)) if i % 3 else 2])
-        for i in range(n_arrays)
-    ]
-
-    def body(rank):
-        values = [np.empty(n, dtype) for n, dtype in shapes]
-        # One out, none, or two; or the value itself.
-        outs = [[np.empty(n, dtype) for _ in range(i % 3)] for i, (n, dtype) in enumerate(shapes)]
-        outs = [[value] if i % 5 == 4 else targets for i, (value, targets) in enumerate(zip(values, outs, strict=True))]
-        regions = arena_regions(rank, values, outs)
-        plan = staged_plan(rank.slots, regions)
-        for seed in range(3):
-            for i, value in enumerate(values):
-                value[:] = whole_numbers(rank.rank, value.size, value.dtype, seed + i)
-            rank.run(plan)
-            for i, (n, dtype) in enumerate(shapes):
-                expected = sum(whole_numbers(r, n, np.int64, seed + i) for r in range(p)).astype(dtype)
-                for out in outs[i]:
-                    same(out, expected, (i, n, dtype))
-        # The gaps are part of the regions; nothing may pile up in them.
-        return [
-            (a, float(np.abs(region.result[a : a + piece.n_elems].astype(np.float64)).max()))
-            for region in regions
-            for a, piece in zip(
-                np.cumsum([0] + [one.n_elems for one in region.intervals]), region.intervals, strict=False
-            )
-            if piece.value is None
-        ]
-
-    for gaps in on_ranks(p, body):
-        assert all(largest == 0 for _, largest in gaps)
-        assert n_arrays < 17 or gaps
-
-
-@pytest.mark.parametrize("p", [2, 3, 5])
-def test_updates_of_many_keys_share_the_scratch_memory(small, p):
-    shapes = [(n, dtype) for n in (1, 5, 64, 700, 5000) for dtype in (DTYPES[0], DTYPES[2], DTYPES[7])]
-
-    def body(rank):
-        buffer = np.empty(1 << 17, np.uint8)
-        keys, outs, values = [], [], []
-        for i, (n, dtype) in enumerate(shapes):
-            bounds = even_bounds(n, p) if i % 4 else whole_bounds(n, p, i % p)
-            value, out, result = np.empty(n, dtype), np.empty(n, dtype), rank.result(n, dtype)
-            part = result[bounds[rank.rank] : bounds[rank.rank + 1]]
-            values.append(value)
-            outs.append(out)
-            replicas = rank.replicas(n, dtype)
-            if i % 3 == 1:
-                values[-1] = value = replicas[rank.rank]
-                shared_values = replicas
-            else:
-                shared_values = [value if r == rank.rank else None for r in range(p)]
-
-            def update(total, part=part):
-                part += total.astype(part.dtype)
-                total[:] = 99  # an optimizer may use the memory of the sum
-
-            keys.append(Update(shared_values, result, (out,), bounds, update))
-        plan = update_plan(rank.slots, keys, lambda k, dtype: buffer[: k * dtype.itemsize].view(dtype))
-        for seed in range(2):
-            for i, value in enumerate(values):
-                value[:] = whole_numbers(rank.rank, value.size, value.dtype, seed + i)
-            rank.run(plan)
-        for i, ((n, dtype), out) in enumerate(zip(shapes, outs, strict=True)):
-            total = sum(whole_numbers(r, n, np.int64, seed + i) for r in range(p) for seed in range(2))
-            same(out, total.astype(dtype), (i, n, dtype))
-
-    on_ranks(p, body)
-
-
 # --- slots used again
 
 
-def mixture(rank, p, naps, calls=60):
+def mixture(rank, p):
     order = random.Random(5)
     kinds = {}
     for name, n in (("tiny", 3), ("tiny 2", 100), ("chunk", 900), ("large", 5000), ("larger", 9001)):
@@ -329,7 +207,7 @@ def mixture(rank, p, naps, calls=60):
         plan = update_plan(rank.slots, [key], lambda k, dtype, total=total: total[:k])
         kinds[name + " update"] = (value, out, plan)
     names = sorted(kinds)
-    for i in range(calls):
+    for i in range(60):
         # Runs of one kind, and changes.
         if i % 4 == 0:
             name = order.choice(names)
@@ -337,7 +215,6 @@ def mixture(rank, p, naps, calls=60):
             name = order.choice([one for one in names if one.startswith("tiny")])
         value, out, plan = kinds[name]
         value[:] = random_values(rank.rank, value.size, np.float32, i)
-        naps()
         rank.run(plan)
         same(out, add([random_values(r, out.size, np.float32, i) for r in range(p)]), (i, name))
 
@@ -364,7 +241,7 @@ def test_slots_are_not_used_again_while_a_slow_rank_still_reads(small, monkeypat
         return None
 
     monkeypatch.setattr(shared, step, slowly)
-    on_ranks(3, lambda rank: mixture(rank, 3, lambda: None, calls=60))
+    on_ranks(3, lambda rank: mixture(rank, 3))
 
 
 def test_a_call_that_did_not_take_place_leaves_no_trace():
@@ -385,33 +262,3 @@ def test_a_call_that_did_not_take_place_leaves_no_trace():
         return found
 
     assert on_ranks(3, body) == [[[6.0], [6.0]]] * 3
-
-
-# --- what it costs
-
-
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("n", [4096, TRUE_CHUNK // 2, 2 * TRUE_CHUNK])
-def test_cost_of_large_values(p, n):
-    """n(p-1)/p copied in and added, n copied out; in place n(p-1)/p added and copied; all in bytes."""
-
-    def body(rank):
-        value, out = np.zeros(n, np.float64), np.empty(n, np.float64)
-        staged = rank.run(rank.staged([value], [[out]]))
-        replicas = rank.replicas(n, value.dtype)
-        in_place = rank.run(in_place_plan(rank.rank, [replicas]))
-        return [(plan.copied_bytes, plan.added_bytes, len(plan.chunks)) for plan in (staged, in_place)]
-
-    n_bytes = 8 * n
-    part = n_bytes * (p - 1) // p
-    expected = [(part + n_bytes, part, max(1, n_bytes // shared_plans.CHUNK_BYTES)), (part, part, 1)]
-    assert on_ranks(p, body) == [expected] * p
-
-
-def test_cost_of_tiny_values():
-    def body(rank):
-        value, out = np.zeros(100, np.float32), np.empty(100, np.float32)
-        plan = rank.run(rank.staged([value], [[out]]))
-        return plan.alone, plan.copied_bytes, plan.added_bytes
-
-    assert on_ranks(4, body) == [(True, 800, 1200)] * 4
