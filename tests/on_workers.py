@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,17 @@ def uniform(array: Any) -> Any:
     """The one value that all elements have, whoever owns them."""
     (value,) = np.unique(array).tolist()
     return value
+
+
+@contextmanager
+def limit(store: Any, limit_s: float = 0.5) -> Iterator[None]:
+    """Let this worker's waits end after so long within the block, which waits in vain; others may take any time."""
+    waits = store.session.waits
+    usual_s, waits.timeout_s = waits.timeout_s, limit_s
+    try:
+        yield
+    finally:
+        waits.timeout_s = usual_s
 
 
 def counted(store: Any, call: Callable[[], Any], *names: str) -> list[int]:

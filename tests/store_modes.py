@@ -206,3 +206,7 @@ FEW_ASYNC = (
     Mode("dist_async", 3, 2, memory="off", device="mpi"),
 )
 FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))
+# For what depends on the mode a little: alone, in memory, in a ring, on servers, divided, on a GPU, without rounds.
+SYNC_KINDS = (ONE_HOST, FEW_DIST_SYNC[0], FEW_DIST_SYNC[4], HYBRID[0], ADDING[0], FEW_ON_DEVICE[1])
+ASYNC_KINDS = (FEW_ASYNC[0], FEW_ASYNC[3])
+KINDS = (Mode("local", 1), *SYNC_KINDS, *ASYNC_KINDS)

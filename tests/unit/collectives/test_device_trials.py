@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import Machine
-from fake_gpus import gpu_of, gpus_of, spaces_of
+from fake_gpus import gpus_of
 
 from mpikv import optimizers
 from mpikv.collectives import nccl_setup
@@ -19,6 +19,7 @@ from mpikv.collectives.nccl import Nccl, padded
 from mpikv.collectives.nccl_setup import make_communicator, why_not
 from mpikv.config import Config
 from mpikv.errors import MpikvError, StallError
+from mpikv.session import waits
 from mpikv.testing.ranks import Gathering, RankError, spawn
 from mpikv.testing.stores import spawn_stores
 
@@ -62,7 +63,7 @@ def test_a_process_has_one_communicator_for_a_set_of_gpus() -> None:
     assert make_on_all(gpus[:1]) == [(None, "")]
 
 
-def broken(gpus: list[Any], how: str) -> str:
+def broken(gpus: list[Any], how: str, over: threading.Event) -> str:
     cuda = gpus[1].cupy.cuda
     if how == "missing":
         cuda.nccl.available = False
@@ -76,21 +77,21 @@ def broken(gpus: list[Any], how: str) -> str:
     if how == "raises":
         cuda.nccl.get_version = mock.Mock(side_effect=RuntimeError("libnccl.so\ncannot be loaded"))
         return "worker 1: libnccl.so cannot be loaded"
-    over = threading.Event()
-    cuda.nccl.NcclCommunicator = lambda *_: (over.wait(2), mock.Mock())[1]
+    cuda.nccl.NcclCommunicator = lambda *_: (over.wait(60), mock.Mock())[1]
     return "worker 1: NCCL has made no communicator of the workers within 0.2 s"
 
 
 @pytest.mark.parametrize("how", ["missing", "version", "fails", "raises", "slow"])
 def test_all_have_a_communicator_or_none_has_and_why(how: str) -> None:
     """Also where one raises what nobody has thought of: the others do not wait for it."""
-    gpus = gpus_of(Machine(2), 2)
-    why = broken(gpus, how)
+    gpus, over = gpus_of(Machine(2), 2), threading.Event()
+    why = broken(gpus, how, over)
     with mock.patch("fake_nccl.WAIT_S", 0.1):
         found = make_on_all(gpus, timeout_s=20.0 if how != "slow" else 0.4)
+    over.set()
     assert [one.comm for one in found] == [None, None]
     assert all(one.problem == found[0].problem for one in found)
-    assert why in found[0].problem or "worker 0: NCCL has failed" in found[0].problem
+    assert why in found[0].problem or "worker 0: NCCL has " in found[0].problem  # it waits for the other one
     if how in ("missing", "version", "raises"):
         names = ["worker 0", "worker 1"]
         answers = on_ranks(2, lambda rank, gather: why_not(lambda: Nccl(gpus[rank]), names, rank, gather))
@@ -188,7 +189,9 @@ def test_keys_in_any_order_are_in_one_order_for_nccl() -> None:
     assert machine.counts["nccl"] == 3 * 3 * 6
 
 
-def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
+def test_a_worker_that_dies_stalls_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "ANSWER_S", 0.1)
+
     def body(store: Any, cupy: Any) -> Any:
         store.init("k", cupy.zeros(1000, F4))
         store.pushpull("k", cupy.zeros(1000, F4))
@@ -202,7 +205,7 @@ def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
         raise MpikvError("over")  # so that nobody closes
 
     with pytest.raises(RankError, match="over"):
-        nccl_stores(body, timeout_s=1.0)
+        nccl_stores(body, timeout_s=1.5)
 
 
 def test_what_nccl_notices_ends_the_round() -> None:
@@ -217,8 +220,4 @@ def test_what_nccl_notices_ends_the_round() -> None:
         raise MpikvError("over")
 
     with pytest.raises(RankError, match="over"):
-        nccl_stores(body, timeout_s=5.0)
-
-
-def test_the_store_of_a_gpu_says_where_its_keys_are() -> None:
-    assert spaces_of(gpu_of(Machine(2).process(), 1)).device.device == 1
+        nccl_stores(body)

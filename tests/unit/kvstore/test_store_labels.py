@@ -244,6 +244,7 @@ def test_asynchronous_pushes_count_with_their_own_attributes(store) -> None:
 
 
 @on(*BY_MESSAGES, *HOSTS, Form(5, hosts="abcde"), Form(2, hosts="ab"), Form(3), Form(3, 2))
+@pytest.mark.usefixtures("patient")
 def test_messages(store, mode: Mode) -> None:
     """As many in a step that changes attributes as in one that does not; also where workers' factors differ."""
     optimizer = optimizers.create("sgd", learning_rate=0.1)

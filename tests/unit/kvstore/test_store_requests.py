@@ -100,7 +100,7 @@ def test_arrays_of_a_list_are_held_until_its_last_key_is_done(store, told):
     request.wait()
 
 
-@on(Mode("dist_sync", 2), SERVED, Mode("dist_async", 2), timeout_s=3)
+@on(Mode("dist_sync", 2), SERVED, Mode("dist_async", 2))
 @pytest.mark.parametrize("why", ["closed", "differs"])
 def test_a_pull_under_way_of_a_key_that_breaks(store, why):
     """Worker 1's `init` has returned before worker 0 came to the key, and it never comes, or with another shape."""

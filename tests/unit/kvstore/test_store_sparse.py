@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_workers import on, uniform
+from on_workers import limit, on, uniform
 from store_modes import Mode
 
 from mpikv import (
@@ -272,12 +272,16 @@ def test_different_values_at_init_are_an_error_on_every_rank(store, first, other
     assert "r" not in store
 
 
-@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 2), timeout_s=1.0)
+@on(Mode("dist_sync", 2), Mode("dist_sync", 2, 2))
+@pytest.mark.usefixtures("answers")
 def test_a_stall_names_key_round_and_who_is_missing(store, told):
     store.init("rows", RowSparse.zeros(SHAPE))
     if store.rank:
         store.push("rows", RowSparse.zeros(SHAPE))
-        with pytest.raises(StallError, match=r"row_sparse_pull of key 'rows', round 1.*Not arrived: worker 0"):
+        with (
+            limit(store),
+            pytest.raises(StallError, match=r"row_sparse_pull of key 'rows', round 1.*Not arrived: worker 0"),
+        ):
             store.row_sparse_pull("rows", row_ids=[0, 5])
         told.set()
     else:

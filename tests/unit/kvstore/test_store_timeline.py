@@ -51,6 +51,7 @@ def train(store: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", KINDS)
+@pytest.mark.usefixtures("patient")
 def test_each_mode_records_what_it_does(case, tmp_path):
     mode, at_workers, at_servers = KINDS[case]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from on_workers import limit
 
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
 from mpikv.errors import StallError
+from mpikv.session import waits
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
 from mpikv.transports.faulty import Death, Faults, FaultyFabric, KilledError
@@ -85,16 +87,19 @@ def test_a_rank_that_has_gone_silent_neither_sends_nor_receives():
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-def test_when_a_worker_dies_the_others_say_who_is_missing(name):
+def test_when_a_worker_dies_the_others_say_who_is_missing(name, monkeypatch):
     """Without servers, those of them that depend on it; the dead one's own error is told, too."""
 
     def body(store):
         store.init("w", np.zeros(4, np.float32))
         store.set_optimizer("test")
-        for _ in range(1000):
-            store.pushpull("w", np.ones(4, np.float32))
+        with limit(store, 3.0 if store.rank else 0.5):  # so that the other one does not end by a limit first
+            for _ in range(1000):
+                store.pushpull("w", np.ones(4, np.float32))
+            store.close()
 
-    config = Config(timeout_s=0.5, shared_memory="off")
+    monkeypatch.setattr(waits, "ANSWER_S", 0.1)
+    config = Config(timeout_s=60.0, shared_memory="off")
     faults = [Faults(), Faults(death=Death(20))]
     with pytest.raises(RankError) as raised:
         spawn_stores(name, 2, body, config=config, fabric=FaultyFabric(2, lambda rank: faults[rank]))
