@@ -240,7 +240,10 @@ class ServedShard:
                 queue.popleft()
                 data = push.inline.view(push.format.dtype)  # a shard whose pushes are inline has one partition
                 gradient = self._incoming.take(self._n, self._sum_dtype)
-                push.format.codec.decode(data, gradient)
+                if push.format.decodes:
+                    push.format.codec.decode(data, gradient)
+                else:
+                    gradient[...] = data
                 events += self._contribute(self.units[0], push, gradient)
                 continue
             while push.fetched < len(self.partitions):
