@@ -15,10 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
-from mpikv import kv
-
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 
 
@@ -28,6 +24,10 @@ def sleep(begun) -> None:
 
 
 def processes() -> None:
+    import numpy as np  # here, since children that are started anew import this file
+
+    from mpikv import kv
+
     store = kv.create("dist_sync")
     store.init("w", np.zeros(3))
     children = []
@@ -57,6 +57,7 @@ def training() -> None:
     import torch
 
     import mpikv.torch as mt
+    from mpikv import kv
 
     store = kv.create("dist_sync")
     net = torch.nn.Linear(2, 1)

@@ -60,12 +60,14 @@ def circle(one: str, other: str) -> Fault:
 
 
 def away(doing: str) -> Fault:
-    """Worker 1 does not come: first there is the table, then the error, at the limit."""
+    """Worker 1 does not come: first there is the table, then the error, at the limit. The table comes again, where a
+    worker that waits, too, was slow to answer.
+    """
     table = rf"mpikv: stalled for .*: worker 0, 2 {HOST} wait for {OTHER}\n(.*\n)*?.*  {OTHER} \(pid \d+\): {doing}"
     waiting = r"pushpull of key 'a', round 3"
     doing = doing.replace("no answer for 1\\.0 s; ", "")
-    error = rf"StallError: {ME} \(rank [02] of 3\) waited 5 s in {waiting}\..*{OTHER} \(.*{doing}.*"
-    return Fault((rf"  worker 0, 2 .*: in {waiting} for .*; {AT_END}", rf"{table}[^\0]*{error}"), warn_s=1, timeout_s=5)
+    error = rf"StallError: {ME} \(rank [02] of 3\) waited 8 s in {waiting}\..*{OTHER} \(.*{doing}.*"
+    return Fault((rf"  worker 0, 2 .*: in {waiting} for .*; {AT_END}", rf"{table}[^\0]*{error}"), warn_s=1, timeout_s=8)
 
 
 UPDATE = r"ZeroDivisionError: in the user's optimizer", r"in the update of key 'a'"

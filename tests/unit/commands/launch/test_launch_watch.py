@@ -214,6 +214,23 @@ def test_a_rank_has_reported_before_its_command_starts() -> None:
     assert kinds[0] == channel.HELLO
 
 
+def test_a_rank_that_reports_when_the_others_are_dismissed_is_dismissed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its process would wait for that, and mpirun for it."""
+    job, sent = Job(["true"] * 2), list[int]()
+    monkeypatch.setattr(job.watch._connections, "send", lambda kind, *_, **__: sent.append(kind))
+    with contextlib.closing(job.output), contextlib.closing(job.watch):
+        job.watch._ending, late = True, job.watch.ranks[1]
+        job.watch._look()
+        late.host = "h"
+        job.watch._frame(late, channel.HELLO, b"")
+        job.watch._look()
+        assert sent == [channel.BYE, channel.SIGNAL]
+        late.status = -signal.SIGTERM
+        job.watch._look()
+    assert sent == [channel.BYE, channel.SIGNAL, channel.BYE]
+    shutil.rmtree(job.folder)
+
+
 def test_mpirun_kills_its_children() -> None:
     """The ranks get SIGTERM through the process above them and still report; mpirun's status counts."""
     job = Job([f'trap "echo told; exit 1" TERM; {READY}; sleep 300 & wait'] * 2)
