@@ -6,12 +6,12 @@ import contextlib
 import gc
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 from virtual_clock import VirtualClock
 
@@ -201,7 +201,6 @@ os._exit(0)
 def test_threads_that_may_go_on_while_one_waits(case: str, alone: bool, tmp_path: Path) -> None:
     """In a process of its own, since those of a test runner have other threads."""
     (tmp_path / "program.py").write_text(THREADS)
-    found = subprocess.run(
-        [sys.executable, tmp_path / "program.py", case], check=True, capture_output=True, text=True, timeout=100
-    )
-    assert found.stdout.strip() == str(alone)
+    code = "import runpy, sys; runpy.run_path(sys.argv[2], run_name='__main__')"
+    found = fresh.python(code, case, str(tmp_path / "program.py"))
+    assert found.stdout.strip() == str(alone), found.stderr

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 
 from mpikv.commands.launch import channel, processes, quick, watch
@@ -586,9 +587,8 @@ print(len(connections._peers))
 )
 def test_many_ranks_and_few_open_files(ranks: int, hard: int, said: str) -> None:
     """The soft limit is raised; strangers are turned away before there is no file left for a rank."""
-    words = [sys.executable, "-c", FEW_FILES, str(ranks), str(hard)]
-    done = subprocess.run(words, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False)
-    assert said in done.stdout
+    done = fresh.python(FEW_FILES, str(ranks), str(hard))
+    assert said in done.stdout + done.stderr
 
 
 def test_a_launcher_that_cannot_be_reached() -> None:

@@ -6,15 +6,13 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fresh
 import numpy as np
 import pytest
-from jobs import ROOT
 
 import mpikv
 from mpikv.__main__ import main
@@ -275,9 +273,8 @@ def test_workloads() -> None:
 def test_costs_are_measured_on_request() -> None:
     pytest.importorskip("mpi4py")
     words = ["plan", "--bytes", "64K", "--workers", "2", "--servers", "0", "--calibrate", "--json", "-"]
-    env = os.environ | {"OMPI_MCA_btl": "^sm"}  # which would leave a file of 16 MiB in /dev/shm
-    line = [sys.executable, "-m", "mpikv", *words]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT, env=env)
+    code = "import sys; from mpikv.__main__ import main; sys.exit(main())"
+    done = fresh.python(code, *words, OMPI_MCA_btl="^sm")  # which would leave a file of 16 MiB in /dev/shm
     assert done.returncode == 0, done.stderr
     costs = json.loads(done.stdout)["settings"]["costs"]
     assert costs != dataclasses.asdict(Costs())
