@@ -1,1 +1,1 @@
-"""Checks of arguments, files, the clock, digests."""
+"""Checks of arguments, files, processes, the clock, digests."""

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from mpikv.common import proc
+
 OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 # Not the user's program, where this is on the stack, too: the standard library and what was installed.
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -165,7 +167,7 @@ class ThreadLoad:
 
         None where nobody knows.
         """
-        fields = _fields(f"self/task/{self._native_id}")
+        fields = proc.stat(f"self/task/{self._native_id}")
         if not fields:
             return None
         taken_s = sum(map(int, fields[TAKEN])) / os.sysconf("SC_CLK_TCK")
@@ -185,14 +187,5 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _stat(which: int | str) -> tuple[str, str]:
     """The state and the start of a process; twice "" where there is none."""
-    fields = _fields(which)
+    fields = proc.stat(which)
     return (fields[0], fields[STARTED]) if fields else ("", "")
-
-
-def _fields(which: int | str) -> list[str]:
-    """What proc_pid_stat(5) has of a process or a thread, from its state on; [] where there is none."""
-    try:
-        text = Path(f"/proc/{which}/stat").read_text()
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the name before may hold anything

@@ -18,10 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mpikv.common import files
+from mpikv.common import files, proc
 from mpikv.common.checks import shown
 from mpikv.observe.program import this_process
 from mpikv.observe.recorder import Record, Recorder, Ring
@@ -35,10 +34,7 @@ MOST_BYTES = 1 << 30  # of a file: more than `mpikv trace` can hold in the memor
 
 def machine() -> str:
     """What tells this machine's clock from those of others: processes with the same text read the same clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return proc.boot_id() or socket.gethostname()
 
 
 def path_of(directory: str, about: Mapping[str, Any]) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
+from mpikv.common import proc
 from mpikv.runtime import launcher
 
 # The job in the environment of its processes: Slurm, Grid Engine, PBS.
@@ -40,28 +40,19 @@ Table = Mapping[int, ProcessEntry]
 
 
 def read() -> dict[int, ProcessEntry]:
-    found = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit() and (entry := _entry(Path("/proc", name))) is not None:
-            found[int(name)] = entry
-    return found
+    return {pid: entry for pid in proc.pids() if (entry := _entry(pid)) is not None}
 
 
-def _entry(folder: Path) -> ProcessEntry | None:
-    try:
-        uid = folder.stat().st_uid
-        before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
-        state, parent = after.split()[:2]
-    except (OSError, ValueError):  # it has just ended
+def _entry(pid: int) -> ProcessEntry | None:
+    state, parent, *_ = proc.stat(pid) or ("X", "0")
+    if state in "ZX":  # it has ended, and perhaps nobody has asked how
         return None
-    if state in "ZX":  # nobody has asked how
-        return None
+    words = [word.split("=", 1) for word in proc.text(f"{pid}/environ").split("\0") if "=" in word]
     try:
-        words = (folder / "environ").read_text(errors="replace").split("\0")
-        name = os.path.basename(os.readlink(folder / "exe"))
-    except OSError:  # another user's
-        words, name = [], before.partition("(")[2]
-    return ProcessEntry(int(parent), uid, state, name, dict(word.split("=", 1) for word in words if "=" in word))
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    return ProcessEntry(int(parent), uid, state, os.path.basename(proc.program(pid)), dict(words))
 
 
 def below(table: Table, pid: int) -> set[int]:

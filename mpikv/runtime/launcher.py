@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpikv.common import proc
 from mpikv.errors import ConfigError
 
 # Programs that start ranks: Open MPI 5, Open MPI 4, MPICH and Intel MPI, Slurm. Shells and `timeout` may lie between.
@@ -227,15 +228,8 @@ def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
 def _parents(pid: int) -> Iterator[tuple[int, str]]:
     """Yield this process's parents, nearest first: the number and the program, its bare name if the path is hidden."""
     while True:
-        try:
-            # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if pid <= 1:
-                return
-            try:
-                name = os.readlink(f"/proc/{pid}/exe")
-            except PermissionError:  # another user's: Slurm's step daemon belongs to root
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-        except (OSError, ValueError, IndexError):  # no /proc, or the parent has just ended
+        _, parent, *_ = proc.stat(pid) or ("", "0")
+        pid = int(parent)
+        if pid <= 1 or not (name := proc.program(pid)):  # no /proc, or the parent has just ended
             return
         yield pid, name

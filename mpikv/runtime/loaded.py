@@ -7,8 +7,9 @@ import ctypes
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from mpikv.common import proc
 
 VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING (MPICH: 8192)
 
@@ -46,9 +47,6 @@ def function(name: str) -> Callable[..., Any] | None:
 
 def mapped_files() -> list[str]:
     """Return the files mapped into this process, each once, in order of address."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
+    lines = proc.text("self/maps").splitlines()
     # address, access, offset, device and inode stand before the path (proc(5)).
     return list(dict.fromkeys(parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6))

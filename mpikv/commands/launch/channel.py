@@ -33,6 +33,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mpikv.common import proc
+
 HEADER = struct.Struct("!IB")
 HELLO, OUT, ERR, ENDED = b"hoex"  # a rank's process to the launcher
 SIGNAL, BYE = b"sb"  # the launcher to a rank's process
@@ -86,8 +88,9 @@ def family_of(address: str) -> socket.AddressFamily:
 
 def network() -> str:
     """Names the network that this process sees, its own loopback interface included: a host's or a container's."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    boot = proc.boot_id()
+    with contextlib.suppress(OSError):
+        return boot and f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
     return ""
 
 

@@ -19,6 +19,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mpikv.common import proc
+
 JOB = "_MPIKV_JOB"  # in every process of a job: "<job>/<role>-<number>"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STEP_S = 0.02
@@ -62,13 +64,8 @@ def adopt_orphans() -> None:
 
 def state_and_parent(pid: int) -> tuple[str, int]:
     """The process's state (one letter, X where there is none) and its parent."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[1])
-    except (OSError, IndexError, ValueError):
-        return "X", 0
+    state, parent, *_ = proc.stat(pid) or ("X", "0")
+    return state, int(parent)
 
 
 def is_alive(pid: int) -> bool:
@@ -77,7 +74,7 @@ def is_alive(pid: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    parents = {pid: state_and_parent(pid) for pid in _all()}
+    parents = {pid: state_and_parent(pid) for pid in proc.pids()}
     found: list[int] = []
     level = {root}
     while level:
@@ -91,7 +88,7 @@ def addressed(command: int) -> list[int]:
 
     A process that has MPI loaded is the rank, and answers for its children: data loaders' workers are not among these.
     """
-    parents = {pid: state_and_parent(pid)[1] for pid in _all()}
+    parents = {pid: state_and_parent(pid)[1] for pid in proc.pids()}
     found: list[int] = []
     level = [command]
     while level:
@@ -109,17 +106,13 @@ def _in_group(pid: int, group: int) -> bool:
 
 def is_rank(pid: int) -> bool:
     """Whether the process has an MPI library loaded."""
-    return "/libmpi" in _maps(pid)
+    return "/libmpi" in proc.text(f"{pid}/maps")
 
 
 def of_job(job: str) -> list[int]:
     """The live processes that carry the job's id in their environment, but for this one. Another user's stay unseen."""
-    mark, found = f"\0{JOB}={job}".encode(), []
-    for pid in _all():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            if mark in b"\0" + file.read() and pid != os.getpid():
-                found.append(pid)
-    return found
+    mark = f"\0{JOB}={job}"
+    return [pid for pid in proc.pids() if mark in "\0" + proc.text(f"{pid}/environ") and pid != os.getpid()]
 
 
 def segments(root: int) -> set[str]:
@@ -130,15 +123,8 @@ def segments(root: int) -> set[str]:
     """
     found: set[str] = set()
     for pid in (root, *descendants(root)):
-        found |= set(SEGMENT.findall(_maps(pid)))
+        found |= set(SEGMENT.findall(proc.text(f"{pid}/maps")))
     return found
-
-
-def _maps(pid: int) -> str:
-    """What a process has mapped, "" where it is gone or another user's (proc(5))."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
-        return file.read()
-    return ""
 
 
 def send(pids: Iterable[int], signum: int) -> None:
@@ -185,7 +171,3 @@ def run(words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
     except OSError as error:
         return 1, "", f"{words[0]}: {error.strerror}"
     return done.returncode, done.stdout, done.stderr
-
-
-def _all() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]

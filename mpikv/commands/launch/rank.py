@@ -30,6 +30,7 @@ from typing import Any
 from mpikv.commands.launch import channel
 from mpikv.commands.launch.command import FORWARDED, GRACE_S, Command
 from mpikv.commands.launch.processes import JOB, die_with_parent, woken_by
+from mpikv.common import proc
 from mpikv.runtime.launcher import said_rank
 
 LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, network, folder, env, grace_s
@@ -124,11 +125,9 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
 
 def end_daemon(pid: int) -> None:
     """End mpirun's daemon on this host. Cut off from mpirun it would wait for minutes, with nothing to run."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/comm") as file:
-            name = file.read().strip()
-        if name in DAEMONS:
-            time.sleep(DAEMON_S)
+    if proc.text(f"{pid}/comm").strip() in DAEMONS:
+        time.sleep(DAEMON_S)
+        with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
 
 

@@ -28,7 +28,6 @@ ALLOWED = {
     "runtime/cuda_aware.py": {"out.open", "err.open", "out.read_text", "err.read_text"},  # in a new folder of its own
     "runtime/cuda_driver.py": {"Path(KERNEL_MODULE).read_text"},  # below /proc
     "runtime/interface.py": {"(sysfs / name / 'dev_port').read_text"},  # below /sys
-    "runtime/job_processes.py": {"(folder / 'stat').read_text", "(folder / 'environ').read_text"},  # below /proc
 }
 
 

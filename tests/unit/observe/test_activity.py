@@ -102,9 +102,9 @@ def test_a_thread_that_polls_does_not_compute_and_one_short_of_a_core_does(
         (110.2, "R", 9.0),
     ):
         fields = [letter, *["0"] * 10, str(round(taken_s / tick_s)), "0"]
-        monkeypatch.setattr(program, "_fields", lambda _which, fields=fields: fields)
+        monkeypatch.setattr(program.proc, "stat", lambda _which, fields=fields: fields)
         found.append(load.computes(now_s))
-    monkeypatch.setattr(program, "_fields", lambda _which: [])
+    monkeypatch.setattr(program.proc, "stat", lambda _which: [])
     assert [*found, load.computes(111.0)] == [True, False, True, False, False, False, None]
 
 

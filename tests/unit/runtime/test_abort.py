@@ -109,6 +109,7 @@ def test_waits_until_what_was_printed_is_read(stream: int, reads: bool, monkeypa
             os.read(pipes[stream][0], 7)
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
+    assert printed.STREAMS == (1, 2)
     monkeypatch.setattr(printed, "time", clock)
     monkeypatch.setattr(printed, "STREAMS", [writing for _, writing in pipes])
     printed.wait_until_read(0.25)
