@@ -142,9 +142,8 @@ def test_a_whole_training_goes_on_where_it_was_stopped(digits: Path, tmp_path: P
     assert [line.split(":")[0] for line in whole] == ["epoch 1", "epoch 2"]
     assert float(whole[-1].rpartition(" ")[2]) > 0.5  # 0.695 where it was written
     file = tmp_path / "state"
-    first, stopped = train(
-        "state", "--stop-at", 14
-    )  # of 11 steps in each epoch; that one, or the next that all can reach
+    # Of 11 steps in each epoch; that one, or the next that all can reach.
+    first, stopped = train("state", "--stop-at", 14)
     found = re.fullmatch(rf"stopped after (\d+) examples of epoch 2: all is in {re.escape(str(file))}", stopped)
     assert found, stopped
     assert first == whole[0]
@@ -164,6 +163,9 @@ def test_jax(digits: Path) -> None:
     assert len((EXAMPLES / "jax_mnist.py").read_text().splitlines()) < 60
 
 
+WORDS = ["word_vectors.py", "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some 7,000 words in a file."""
@@ -175,10 +177,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("n", "servers"), [(None, 0), job(3, 0), job(3, 1)])
 def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: int, text: Path) -> None:
     """The same losses, and at most a tenth of the bytes that the whole tables have, pushed and pulled, in each step."""
-    common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
     found = {}
     for way in ((), ("--dense",)):
-        output = run("word_vectors.py", *common, "--num-servers", servers, *way, n=n)
+        output = run(*WORDS, "--text", text, "--num-servers", servers, *way, n=n)
         found[way] = [float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE)]
         if not way:
             sent = re.search(r"^worker 0 has sent (\S+) MB; the whole tables in each step are (\S+) MB$", output, re.M)
@@ -192,10 +193,9 @@ def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: in
 @pytest.mark.whole_job
 def test_word_vectors_of_workers_that_train_by_themselves(text: Path) -> None:
     """They learn; three workers send two tables of the text's words, there and back, in each of a few rounds."""
-    common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
     sent = []
     for every in (16, 1_000_000):
-        output = run("word_vectors.py", *common, "--local", every, n=3)
+        output = run(*WORDS, "--text", text, "--local", every, n=3)
         first, second = (float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE))
         assert second < first * 0.99
         last = re.fullmatch(

@@ -87,20 +87,13 @@ def test_same_bits(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(codec, Float16):  # NumPy makes a signalling NaN quiet on some machines; the sum with -0.0, on all
         with np.errstate(all="ignore"):
             cases = [values + values.dtype.type(-0.0) for values in cases]
-    used = []
-    run = compiled.run
-
-    def counted(name: str, *arguments: Any) -> bool:
-        used.append(run(name, *arguments))
-        return used[-1]
-
-    monkeypatch.setattr(compiled, "run", counted)
+    monkeypatch.setattr(compiled, "run", counted := Counted())
     for values in cases:
         values.flags.writeable = False
     fast = [_pushes(codec, values) for values in cases]
     # Three pushes of each dtype but float32, and but that of what travels, which is sent as it is.
     other_dtypes = len(DTYPES) - 1 - isinstance(codec, Float16 | BFloat16)
-    assert used.count(False) == (0 if isinstance(codec, ErrorFeedback) else 3 * other_dtypes)
+    assert counted.used.count(False) == (0 if isinstance(codec, ErrorFeedback) else 3 * other_dtypes)
     monkeypatch.setattr(compiled, "run", lambda *_: False)
     for values, found in zip(cases, fast, strict=True):
         assert found == _pushes(codec, values), (values.size, values.dtype)
@@ -146,10 +139,10 @@ def test_keys_of_half_precision_are_rounded_and_widened_as_numpy_does_it(
     found, wide = np.empty_like(expected), np.empty_like(values)
     monkeypatch.setattr(compiled, "run", counted := Counted())
     compiled.cast_into(found, values)
-    assert counted.done == 1
+    assert counted.used.count(True) == 1
     assert _same(found, expected)
     compiled.cast_into(wide, expected)
-    assert counted.done == (2 if half is np.float16 else 1)  # NumPy widens bfloat16 as fast
+    assert counted.used.count(True) == (2 if half is np.float16 else 1)  # NumPy widens bfloat16 as fast
     assert _same(wide, expected.astype(np.float32))
     for total in (np.full_like(wide, -0.0), _values("odd", wide.size)):
         with np.errstate(all="ignore"):
@@ -159,15 +152,15 @@ def test_keys_of_half_precision_are_rounded_and_widened_as_numpy_does_it(
 
 
 class Counted:
-    """Runs loops, and counts those that are there."""
+    """Runs loops, and lists whether each was there."""
 
     def __init__(self) -> None:
-        self.done, self._run = 0, compiled.run
+        self.used: list[bool] = []
+        self._run = compiled.run
 
     def __call__(self, *arguments: Any) -> bool:
-        done: bool = self._run(*arguments)
-        self.done += done
-        return done
+        self.used.append(self._run(*arguments))
+        return self.used[-1]
 
 
 def _same(found: np.ndarray, expected: np.ndarray) -> bool:

@@ -86,25 +86,20 @@ def close(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize(
+    ("name", "every", "ends"),
+    [*((name, 3, (3, 6, 9, 12)) for name in OUTER), ("mean", lambda step: 1 if step <= 3 else 4, (1, 2, 3, 7, 11))],
+)
 @on(ONE_HOST, TWO_HOSTS, SERVED, Mode("local", 1))
-def test_workers_train_alone_and_meet_in_the_outer_optimizers_weights(mode, name):
+def test_workers_train_alone_and_meet_in_the_outer_optimizers_weights(mode, name, every, ends):
+    """After as many steps as a number says, or a schedule."""
     outer, theirs = OUTER[name]
-    results = mode.run(lambda store: train(store, every=3, outer=copy.deepcopy(outer)))
-    reference = Reference(mode.workers, theirs, lambda step: step % 3 == 0).run()
+    results = mode.run(lambda store: train(store, every=every, outer=copy.deepcopy(outer)))
+    reference = Reference(mode.workers, theirs, ends.__contains__).run()
     for (found, ended), expected in zip(results, reference, strict=True):
-        assert ended == [False, False, True] * (STEPS // 3)
+        assert [step for step, one in enumerate(ended, 1) if one] == list(ends)
         close(found, expected)
-        assert all(map(np.array_equal, found, results[0][0]))
-
-
-@on(MESSAGES, SERVED)
-def test_rounds_may_follow_a_schedule(mode):
-    results = mode.run(lambda store: train(store, every=lambda step: 1 if step <= 3 else 4))
-    reference = Reference(mode.workers, {"lr": 1.0}, lambda step: step in (1, 2, 3, 7, 11)).run()
-    for (found, ended), expected in zip(results, reference, strict=True):  # after one more step of each by itself
-        assert [i + 1 for i, one in enumerate(ended) if one] == [1, 2, 3, 7, 11]
-        close(found, expected)
+        assert ends[-1] < STEPS or all(map(np.array_equal, found, results[0][0]))
 
 
 @on(ONE_HOST, MESSAGES, SERVED)

@@ -175,8 +175,7 @@ ADAM, SGD = torch.optim.AdamW, torch.optim.SGD
     ("codec", "kind", "way"),
     [
         *(("2bit", ADAM, way) for way in ("model", "optimizer", "trainer")),
-        ("topk", SGD, "model"),
-        ("int8", ADAM, "optimizer"),
+        *(("topk", SGD, "model"), ("int8", ADAM, "optimizer")),
     ],
 )
 def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, monkeypatch: Any) -> None:
