@@ -153,11 +153,9 @@ class RowTable:
         self._updates += 1
         if self._watchers:
             if self._optimizer is None:  # all other rows become zero
-                ids = np.union1d(ids, self._existing())
+                all_ids = np.arange(self.begin, self.end)
+                ids = np.union1d(ids, all_ids if self._positions is None else self._positions.in_order()[0])
             self._changed.append((self._updates, ids))
-
-    def _existing(self) -> Ids:
-        return np.arange(self.begin, self.end) if self._positions is None else self._positions.in_order()[0]
 
     def changed(self, watcher: int) -> Ids:
         """Return the rows that were changed since the last call by this watcher, a number; none at its first call.

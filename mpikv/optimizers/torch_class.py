@@ -46,10 +46,6 @@ def _json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else {"value": repr(value)}
 
 
-def _to_json(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _json(kwargs[name]) for name in sorted(kwargs)}
-
-
 def _from_json(owner: str, name: str, sent: Any, current: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of another rank; values that cannot be sent must be equal to this rank's."""
     found = {}
@@ -86,7 +82,7 @@ class TorchOptimizer(Optimizer):
         check=check_by(options),
         doc="the class's own arguments",
         init=False,
-        to_json=_to_json,
+        to_json=lambda kwargs: {name: _json(kwargs[name]) for name in sorted(kwargs)},
         from_json=_from_json,
     )
     name: ClassVar[str] = "torch"

@@ -84,8 +84,3 @@ def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Sp
     if not math.isfinite(norm):
         raise FloatingPointError(f"clip_global_norm: the norm of the gradients is {norm}; no weight was changed")
     return norm
-
-
-def factor_for(norm: float, limit: float) -> float:
-    """Return the factor that scales gradients of this norm to at most `limit`, as torch's clip_grad_norm_ does."""
-    return min(1.0, limit / (norm + 1e-6))

@@ -29,7 +29,7 @@ from mpikv.trainer import parameter as parameters
 from mpikv.trainer.checkpoint import WorkerState, check_kept
 from mpikv.trainer.files import TrainerFiles
 from mpikv.trainer.overlap import Overlap
-from mpikv.trainer.own_updates import factor_for, norm_of
+from mpikv.trainer.own_updates import norm_of
 from mpikv.trainer.parameter import list_data, list_grad
 from mpikv.trainer.shares import Share, Shares, positive
 from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
@@ -433,8 +433,8 @@ class Trainer(TrainerFiles):
         self._optimizer.rescale_grad = own if factor is None else factor
         try:
             if self._clip is not None:
-                self.last_global_norm = norm_of(self._optimizer, grads, self._spaces)
-                self._optimizer.rescale_grad *= factor_for(self.last_global_norm, self._clip)
+                norm = self.last_global_norm = norm_of(self._optimizer, grads, self._spaces)
+                self._optimizer.rescale_grad *= min(1.0, self._clip / (norm + 1e-6))  # as torch's clip_grad_norm_
             weights = {self._keys[name]: list_data(self._params[name]) for name in grads}
             self._local.apply(weights, {self._keys[name]: replicas[0] for name, replicas in grads.items()})
         finally:
