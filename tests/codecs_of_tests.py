@@ -31,29 +31,3 @@ class Reversed(Codec):
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         assert data.dtype == np.uint8
         np.copyto(out, np.ascontiguousarray(data[1:][::-1]).view(_DTYPES[data[0] - 42]))
-
-
-@registry.register
-@dataclass(frozen=True)
-class Sign(Codec):
-    """One bit for each, the sign of what is owed, times a threshold; the rest stays owed."""
-
-    name = "sign"
-    has_residual = True
-    threshold: float = 0.5
-
-    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        return -(-n_elems // 8)
-
-    def init(self, n_elems: int) -> State:
-        return {"residual": np.zeros(n_elems, np.float32)}
-
-    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
-        owed = state["residual"]
-        owed += values
-        positive = owed > 0
-        owed -= np.where(positive, np.float32(self.threshold), np.float32(-self.threshold))
-        return np.packbits(positive)
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        out[...] = np.where(np.unpackbits(data, count=out.size), self.threshold, -self.threshold)

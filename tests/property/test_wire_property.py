@@ -1,13 +1,15 @@
-"""Messages to servers and between workers: what is written is read."""
+"""Messages to servers and between workers: what is written is read, what is damaged is refused; and tags."""
 
 from __future__ import annotations
 
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpikv.errors import MpikvError
 from mpikv.transports import wire
 
 number = st.integers(0, 2**32 - 1)
@@ -70,3 +72,36 @@ def test_tags_stay_below_the_largest(max_tag):
     if keys > 0:
         assert wire.key_tag(keys - 1, wire.TAGS_PER_KEY - 1) <= max_tag
     assert wire.key_tag(max(keys, 0), wire.TAGS_PER_KEY - 1) > max_tag
+
+
+# --- what is damaged
+
+
+def test_tags_of_different_uses_differ():
+    fixed = [wire.TAG_CONTROL, wire.TAG_REQUEST, wire.TAG_STATES]
+    replies = range(wire.TAG_REPLY, wire.TAG_REPLY + wire.REPLY_TAGS)
+    keys = [wire.key_tag(key_id, use) for key_id in range(50) for use in range(wire.TAGS_PER_KEY)]
+    everything = [*fixed, *replies, *keys]
+    assert len(set(everything)) == len(everything)
+    assert min(everything) > 0
+
+
+def test_damaged_requests():
+    good = wire.request(wire.Header(wire.PUSH, 7), np.ones(3, np.float32))
+    for size in (0, 1, wire.HEADER_BYTES - 1):
+        with pytest.raises(MpikvError, match="shorter than its header"):
+            wire.parse_requests(good[:size].copy())
+    for message in (good[:-1], np.concatenate([good, good[:1]])):
+        with pytest.raises(MpikvError, match=r"announces 12 bytes and brought 1[13]"):
+            wire.parse_requests(message.copy())
+    other = good.copy()
+    other[0] = wire.VERSION + 1
+    with pytest.raises(MpikvError, match="version"):
+        wire.parse_requests(other)
+
+
+def test_a_control_message_of_another_version():
+    now = f'"version": {wire.VERSION}'.encode()
+    old = wire.control({"kind": "x"}).tobytes().replace(now, f'"version": {wire.VERSION - 1}'.encode())
+    with pytest.raises(MpikvError, match="version"):
+        wire.parse_control(np.frombuffer(old, np.uint8))

@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import ml_dtypes
@@ -55,16 +56,18 @@ def run(way: str, size: int, body, *, clock=MACHINE_CLOCK, **config):
     return spawn_groups(size, body, hosts=fabric.hosts, config=settings, fabric=fabric)
 
 
-def each_rank(size: int, *ways: str):
-    """The test is what each rank of a group of this size does, in each of these ways. It may take its world, too."""
+def each_rank(sizes: Sequence[int], *ways: str):
+    """The test is what each rank of a group does, of these sizes and in these ways. It may take its world, too."""
 
     def decorate(test):
         takes_world = "world" in inspect.signature(test).parameters
 
         def ranks(worker, given) -> None:
-            run(given["way"], size, lambda world, group: worker(group, **({"world": world} if takes_world else {})))
+            more = {"world": None} if takes_world else {}
+            run(given["way"], given["size"], lambda world, group: worker(group, **dict.fromkeys(more, world)))
 
-        return pytest.mark.parametrize("way", ways)(taken_of(test, ranks, "way", brings=["world"]))
+        made = taken_of(test, ranks, "way", "size", brings=["world"])
+        return pytest.mark.parametrize("way", ways)(pytest.mark.parametrize("size", sizes)(made))
 
     return decorate
 
@@ -92,22 +95,16 @@ def values(rank: int, n: int, dtype="float32") -> np.ndarray:
     return np.tile((np.arange(3) + 1 + rank % 2).astype(dtype), n // 3 + 1)[:n].copy()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_allreduce_of_all_sizes(way: str, size: int) -> None:
-    def body(world: World, group: RankGroup):
-        arrays = [values(group.rank, n) for n in SIZES]
-        for array in arrays:
-            group.start(allreduce([array], SUM)).wait()
-        together = [values(group.rank, n) for n in SIZES]
-        group.start(allreduce(together, SUM)).wait()
-        return arrays, together
-
-    for arrays, together in run(way, size, body):
-        for n, one, other in zip(SIZES, arrays, together, strict=True):
-            expected = sum(values(rank, n) for rank in range(size))
-            np.testing.assert_array_equal(one, expected)
-            np.testing.assert_array_equal(other, expected)
+@each_rank([1, 2, 3, 5], *WAYS)
+def test_allreduce_of_all_sizes(group: RankGroup, size: int) -> None:
+    arrays, together = ([values(group.rank, n) for n in SIZES] for _ in range(2))
+    for array in arrays:
+        group.start(allreduce([array], SUM)).wait()
+    group.start(allreduce(together, SUM)).wait()
+    for n, one, other in zip(SIZES, arrays, together, strict=True):
+        expected = sum(values(rank, n) for rank in range(size))
+        np.testing.assert_array_equal(one, expected)
+        np.testing.assert_array_equal(other, expected)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages", "long messages", "mixed"])
@@ -129,81 +126,61 @@ def test_operators_and_dtypes(way: str, name: str, monkeypatch) -> None:
         return ("f" if dtype == ml_dtypes.bfloat16 else dtype.kind) in operator.kinds
 
     def body(world: World, group: RankGroup):
-        results = []
         for dtype in dtypes:
             array = own(group.rank, dtype)
-            if fits(dtype):
-                group.start(allreduce([array], operator)).wait()
-            else:
+            if not fits(dtype):
                 with pytest.raises(UnsupportedError, match=name):
                     group.start(allreduce([array], operator))
-            results.append(array)
-        return results
-
-    for results in run(way, size, body):
-        for dtype, result in zip(dtypes, results, strict=True):
-            if fits(dtype):
-                exact = "float32" if dtype in (np.float16, ml_dtypes.bfloat16) else dtype
-                parts = [own(rank, dtype).astype(exact) for rank in range(size)]
-                expected = functools.reduce(operator.combine, parts)
-                # astype cuts the means of whole numbers towards zero.
-                expected = (expected / size if operator.mean else expected).astype(dtype)
-                np.testing.assert_allclose(result.astype("complex128"), expected.astype("complex128"), rtol=1e-6)
-                assert result.dtype == dtype
-
-
-@pytest.mark.parametrize("way", ["memory", "messages", "hosts", "mixed"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_moves_and_what_is_combined_at_one_rank(way: str, size: int) -> None:
-    def body(world: World, group: RankGroup):
-        me = group.rank
-        for n in SIZES:
-            root = (size - 1) // 2
-            array = values(me, n)
-            group.start(broadcast([array], root)).wait()
-            np.testing.assert_array_equal(array, values(root, n))
-            array = values(me, n)
-            group.start(reduce(array, array, SUM, root)).wait()
-            if me == root:
-                np.testing.assert_array_equal(array, sum(values(rank, n) for rank in range(size)))
-            else:
-                np.testing.assert_array_equal(array, values(me, n))
-            group.start(reduce(values(me, n), mean := np.zeros(n, "float32"), OPERATORS["mean"], root)).wait()
-            total = sum(values(rank, n) for rank in range(size))
-            np.testing.assert_array_equal(mean, total / np.float32(size) * (me == root))
-            outs = [np.zeros(n, "float32") for _ in range(size)]
-            group.start(allgather([(values(me, n), outs)])).wait()
-            parts, out = [values(me + dest, n) for dest in range(size)], np.zeros(n, "float32")
-            group.start(reduce_scatter([(parts, out)], SUM)).wait()
-            np.testing.assert_array_equal(out, sum(values(rank + me, n) for rank in range(size)))
-            for rank in range(size):
-                np.testing.assert_array_equal(outs[rank], values(rank, n))
-                np.testing.assert_array_equal(parts[rank], values(me + rank, n))  # as they were
-            group.start(barrier()).wait()
+                continue
+            group.start(allreduce([array], operator)).wait()
+            exact = "float32" if dtype in (np.float16, ml_dtypes.bfloat16) else dtype
+            expected = functools.reduce(operator.combine, [own(rank, dtype).astype(exact) for rank in range(size)])
+            # astype cuts the means of whole numbers towards zero.
+            expected = (expected / size if operator.mean else expected).astype(dtype)
+            np.testing.assert_allclose(array.astype("complex128"), expected.astype("complex128"), rtol=1e-6)
+            assert array.dtype == dtype
 
     run(way, size, body)
 
 
-@pytest.mark.parametrize("way", ["memory", "hosts"])
-def test_parts_of_different_lengths(way: str) -> None:
-    size, lengths = 3, (5, 0, CHUNK_BYTES)
-
-    def body(world: World, group: RankGroup):
-        me = group.rank
-        outs = [np.zeros(n, "float32") for n in lengths]
-        group.start(allgather([(values(me, lengths[me]), outs)])).wait()
-        for rank in range(size):
-            np.testing.assert_array_equal(outs[rank], values(rank, lengths[rank]))
-        parts, out = [values(me, n) for n in lengths], np.zeros(lengths[me], "float32")
+@each_rank([1, 2, 3], "memory", "messages", "hosts", "mixed")
+def test_what_moves_and_what_is_combined_at_one_rank(group: RankGroup, size: int) -> None:
+    me, root = group.rank, (size - 1) // 2
+    for n in SIZES:
+        array, total = values(me, n), sum(values(rank, n) for rank in range(size))
+        group.start(broadcast([array], root)).wait()
+        np.testing.assert_array_equal(array, values(root, n))
+        array = values(me, n)
+        group.start(reduce(array, array, SUM, root)).wait()
+        np.testing.assert_array_equal(array, total if me == root else values(me, n))
+        group.start(reduce(values(me, n), mean := np.zeros(n, "float32"), OPERATORS["mean"], root)).wait()
+        np.testing.assert_array_equal(mean, total / np.float32(size) * (me == root))
+        outs = [np.zeros(n, "float32") for _ in range(size)]
+        group.start(allgather([(values(me, n), outs)])).wait()
+        parts, out = [values(me + dest, n) for dest in range(size)], np.zeros(n, "float32")
         group.start(reduce_scatter([(parts, out)], SUM)).wait()
-        np.testing.assert_array_equal(out, sum(values(rank, lengths[me]) for rank in range(size)))
-        sent = {rank: values(10 * me + rank, me + rank) for rank in range(size)}
-        got = {rank: np.zeros(me + rank, "float32") for rank in range(size)}
-        group.start(exchange("all_to_all", sent, got, "")).wait()
+        np.testing.assert_array_equal(out, sum(values(rank + me, n) for rank in range(size)))
         for rank in range(size):
-            np.testing.assert_array_equal(got[rank], values(10 * rank + me, me + rank))
+            np.testing.assert_array_equal(outs[rank], values(rank, n))
+            np.testing.assert_array_equal(parts[rank], values(me + rank, n))  # as they were
+        group.start(barrier()).wait()
 
-    run(way, size, body)
+
+@each_rank([3], "memory", "hosts")
+def test_parts_of_different_lengths(group: RankGroup, size: int) -> None:
+    me, lengths = group.rank, (5, 0, CHUNK_BYTES)
+    outs = [np.zeros(n, "float32") for n in lengths]
+    group.start(allgather([(values(me, lengths[me]), outs)])).wait()
+    for rank in range(size):
+        np.testing.assert_array_equal(outs[rank], values(rank, lengths[rank]))
+    parts, out = [values(me, n) for n in lengths], np.zeros(lengths[me], "float32")
+    group.start(reduce_scatter([(parts, out)], SUM)).wait()
+    np.testing.assert_array_equal(out, sum(values(rank, lengths[me]) for rank in range(size)))
+    sent = {rank: values(10 * me + rank, me + rank) for rank in range(size)}
+    got = {rank: np.zeros(me + rank, "float32") for rank in range(size)}
+    group.start(exchange("all_to_all", sent, got, "")).wait()
+    for rank in range(size):
+        np.testing.assert_array_equal(got[rank], values(10 * rank + me, me + rank))
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -238,7 +215,7 @@ def test_slots_are_not_filled_again_while_a_slow_rank_still_reads(monkeypatch, s
     run("memory", 3, body)
 
 
-@each_rank(2, "memory", "messages")
+@each_rank([2], "memory", "messages")
 def test_many_calls_under_way_in_any_order_of_groups(group: RankGroup, world: World) -> None:
     """Rank 0 starts the calls of two groups one after another, rank 1 the other way round; nobody waits before."""
     other = world.group(range(2), 2, 20)
@@ -251,7 +228,7 @@ def test_many_calls_under_way_in_any_order_of_groups(group: RankGroup, world: Wo
         assert [array[0] for array in arrays[one.number]] == [2.0 + 2 * i for i in range(80)]
 
 
-@each_rank(2, "memory")
+@each_rank([2], "memory")
 def test_a_rank_that_waits_in_a_receive_is_met_by_a_call_made_before_the_send(group: RankGroup) -> None:
     array, message = np.ones(3), np.array([7.0])
     if group.rank == 0:
@@ -279,7 +256,7 @@ def test_groups_of_some_ranks() -> None:
     assert run("mixed", 4, body) == [(3, 0), (3, 1), (3, 0), (3, 1)]
 
 
-@each_rank(3, "memory")
+@each_rank([3], "memory")
 def test_messages_between_two_ranks(group: RankGroup) -> None:
     if group.rank == 0:
         for tag, number in ((1, 10.0), (2, 20.0), (1, 11.0)):
@@ -313,7 +290,7 @@ def test_messages_with_ever_new_tags_are_counted_no_more(monkeypatch) -> None:
     assert run("memory", 2, body) == [[True, True], [False, False]]
 
 
-@each_rank(2, "memory")
+@each_rank([2], "memory")
 @pytest.mark.parametrize("n", [3, 70_000])
 def test_a_message_of_another_length_is_an_error_of_who_receives_it(group: RankGroup, n: int) -> None:
     if group.rank == 0:
@@ -499,7 +476,7 @@ def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
     run_while_time_passes("memory", 2, body, lookers=2)
 
 
-@each_rank(1, "memory")
+@each_rank([1], "memory")
 def test_bad_arguments(group: RankGroup) -> None:
     with pytest.raises(ValueError, match="tags are 0 to"):
         group.send(np.ones(1), 0, 1 << 40)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from interleaving import Interleaving
 
 from mpikv.collectives.host_key import FILLED, GATHERED, HostKey, Place
-from mpikv.hostmemory.counters import Counters, row_words, table_bytes
+from mpikv.hostmemory.counters import Counters, row_words
 from mpikv.hostmemory.polling import Polling
-from mpikv.hostmemory.segment import ALIGN_BYTES, private_memory
+from mpikv.hostmemory.segment import private_memory
 from mpikv.placement.labels import NO_ATTRIBUTES, Comparison, Label
 
 F32 = np.dtype(np.float32)
@@ -27,29 +27,6 @@ class Sleeper:
 
 def tables(size: int, n_words: int = 4, **how) -> list[Counters]:
     return [Counters(memory, 0, n_words, **how) for memory in private_memory(size)]
-
-
-def test_each_rank_writes_its_own_row_of_whole_cache_lines():
-    assert [row_words(n) for n in (1, 8, 9)] == [8, 8, 16]
-    assert table_bytes(3, 9) == 3 * 2 * ALIGN_BYTES
-    ranks = tables(3, 9)
-    for one in ranks:
-        one.count(8, 10 + one.rank)
-        one.write(0, (1 << 64) - 1 - one.rank)
-    for one in ranks:
-        assert one.others == [rank for rank in range(3) if rank != one.rank]
-        assert [one.of(rank, 8) for rank in range(3)] == [10, 11, 12]
-        assert [one.read(rank, 0) for rank in range(3)] == [(1 << 64) - 1 - rank for rank in range(3)]
-        assert one.reached(2, 8, 12)
-        assert not one.reached(1, 8, 12)
-
-
-def test_some_of_a_hosts_ranks_count_in_a_table_of_their_own():
-    memories = private_memory(4)
-    pair = [Counters(memories[place], 640, 2, rank=rank, size=2) for rank, place in enumerate((3, 1))]
-    pair[0].count(1, 5)
-    assert pair[1].others == [0]
-    assert pair[1].reached(0, 1, 5)
 
 
 @pytest.mark.parametrize("polls", [0, 3])

@@ -56,20 +56,6 @@ def test_same_bits_as_without_partitions(name, workers, unruly):
         assert mode.run(body_of(name), bigarray_bound_elems=bound) == expected
 
 
-@pytest.mark.parametrize("hosts", ["aabab", "aaabb", "abcde"])
-def test_same_bits_on_several_hosts(hosts):
-    """Each worker reaches servers of its host through memory, the others by messages; three workers, two servers."""
-
-    def body(store):
-        found = body_of("momentum")(store)
-        assert (store.stats().get("memory_bytes", 0) > 0) == (hosts[store.rank] in hosts[3:])
-        return found
-
-    mode = Mode("dist_sync", 3, 2, hosts=hosts, part_bytes=PART_BYTES)
-    found = mode.run(body, bigarray_bound_elems=20, server_placement="last")
-    assert found == Mode("dist_sync", 3, 0, "owners").run(body_of("momentum"))
-
-
 # --- optimizers that come and go
 
 

@@ -39,37 +39,6 @@ def refused(call, *arguments):
 # --- arguments
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@alike(2)
-def test_arrays_that_change_between_calls(store, shared):
-    """Replaced in the list, new ones at the same address, other list objects, one and the same list refilled."""
-    make = (lambda: store.zeros(6)) if shared else (lambda: np.zeros(6, F32))
-    store.init(["a", "b"], [np.zeros(6, F32)] * 2)
-    values, spare = [make(), make()], [make(), make()]
-    for step in range(12):
-        if step % 4 == 2:
-            values[step % 3 % 2], spare[0] = spare[0], values[step % 3 % 2]
-        if step % 4 == 3:
-            values = list(values)
-        for i, value in enumerate(values):
-            value[:] = numbers(store, 6, step * 2 + i)
-        store.pushpull(["a", "b"], values)
-        yield values
-    for step in range(6):
-        store.pushpull("a", value := full(step + store.rank, 6))  # likely at the address of the one before
-        yield value
-        del value
-    one, out = [make()], [make()]
-    for step in range(8):
-        if step == 4:
-            one[0] = make()
-        if step == 6:
-            out[0] = make()
-        one[0][:] = numbers(store, 6, step)
-        store.pushpull("b", one, out)
-        yield out[0]
-
-
 @pytest.mark.parametrize("odd", [None, 0, 1])
 @alike(2, direct=None)
 def test_arrays_that_cannot_go_the_direct_way(store, odd):
@@ -367,10 +336,7 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
 
 @on(*EITHER)
 def test_wrong_arguments_of_empty(store):
-    for shape in (3.0, "3", None, True, {}, [(2, 3), 4], [(2, 3), (1.5,)], (2, None), object()):
-        assert refused(store.empty, shape)[0] is TypeError
-    for shape in (-1, (2, -1), [(1,), (3, -2)]):
-        assert refused(store.zeros, shape)[0] is ValueError
+    assert refused(store.empty, 3.0)[0] is TypeError  # tests/unit/arrays/test_shapes.py has the others
     for dtype in ("complex64", object, ">f4", "nonsense", "U3"):
         assert refused(store.zeros, 3, dtype)[0] is UnsupportedError
     for shape in ((2**40, 2**40), (2**62,), (2**70,), 2**50, [(2**50,), (3,)]):  # more than there is
@@ -395,7 +361,7 @@ def test_wrong_arguments_of_empty(store):
 
 @on(*EITHER)
 def test_shapes_and_dtypes_of_empty(store):
-    for shape in (3, (3,), [3], [2, 3], (2, 3), (), 0, (0, 3), np.int64(4), (np.int32(2), 1)):
+    for shape in (3, (2, 3), (), (0, 3)):
         for make in (store.empty, store.zeros):
             array = make(shape)
             assert (array.dtype, array.shape) == (F32, np.zeros(shape).shape)

@@ -1,4 +1,4 @@
-"""Arguments, results and mistakes that not every mode has to be asked about; test_every_mode.py has the others."""
+"""Arguments, results and mistakes that not every mode has to be asked about; test_store_paths.py has the others."""
 
 from __future__ import annotations
 

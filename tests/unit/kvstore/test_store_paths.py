@@ -1,4 +1,6 @@
-"""Every path that a gradient can go, on thread ranks, through the checks of mpikv.testing.paths."""
+"""Every path that a gradient can go, on thread ranks, through the checks of mpikv.testing.paths; every mode through
+those of tests/store_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,23 @@ import grids
 import numpy as np
 import pytest
 from on_workers import full, on
-from store_modes import ADDING, ASYNC, FEW_ON_DEVICE, LOCAL, SYNC, THREE_HOSTS, TWO_HOSTS, Mode, every_way, mode_id
+from store_checks import every_check
+from store_modes import (
+    ADDING,
+    ASYNC,
+    FEW,
+    FEW_ASYNC,
+    FEW_ON_DEVICE,
+    HYBRID,
+    LOCAL,
+    ONE_HOST,
+    SYNC,
+    THREE_HOSTS,
+    TWO_HOSTS,
+    Mode,
+    every_way,
+    mode_id,
+)
 
 from mpikv import KVStore, optimizers
 from mpikv.strategies.client_key import ClientKey
@@ -167,3 +185,21 @@ def test_calls_with_the_same_arrays(store, tmp_path) -> None:
                 expected.append(value)
             for one, other in zip([*outs, *arrays], expected, strict=True):
                 np.testing.assert_array_equal(one, other, err_msg=f"after change {i}")
+
+
+# --- every mode
+
+
+OF_MATRICES = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+
+
+@OF_MATRICES
+@on(*FEW, ONE_HOST, TWO_HOSTS, THREE_HOSTS)
+def test_every_check(store, mode):
+    every_check(store, mode)
+
+
+@OF_MATRICES
+@on(TWO_HOSTS, HYBRID[0], FEW_ASYNC[0], late=True, progress="calls")
+def test_messages_that_come_late_to_a_store_without_a_thread(store, mode):
+    every_check(store, mode)

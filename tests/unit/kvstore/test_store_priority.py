@@ -3,60 +3,33 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from on_workers import on, uniform
+from on_workers import counted, on, uniform
 from store_modes import Mode
 
 from mpikv import optimizers
 from mpikv.kvstore import KVStore
-from mpikv.transports import wire
-from mpikv.transports.base import Transport
-from mpikv.transports.threads import Fabric, ThreadTransport
 
 MANY = 100
 LONG = 61_440  # values: two whole segments for each of two ranks
 
 
-class LoggedFabric(Fabric):
-    """left: by rank, the tags of what was sent, in order."""
+@on(Mode("dist_sync", 2, 0, "owners", hosts="ab"))
+def test_a_list_of_small_keys_is_one_message_to_each_owner(store: KVStore) -> None:
+    keys = list(range(MANY))
+    arrays = [np.full(9, i, np.float32) for i in keys]
+    store.init(keys, arrays)
 
-    def __init__(self, hosts: list[str]) -> None:
-        super().__init__(len(hosts), hosts)
-        self.left: list[list[int]] = [[] for _ in hosts]
-
-    def rank(self, rank: int) -> Transport:
-        log = self.left[rank]
-
-        class Logged(ThreadTransport):
-            def isend(self, buf: Any, dest: int, tag: int) -> Any:
-                log.append(tag)
-                return super().isend(buf, dest, tag)
-
-        return Logged(self, rank)
-
-
-def test_a_list_of_small_keys_is_one_message_to_each_owner() -> None:
-    fabric, together = LoggedFabric(["a", "b"]), threading.Barrier(2)
-
-    def body(store: KVStore) -> None:
-        log, keys = fabric.left[store.rank], list(range(MANY))
-        arrays = [np.full(9, i, np.float32) for i in keys]
-        store.init(keys, arrays)
-        store.barrier()
-        together.wait()
-        before = len(log)
+    def call() -> None:
         store.pushpull(keys, arrays)
-        assert all((array == 2 * i).all() for i, array in enumerate(arrays))
-        together.wait()
-        found = Counter("request" if tag == wire.TAG_REQUEST else "answer" for tag in log[before:])
-        assert found == {"request": 1, "answer": 1}  # to the other one, and what it asks for
+        store.barrier()  # until this worker has answered the other one
 
-    Mode("dist_sync", 2, 0, "owners", hosts="ab").run(body, fabric=fabric)
+    # A request and an answer, and one for the barrier.
+    assert counted(store, call, "messages_sent", "control_messages_sent") == [3, 1]
+    assert all((array == 2 * i).all() for i, array in enumerate(arrays))
 
 
 @on(Mode("dist_sync", 2, hosts="ab"))

@@ -1,4 +1,4 @@
-"""`_async` calls and workers out of step, where the order of workers matters; test_every_mode.py has the rest."""
+"""`_async` calls and workers out of step, where the order of workers matters; test_store_paths.py has the rest."""
 
 from __future__ import annotations
 

@@ -187,18 +187,6 @@ def test_keys_without_a_state_in_the_file_have_none_afterwards(store, tmp_path):
 
 
 @EVERY_KIND
-def test_optimizers_of_different_kinds_on_one_store(store, tmp_path):
-    store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
-    store.strategy.set_optimizer(momentum(), ["a"])
-    store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
-    store.push(["a", "b"], [np.ones(2 * BOUND, np.float32)] * 2)
-    store.barrier()
-    store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
-    store.load_optimizer_states(tmp_path / "states")
-    assert sorted(states_file.load_states(tmp_path / "states").entries) == ["a", "b"]
-
-
-@EVERY_KIND
 def test_without_an_optimizer(store, tmp_path):
     store.init("w", np.zeros(3, np.int32))  # whose codec, if it has one, is never used, and remembers nothing
     for call in (store.save_optimizer_states, store.load_optimizer_states):

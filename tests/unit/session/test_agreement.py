@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
-from mpikv.session.agreement import Agreement, Disagreement, call_text, grouped
+from mpikv.errors import MpikvError, ShapeMismatch
+from mpikv.session.agreement import Agreement, Disagreement, grouped
 
 
 def equal(name, payloads, labels):
@@ -52,29 +52,6 @@ def test_a_disagreement_goes_to_all_with_who_brought_what():
     assert len(finals(agreement.propose(2, [("init", "w", "z")]))) == 3
 
 
-def test_different_calls():
-    agreement = make(2)
-    agreement.propose(0, [("barrier", 1, None)])
-    found = finals(agreement.propose(1, [("init", "w", "x")]))
-    assert set(found) == {(0, "barrier", 1), (1, "init", "w")}
-    for kind, text in found.values():
-        assert kind == MpikvError.__name__
-        assert "worker 0 on h0: barrier()" in text
-        assert "worker 1 on h1: init('w')" in text
-
-
-def test_what_a_closed_worker_leaves_behind():
-    agreement = make(3)
-    agreement.propose(0, [("barrier", 1, None)])
-    found = finals(agreement.propose(2, [("close", 1, None)]))
-    assert {key: error[0] for key, error in found.items()} == {(0, "barrier", 1): "PeerError"}
-    assert "worker 2 on h2" in found[0, "barrier", 1][1]
-    found = finals(agreement.propose(1, [("init", "w", "x")]))
-    assert {key: error[0] for key, error in found.items()} == {(1, "init", "w"): "PeerError"}
-    agreement.propose(0, [("close", 1, None)])
-    assert set(finals(agreement.propose(1, [("close", 1, None)]))) == {(w, "close", 1) for w in range(3)}
-
-
 def test_the_same_thing_twice():
     agreement = make(2)
     agreement.propose(0, [("init", "w", "x")])
@@ -95,11 +72,3 @@ def test_no_room_for_a_key():
         assert found[worker, "init", "w"] == ("MpikvError", "no tags left")
     assert len(finals(agreement.propose(0, [("barrier", 1, None)]))) == 0
     assert len(finals(agreement.propose(1, [("barrier", 1, None)]))) == 2
-
-
-def test_texts():
-    assert call_text("init", 3) == "init(3)"
-    assert call_text("init", "w") == "init('w')"
-    assert call_text("barrier", 7) == "barrier()"
-    assert grouped(["x", "y", "x"], ["a", "b", "c"]) == "a, c: x; b: y"
-    assert issubclass(ConfigError, MpikvError)

@@ -208,18 +208,6 @@ def test_who_reaches_whom():
     assert local_transport(Fabric(2).rank(0), private_memory(2)[0], [0, 1], [], 1) is None
 
 
-def test_a_rank_that_is_worker_and_server_talks_to_itself():
-    fabric = Fabric(1)
-    (memory,) = private_memory(1)
-    both = local_transport(fabric.rank(0), memory, [0], [0], 1)
-    for n_bytes in KINDS.values():
-        data, out = numbers(n_bytes), np.zeros(n_bytes, np.uint8)
-        received = both.irecv(out, 0, 4)
-        sent = both.isend(data, 0, 4)
-        settle([both], [received, sent])
-        assert (out == data).all()
-
-
 # --- memory that a rank takes for itself
 
 
