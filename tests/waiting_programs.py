@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpikv.arrays.reductions import OF_GROUPS
 from mpikv.groups.collective import allreduce
-from mpikv.groups.operators import OPERATORS
 from mpikv.testing.reference import ReferenceStore
 
 SHORT, LONG = 3, 40_000  # elements: 12 bytes share a message with others, 160 KB do not
@@ -202,7 +202,7 @@ def run(program: Program, worker: int, thread: int, stores: Sequence[Any], group
             check(call, value)
         else:
             value = mine(call)
-            request = group.start(allreduce([value], OPERATORS["sum"]))
+            request = group.start(allreduce([value], OF_GROUPS["sum"]))
             if call.name == "allreduce":
                 request.wait()
                 check(call, value)

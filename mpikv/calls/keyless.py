@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, dtype_named
-from mpikv.arrays.reductions import REDUCTIONS
+from mpikv.arrays.reductions import REDUCTIONS, Reduction
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.groups import collective
 from mpikv.groups.collective import Collective
-from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.shared import MismatchError
 from mpikv.hostmemory.segment import aligned
 from mpikv.session.agreement import grouped
@@ -231,12 +230,12 @@ def check_root(root: int, n_workers: int) -> None:
         raise ValueError(f"root is a worker, 0 to {n_workers - 1}; got {root}")
 
 
-def _operator(call: str, op: str, values: Sequence[HostArray]) -> Operator:
+def _operator(call: str, op: str, values: Sequence[HostArray]) -> Reduction:
     if op not in OPS:
         raise ValueError(f"{call}: op is one of {', '.join(OPS)}; got {op!r}")
     for value in values:
         dtype_named(value.dtype)
-    return OPERATORS[op]
+    return REDUCTIONS[op]
 
 
 def _named(name: str | None) -> str:

@@ -61,8 +61,7 @@ def summed(
     after: Callable[[], None] | None = None,
     op: Reduction = SUM,
 ) -> Sum:
-    adder = adder_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
-    return Sum(out, tuple(sources), tuple(copies), after, adder)
+    return Sum(out, tuple(sources), tuple(copies), after, adder_of(sources[0].dtype, op))
 
 
 class Copies:

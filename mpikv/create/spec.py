@@ -15,32 +15,20 @@ from mpikv.common.checks import meant, shown, wrong
 class StoreSpec:
     """What a store's name means: over several processes or not, synchronous or not, on the device or in host memory."""
 
-    distributed: bool
-    synchronous: bool
-    on_device: bool
+    distributed: bool = False
+    synchronous: bool = True
+    on_device: bool = False
 
-
-_LOCAL = StoreSpec(distributed=False, synchronous=True, on_device=False)
-_DEVICE = StoreSpec(distributed=False, synchronous=True, on_device=True)
-_SYNC = StoreSpec(distributed=True, synchronous=True, on_device=False)
-_ASYNC = StoreSpec(distributed=True, synchronous=False, on_device=False)
-_SYNC_DEVICE = StoreSpec(distributed=True, synchronous=True, on_device=True)
-_ASYNC_DEVICE = StoreSpec(distributed=True, synchronous=False, on_device=True)
 
 NAMES: dict[str, StoreSpec] = {
-    "local": _LOCAL,
-    "local_update_cpu": _LOCAL,
-    "local_allreduce_cpu": _LOCAL,
-    "device": _DEVICE,
-    "local_allreduce_device": _DEVICE,
-    "nccl": _DEVICE,
-    "dist": _SYNC,
-    "dist_sync": _SYNC,
-    "dist_async": _ASYNC,
-    "dist_sync_device": _SYNC_DEVICE,
-    "dist_device_sync": _SYNC_DEVICE,
-    "dist_async_device": _ASYNC_DEVICE,
-    "dist_device_async": _ASYNC_DEVICE,
+    **dict.fromkeys(("local", "local_update_cpu", "local_allreduce_cpu"), StoreSpec()),
+    **dict.fromkeys(("device", "local_allreduce_device", "nccl"), StoreSpec(on_device=True)),
+    **dict.fromkeys(("dist", "dist_sync"), StoreSpec(distributed=True)),
+    "dist_async": StoreSpec(distributed=True, synchronous=False),
+    **dict.fromkeys(("dist_sync_device", "dist_device_sync"), StoreSpec(distributed=True, on_device=True)),
+    **dict.fromkeys(
+        ("dist_async_device", "dist_device_async"), StoreSpec(distributed=True, synchronous=False, on_device=True)
+    ),
 }
 
 

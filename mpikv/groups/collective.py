@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, dtype_of
+from mpikv.arrays.reductions import OF_GROUPS, Reduction
 from mpikv.collectives.shared import Chunk
 from mpikv.engine.operation import Steps
 from mpikv.groups.messages import MessageCalls
-from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.shared import SharedCalls
 
 ALLREDUCE = "all_reduce"  # the text of every allreduce begins so
@@ -34,7 +34,7 @@ class Collective(NamedTuple):
     of_all: bool = False
 
 
-def allreduce(arrays: Sequence[HostArray], operator: Operator) -> Collective:
+def allreduce(arrays: Sequence[HostArray], operator: Reduction) -> Collective:
     """Combine each of `arrays` over all ranks, in place. Raises UnsupportedError where the operator is undefined."""
     for array in arrays:
         operator.check(array.dtype)
@@ -46,7 +46,7 @@ def allreduce(arrays: Sequence[HostArray], operator: Operator) -> Collective:
     )
 
 
-def reduce(values: HostArray, out: HostArray, operator: Operator, root: int) -> Collective:
+def reduce(values: HostArray, out: HostArray, operator: Reduction, root: int) -> Collective:
     """Combine `values` over all ranks into the root's `out`, which may be `values`."""
     operator.check(values.dtype)
     return Collective(
@@ -75,7 +75,7 @@ def allgather(pairs: Sequence[tuple[HostArray, Sequence[HostArray]]]) -> Collect
     )
 
 
-def reduce_scatter(pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator) -> Collective:
+def reduce_scatter(pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Reduction) -> Collective:
     """Combine every rank's array number `rank` into `out`. pairs: one array for each rank, and `out`."""
     for _, out in pairs:
         operator.check(out.dtype)
@@ -119,7 +119,7 @@ def _shapes(arrays: Sequence[HostArray]) -> str:
 def neutral(text: str) -> Collective:
     """Return an allreduce of this text with values that do not change the result, but for the count in a mean."""
     call, _, shapes = text.partition(" of ")
-    operator = OPERATORS[call.removeprefix(f"{ALLREDUCE} (").rstrip(")")]
+    operator = OF_GROUPS[call.removeprefix(f"{ALLREDUCE} (").rstrip(")")]
     arrays: list[HostArray] = []
     for word in filter(None, shapes.split(", ")):
         *name, size = word.split(" ")

@@ -14,11 +14,11 @@ from types import ModuleType
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.reductions import Reduction
 from mpikv.collectives import naive, ring
 from mpikv.collectives.broadcast import broadcast
 from mpikv.engine.operation import Steps
 from mpikv.errors import ShapeMismatch
-from mpikv.groups.operators import Operator
 from mpikv.groups.receive_queue import ReceiveQueue
 from mpikv.placement.keys import even_bounds
 from mpikv.transports.base import Group
@@ -46,7 +46,7 @@ class MessageCalls:
         """Return the queue of this rank's receives under a tag, for `exchange` and `RankGroup.receive`."""
         return self._receive_queues.setdefault(tag, ReceiveQueue(self.group, tag))
 
-    def allreduce(self, arrays: Sequence[HostArray], operator: Operator, tag: int) -> Steps[None]:
+    def allreduce(self, arrays: Sequence[HostArray], operator: Reduction, tag: int) -> Steps[None]:
         group = self.group
         for buf in arrays if group.size > 1 else ():
             if not buf.size:
@@ -61,7 +61,7 @@ class MessageCalls:
                 np.copyto(buf[own], wide[own], casting="unsafe")
             yield from algorithm.allgather(group, buf, chunks, tag)
 
-    def reduce(self, buf: HostArray, out: HostArray, operator: Operator, root: int, tag: int) -> Steps[None]:
+    def reduce(self, buf: HostArray, out: HostArray, operator: Reduction, root: int, tag: int) -> Steps[None]:
         """Combine `buf` over all ranks into the root's `out` (which may be `buf`), along a binomial tree."""
         group, size = self.group, self.group.size
         me = (group.rank - root) % size
@@ -89,7 +89,7 @@ class MessageCalls:
             yield from self.exchange(dict.fromkeys(range(self.group.size), values), dict(enumerate(outs)), tag)
 
     def reduce_scatter(
-        self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, tag: int
+        self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Reduction, tag: int
     ) -> Steps[None]:
         """Combine every rank's array number `rank` into `out`; the arrays stay as they are."""
         group = self.group

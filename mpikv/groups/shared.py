@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import Reduction
 from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, run_chunks
 from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, range_of
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
-from mpikv.groups.operators import Operator
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
+from mpikv.hostmemory.sums import adder_of
 
 SLOTS = 4  # one is filled, one summed and one drained; the fourth lets a rank be ahead
 # The words of each rank: three counters, each in a cache line of its own, and two digests.
@@ -108,11 +109,11 @@ class SharedCalls:
 
     # --- plans. Arrays are flat and contiguous.
 
-    def allreduce(self, arrays: Sequence[HostArray], operator: Operator) -> list[Chunk]:
+    def allreduce(self, arrays: Sequence[HostArray], operator: Reduction) -> list[Chunk]:
         return self._chunked(arrays, partial(self._allreduce, operator))
 
-    def _allreduce(self, operator: Operator, i: int, values: HostArray) -> Chunk:
-        chunk, adder = Chunk(), operator.adder(values.dtype)
+    def _allreduce(self, operator: Reduction, i: int, values: HostArray) -> Chunk:
+        chunk, adder = Chunk(), adder_of(values.dtype, operator)
         slots = [self._slot(rank, i, values.dtype, values.size) for rank in range(self.size)]
         if values.nbytes <= TINY_BYTES:
             chunk.fills.append(slots[self.rank], values)
@@ -131,7 +132,7 @@ class SharedCalls:
                 chunk.drains.append(values[begin:end], slots[rank][begin:end])
         return chunk
 
-    def reduce(self, values: HostArray, out: HostArray, operator: Operator, root: int) -> list[Chunk]:
+    def reduce(self, values: HostArray, out: HostArray, operator: Reduction, root: int) -> list[Chunk]:
         chunks = []
         for i, span in enumerate(_slices(values)):
             chunk, mine = Chunk(), values[span]
@@ -171,7 +172,9 @@ class SharedCalls:
                         chunks[i].drains.append(out[span], slot)
         return chunks
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator) -> list[Chunk]:
+    def reduce_scatter(
+        self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Reduction
+    ) -> list[Chunk]:
         share_bytes = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES
         chunks: list[Chunk] = []
         for arrays, out in pairs:
@@ -196,8 +199,8 @@ class SharedCalls:
         return [plan(i, view) for i, view in enumerate(views)]
 
 
-def _sum(temporary: HostArray, sources: Sequence[HostArray], out: HostArray, operator: Operator) -> Sum:
-    return Sum(temporary, tuple(sources), (out,), None, operator.adder(out.dtype))
+def _sum(temporary: HostArray, sources: Sequence[HostArray], out: HostArray, operator: Reduction) -> Sum:
+    return Sum(temporary, tuple(sources), (out,), None, adder_of(out.dtype, operator))
 
 
 def _slices(array: HostArray, slice_bytes: int = CHUNK_BYTES) -> list[slice]:

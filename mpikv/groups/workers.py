@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpikv.arrays.reductions import OF_GROUPS
 from mpikv.common.digests import MASK, digest
 from mpikv.engine.operation import Steps
 from mpikv.engine.running import Running
@@ -26,7 +27,6 @@ from mpikv.errors import MpikvError
 from mpikv.groups.call import spin
 from mpikv.groups.collective import Collective
 from mpikv.groups.messages import MessageCalls
-from mpikv.groups.operators import OPERATORS
 from mpikv.groups.shared import MismatchError, SharedCalls, region_bytes
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
@@ -178,7 +178,7 @@ class WorkersGroup:
         # The largest digest and the largest complement, which is that of the smallest digest: where the one is not the
         # complement of the other, digests differ.
         largest = np.array([code, code ^ MASK], np.uint64)
-        yield from self._messages.allreduce([largest], OPERATORS["max"], wire.TAG_CALLS)
+        yield from self._messages.allreduce([largest], OF_GROUPS["max"], wire.TAG_CALLS)
         if int(largest[0]) ^ MASK != int(largest[1]):
             raise MismatchError("workers of a store made different calls: every one makes the same, in the same order")
         # All calls can use this one tag: the next call begins with the allreduce above, which ends on no worker before

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.compiled import add_half, cast_into
+from mpikv.arrays.reductions import SUM, Reduction
 
 Combine = Callable[..., object]  # combines two arrays into `out`: one of NumPy's functions, or one with such arguments
 Adder = Callable[[HostArray, Sequence[HostArray]], None]  # writes the combination of the arrays to its first argument
@@ -37,24 +38,16 @@ def newest_first(combine: Combine) -> Combine:
     return lambda total, source, out: combine(source, total, out=out)
 
 
-def adder_of(
-    dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
-) -> Adder:
-    """Return a function that combines arrays of this dtype. finish: a mean divides there, before rounding."""
+def adder_of(dtype: np.dtype[Any], op: Reduction = SUM) -> Adder:
+    """Return a function that combines arrays of this dtype. A mean divides there, before rounding."""
     wide = sum_dtype(dtype)
-    if wide != dtype or finish is not None:
-        return partial(_add_and_finish, wide, combine, finish)
-    return in_order if combine is np.add else partial(in_order, combine=combine)
+    if wide != dtype or op.is_mean:
+        return partial(_add_and_finish, wide, op)
+    return in_order if op.combine is np.add else partial(in_order, combine=op.combine)
 
 
-def _add_and_finish(
-    wide: np.dtype[Any],
-    combine: np.ufunc,
-    finish: Callable[[HostArray, int], None] | None,
-    out: HostArray,
-    sources: Sequence[HostArray],
-) -> None:
-    total = out if out.dtype == wide else np.empty(out.shape, wide)
+def _add_and_finish(wide: np.dtype[Any], op: Reduction, out: HostArray, sources: Sequence[HostArray]) -> None:
+    total, combine = out if out.dtype == wide else np.empty(out.shape, wide), op.combine
     if sources[0].dtype == wide:
         in_order(total, sources, combine)
     elif combine is np.add:
@@ -64,7 +57,6 @@ def _add_and_finish(
                 np.add(total, source, out=total)
     else:
         in_order(total, sources, partial(combine, dtype=wide))
-    if finish is not None:
-        finish(total, len(sources))
+    op.finish(total, len(sources))
     if total is not out:
         cast_into(out, total)

@@ -21,12 +21,12 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Backend, ReduceOp
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.arrays.reductions import OF_GROUPS, Reduction
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.groups import collective as collectives
 from mpikv.groups.call import GroupCall, Options
 from mpikv.groups.collective import Collective
 from mpikv.groups.group import RankGroup
-from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.world import World
 from mpikv.torch import sparse
 from mpikv.torch.arrays import Views, same_kind
@@ -67,11 +67,11 @@ class NamedBackend(Backend):
     getBackendName = name  # noqa: N815 - PyTorch's name
 
 
-def operator_of(op: Any) -> Operator:
+def operator_of(op: Any) -> Reduction:
     for known, name in _OPERATORS:
         if op == known:
-            return OPERATORS[name]
-    raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OPERATORS)}")
+            return OF_GROUPS[name]
+    raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OF_GROUPS)}")
 
 
 def collective(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
@@ -412,5 +412,5 @@ def untraced(kind: type) -> type:
     return kind
 
 
-def _operator(opts: Any) -> Operator:
-    return OPERATORS["sum"] if opts is None else operator_of(opts.reduceOp)
+def _operator(opts: Any) -> Reduction:
+    return OF_GROUPS["sum"] if opts is None else operator_of(opts.reduceOp)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpikv.arrays.reductions import Reduction
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.groups import collective
 from mpikv.groups.group import RankGroup
-from mpikv.groups.operators import Operator
 from mpikv.torch.arrays import flat_array_of
 
 
-def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
+def allreduce(group: RankGroup, tensor: Any, operator: Reduction) -> None:
     """Add a COO tensor of the same shape over all ranks, in place. UnsupportedError, or ShapeMismatch on all ranks."""
     if tensor.layout != torch.sparse_coo or tensor.device.type != "cpu" or operator.name != "sum":
         raise UnsupportedError(

@@ -77,11 +77,11 @@ one.push("w", np.ones(3)) if {has == "store"} else None
 
 WAITS = """
 from mpikv.groups.collective import allreduce
-from mpikv.groups.operators import OPERATORS
+from mpikv.arrays.reductions import OF_GROUPS
 one = group()
 if MPI.COMM_WORLD.rank == 1:
     {}
-one.start(allreduce([np.ones(1)], OPERATORS["sum"])).wait()
+one.start(allreduce([np.ones(1)], OF_GROUPS["sum"])).wait()
 """
 
 

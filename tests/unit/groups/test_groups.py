@@ -17,6 +17,7 @@ import pytest
 from on_workers import taken_of
 from virtual_clock import VirtualClock
 
+from mpikv.arrays.reductions import OF_GROUPS
 from mpikv.collectives import shared
 from mpikv.common.clock import MACHINE_CLOCK
 from mpikv.config import Config
@@ -27,7 +28,6 @@ from mpikv.groups import messages
 from mpikv.groups.call import Options
 from mpikv.groups.collective import allgather, allreduce, barrier, broadcast, exchange, reduce, reduce_scatter
 from mpikv.groups.group import WINDOW_BITS, GroupTags, RankGroup
-from mpikv.groups.operators import OPERATORS
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
 from mpikv.groups.world import World
 from mpikv.session import stalls
@@ -35,7 +35,7 @@ from mpikv.testing.groups import spawn_groups
 from mpikv.transports import wire
 from mpikv.transports.threads import Fabric
 
-SUM = OPERATORS["sum"]
+SUM = OF_GROUPS["sum"]
 # On one host through memory and by messages; one rank on each host; several ranks on some hosts.
 WAYS = {
     "memory": (None, {}),
@@ -108,12 +108,12 @@ def test_allreduce_of_all_sizes(group: RankGroup, size: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["memory", "messages", "long messages", "mixed"])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", OF_GROUPS)
 def test_operators_and_dtypes(way: str, name: str, monkeypatch) -> None:
     if way == "long messages":
         way = "messages"
         monkeypatch.setattr(messages, "DIRECT_BYTES", 0)
-    operator = OPERATORS[name]
+    operator = OF_GROUPS[name]
     dtypes = ["bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
     dtypes = [np.dtype(getattr(ml_dtypes, one, one)) for one in [*dtypes, "complex64"]]
     length, size = 700, 3
@@ -136,7 +136,7 @@ def test_operators_and_dtypes(way: str, name: str, monkeypatch) -> None:
             exact = "float32" if dtype in (np.float16, ml_dtypes.bfloat16) else dtype
             expected = functools.reduce(operator.combine, [own(rank, dtype).astype(exact) for rank in range(size)])
             # astype cuts the means of whole numbers towards zero.
-            expected = (expected / size if operator.mean else expected).astype(dtype)
+            expected = (expected / size if operator.is_mean else expected).astype(dtype)
             np.testing.assert_allclose(array.astype("complex128"), expected.astype("complex128"), rtol=1e-6)
             assert array.dtype == dtype
 
@@ -153,7 +153,7 @@ def test_what_moves_and_what_is_combined_at_one_rank(group: RankGroup, size: int
         array = values(me, n)
         group.start(reduce(array, array, SUM, root)).wait()
         np.testing.assert_array_equal(array, total if me == root else values(me, n))
-        group.start(reduce(values(me, n), mean := np.zeros(n, "float32"), OPERATORS["mean"], root)).wait()
+        group.start(reduce(values(me, n), mean := np.zeros(n, "float32"), OF_GROUPS["mean"], root)).wait()
         np.testing.assert_array_equal(mean, total / np.float32(size) * (me == root))
         outs = [np.zeros(n, "float32") for _ in range(size)]
         group.start(allgather([(values(me, n), outs)])).wait()
@@ -307,7 +307,7 @@ def test_different_calls_are_an_error_on_all_ranks(way: str, different: str) -> 
         last = group.rank == 2
         n = 7 if last and different == "length" else 8
         dtype = "float64" if last and different == "dtype" else "float32"
-        operator = OPERATORS["max" if last and different == "operator" else "sum"]
+        operator = OF_GROUPS["max" if last and different == "operator" else "sum"]
         array = np.ones(n, dtype)
         broadcasts = last and different == "call"
         made = broadcast([array], 0) if broadcasts else allreduce([array], operator)

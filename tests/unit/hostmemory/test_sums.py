@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpikv.arrays.reductions import REDUCTIONS
-from mpikv.groups.operators import OPERATORS
+from mpikv.arrays.reductions import OF_GROUPS
 from mpikv.hostmemory.sums import adder_of, in_order, newest_first
 
 NARROW = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -67,22 +66,16 @@ def test_short_floats_are_rounded_once_or_not_at_all(dtype, count):
     assert sources[0].tobytes() == wide.astype(dtype).tobytes()
 
 
-@pytest.mark.parametrize("kind", [*REDUCTIONS, *(f"group {name}" for name in OPERATORS)])
+@pytest.mark.parametrize("name", OF_GROUPS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "uint8", "bool"])
 @pytest.mark.filterwarnings("ignore:overflow")  # products of float16
-def test_what_a_reduction_and_an_operator_make(kind, dtype):
-    found = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    of_group = kind.startswith("group ")
-    one = OPERATORS[kind.removeprefix("group ")] if of_group else REDUCTIONS[kind]
-    kinds = one.kinds if of_group else "f" if one.is_mean else "iuf"
-    if ("f" if dtype == "bfloat16" else found.kind) not in kinds:
+def test_what_a_reduction_makes(name, dtype):
+    found, one = np.dtype(getattr(ml_dtypes, dtype, dtype)), OF_GROUPS[name]
+    if ("f" if dtype == "bfloat16" else found.kind) not in one.kinds:
         return
     sources = terms(33, 3, found)
     exact = np.dtype(np.float32) if found in NARROW else found
     expected = reduce(one.combine, [source.astype(exact) for source in sources])
-    mean = one.mean if of_group else one.is_mean
-    expected = (np.divide(expected, exact.type(3)) if mean else expected).astype(found)
-    out = np.empty(33, found)
-    adder = one.adder(found) if of_group else adder_of(found, one.combine, one.finish if mean else None)
-    adder(out, sources)
+    expected = (np.divide(expected, exact.type(3)) if one.is_mean else expected).astype(found)
+    adder_of(found, one)(out := np.empty(33, found), sources)
     assert out.tobytes() == expected.tobytes()
