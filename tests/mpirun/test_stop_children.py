@@ -8,20 +8,23 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import frameworks
 import pytest
 from jobs import Job, Mpi
 from test_batch_signals import run
 from test_launch import launched
 
 PROGRAM = str(Path(__file__).with_name("children_program.py"))
-CASES = ["processes", "model"]
-
-
-def needs(mpi: Mpi, case: str) -> None:
-    if case != "processes":
-        pytest.importorskip("torch")
-        if mpi.kind == "mpich":
-            pytest.skip("PyTorch is beside Open MPI here; what MPICH's mpirun does to children is seen without it")
+# PyTorch is beside Open MPI here; what MPICH's mpirun does to children is seen without it.
+CASES = pytest.mark.parametrize(
+    ("mpi", "case"),
+    [
+        ("openmpi", "processes"),
+        ("mpich", "processes"),
+        pytest.param("openmpi", "model", marks=pytest.mark.thorough),
+    ],
+    indirect=["mpi"],
+)
 
 
 def check_saved(job: Job) -> None:
@@ -32,9 +35,10 @@ def check_saved(job: Job) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("case", CASES)
+@CASES
 def test_mpikv_launch(mpi: Mpi, case: str, signum: signal.Signals) -> None:
-    needs(mpi, case)
+    if case == "model":
+        frameworks.need("torch")
     env = {"MPIKV_STOP_SIGNALS": "TERM,USR1"}
     with launched(mpi, "-n", "2", "-s", "0", "--grace", "30", "python", PROGRAM, case, env=env) as running:
         for rank in range(2):
@@ -43,7 +47,8 @@ def test_mpikv_launch(mpi: Mpi, case: str, signum: signal.Signals) -> None:
     check_saved(running.result)
 
 
-@pytest.mark.parametrize("case", CASES)
+@CASES
 def test_batch_script(mpi: Mpi, case: str, tmp_path: Path) -> None:
-    needs(mpi, case)
+    if case == "model":
+        frameworks.need("torch")
     check_saved(run("sge/train.sh", mpi, tmp_path, case, "ready 1 ", program=PROGRAM))

@@ -79,11 +79,13 @@ def test_modes(mpi, kind: str, servers: int, signalled: int, progress: str) -> N
     check_stopped(running.result, [0, 1] if servers else [0, 1, 2], common=kind == "dist_sync")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    ("mpi", "signum"),
+    [("openmpi", signal.SIGUSR1), ("openmpi", signal.SIGUSR2), ("mpich", signal.SIGUSR1)],
+    indirect=["mpi"],
+)
 def test_through_mpirun(mpi, signum: signal.Signals) -> None:
-    """Both MPIs pass SIGUSR1 on to every rank, as batch scripts count on; MPICH does not do so with SIGUSR2."""
-    if mpi.kind == "mpich" and signum == signal.SIGUSR2:
-        pytest.skip("MPICH's mpirun ends by SIGUSR2")
+    """Both MPIs pass SIGUSR1 on to every rank, as batch scripts count on; MPICH's mpirun ends by SIGUSR2."""
     env = environment(1, signals="USR1,USR2")
     with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
         ranks(running)
