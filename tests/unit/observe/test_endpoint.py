@@ -66,13 +66,17 @@ def test_it_is_there_while_something_is_offered() -> None:
 @pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize("sent", [None, b"", b"\n", b"workers of all lands\n", b"\xff" * 1000, b"here"])
 def test_clients_do_no_harm(sent: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None: it sends nothing and stays, and the others wait until its time is over."""
+    """None: it sends nothing and stays, until its time is over."""
     monkeypatch.setattr(endpoint, "QUESTION_S", 0.1 if sent is None else LIMIT_S)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(name_of(PID, UID))
         if sent is not None:
             client.sendall(sent)
             client.close()  # without a look at what is answered
+        else:
+            client.settimeout(LIMIT_S)
+            assert client.recv(1) == b""
+            monkeypatch.setattr(endpoint, "QUESTION_S", LIMIT_S)
         assert ask(PID, UID, HERE, LIMIT_S)["pid"] == PID
 
 
