@@ -83,6 +83,12 @@ class Job:
         (self.folder / "go").touch()
 
 
+@pytest.fixture(scope="module")
+def forks() -> None:
+    """What forks the programs of tests stays."""
+    fresh.python("pass")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And nobody has last words here for which others would wait."""
@@ -585,6 +591,7 @@ print(len(connections._peers))
     ("ranks", "hard", "said"),
     [(300, 0, "300\n"), (30, 100, "30\n"), (60, 100, "60 ranks needs 124 open files, and may have 100 here: raise ")],
 )
+@pytest.mark.usefixtures("forks")
 def test_many_ranks_and_few_open_files(ranks: int, hard: int, said: str) -> None:
     """The soft limit is raised; strangers are turned away before there is no file left for a rank."""
     done = fresh.python(FEW_FILES, str(ranks), str(hard))
