@@ -105,16 +105,17 @@ class RingKeys:
 
     def reserve_divided(self, info: KeyInfo) -> Any:
         """Allocate the place of a key on the path "divided", at worker 0; None: it can have none."""
-        first = None if self.hosts is None else self.hosts.reserve_key(info.n_bytes)
-        second = None if self.hosts is None or first is None else self.hosts.reserve_key(0)
-        return None if first is None or second is None else [*first, second.counters_bytes]
+        if self.hosts is None or (first := self.hosts.reserve_key(info.n_bytes)) is None:
+            return None
+        second = self.hosts.reserve_key(0)
+        return None if second is None else [*first, second.counters_bytes]
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Make the key's queue, and start to broadcast the value of worker 0."""
         queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
-            value = self.first_values[info.key][: queue.stored.size]  # in front of a cut
+            value = self.first_values[info.key]
             # Shared memory is zero at first, and has no pages until it is written: zeros need not be copied there.
             if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.value_is_shared:
                 queue.space.copy(queue.stored, value)
