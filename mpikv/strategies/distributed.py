@@ -33,7 +33,8 @@ from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, Write, wait_for_all
 from mpikv.strategies.exchange import too_many
-from mpikv.strategies.owned_keys import OwnedCall, OwnedKeys
+from mpikv.strategies.owned_calls import OwnedCall
+from mpikv.strategies.owned_keys import OwnedKeys
 from mpikv.strategies.ring_keys import RingKeys
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, restored
@@ -48,7 +49,7 @@ class MixedCall(PreparedCall):
     def start(self, priority: int = 0) -> list[Pending]:
         """Start both calls: the owners' first, whose messages leave at once."""
         call = self._owners  # without its `start`, which would be a function more on the way to the transport
-        of_owners = iter(call.keys.start(call.entries, priority, call.op))
+        of_owners = iter(call.calls.start(call.entries, priority, call.op))
         of_ring = iter(self._ring.start(priority))
         each = (next(of_ring if ring else of_owners, None) for ring in self._in_ring)
         return [one for one in each if one is not None]  # nothing, where nothing is pulled
@@ -144,15 +145,15 @@ class DistributedStrategy(Strategy):
         if op.whole and self._session.members.servers:
             on_servers = [one for one in entries if self._cuts[one.info.id] < one.info.n_elems]
             if on_servers:
-                return self.owners.prepare(on_servers, op)  # which refuses it
+                return self.owners.calls.prepare(on_servers, op)  # which refuses it
         queues = self.ring.queues
         in_ring = [entry.info.id in queues for entry in entries]
         if not any(in_ring):
-            return self.owners.prepare(entries, op, waits=waits)
+            return self.owners.calls.prepare(entries, op, waits=waits)
         if all(in_ring):
             return self.ring.prepare(entries, op, waits=waits)
         ring = self.ring.prepare([entry for entry in entries if entry.info.id in queues], op)
-        owners = self.owners.prepare([entry for entry in entries if entry.info.id not in queues], op)
+        owners = self.owners.calls.prepare([entry for entry in entries if entry.info.id not in queues], op)
         return MixedCall(self._session, ring, owners, in_ring)
 
     # --- optimizers

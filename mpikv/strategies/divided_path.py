@@ -13,7 +13,8 @@ itself where those of several differ. All workers are told then, and find out to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from mpikv.strategies.exchange import Client, InPlace, Item
 from mpikv.strategies.hosted_path import HostedPath
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.strategies.message_path import NativePath, RingPath
+from mpikv.strategies.owned_calls import OwnedCalls
 from mpikv.transports import wire
 
 if TYPE_CHECKING:
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
 class Speaker:
     """What a worker asks servers for in rounds of divided keys, for itself or for all workers of its host.
 
-    pushers: of each divided key, by its number, the workers that push it; (): all. keys: all keys of servers. labels:
-    the servers' names. exchange(items, priority): the steps of a pushpull.
+    pushers: of each divided key, by its number, the workers that push it; (): all. keys: all keys of servers.
     """
 
     def __init__(
@@ -53,19 +54,15 @@ class Speaker:
         session: Workers,
         client: Client,
         keys: Mapping[int, ClientKey],
-        labels: Sequence[str],
-        exchange: Callable[[Sequence[Item], int], Steps[None]],
+        calls: OwnedCalls,
     ) -> None:
         self.pushers: dict[int, tuple[int, ...]] = {}
-        self._session, self._client, self._keys, self._labels = session, client, keys, labels
-        self.exchange = exchange
+        self._session, self._client, self._keys = session, client, keys
+        self.owners_of, self.exchange = calls.owners_of, partial(calls.steps, wire.PUSHPULL)
         self._refusals: dict[int, int] = {}  # the round of each key that was refused
         self._waiters: dict[int, Waiter] = {}
         self._tell_waits = session.messages.acts["refused"]
         session.messages.acts["refused"] = self._refused
-
-    def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
-        return tuple(self._labels[route.owner] for route in self._keys[info.id].routes)
 
     def apart(self, steps: Steps[None], name: str) -> Operation:
         """Let the engine run steps by themselves. Returns a request that is done when they have ended."""
