@@ -9,17 +9,18 @@ so each call has a tag of its own (group.py), or ranks compare their calls first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
+from itertools import pairwise
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.reductions import Reduction
-from mpikv.collectives import naive, ring
+from mpikv.collectives import ring
 from mpikv.collectives.broadcast import broadcast
 from mpikv.engine.operation import Steps
 from mpikv.errors import ShapeMismatch
 from mpikv.groups.receive_queue import ReceiveQueue
+from mpikv.hostmemory.sums import in_order
 from mpikv.placement.keys import even_bounds
 from mpikv.transports.base import Group
 
@@ -31,8 +32,8 @@ DIRECT_BYTES = 64 << 10
 TOKEN = np.zeros(1, np.uint8)
 
 
-def _algorithm(buf: HostArray) -> ModuleType:
-    return naive if buf.nbytes <= DIRECT_BYTES else ring
+def _parts(buf: HostArray, bounds: Sequence[int]) -> list[HostArray]:
+    return [buf[begin:end] for begin, end in pairwise(bounds)]
 
 
 class MessageCalls:
@@ -54,12 +55,37 @@ class MessageCalls:
             chunks = even_bounds(buf.size, group.size)
             own = slice(chunks[group.rank], chunks[group.rank + 1])
             wide = buf.astype(sum_dtype(buf.dtype), copy=False)
-            algorithm = _algorithm(wide)
-            yield from algorithm.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)
+            short = wide.nbytes <= DIRECT_BYTES
+            yield from self._combine(wide, chunks, operator.combine, tag)
             operator.finish(wide[own], group.size)
             if wide is not buf:
                 np.copyto(buf[own], wide[own], casting="unsafe")
-            yield from algorithm.allgather(group, buf, chunks, tag)
+            if short:
+                yield from self._straight([buf[own]] * group.size, _parts(buf, chunks), tag)
+            else:
+                yield from ring.allgather(group, buf, chunks, tag)
+
+    def _combine(self, buf: HostArray, chunks: Sequence[int], combine: np.ufunc, tag: int) -> Steps[None]:
+        """Combine all ranks' arrays: each rank's own chunk holds the result then."""
+        group = self.group
+        if buf.nbytes > DIRECT_BYTES:
+            yield from ring.reduce_scatter(group, buf, chunks, tag, combine)
+            return
+        parts = _parts(buf, chunks)
+        own = parts[group.rank]
+        come = [np.empty_like(own) for _ in parts]
+        yield from self._straight(parts, come, tag)
+        come[group.rank][...] = own
+        in_order(own, come, combine)
+
+    def _straight(self, outgoing: Sequence[HostArray], incoming: Sequence[HostArray], tag: int) -> Steps[None]:
+        """Send `outgoing[rank]` to, receive `incoming[rank]` from each other rank. Not by `exchange`, whose queue takes
+        all messages of the tag, also those of a ring that comes next.
+        """
+        group = self.group
+        others = [(group.rank + step) % group.size for step in range(1, group.size)]  # not all send to rank 0 first
+        receives = [group.irecv(incoming[rank], rank, tag) for rank in others if incoming[rank].size]
+        yield from [*receives, *(group.isend(outgoing[rank], rank, tag) for rank in others if outgoing[rank].size)]
 
     def reduce(self, buf: HostArray, out: HostArray, operator: Reduction, root: int, tag: int) -> Steps[None]:
         """Combine `buf` over all ranks into the root's `out` (which may be `buf`), along a binomial tree."""
@@ -96,7 +122,7 @@ class MessageCalls:
         for arrays, out in pairs:
             chunks = (0, *(int(end) for end in np.cumsum([array.size for array in arrays])))
             buf = np.concatenate(arrays).astype(sum_dtype(out.dtype), copy=False)
-            yield from _algorithm(buf).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
+            yield from self._combine(buf, chunks, operator.combine, tag)
             own = buf[chunks[group.rank] : chunks[group.rank + 1]]
             operator.finish(own, group.size)
             np.copyto(out, own, casting="unsafe")
