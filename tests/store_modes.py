@@ -198,7 +198,7 @@ FEW_DIST_SYNC = (
     *HYBRID[:2],
     *ADDING[:2],
     Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
-    *FEW_ON_DEVICE,
+    *(FEW_ON_DEVICE[0], FEW_ON_DEVICE[2], *FEW_ON_DEVICE[4:]),
 )
 FEW_ASYNC = (
     *every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2)),

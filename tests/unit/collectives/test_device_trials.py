@@ -164,7 +164,7 @@ def test_the_end_of_a_round_wakes_the_engine() -> None:
         woken = threading.Event()
         store.session.spaces.device._watcher.callback = woken.set  # of the store's stream
         store.pushpull("w", cupy.zeros(4, F4))
-        assert woken.wait(20)
+        assert woken.wait(60)
 
     nccl_stores(body)
 

@@ -262,7 +262,7 @@ def test_calls_are_made_in_order_and_do_not_block() -> None:
     calls, may_end, order = CallsInTurn(threaded=True), threading.Event(), list[int]()
 
     def first() -> str:
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         calls.wait()  # within a call there is nothing to wait for
         order.append(1)
         return "one"

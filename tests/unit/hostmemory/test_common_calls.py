@@ -172,7 +172,7 @@ def on_threads(size: int, body, *, meanwhile=lambda clock, over: None):
     with ThreadPoolExecutor(size) as pool:
         ranks = [pool.submit(thread, memory) for memory in private_memory(size)]
         meanwhile(clock, lambda: all(one.done() for one in ranks))
-        return [one.result(30) for one in ranks]
+        return [one.result(60) for one in ranks]
 
 
 def let_time_pass(clock, over):
@@ -186,7 +186,7 @@ def test_a_late_rank_is_waited_for(size, late):
 
     def body(rank, together):
         if rank == late:
-            assert come.wait(20)
+            assert come.wait(60)
         met = together.begin(digest("call"))
         if met:
             together.end(digest("a"), 1)

@@ -102,22 +102,6 @@ def test_another_rate_stops_all_workers(store, on_store: bool) -> None:
     store.close()
 
 
-@SOME_FORMS
-def test_allreduce_and_update_with_equal_attributes(store) -> None:
-    """What lies between them may take any time; where all change together nothing is wrong."""
-    parameters, trainer = made(store, on_store=False)
-    wanted = dict.fromkeys(parameters, 0.0)
-    for step, size in enumerate((2, 2, 4, 4, 2)):
-        write(parameters, store.rank, step)
-        trainer.allreduce_grads()
-        for name, parameter in parameters.items():
-            total = sum(gradient(name, w, step) for w in range(3))
-            assert parameter.grad.tolist() == total.tolist()
-            wanted[name] = wanted[name] + total / size
-        trainer.update(size)
-    assert [parameter.data.tolist() for parameter in parameters.values()] == [one.tolist() for one in wanted.values()]
-
-
 def allreduced(store, steps: int) -> tuple[dict[str, Parameter], Trainer]:
     """A trainer that updates by itself, after so many steps."""
     parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
