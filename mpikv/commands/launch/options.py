@@ -12,7 +12,6 @@ from mpikv.commands.bench.start import RankedParser
 from mpikv.commands.numbers import at_least, seconds
 
 LAUNCHERS = ("local", "ssh", "mpi")
-BAD_INPUT = 2
 MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 LAUNCH_EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
