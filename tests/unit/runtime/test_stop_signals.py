@@ -133,8 +133,10 @@ def test_stores_note_the_first_signal(order):
     send(signal.SIGUSR2, *stops)
     send(signal.SIGUSR1)
     assert [stop.why() for stop in stops] == ["SIGUSR2"] * len(stops)
-    for i in (*order, 0):
+    both = {signal.SIGUSR1, signal.SIGUSR2}
+    for left, i in zip((*reversed(range(len(order))), 0), (*order, 0), strict=True):
         stops[i].restore()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & both == (both if left else set())  # kept off children
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
