@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from jobs import find_mpi, mpirun
 
-from mpikv.runtime import init
-
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -42,26 +40,3 @@ def test_open_mpi_listens_nowhere_on_one_host(tmp_path: Path, n: int, env: dict[
     job = mpirun(n, ["python", str(program)], env=env, mpi=mpi)
     assert job.status == 0, job.output
     assert job.stdout.splitlines() == [line] * n
-
-
-@pytest.mark.parametrize(
-    ("here", "room", "chosen", "found"),
-    [
-        ("4", 4, None, "^tcp"),
-        ("2", 4, None, None),  # there are more on other hosts
-        ("", 4, None, None),  # as far as the launcher says
-        ("4", 3, None, None),  # without room for all in /dev/shm Open MPI goes by TCP
-        ("4", 4, "self,vader", "self,vader"),
-    ],
-)
-def test_where_tcp_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, here: str, room: int, chosen: str | None, found: str | None
-) -> None:
-    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": here}
-    if chosen is not None:
-        environ[init.TRANSFERS] = chosen
-    monkeypatch.setattr(init.os, "environ", environ)
-    monkeypatch.setattr(init, "_left_bytes", lambda: room << 24)
-    with init._without("tcp" if init._is_on_one_host() else ""):
-        assert environ.get(init.TRANSFERS) == found
-    assert environ.get(init.TRANSFERS) == chosen

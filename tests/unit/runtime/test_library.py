@@ -15,7 +15,7 @@ import pytest
 from jobs import ROOT, find_mpi, mpirun
 
 from mpikv.errors import ConfigError
-from mpikv.runtime import launcher
+from mpikv.runtime import init, launcher
 
 MPI = find_mpi()
 needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
@@ -266,3 +266,26 @@ def test_a_real_parent(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == str(fake), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("here", "room", "chosen", "found"),
+    [
+        ("4", 4, None, "^tcp"),
+        ("2", 4, None, None),  # there are more on other hosts
+        ("", 4, None, None),  # as far as the launcher says
+        ("4", 3, None, None),  # without room for all in /dev/shm Open MPI goes by TCP
+        ("4", 4, "self,vader", "self,vader"),
+    ],
+)
+def test_where_tcp_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, here: str, room: int, chosen: str | None, found: str | None
+) -> None:
+    environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": here}
+    if chosen is not None:
+        environ[init.TRANSFERS] = chosen
+    monkeypatch.setattr(init.os, "environ", environ)
+    monkeypatch.setattr(init, "_left_bytes", lambda: room << 24)
+    with init._without("tcp" if init._is_on_one_host() else ""):
+        assert environ.get(init.TRANSFERS) == found
+    assert environ.get(init.TRANSFERS) == chosen
