@@ -272,30 +272,20 @@ class CallForms:
             for item, (_, outs) in zip(items, targets, strict=True)
         ):
             return None
-        found = self._known(items, targets)
-        flat = None if found is None else flattened(*found)
-        if found is None or flat is None:
-            return None
-        return [Entry(info, value, None, outs) for info, (value, outs) in zip(found[0], flat, strict=True)]
-
-    def _known(
-        self, items: list[CallItem], targets: Targets
-    ) -> tuple[list[KeyInfo], list[SpaceArray], list[list[SpaceArray]]] | None:
-        """A call's keys, their values and where results go, as arrays of their spaces. None: not all can be those."""
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
         if {len(item.arrays) for item in items} != {1}:
             return None
         infos = [self.info("pushpull", item.key) for item in items]
-        spaces = {info.space for info in infos}
-        others = [array for array in arrays if type(array) is not np.ndarray]
-        if spaces != {HOST} or any(map(is_elsewhere, others)):
+        if {info.space for info in infos} != {HOST}:
+            return None
+        if any(is_elsewhere(array) for array in arrays if type(array) is not np.ndarray):
             return None
         known = {id(array): host_view(array, "pushpull") for array in arrays}
         for info, item in zip(infos, items, strict=True):
             self.check_value("pushpull", info, item.arrays[0], dtype=True)
-        return (
-            infos,
-            [known[id(item.arrays[0])] for item in items],
-            [[known[id(array)] for array in outs[item.key]] for item in items],
-        )
+        values = [known[id(item.arrays[0])] for item in items]
+        flat = flattened(infos, values, [[known[id(array)] for array in outs[item.key]] for item in items])
+        if flat is None:
+            return None
+        return [Entry(info, value, None, to) for info, (value, to) in zip(infos, flat, strict=True)]

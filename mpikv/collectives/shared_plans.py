@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,9 +250,7 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
                     for rank, value in enumerate(key.values)
                 ]
                 if owner == me:
-                    after = None
-                    if end == key.bounds[me + 1]:
-                        after = _call(key.update, total)
+                    after = partial(key.update, total) if end == key.bounds[me + 1] else None
                     chunk.sums.append(summed(total[done : done + end - begin], tuple(views), (), after))
                 elif staged:
                     mine = key.values[me]
@@ -264,10 +263,6 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
             done += take
         chunks[-1].drains.add(copy_of(out, key.result) for out in key.outs)
     return _with_costs(Plan(chunks))
-
-
-def _call(update: Callable[[HostArray], None], total: HostArray) -> Callable[[], None]:
-    return lambda: update(total)
 
 
 def _with_costs(plan: Plan) -> Plan:

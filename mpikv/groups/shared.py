@@ -15,22 +15,20 @@ TINY_BYTES each rank combines all elements by itself, and waits once. Memory: SL
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import Reduction
-from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, run_chunks
+from mpikv.collectives.shared import Chunk, ChunkWords, copy_all, run_chunks, summed
 from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, range_of
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
-from mpikv.hostmemory.sums import adder_of
 
 SLOTS = 4  # one is filled, one summed and one drained; the fourth lets a rank be ahead
 # The words of each rank: three counters, each in a cache line of its own, and two digests.
@@ -110,14 +108,14 @@ class SharedCalls:
     # --- plans. Arrays are flat and contiguous.
 
     def allreduce(self, arrays: Sequence[HostArray], operator: Reduction) -> list[Chunk]:
-        return self._chunked(arrays, partial(self._allreduce, operator))
+        return [self._allreduce(operator, i, values) for i, values in _views(arrays)]
 
     def _allreduce(self, operator: Reduction, i: int, values: HostArray) -> Chunk:
-        chunk, adder = Chunk(), adder_of(values.dtype, operator)
+        chunk = Chunk()
         slots = [self._slot(rank, i, values.dtype, values.size) for rank in range(self.size)]
         if values.nbytes <= TINY_BYTES:
             chunk.fills.append(slots[self.rank], values)
-            chunk.sums.append(Sum(values, tuple(slots), (), None, adder))
+            chunk.sums.append(summed(values, slots, op=operator))
             return chunk
         for rank in range(self.size):
             begin, end = range_of(rank, self.size, values.size, values.itemsize)
@@ -126,7 +124,7 @@ class SharedCalls:
             if rank == self.rank:
                 sources = [values[begin:end] if one == rank else slots[one][begin:end] for one in range(self.size)]
                 # The result is built up in the slot, not in `values`, which is one of the sources.
-                chunk.sums.append(_sum(slots[rank][begin:end], sources, values[begin:end], operator))
+                chunk.sums.append(summed(slots[rank][begin:end], sources, [values[begin:end]], op=operator))
             else:
                 chunk.fills.append(slots[self.rank][begin:end], values[begin:end])
                 chunk.drains.append(values[begin:end], slots[rank][begin:end])
@@ -141,12 +139,12 @@ class SharedCalls:
                 chunk.fills.append(slots[self.rank], mine)
             else:
                 sources = [mine if rank == root else slots[rank] for rank in range(self.size)]
-                chunk.sums.append(_sum(slots[root], sources, out[span], operator))
+                chunk.sums.append(summed(slots[root], sources, [out[span]], op=operator))
             chunks.append(chunk)
         return chunks
 
     def broadcast(self, arrays: Sequence[HostArray], root: int) -> list[Chunk]:
-        return self._chunked(arrays, partial(self._broadcast, root))
+        return [self._broadcast(root, i, values) for i, values in _views(arrays)]
 
     def _broadcast(self, root: int, i: int, values: HostArray) -> Chunk:
         chunk, slot = Chunk(), self._slot(root, i, values.dtype, values.size)
@@ -191,19 +189,15 @@ class SharedCalls:
                         chunks[i].fills.append(slots[self.rank], mine)
                         continue
                     sources = [mine if rank == dest else slots[rank] for rank in range(self.size)]
-                    chunks[i].sums.append(_sum(slots[dest], sources, out[span], operator))
+                    chunks[i].sums.append(summed(slots[dest], sources, [out[span]], op=operator))
         return chunks
-
-    def _chunked(self, arrays: Sequence[HostArray], plan: Callable[[int, HostArray], Chunk]) -> list[Chunk]:
-        views = [array[span] for array in arrays for span in _slices(array)]
-        return [plan(i, view) for i, view in enumerate(views)]
-
-
-def _sum(temporary: HostArray, sources: Sequence[HostArray], out: HostArray, operator: Reduction) -> Sum:
-    return Sum(temporary, tuple(sources), (out,), None, adder_of(out.dtype, operator))
 
 
 def _slices(array: HostArray, slice_bytes: int = CHUNK_BYTES) -> list[slice]:
     """Return slices of at most `slice_bytes` that make up an array."""
     step = slice_bytes // array.itemsize
     return [slice(begin, min(begin + step, array.size)) for begin in range(0, array.size, step)]
+
+
+def _views(arrays: Sequence[HostArray]) -> Iterator[tuple[int, HostArray]]:
+    return enumerate(array[span] for array in arrays for span in _slices(array))
