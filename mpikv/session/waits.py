@@ -127,6 +127,7 @@ class Waits:
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
         if messages.leads:
             self._departures = Departures(messages.workers.size)
+            self._fewest = self._departures.fewest
             messages.due.append(self._tell_who_has_left)
 
     # --- waiting
@@ -191,20 +192,13 @@ class Waits:
     def left(self, worker: int, pushes: dict[int, int]) -> None:
         """At worker 0: a worker pushes nothing any more. pushes: how often it has pushed each key, by its number."""
         self._departures.add(worker, pushes, self._engine.clock.now_s())
-        self._know(tuple(self._departures.fewest.values()))
 
     def _tell_who_has_left(self) -> None:
         for worker, fewest in self._departures.due(self._engine.clock.now_s()):
             self._messages.send_to(worker, {"kind": "gone", "fewest": fewest})
 
     def _gone(self, _source: int, message: Message) -> None:
-        self._know([Fewest(*one) for one in message["fewest"]])
-
-    def _know(self, fewest: Sequence[Fewest]) -> None:
-        for one in fewest:
-            known = self._fewest.get(one.key_id)
-            if known is None or one.pushes < known.pushes:
-                self._fewest[one.key_id] = one
+        self._fewest = {one.key_id: one for one in (Fewest(*fields) for fields in message["fewest"])}
 
     # --- where everybody is
 
