@@ -289,17 +289,14 @@ def prepare_key(dtype: np.dtype[Any], n_bytes: int) -> None:
 def cast_into(out: HostArray, values: HostArray | int) -> None:
     """`np.copyto(out, values, casting="unsafe")`. NumPy takes four times as long to and from float16."""
     if isinstance(values, np.ndarray) and values.shape == out.shape:
-        if values.dtype == _FLOAT32 and out.dtype == _FLOAT16:
-            if run("fp16", values, INFINITE, out.view(np.uint16)):
-                return
-        elif values.dtype == _FLOAT32 and out.dtype == BFLOAT16:
-            if run("bf16", values, out.view(np.uint16)):
-                return
-        elif (
-            values.dtype == _FLOAT16
-            and out.dtype == _FLOAT32
-            and run("fp16 add", values.view(np.uint16), _ONE, True, out)
-        ):
+        dtypes, done = (values.dtype, out.dtype), False
+        if dtypes == (_FLOAT32, _FLOAT16):
+            done = run("fp16", values, INFINITE, out.view(np.uint16))
+        elif dtypes == (_FLOAT32, BFLOAT16):
+            done = run("bf16", values, out.view(np.uint16))
+        elif dtypes == (_FLOAT16, _FLOAT32):
+            done = run("fp16 add", values.view(np.uint16), _ONE, True, out)
+        if done:
             return
     np.copyto(out, values, casting="unsafe")
 

@@ -114,12 +114,7 @@ class Engine:
         with self.lock:
             running.queue = self._woken
             self._running[running] = None
-            try:
-                running.advance()
-            except BaseException as error:  # Ctrl-C: `advance` raises nothing else
-                self.interrupted(running.name, error)
-                raise
-            self._note(running)
+            self._move_on(running)
             if not running.done:
                 self._wake.set()
                 if self.serves and self.waker is not None:
