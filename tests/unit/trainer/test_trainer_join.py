@@ -132,7 +132,9 @@ def test_workers_that_count_in_different_ways(store: KVStore) -> None:
         trainer.step(4 if store.rank == 0 else None)
 
 
-def test_an_exception_leaves_at_once_and_the_others_do_not_wait_for_ever() -> None:
+def test_an_exception_leaves_at_once_and_the_others_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpikv.session.waits.ANSWER_S", 0.2)  # nobody answers any more
+
     def body(store: KVStore) -> None:
         net = network(0)
         trainer = sgd(net, store)
