@@ -41,17 +41,6 @@ def none(store: kv.KVStore) -> None:
     """No fault."""
 
 
-def missing_key(store: kv.KVStore) -> None:
-    if store.rank != 1:
-        store.pushpull("b", ONES.copy())
-    store.pushpull("a", ONES.copy())
-
-
-def other_order(store: kv.KVStore) -> None:
-    for key in "ba" if store.rank == 1 else "ab":
-        store.pushpull(key, ONES.copy())
-
-
 def other_order_of_mixed_waits(store: kv.KVStore) -> None:
     if store.rank == 1:
         store.barrier()

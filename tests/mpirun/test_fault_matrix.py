@@ -74,12 +74,6 @@ UPDATE = r"ZeroDivisionError: in the user's optimizer", r"in the update of key '
 AWAY = r"outside the store for \d+\.\d s, its last call was pushpull of key 'b'; "
 SILENT = r"no answer for 1\.0 s; "
 FAULTS = {
-    "missing_key": circle(
-        rf"pushpull of key 'b', round 3 {at('missing_key')}", rf"pushpull of key 'a', round 3 {at('missing_key')}"
-    ),
-    "other_order": circle(
-        rf"pushpull of key 'a', round 3 {at('other_order')}", rf"pushpull of key 'b', round 3 {at('other_order')}"
-    ),
     "other_order_of_mixed_waits": circle(
         rf"pull of key 'a', round 3 {at('other_order_of_mixed_waits')}", f"barrier {at('other_order_of_mixed_waits')}"
     ),
