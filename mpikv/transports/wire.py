@@ -119,34 +119,30 @@ Payload = HostArray | bytes | None
 
 def request(header: Header, payload: Payload = None) -> HostArray:
     """A request as one contiguous uint8 array: header and a copy of the payload."""
-    data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
-    length = 0 if data is None else data.nbytes
+    length = length_of(payload)
     message = np.empty(HEADER_BYTES + length, np.uint8)
-    _put(message, 0, header, data, length)
+    _put(message, 0, header, payload, length)
     return message
 
 
 def requests(items: Sequence[tuple[Header, Payload]]) -> HostArray:
     """Several requests as one message."""
-    parts: list[HostArray | None] = [
-        np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload for _, payload in items
-    ]
-    lengths = [length_of(part) for part in parts]
-    message = np.empty(sum(padded(length) for length in lengths[:-1]) + HEADER_BYTES + lengths[-1], np.uint8)
+    lengths = [length_of(payload) for _, payload in items]
+    message = np.empty(sum(map(padded, lengths[:-1])) + HEADER_BYTES + lengths[-1], np.uint8)
     at = 0
-    for (header, _), part, length in zip(items, parts, lengths, strict=True):
-        _put(message, at, header, part, length)
+    for (header, payload), length in zip(items, lengths, strict=True):
+        _put(message, at, header, payload, length)
         at += padded(length)
     return message
 
 
-def _put(message: HostArray, at: int, header: Header, data: HostArray | None, length: int) -> None:
+def _put(message: HostArray, at: int, header: Header, payload: Payload, length: int) -> None:
     kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, flags = header
     fields = (VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, flags)
     _HEADER.pack_into(message.data, at, *fields)
-    if data is not None and length:
-        begin = at + HEADER_BYTES
-        message[begin : begin + length] = data.reshape(-1).view(np.uint8)
+    if payload is not None and length:
+        data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)
+        message[at + HEADER_BYTES : at + HEADER_BYTES + length] = data
 
 
 def length_of(payload: Payload) -> int:
