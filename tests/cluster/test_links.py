@@ -21,7 +21,7 @@ JOBS = (
     pytest.param("openmpi", (1, 1, 1), marks=pytest.mark.cluster_full),
     pytest.param("openmpi", (2, 2), marks=pytest.mark.cluster_full),
     ("openmpi", (3, 1)),
-    ("openmpi", (2, 2, 2)),
+    pytest.param("openmpi", (2, 2, 2), marks=pytest.mark.cluster_full),
     pytest.param("mpich", (1, 1), marks=pytest.mark.cluster_full),
     ("mpich", (2, 2)),
     pytest.param("mpich", (2, 2, 2), marks=pytest.mark.cluster_full),
@@ -50,6 +50,7 @@ def test_every_byte_crosses_the_link_once(kind: str, ranks: tuple[int, ...]) -> 
     assert all(1 <= ratio <= MOST for ratio in ratios.values()), ratios
 
 
+@pytest.mark.cluster_full
 def test_short_values_too() -> None:
     with network(3) as hosts:
         for n in (1, 1000):
