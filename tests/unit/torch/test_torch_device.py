@@ -201,11 +201,12 @@ def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # 
         arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
 
 
-def test_an_allreduce_copies_nothing_to_the_host(cuda: TorchOnGpu) -> None:  # noqa: F811
+def test_an_allreduce_copies_nothing_to_the_host(cuda: TorchOnGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Of tensors in several pieces, once their keys are there."""
+    monkeypatch.setattr("mpikv.torch.gpu_calls.STEP_BYTES", 1 << 14)
 
     def given(rank: int) -> list[Any]:
-        long = torch.arange(float(2 * (4 << 20) // 4 + 3)) + rank
+        long = torch.arange(float(2 * (1 << 14) // 4 + 3)) + rank
         return [long, torch.full((70,), rank + 1.0, dtype=torch.bfloat16), torch.full((2, 3), rank + 1.0).double()]
 
     def body(store: KVStore) -> None:

@@ -15,7 +15,7 @@ from mpikv.kvstore import KVStore
 
 MODES = (ONE_HOST, MESSAGES, SERVED)
 WORKERS = 3
-LIMIT_S = 4.0  # of a wait that nothing ends, so that all have come that could be told of
+LIMIT_S = 1.0  # of a wait that nothing ends
 OF_THREE = (MESSAGES, TWO_HOSTS, THREE_HOSTS)
 
 
