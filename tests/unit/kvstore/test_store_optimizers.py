@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from on_workers import on, uniform
-from store_modes import ASYNC_KINDS, BOUND, FEW_DIST_SYNC, KINDS, SYNC_KINDS, Mode
+from store_modes import ADDING, ASYNC_KINDS, BOUND, FEW_DIST_SYNC, HYBRID, KINDS, SYNC_KINDS, Mode
 
 from mpikv import ConfigError, MpikvError, UnsupportedError, kv, optimizers
 from mpikv.optimizers.owner import Owner
@@ -25,6 +25,8 @@ MODES = (
     Mode("dist_sync", 2, 3),
     Mode("dist_async", 1, 0),
     Mode("dist_async", 1, 2),
+    HYBRID[2],
+    ADDING[0],
 )
 
 
