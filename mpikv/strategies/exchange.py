@@ -1,9 +1,9 @@
 """A worker's messages to servers and their answers.
 
-How a shard is sent is fixed when the workers agree on the key. A small shard is sent behind its header; all small
-shards of a call for one server share one message, and so do their answers. A large shard is sent in pieces, directly
-from the array that it is in or from the codec's output, and the server fetches one piece after another. Answers have
-the same pieces and are received directly into the caller's array.
+How a shard is sent is fixed when the workers agree on the key. A small shard is sent behind its header; small shards
+of a call for one server share messages, each of which is short for MPI, and so do their answers. A large shard is sent
+in pieces, directly from the array that it is in or from the codec's output, and the server fetches one piece after
+another. Answers have the same pieces and are received directly into the caller's array.
 
 Servers on the same host get the same messages through shared memory (transports/memory.py).
 
@@ -28,6 +28,7 @@ from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import UnsupportedError
 from mpikv.observe.stall import Waiting
+from mpikv.placement.links import LINK_SEGMENT_BYTES
 from mpikv.placement.owners import is_asked_for
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
@@ -40,7 +41,6 @@ from mpikv.transports.loopback import Loopback, OwnRank
 POLLS = 10  # then the core is yielded, which the peer may need to answer
 BRIEF_S = 150e-6  # an answer takes some tens of microseconds, and a wait by the engine costs as many to begin
 MOST_KEPT_SENDS = 16  # sends are kept up to this number before they are tested, because a test takes time
-MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
 # Pieces of one shard, in each direction: far more than a server fetches at a time (its WINDOW), so that it never waits
 # for a worker, and few enough that MPI finds the matching message quickly.
 PIECES_IN_FLIGHT = 64
@@ -479,12 +479,14 @@ class _Small(NamedTuple):
 
 
 def _messages(shards: Sequence[_Small]) -> list[list[_Small]]:
+    """Each is short for MPI, which sends it at once; one after another, so that owners add while others are sent."""
     messages: list[list[_Small]] = [[]]
     n_bytes = 0
     for one in shards:
-        if n_bytes > MESSAGE_BYTES:
+        length = wire.HEADER_BYTES + one.route.n_bytes
+        if messages[-1] and n_bytes + length > LINK_SEGMENT_BYTES:
             messages.append([])
             n_bytes = 0
         messages[-1].append(one)
-        n_bytes += wire.HEADER_BYTES + one.route.n_bytes
+        n_bytes += length
     return messages

@@ -151,8 +151,8 @@ def test_messages(mode, sizes, call, n_messages, n_bytes):
 
 
 def test_messages_of_many_small_keys_are_cut(monkeypatch):
-    monkeypatch.setattr(exchange, "MESSAGE_BYTES", 1000)
-    per_message = -(-(1000 + 1) // (wire.HEADER_BYTES + 20))
+    monkeypatch.setattr(exchange, "LINK_SEGMENT_BYTES", 1000)
+    per_message = 1000 // (wire.HEADER_BYTES + 20)
     assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // per_message)
 
 
