@@ -333,7 +333,7 @@ def check_labels(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: in
                 assert trailers <= min(messages, p - 1)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 5])
+@pytest.mark.parametrize("p", [2, 3, *(pytest.param(p, marks=pytest.mark.thorough) for p in (4, 5))])
 def test_all_ranks_know_in_the_same_round(p: int) -> None:
     """Also ranks that own nothing: fewer elements than ranks, one owner of everything."""
     for n, bounds in ((1, even_bounds(1, p)), (41, even_bounds(41, p)), (5, whole_bounds(5, p, p - 1))):
@@ -345,7 +345,7 @@ def test_long_chunks() -> None:
     check_labels("abc", 100_003, bounds, by_messages(ring, bounds), LONG_ROUNDS)
 
 
-@pytest.mark.parametrize("hosts", ["aab", "aabb", "aaabbc"])
+@pytest.mark.parametrize("hosts", ["aab", "aabb", pytest.param("aaabbc", marks=pytest.mark.thorough)])
 def test_several_hosts(hosts: str) -> None:
     for n, n_rounds in ((1, None), (41, None), (100_003, LONG_ROUNDS)):
         bounds = host_bounds(n, hosts) if n != 41 else whole_bounds(n, len(hosts), len(hosts) - 1)

@@ -192,8 +192,13 @@ def check_counts(
 @pytest.mark.parametrize(
     ("name", "workers", "n_servers"),
     [
-        *(("dist_sync", workers, 0) for workers in (2, 3, 5)),
-        *((name, 3, n) for name in ("dist_sync", "dist_async") for n in (1, 3)),
+        ("dist_sync", 3, 0),
+        ("dist_sync", 3, 1),
+        ("dist_async", 3, 3),
+        *(
+            pytest.param(*one, marks=pytest.mark.thorough)
+            for one in (("dist_sync", 2, 0), ("dist_sync", 5, 0), ("dist_sync", 3, 3), ("dist_async", 3, 1))
+        ),
     ],
 )
 def test_counts_are_those_of_a_store(name: str, workers: int, n_servers: int) -> None:
