@@ -6,7 +6,9 @@ promises to wake the one who waits when there is a reason to ask again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -79,6 +81,31 @@ class Completion(Waking):
         if self.done:
             waiter.wake()
         return True
+
+
+class Turns:
+    """Lets what takes a turn go on in the order in which the turns were taken."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Completion] = deque()
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody has a turn, or waits for it."""
+        return bool(self._queue)
+
+    @contextmanager
+    def take(self) -> Iterator[Completion]:
+        """Take a turn, until the end of the block. Gives a request that is done when it has come."""
+        turn = Completion()
+        self._queue.append(turn)
+        try:
+            self._queue[0].finish()
+            yield turn
+        finally:
+            self._queue.remove(turn)
+            if self._queue:
+                self._queue[0].finish()
 
 
 # The body of a collective or of a server's loop: it yields each request that it must wait for, and returns its result.

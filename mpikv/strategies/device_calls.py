@@ -25,12 +25,11 @@ answer overwrites.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives.stages import Span
-from mpikv.engine.operation import Completion, Operation, Predicate, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps, Turns
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
@@ -58,15 +57,15 @@ class DeviceCalls:
         on_lost: Callable[[BaseException], None],
     ) -> None:
         self._client, self.space, self._mpi_takes_device, self._on_lost = client, space, mpi_takes_device, on_lost
-        self._queue: deque[Completion] = deque()
+        self._turns = Turns()
 
     @property
     def waiting(self) -> bool:
-        return bool(self._queue)
+        return self._turns.taken
 
     def concerns(self, items: Sequence[Item]) -> bool:
         """Whether a call must use `exchange` of this object instead of the client's."""
-        return bool(self._queue) or any(item.key.info.space == DEVICE for item in items)
+        return self._turns.taken or any(item.key.info.space == DEVICE for item in items)
 
     def goes_by_mpi(self, key: ClientKey, route: Route) -> bool:
         """Whether MPI sends a shard from device memory and receives its answer there."""
@@ -84,33 +83,26 @@ class DeviceCalls:
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """See `Client.exchange`; here the items' totals are in the spaces of their keys."""
-        turn = Completion()
-        self._queue.append(turn)
-        if len(self._queue) == 1:
-            turn.finish()
-        try:
-            for item in items:  # waits for the caller's stream, so that the store's need not
-                if item.total is not None and item.key.info.space == DEVICE:
-                    yield self.space.written(item.total)
-            keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
-            sent = [item for item in items if item.key.info.space != DEVICE]
-            sent += [item for key in keys for item in key.items]
-            ready = [request for key in keys for request in key.arrivals]
-            if keys:
-                ready.append(self.space.stream_event())
-            yield turn
-            yield from ready
-            needed = self._client.tags_needed(sent)
-            if not self._client.allows(*needed):
-                yield Predicate(lambda: self._client.allows(*needed))
-        except Exception as error:
-            if kind != wire.PULL:
-                self._on_lost(error)
-            raise
-        finally:
-            self._queue.remove(turn)
-            if self._queue:
-                self._queue[0].finish()
+        with self._turns.take() as turn:
+            try:
+                for item in items:  # waits for the caller's stream, so that the store's need not
+                    if item.total is not None and item.key.info.space == DEVICE:
+                        yield self.space.written(item.total)
+                keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
+                sent = [item for item in items if item.key.info.space != DEVICE]
+                sent += [item for key in keys for item in key.items]
+                ready = [request for key in keys for request in key.arrivals]
+                if keys:
+                    ready.append(self.space.stream_event())
+                yield turn
+                yield from ready
+                needed = self._client.tags_needed(sent)
+                if not self._client.allows(*needed):
+                    yield Predicate(lambda: self._client.allows(*needed))
+            except Exception as error:
+                if kind != wire.PULL:
+                    self._on_lost(error)
+                raise
         yield from self._client.exchange(kind, sent, priority)  # which sends everything before it waits
         for key in keys:
             key.deliver()

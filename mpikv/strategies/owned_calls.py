@@ -6,14 +6,13 @@ A push is not acknowledged, since MPI loses no message. A pull names the version
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
 from mpikv.arrays.reductions import REDUCTIONS, SUM, Reduction
 from mpikv.collectives import adasum
 from mpikv.common.checks import shown
-from mpikv.engine.operation import Completion, Operation, Steps
+from mpikv.engine.operation import Operation, Steps, Turns
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, StallError, UnsupportedError
 from mpikv.observe.stall import Waiting
@@ -85,7 +84,7 @@ class OwnedCalls:
     ) -> None:
         self._session, self._client, self._keys, self._labels, self._own = session, client, keys, labels, own
         self._engine, self._recorder, self._members = session.engine, session.recorder, session.members
-        self._turns: deque[Completion] = deque()  # of calls that wait for others, the first of them for none
+        self._turns = Turns()  # of calls that wait for others
         self.device = self._device_calls()
 
     def _device_calls(self) -> DeviceCalls | None:
@@ -155,7 +154,7 @@ class OwnedCalls:
             items, before = self._combined(items)
         calls = device if device is not None and device.concerns(items) else self._client
         steps = calls.exchange(kind, items, wire.clamped(priority))
-        if before is not None or self._turns:
+        if before is not None or self._turns.taken:
             steps = self._in_turn(steps, before)
         return self._recorded(steps, items) if self._recorder.on else steps
 
@@ -182,18 +181,10 @@ class OwnedCalls:
 
     def _in_turn(self, steps: Steps[None], before: Steps[None] | None) -> Steps[None]:
         """Begin an exchange when all earlier calls have, since owners must get a worker's calls in their order."""
-        turn = Completion()
-        self._turns.append(turn)
-        if len(self._turns) == 1:
-            turn.finish()
-        try:
+        with self._turns.take() as turn:
             if before is not None:
                 yield from before
             yield turn
-        finally:
-            self._turns.remove(turn)
-            if self._turns:
-                self._turns[0].finish()
         yield from steps  # which sends everything before it waits
 
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:

@@ -222,11 +222,6 @@ class RingKeys:
                 queue.paths.reshard(self._placement(queue.info, has_place=queue.paths.shared))
                 queue.comparison = None
 
-    def wait_for_all(self, call: str) -> None:
-        """Wait, before states are sent, until all workers are ready for it. Collective, blocks."""
-        if self.in_use and call == SAVE:
-            self._session.agree(SAVE, None, SAVE)
-
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         """The shard of each key that a worker owns; begin equals end where it owns none."""
         return [(queue.info, queue.bounds[rank], queue.bounds[rank + 1]) for queue in self.all()]
@@ -235,6 +230,7 @@ class RingKeys:
         """The states of all workers' shards, each worker's in a list, at worker 0. Collective, blocks."""
         if not self.in_use:
             return []
+        self._session.agree(SAVE, None, SAVE)  # all workers are ready to send their states
         mine = collect(self.owner, self._owned(self._session.rank))
         return [records_from_bytes(blob) for blob in self._session.gather(SAVE, records_to_bytes(mine))]
 

@@ -59,10 +59,10 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(("name", "workers"), [("none", 2), ("sgd", 3), ("adam", 5), ("lamb", 3)])
-def test_servers_give_the_bits_of_the_naive_algorithm(name, workers):
-    naive = _bits(Mode("dist_sync", workers, 0, "owners"), OPTIMIZERS[name])
+def test_servers_give_the_bits_of_owners_in_the_workers(name, workers):
+    in_workers = _bits(Mode("dist_sync", workers, 0, "owners"), OPTIMIZERS[name])
     for servers in (1, 3):
-        assert _bits(Mode("dist_sync", workers, servers), OPTIMIZERS[name], late=True) == naive
+        assert _bits(Mode("dist_sync", workers, servers), OPTIMIZERS[name], late=True) == in_workers
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
