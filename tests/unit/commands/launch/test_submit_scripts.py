@@ -7,7 +7,6 @@ sends it arrives there.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -211,10 +210,9 @@ def launched(output: str) -> str:
 
 
 ONE = ("RUN", "print('trained')")
-BASH = [path for path in SCRIPTS if path != ARRAY]
 
 
-@pytest.mark.parametrize(("path", "status"), [*((path, 7) for path in BASH), (SLURM, 0)])
+@pytest.mark.parametrize(("path", "status"), [(path, 7 * (path != SLURM)) for path in SCRIPTS if path != ARRAY])
 def test_the_status_is_the_programs(site: Site, path: str, status: int) -> None:
     got, output = site.run(path, "RUN", f"import sys; print('trained'); sys.exit({status})")
     assert got == status, output
@@ -240,11 +238,31 @@ def test_starts_in_slurm(site: Site, script: str, mpi: str, distribution: str, w
     assert launched(output) == f"{words} <-x> <a b>"
 
 
-def test_variables_of_a_file(site: Site) -> None:
-    (site.folder / "job.env").write_text("export COLOUR='a b'\n")
-    show = ("RUN", "import os; print('colour', os.environ['COLOUR'], 'RANKS' in os.environ)")
-    status, output = site.run(SLURM, *show, lines={"ENV_FILE": "job.env"})
-    assert (status, "\ncolour a b False\n" in output) == (0, True)
+SHOW = """import os
+names = "COLOUR RANKS MPIKV_NUM_SERVERS MPIKV_SERVER_PLACEMENT MPIKV_STOP_SIGNALS MPIKV_STOP_FILE".split()
+names += ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+print("seen", os.getcwd(), *(os.environ.get(name) for name in names), sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "lines", "environ", "seen"),
+    [
+        (SLURM, {"ENV_FILE": "job.env"}, {"SLURM_CPUS_PER_TASK": "6", "SLURM_SUBMIT_DIR": "{folder}/elsewhere"},
+         "{folder}/elsewhere|a b|None|0|spread|TERM,USR1,USR2|train-17.state|6|6"),
+        ("sge/train-servers.sh", {"PLACEMENT": "hosts"}, {"OMP_NUM_THREADS": "2"},
+         "{folder}|None|None|2|hosts|TERM,USR1,USR2|train-17.state|2|1"),
+    ],
+)  # fmt: skip
+def test_what_a_program_sees(site: Site, path: str, lines: dict[str, str], environ: dict[str, str], seen: str) -> None:
+    """Its folder, the variables of a file, what the signals mean, and how many threads NumPy may have."""
+    folder = os.path.realpath(site.folder)
+    (site.folder / "elsewhere").mkdir()
+    (site.folder / "elsewhere" / "job.env").write_text("export COLOUR='a b'\n")
+    given = {name: text.format(folder=folder) for name, text in environ.items()}
+    status, output = site.run(path, "RUN", SHOW, lines=lines, **given)
+    assert (status, f"\nseen|{seen.format(folder=folder)}\n" in output) == (0, True), output
+    assert ("mpikv: 4 ranks, 2 workers and 2 servers, of 4 slots\n" in output) == ("servers" in path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
@@ -318,10 +336,13 @@ OLD_SLURM = "MPI plugin types are...\n\tnone\n\tpmi2"
         ((SRUN,), {}, {"PLUGINS": OLD_SLURM}, "Open MPI needs srun --mpi=pmix, and this Slurm offers only"),
         ((ARRAY,), {}, {"SLURM_ARRAY_TASK_ID": "4"}, "task 4 of the array has no value: VALUES has 4, for tasks"),
         ((ARRAY,), {}, {}, "this is no job array; submit the script with sbatch --array=0-3"),
-        (BASH, {}, {"INFO_STATUS": "9"}, "the ranks could not be started"),
+        ((SRUN,), {}, {"MPI": "mpich"}, "srun starts Open MPI alone, not MPICH: Slurm's pmi2 fails now and then; "
+            "use train.sbatch, which starts the ranks with MPICH's own mpirun"),
+        ((SRUN, SGE), {}, {"INFO_STATUS": "9"}, "the ranks could not be started"),
     ],
 )  # fmt: skip
 def test_refused(site: Site, paths: tuple[str, ...], lines: dict[str, str], environ: dict[str, str], says: str) -> None:
+    site.mpi(environ.get("MPI", "openmpi5"))
     for path in paths:
         status, output = site.run(path, *ONE, lines=lines, **environ)
         assert status == 2
@@ -329,15 +350,6 @@ def test_refused(site: Site, paths: tuple[str, ...], lines: dict[str, str], envi
         assert output.endswith("mpikv: job 17 ends with status 2\n")
         assert "trained" not in output
         assert ("use train.sbatch" in output) == (path == SRUN)
-
-
-def test_srun_starts_no_other_mpi(site: Site) -> None:
-    """Slurm's pmi2 fails now and then: its own mpirun inside the allocation starts it."""
-    site.mpi("mpich")
-    status, output = site.run(SRUN, *ONE)
-    assert (status, "trained" in output) == (2, False)
-    assert "mpikv: error: srun starts Open MPI alone, not MPICH: " in output
-    assert "use train.sbatch, which starts the ranks with MPICH's own mpirun" in output
 
 
 @pytest.mark.parametrize("path", SCRIPTS)
@@ -383,14 +395,34 @@ def test_lost_ranks(site: Site, path: str) -> None:
     assert not list(site.folder.glob(".mpikv-job*"))
 
 
-@pytest.mark.parametrize(("path", "name"), [*itertools.product((SLURM, SGE), ("USR1", "USR2", "TERM")), (SRUN, "TERM")])
-def test_signals_reach_the_program_as_usr1(site: Site, path: str, name: str) -> None:
-    status, output = site.stop(path, signal.Signals[f"SIG{name}"])
-    assert status == 0
+BACK, ENDS = "mpikv: job 17 ends with status 0 and goes back into the queue\n", "mpikv: job 17 ends with status {}\n"
+NOT_SAVED = f"mpikv: not put into the queue again: this run has not written train-17.state\n{ENDS.format(0)}"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "program", "last"),
+    [
+        (SLURM, "USR1", {}, BACK),
+        (SRUN, "TERM", {}, ENDS.format(0)),
+        *((path, name, {}, ENDS.format(0)) for path in (SLURM, SGE) for name in ("USR2", "TERM")),
+        *((path, "USR1", {"status": 3}, ENDS.format(3)) for path in (SLURM, SGE)),
+        *((path, "USR1", {"saves": False}, NOT_SAVED) for path in (SLURM, SGE)),
+    ],
+)
+def test_signals_reach_the_program_as_usr1(
+    site: Site, path: str, name: str, program: dict[str, Any], last: str
+) -> None:
+    """The time limit's signal puts a job into the queue again, if it ends well and this run has saved: not a training
+    that has ended, whose evaluation the signal met. An older stop file is of an earlier run.
+    """
+    if path == SGE:
+        (site.folder / "train-17.state").write_text("weights")
+    status, output = site.stop(path, signal.Signals[f"SIG{name}"], lines={"REQUEUE": "yes"}, **program)
+    assert status == program.get("status", 0)
     assert f"mpikv: signal {name}: the ranks are asked to stop" in output
     assert "\nasked by SIGUSR1\n" in output
-    assert output.endswith("mpikv: job 17 ends with status 0\n")
-    assert site.called() == []
+    assert output.endswith(last)
+    assert site.called() == (["scontrol requeue 17"] if last == BACK else [])
 
 
 OWN_HANDLER = """
@@ -549,21 +581,6 @@ def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: st
     assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
 
 
-def test_ranks_are_told_what_the_signals_mean(site: Site) -> None:
-    names = [f"MPIKV_{name}" for name in ("NUM_SERVERS", "SERVER_PLACEMENT", "STOP_SIGNALS", "STOP_FILE")]
-    show = f"import os; print([os.environ[name] for name in {names}])"
-    _, output = site.run("sge/train-servers.sh", "RUN", show, lines={"PLACEMENT": "hosts"})
-    assert "\n['2', 'hosts', 'TERM,USR1,USR2', 'train-17.state']\n" in output
-    assert "mpikv: 4 ranks, 2 workers and 2 servers, of 4 slots\n" in output
-
-
-def test_slurm_requeues(site: Site) -> None:
-    status, output = site.stop(SLURM, signal.SIGUSR1, lines={"REQUEUE": "yes"})
-    assert status == 0
-    assert site.called() == ["scontrol requeue 17"]
-    assert output.endswith("mpikv: job 17 ends with status 0 and goes back into the queue\n")
-
-
 def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
     process = site.start(SLURM, "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines={"REQUEUE": "yes"})
     assert process.stdout is not None
@@ -576,21 +593,6 @@ def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
     assert output.count("asked by SIGUSR1") == 1
     assert output.endswith("mpikv: job 17 ends with status 0\n")
     assert site.called() == []
-
-
-@pytest.mark.parametrize("path", [SLURM, SGE])
-@pytest.mark.parametrize("before", [True, False])
-def test_requeued_only_when_this_run_has_saved(site: Site, path: str, before: bool) -> None:
-    """Not a training that has ended, whose evaluation a signal met: an older stop file is of an earlier run."""
-    if before:
-        (site.folder / "train-17.state").write_text("weights")
-    status, output = site.stop(path, signal.SIGUSR1, saves=False, lines={"REQUEUE": "yes"})
-    assert status == 0
-    assert site.called() == []
-    assert output.endswith(
-        "mpikv: not put into the queue again: this run has not written train-17.state\n"
-        "mpikv: job 17 ends with status 0\n"
-    )
 
 
 def test_grid_engine_requeues(site: Site) -> None:
@@ -617,31 +619,9 @@ def test_grid_engine_does_not_copy_jobs_here(site: Site) -> None:
     assert output.endswith("mpikv: job 17 ends with status 0 and goes back into the queue\n")
 
 
-@pytest.mark.parametrize("path", [SLURM, SGE])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGUSR2, 0), (signal.SIGUSR1, 3)])
-def test_not_requeued(site: Site, path: str, number: int, status: int) -> None:
-    got, output = site.stop(path, number, status=status, lines={"REQUEUE": "yes"})
-    assert got == status
-    assert output.endswith(f"mpikv: job 17 ends with status {status}\n")
-    assert site.called() == []
-
-
 def test_array_task(site: Site) -> None:
     program = ("RUN", "import sys; print('options', sys.argv[1:])")
     status, output = site.run(ARRAY, *program, SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_JOB_ID="16")
     assert status == 0
     assert "mpikv: task 3 of array 16\n" in output
     assert "options ['--lr', '0.1']\n" in output
-
-
-def test_threads_of_numpy(site: Site) -> None:
-    show = ("RUN", "import os; print([os.environ[f'{x}_NUM_THREADS'] for x in ('OMP', 'OPENBLAS')])")
-    assert "['6', '6']" in site.run(SLURM, *show, SLURM_CPUS_PER_TASK="6")[1]
-    assert "['2', '1']" in site.run(SGE, *show, OMP_NUM_THREADS="2")[1]
-
-
-def test_the_folder_is_that_of_sbatch(site: Site, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    _, output = site.run(SLURM, "RUN", "import os; print(os.getcwd())", SLURM_SUBMIT_DIR=str(elsewhere))
-    assert f"\n{os.path.realpath(elsewhere)}\n" in output
