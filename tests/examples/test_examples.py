@@ -32,11 +32,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written_digits.write(tmp_path_factory.mktemp("digits"))
 
 
-def job(*arguments: Any) -> Any:
-    """Arguments with which a test starts a real job."""
-    return pytest.param(*arguments, marks=pytest.mark.whole_job)
-
-
 def run(example: str, *arguments: object, n: int | None = None, timeout_s: float = LIMIT_S) -> str:
     """Run an example, alone or with n ranks; its standard output."""
     line = ["python", str(EXAMPLES / example), *map(str, arguments)]
@@ -151,6 +146,7 @@ def test_a_whole_training_goes_on_where_it_was_stopped(digits: Path, tmp_path: P
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.whole_job
 def test_jax(digits: Path) -> None:
     frameworks.need("jax")
@@ -174,7 +170,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("n", "servers"), [(None, 0), job(3, 0), job(3, 1)])
+@pytest.mark.whole_job
+@pytest.mark.parametrize(
+    ("n", "servers"), [(3, 1), *(pytest.param(n, 0, marks=pytest.mark.thorough) for n in (None, 3))]
+)
 def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: int, text: Path) -> None:
     """The same losses, and at most a tenth of the bytes that the whole tables have, pushed and pulled, in each step."""
     found = {}
@@ -192,19 +191,11 @@ def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: in
 
 @pytest.mark.whole_job
 def test_word_vectors_of_workers_that_train_by_themselves(text: Path) -> None:
-    """They learn; three workers send two tables of the text's words, there and back, in each of a few rounds."""
-    sent = []
-    for every in (16, 1_000_000):
-        output = run(*WORDS, "--text", text, "--local", every, n=3)
-        first, second = (float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE))
-        assert second < first * 0.99
-        last = re.fullmatch(
-            r"loss (\d\.\d{4}) after \d+ steps in \d+\.\d s, worker 0 has sent (\d+\.\d\d) MB", output.splitlines()[-1]
-        )
-        assert last, output
-        assert float(last[1]) == second
-        sent.append(float(last[2]))
-    assert sent[0] >= sent[1]
+    output = run(*WORDS, "--text", text, "--local", 16, n=2)
+    first, second = (float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE))
+    assert second < first * 0.99
+    last = rf"loss {second:.4f} after \d+ steps in \d+\.\d s, worker 0 has sent \d+\.\d\d MB"
+    assert re.fullmatch(last, output.splitlines()[-1]), output
 
 
 def test_word_vectors_say_how_to_get_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +288,6 @@ def test_resumed_run_is_the_same_run(digits: Path, tmp_path: Path) -> None:
     first, second = weights(tmp_path / "through"), weights(tmp_path / "again")
     for name in first:
         assert np.array_equal(first[name], second[name])
-    # There is nothing left to train.
-    assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 The blocks of one document run from top to bottom, as a reader would: in one directory (a copy of the checkout), with
 what earlier blocks exported. A line of HTML comment directly above a block says how:
 
-- `<!-- file: NAME -->` above Python: save it under this name for later blocks, and run it;
+- `<!-- file: NAME -->` above Python: save it under this name for later blocks; where none of them runs it, run it;
 - `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
 - `<!-- mpi: mpich -->` above shell: run it where that wheel's mpirun comes first;
 - `<!-- needs: MODULE, ... -->` above either: the document is not executed where one of these is not installed;
@@ -185,8 +185,7 @@ class Reader:
             return
         script = block.script
         if block.kind == "python":
-            name = block.says.get("file", f"block_{self._count}.py")
-            (self.directory / name).write_text(block.text)
+            name = self.save(block)
             ranks = block.says.get("ranks")
             script = f"{MPIRUN} -n {int(ranks)} python {name}" if ranks else f"python {name}"
         job = self._shell(script, block.says.get("mpi", "openmpi"))
@@ -200,6 +199,12 @@ class Reader:
         wrong = "" if block.output is None else differences(block.output, job.stdout)
         if wrong:
             pytest.fail(f"{block.place}: {wrong}{shown}", pytrace=False)
+
+    def save(self, block: Block) -> str:
+        """Write a block of Python into a file; its name."""
+        name = block.says.get("file", f"block_{self._count}.py")
+        (self.directory / name).write_text(block.text)
+        return name
 
     def _shell(self, script: str, kind: str) -> jobs.Job:
         mpi = jobs.find_mpi(kind)
@@ -244,14 +249,21 @@ def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path:
     for name in {name for block in found for name in re.findall(r"\w+", block.says.get("needs", ""))}:
         if importlib.util.find_spec(name) is None:
             frameworks.need(name)  # skips, or fails where it ought to be
-    for block in found:
+    for i, block in enumerate(found):
         if "same as" in block.says:
             assert block.text == (checkout / block.says["same as"]).read_text(), f"{block.place} is another text"
         elif block.kind == "diff":
             check_part(block, (checkout / block.says["part of"]).read_text())
         else:
             assert not (wrong := mistakes(block.not_run, checkout)), block.place + "".join(wrong)
-            reader.run(block)
+            reader.save(block) if run_by_others(block, found[i + 1 :]) else reader.run(block)
+
+
+def run_by_others(block: Block, later: Sequence[Block]) -> bool:
+    """Whether a block of Python is saved for a later one that names it, and has neither output nor ranks of its own."""
+    name = block.says.get("file")
+    own = "ranks" in block.says or block.output is not None
+    return name is not None and not own and any(one.kind == "shell" and name in one.script.split() for one in later)
 
 
 def check_part(block: Block, whole: str) -> None:

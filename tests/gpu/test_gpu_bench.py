@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from jobs import ROOT, mpirun
-from report import WHOLE_JOB
+from report import GPU, WHOLE_JOB
 
 pytestmark = getattr(pytest.mark, WHOLE_JOB)
 PROGRAM = str(ROOT / "tests/gpu/bench_program.py")
@@ -44,6 +44,9 @@ def test_sums_lists_and_servers(kind: str, tmp_path: Path) -> None:
         assert any(note.startswith("gpu: arrays on ") for note in found["notes"])
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param("fake", marks=pytest.mark.thorough), pytest.param("cuda", marks=getattr(pytest.mark, GPU))]
+)
 def test_training(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     ways = (
