@@ -256,96 +256,71 @@ def test_mpirun_does_not_say_again_which_rank_has_failed(capfd: pytest.CaptureFi
 
 
 ENDS_WELL = f'trap "exit 0" TERM; {READY}; sleep 300 & wait'
+PASSED_ON = f'trap "exit 0" USR1; {READY}; sleep 300 & wait'
+TOLD = "touch $FOLDER/told$PMI_RANK"
+RUNS_ON = f'trap "{TOLD}" TERM; {READY}; while :; do sleep 0.1; done'
+SAVES = f'trap "{TOLD}; {GO}; exit 0" TERM; {READY}; while :; do sleep 0.1; done'
+FAILS_TO = SAVES.replace("exit 0", "exit 3")
+# Their settings may come from the program, of which the launcher knows nothing: then it is what they print.
+SAYS = "mpikv: SIGTERM at worker 0 on h: all workers stop after their step"
+ANNOUNCES = SAVES.replace(TOLD, f"{TOLD}; echo {SAYS} >&2")
+LOST = "{} of 2 ranks) had not ended: killed, and a state that was not yet saved is lost (--grace SECONDS gives more "
+ONE_LOST, BOTH_LOST = LOST.format("worker 0 (1"), LOST.format("worker 0, worker 1 (2")
+IN_TIME = "workers that save their state after this step have 3600 s for it (--grace)"
+ENDED, KILLED = JobEnd(0, "ended by SIGTERM, and all ranks ended with status 0"), JobEnd(143, "ended by SIGTERM")
+NO_TIME = LIMITS._replace(grace=0.0, saves=True)
 
 
 @pytest.mark.parametrize(
-    ("command", "signum", "end"),
+    ("commands", "limits", "signum", "end", "said"),
     [
-        (f"{READY}; sleep 300", signal.SIGTERM, JobEnd(143, "ended by SIGTERM")),
-        (ENDS_WELL, signal.SIGINT, JobEnd(130, "ended by SIGINT")),
-        (ENDS_WELL, signal.SIGTERM, JobEnd(0, "ended by SIGTERM, and all ranks ended with status 0")),
+        ([f"{READY}; sleep 300"] * 2, LIMITS, signal.SIGTERM, KILLED, ""),
+        ([ENDS_WELL] * 2, LIMITS, signal.SIGINT, JobEnd(130, "ended by SIGINT"), ""),
+        ([ENDS_WELL] * 2, LIMITS, signal.SIGTERM, ENDED, ""),
+        ([PASSED_ON] * 2, LIMITS, signal.SIGUSR1, JobEnd(0, ""), ""),
+        ([SAVES] * 2, NO_TIME, signal.SIGTERM, ENDED, IN_TIME),
+        ([ANNOUNCES] * 2, LIMITS._replace(grace=600.0), signal.SIGTERM, ENDED, IN_TIME),
+        # nobody waits for a state that a rank cannot save, nor for longer than there is time
+        ([RUNS_ON, FAILS_TO], NO_TIME, signal.SIGTERM, KILLED, ONE_LOST),
+        ([RUNS_ON] * 2, HASTY._replace(save=0.1, saves=True), signal.SIGTERM, KILLED, BOTH_LOST),
     ],
 )
-def test_signals_to_the_launcher(command: str, signum: int, end: JobEnd) -> None:
-    job = Job([command] * 2)
-    with when_started(job, lambda: os.kill(os.getpid(), signum)):
+def test_signals_to_the_launcher(
+    capfd: pytest.CaptureFixture[str], *, commands: list[str], limits: Limits, signum: int, end: JobEnd, said: str
+) -> None:
+    job = Job(commands, limits)
+
+    def may_save() -> bool:
+        told = all((job.folder / f"told{rank}").exists() for rank in job.watch.ranks)
+        announced = any(at - time.monotonic() > 1000 for at, _ in job.watch._plan[:1])
+        return told and (commands[0] != ANNOUNCES or announced)
+
+    with when_started(job, lambda: os.kill(os.getpid(), signum)), when(may_save, job.go):
         assert job.run() == end
+    err = capfd.readouterr().err
+    assert said in err
+    assert ("is lost" in err) == (said in (ONE_LOST, BOTH_LOST))
 
 
-TOLD = "touch $FOLDER/told$PMI_RANK"
-RUNS_ON = f'trap "{TOLD}" TERM; {READY}; while :; do sleep 0.1; done'
-LOST = "{} had not ended: killed, and a state that was not yet saved is lost (--grace SECONDS gives more time)"
+def test_workers_save_when_the_time_is_over() -> None:
+    job = Job([SAVES] * 2, NO_TIME)
+
+    def over() -> None:
+        job.watch._limits = NO_TIME._replace(job=0.0)  # only now: all ranks are to be there before
+
+    with when_started(job, over), when((job.folder / "told0").exists, job.go):
+        assert job.run().status == 124
 
 
 def test_a_second_signal_kills(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([RUNS_ON], LIMITS._replace(grace=3600.0))
+    job = Job([RUNS_ON] * 2, LIMITS._replace(grace=3600.0))
 
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     with when_started(job, interrupt), when((job.folder / "told0").exists, interrupt):
         assert job.run().status == 130
-    assert LOST.format("worker 0 (1 of 1 ranks)") in capfd.readouterr().err
-
-
-SAVES = LIMITS._replace(grace=0.0, saves=True)
-
-
-def told(job: Job) -> bool:
-    return all((job.folder / f"told{rank}").exists() for rank in job.watch.ranks)
-
-
-@pytest.mark.parametrize("limits", [SAVES, SAVES._replace(job=0.0)])
-def test_workers_that_save_have_the_time_for_it(limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([f'trap "{TOLD}; {GO}; exit 0" TERM; {READY}; while :; do sleep 0.1; done'] * 2, SAVES)
-
-    def ask() -> None:
-        if limits.job is None:
-            os.kill(os.getpid(), signal.SIGTERM)
-        job.watch._limits = limits  # only now: all ranks are to be there before the time is over
-
-    with when_started(job, ask), when(lambda: told(job), job.go):
-        verdict = job.run()
-    said = capfd.readouterr().err
-    assert "workers that save their state after this step have 3600 s for it (--grace)" in said
-    assert "killed, and" not in said
-    assert verdict.status == (0 if limits.job is None else 124)
-
-
-def test_workers_that_announce_that_they_stop_have_time_to_save(capfd: pytest.CaptureFixture[str]) -> None:
-    """Their settings may come from the program, of which the launcher knows nothing."""
-    line = "mpikv: SIGTERM at worker 0 on h: all workers stop after their step"
-    job = Job([f'trap "echo {line} >&2; {GO}; exit 0" TERM; {READY}; sleep 300 & wait'], LIMITS._replace(grace=600.0))
-    left_s: list[float] = []
-
-    def announced() -> bool:
-        left_s[:] = [at - time.monotonic() for at, _ in job.watch._plan[:1]]
-        return bool(left_s) and left_s[0] > 1000
-
-    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(announced, job.go):
-        assert job.run() == JobEnd(0, "ended by SIGTERM, and all ranks ended with status 0")
-    assert "workers that save their state after this step have 3600 s for it" in capfd.readouterr().err
-
-
-def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([RUNS_ON, f"{READY}; sleep 300"], HASTY._replace(save=0.1, saves=True), blocks=place([], 1, 1))
-    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
-        assert job.run().status == 143
-    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
-
-
-def test_nobody_waits_for_a_state_that_a_rank_cannot_save(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([RUNS_ON, f'trap "{TOLD}; {GO}; exit 3" TERM; {READY}; while :; do sleep 0.1; done'], SAVES)
-    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(lambda: told(job), job.go):
-        assert job.run() == JobEnd(143, "ended by SIGTERM")
-    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
-
-
-def test_signals_that_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([f'trap "echo told; exit 0" USR1; {READY}; sleep 300 & wait'] * 2)
-    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
-        assert job.run() == JobEnd(0, "")
-    assert capfd.readouterr().out.count("told") == 2
+    assert BOTH_LOST in capfd.readouterr().err
 
 
 @contextlib.contextmanager
