@@ -34,8 +34,10 @@ def on_workers(comm: Any, name: str, body: Callable[[Any], Any], *, num_servers:
     return [result for _, result in told]
 
 
-def modes(comm: Any) -> list[tuple[str, int]]:
-    """(name, number of servers) of every kind of distributed store that fits the ranks."""
+def modes(comm: Any, algorithm: str = "auto") -> list[tuple[str, int]]:
+    """(name, number of servers) of every kind of distributed store that fits the ranks, and has this algorithm."""
+    if algorithm != "auto":
+        return [("dist_sync", 0)]
     servers = sorted({0, 1, comm.Get_size() // 2, comm.Get_size() - 1} & set(range(comm.Get_size())))
     return [(name, n) for name in ("dist_sync", "dist_async") for n in servers]
 

@@ -11,26 +11,54 @@ from store_modes import BOUND, Mode
 from mpikv import Config, ConfigError, kv, optimizers
 from mpikv.testing.paths import DTYPES, check_path
 
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["auto", "ring", "owners", "native"])
+
 
 @pytest.mark.mpi
-def test_values(comm):
-    for i, (name, servers) in enumerate(modes(comm)):
+@ALGORITHMS
+def test_values(comm, algorithm):
+    for i, (name, servers) in enumerate(modes(comm, algorithm)):
+        settings = {"bigarray_bound_elems": BOUND, "partition_bytes": 1000, "algorithm": algorithm}
 
-        def run(body, name=name, servers=servers):
-            return on_workers(comm, name, body, num_servers=servers, bigarray_bound_elems=BOUND, partition_bytes=1000)
+        def run(body, name=name, servers=servers, settings=settings):
+            return on_workers(comm, name, body, num_servers=servers, **settings)
 
-        workers = comm.Get_size() - servers
-        check_path(run, workers, dtypes=DTYPES[i % 4 :: 4], synchronous=name == "dist_sync")
+        workers, dtypes = comm.Get_size() - servers, DTYPES[::2] if algorithm == "native" else [DTYPES[i % len(DTYPES)]]
+        check_path(run, workers, dtypes=dtypes, synchronous=name == "dist_sync")
 
 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # of np.matrix
+@ALGORITHMS
 @pytest.mark.parametrize("progress", ["thread", "calls"])
-def test_every_check(comm, progress):
-    for name, servers in modes(comm):
+def test_every_check(comm, progress, algorithm):
+    for name, servers in modes(comm, algorithm):
         mode = Mode(name, comm.Get_size() - servers, servers)
-        options = {"num_servers": servers, "bigarray_bound_elems": BOUND, "progress": progress}
+        options = {"num_servers": servers, "bigarray_bound_elems": BOUND, "progress": progress, "algorithm": algorithm}
         on_workers(comm, name, lambda store, mode=mode: every_check(store, mode), **options)
+
+
+@pytest.mark.mpi
+@ALGORITHMS
+def test_optimizers(comm, algorithm):
+    """State once over all workers; a change to an optimizer of whole keys."""
+
+    def body(store):
+        W = store.num_workers
+        store.init(["a", "b"], [full(0, 1001), full(1, 3)])
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
+        for _ in range(2):
+            store.push(["a", "b"], [full(1, 1001), full(1, 3)])
+        assert [uniform(store.pull(key)) for key in "ab"] == [-2.5 * W, 1 - 2.5 * W]
+        store.set_optimizer(optimizers.create("lamb", learning_rate=0.5))
+        store.push(["a", "b"], [full(1, 1001), full(1, 3)])
+        moved = [uniform(store.pull(key)) for key in "ab"]
+        assert moved[0] < -2.5 * W
+        assert moved[1] < 1 - 2.5 * W
+        return moved
+
+    results = on_workers(comm, "dist_sync", body, algorithm=algorithm)
+    assert results == [results[0]] * comm.Get_size()
 
 
 def own_rule(weight, grad, state):

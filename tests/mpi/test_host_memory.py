@@ -1,20 +1,56 @@
-"""Workers on several pretended hosts, more than one on each: through the hosts' memory."""
+"""The memory of a host between processes, on one host and on several pretended ones: the bits of messages."""
 
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
-from mpi_stores import numbers, on_workers
+from direct_stores import CALLS, exchange
+from mpi_stores import full, numbers, on_workers
 
-from mpikv import optimizers
+from mpikv import ConfigError, optimizers
 from mpikv.hostmemory import segment
+from mpikv.testing.paths import DTYPES, check_path
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("naps", [False, True])
+def test_workers_in_different_calls(comm, naps):
+    """The same bits as with messages only, and no deadlock; also where ranks come later than the others' patience."""
+
+    def body(store):
+        keys, sizes = list("abc"), (3, 2000, 150_001)
+        store.init(keys, [full(0.5, n) for n in sizes])
+        shared, own, outs = store.zeros([(n,) for n in sizes]), *([full(0, n) for n in sizes] for _ in range(2))
+        random, found = np.random.default_rng(store.rank), []
+        for step in range(10):
+            if step == 4:
+                store.set_optimizer(optimizers.create("sgd", learning_rate=0.01, momentum=0.9))
+            values = shared if step % 4 < 2 else own
+            for i, value in enumerate(values):
+                value[:] = numbers(store.rank, value.size, step * 3 + i)
+            if naps:
+                time.sleep(0.4 if (step, store.rank) == (6, store.num_workers - 1) else float(random.choice([0, 0.02])))
+            call = CALLS[(step // 2 + store.rank) % len(CALLS)] if step % 2 else "list"
+            exchange(store, "async" if call == "singles" else call, keys, values, outs)
+            found += [value.tobytes() for value in (*values, *store.pull(keys))]
+        store.set_optimizer(optimizers.create("test"))
+        store.pushpull(keys, own)
+        return [*found, *(value.tobytes() for value in own)]
+
+    messages = on_workers(comm, "dist_sync", body, algorithm="owners")  # which add in the same order
+    assert on_workers(comm, "dist_sync", body) == messages
+    assert messages == [messages[0]] * comm.Get_size()
+
+
+# --- several on each of several hosts
 
 LARGE = 300_001
 
 
-def exchange(store):
+def every_call(store):
     """All kinds of calls; digests of all results, and whether workers shared memory."""
     arrays = store.zeros([(LARGE,), (3,)])
     store.init(["large", "small", "late"], [arrays[0], arrays[1], np.zeros(LARGE, np.float32)])
@@ -41,9 +77,21 @@ def exchange(store):
     return [hash(bits) for bits in found], store.stats().get("shared_bytes", 0) > 0
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("n_hosts", [2, 4])
+def test_pretended_hosts(comm, n_hosts):
+    """`auto` goes by the hosts; with fewer ranks than hosts every rank says so."""
+    W = comm.Get_size()
+    if n_hosts > W:
+        with pytest.raises(ConfigError, match=f"MPIKV_TEST_HOSTS={n_hosts}, but there are only {W} ranks"):
+            on_workers(comm, "dist_sync", lambda store: None, test_hosts=n_hosts)
+        return
+    check_path(lambda body: on_workers(comm, "dist_sync", body, test_hosts=n_hosts), W, dtypes=DTYPES[::4])
+
+
 @pytest.mark.mpi(min_size=3)
 def test_the_bits_of_every_run(comm):
-    runs = [on_workers(comm, "dist_sync", exchange, test_hosts=2, progress=how) for how in ("thread", "calls")]
+    runs = [on_workers(comm, "dist_sync", every_call, test_hosts=2, progress=how) for how in ("thread", "calls")]
     assert [shared for run in runs for _, shared in run] == [True] * 2 * comm.Get_size()
     # Only this rank's own hashes can be compared: Python's hash of bytes differs between processes.
     first, second = (run[comm.Get_rank()][0] for run in runs)
@@ -60,7 +108,7 @@ def test_one_host_without_shared_memory(comm, monkeypatch):
     if comm.Get_rank() == comm.Get_size() - 1:
         monkeypatch.setattr(os, "memfd_create", refuse)
         monkeypatch.setattr(segment, "_open", refuse)
-    found = on_workers(comm, "dist_sync", exchange, test_hosts=2)
+    found = on_workers(comm, "dist_sync", every_call, test_hosts=2)
     assert [shared for _, shared in found] == [False] * comm.Get_size()
 
 
