@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from direct_stores import CALLS, both_ways, exchange, numbers
@@ -92,7 +92,7 @@ STEPS = st.lists(
         st.lists(st.sampled_from(sorted(KEYS)), min_size=1, max_size=6, unique=True),  # the keys of a step
         st.booleans(),  # whether all workers make the same call, with the same kind of arrays
         st.lists(st.sampled_from(CALLS), min_size=4, max_size=4),  # the call of each worker, and its arrays
-        st.lists(st.sampled_from(["own", "shared", "every other shared", "new"]), min_size=4, max_size=4),
+        st.lists(st.sampled_from(["own", "shared", "every other shared", "gaps", "new"]), min_size=4, max_size=4),
     ),
     min_size=1,
     max_size=6,
@@ -123,6 +123,12 @@ def test_any_series_of_calls(hosts, dtype, optimizer, progress, steps):
         own, outs = ({key: np.zeros(KEYS[key], dtype) for key in keys} for _ in range(2))
         shared = dict(zip(keys, store.zeros([KEYS[key] for key in keys], dtype), strict=True))
         arrays = {"own": own, "shared": shared, "every other shared": {**own, **dict([*shared.items()][::2])}}
+        # In one shared array, with less than a cache line between them.
+        ends = [*accumulate(own[key].size + 2 for key in keys)]
+        flat = store.zeros(ends[-1], dtype)
+        arrays["gaps"] = {
+            key: flat[end - 2 - own[key].size : end - 2].reshape(KEYS[key]) for key, end in zip(keys, ends, strict=True)
+        }
         for i, (chosen, alike, calls, kinds) in enumerate(steps):
             rank = 0 if alike else store.rank
             held = arrays.get(kinds[rank]) or {key: np.zeros(KEYS[key], dtype) for key in keys}
@@ -133,6 +139,6 @@ def test_any_series_of_calls(hosts, dtype, optimizer, progress, steps):
             # Only one whole call meets another one whole: who makes single calls has the others do so, too.
             call = calls[rank] if alike or calls[rank] != "singles" else "async"
             exchange(store, call, chosen, values, [outs[key] for key in chosen])
-            yield [values, store.pull(keys)]
+            yield [values, store.pull(keys), flat]
 
     both_ways(len(hosts), body, direct=None, hosts=hosts if "b" in hosts else None, progress=progress)

@@ -123,16 +123,26 @@ def gradient(dtype, key, worker, round_):
 
 @st.composite
 def programs(draw, workers):
-    """Each worker pushes each key equally often, in an order of its own, with pulls anywhere."""
+    """Each worker pushes each key equally often, in its own order, with pulls anywhere and some short keys in lists."""
     rounds = [draw(st.integers(0, 4)) for _ in KEYS]
     result = []
     for _ in range(workers):
         pushes = [key for key in KEYS for _ in range(rounds[key])]
         mine = []
         for key in draw(st.permutations(pushes)):
-            mine.append((draw(st.sampled_from(["push", "push", "pushpull"])), key))
+            call = draw(st.sampled_from(["push", "push", "pushpull", "pushpull"]))
+            before = mine[-1][1] if mine and mine[-1][0] == "pushpull" else []
+            if (
+                call == "pushpull"
+                and before
+                and key not in before
+                and max(SIZES[one] for one in (*before, key)) <= PART
+            ):
+                before.append(key)
+            else:
+                mine.append((call, [key]))
             if draw(st.booleans()):
-                mine.append(("pull", draw(st.sampled_from(KEYS))))
+                mine.append(("pull", [draw(st.sampled_from(KEYS))]))
         result.append(mine)
     return result
 
@@ -146,105 +156,59 @@ def interleaved(draw, programs):
         positions[worker] += 1
 
 
-def post(session, worker, header, value):
-    """A push of one partition brings its gradient along, a longer one lets it be fetched."""
+def post(session, worker, requests):
+    """A push of one partition brings its gradient along, a longer one, which is alone, lets it be fetched."""
+    header, value = requests[0]
     if value is not None and value.size > PART:
         session.offer(worker, header, value)
     else:
-        session.send(worker, header, value)
+        session.send_all(worker, requests)
 
 
 KINDS = {"push": wire.PUSH, "pull": wire.PULL, "pushpull": wire.PUSHPULL}
 
 
-@settings(max_examples=50)
-@given(st.integers(1, 4).flatmap(programs), st.sampled_from(DTYPES), st.data())
-def test_synchronous(programs, dtype, data):
-    """Bits of sums in the order of the workers; a pull sees the version after its worker's last push, no other."""
+@settings(max_examples=60)
+@given(st.integers(1, 4).flatmap(programs), st.sampled_from(DTYPES), st.booleans(), st.data())
+def test_synchronous(programs, dtype, late, data):
+    """Bits of sums in the order of the workers; a pull sees the version after its worker's last push, no other.
+
+    It is answered once, a list with all its values, and where nothing takes time as soon as all of them are there.
+    """
     workers = len(programs)
-    session = Session(workers, Synchronous, lambda n: data.draw(st.integers(0, n - 1)))
+    session = Session(workers, Synchronous, (lambda n: data.draw(st.integers(0, n - 1))) if late else None)
     reference = ReferenceStore(workers)
     for key in KEYS:
         reference.init(key, np.zeros(SIZES[key], dtype))
     # The first value is worker 0's message: before its own requests, anywhere among the others'.
-    calls = [[("init", key) for key in KEYS] + programs[0], *programs[1:]]
-    pushed = [[0] * len(SIZES) for _ in range(workers)]
+    calls = [[("init", [key]) for key in KEYS] + programs[0], *programs[1:]]
+    pushed = np.zeros((workers, len(SIZES)), int)
+    pushed[0] = -1
     expected = {}
-    for tag, (worker, (call, key)) in enumerate(interleaved(data.draw, calls)):
+    for tag, (worker, (call, keys)) in enumerate(interleaved(data.draw, calls)):
+        requests = []
+        for key in keys:
+            pushed[worker, key] += call != "pull"
+            value = None
+            if "push" in call:
+                value = gradient(dtype, key, worker, pushed[worker, key])
+                reference.push(worker, key, [value])
+            if call != "init":
+                requests.append((wire.Header(KINDS[call], key, tag, 0, int(pushed[worker, key])), value))
         if call == "init":
-            session.send(worker, *init_request(key, dtype))
+            session.send(worker, *init_request(keys[0], dtype))
             continue
-        value = None
-        if call != "pull":
-            pushed[worker][key] += 1
-            value = gradient(dtype, key, worker, pushed[worker][key])
-            reference.push(worker, key, [value])
-        post(session, worker, wire.Header(KINDS[call], key, tag, 0, pushed[worker][key]), value)
+        post(session, worker, requests)
         if call != "push":
-            expected[worker, tag] = (key, pushed[worker][key])
+            expected[worker, tag] = [(key, pushed[worker, key]) for key in keys]
+        there = pushed.min(axis=0)
+        answered = {place for place, some in expected.items() if all(version <= there[key] for key, version in some)}
+        assert late or set(session.replies) == answered
     session.settle()
     assert set(session.replies) == set(expected)
     assert session.all_fetched()
-    for place, (key, version) in expected.items():
-        assert session.replies[place] == reference._versions[key][version].tobytes()
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 3), st.integers(1, 4), st.data())
-def test_calls_with_lists_against_calls_with_keys(workers, rounds, data):
-    """Some workers send the small keys of a round in one message, others each for itself, in orders of their own.
-
-    Each list is answered once, with all its values, exactly those of its round.
-    """
-    small = [key for key in KEYS if SIZES[key] <= PART]
-    session = Session(workers, Synchronous, lambda n: data.draw(st.integers(0, n - 1)))
-    reference = ReferenceStore(workers)
-    for key in small:
-        reference.init(key, np.zeros(SIZES[key], np.float32))
-    listed = [data.draw(st.booleans()) for _ in range(workers)]
-    calls = [[("init", key) for key in small]] + [[] for _ in range(workers - 1)]
-    for round_ in range(1, rounds + 1):
-        for worker in range(workers):
-            order = data.draw(st.permutations(small))
-            calls[worker] += [(round_, order)] if listed[worker] else [(round_, [key]) for key in order]
-    expected = {}
-    for tag, (worker, (call, keys)) in enumerate(interleaved(data.draw, calls)):
-        if call == "init":
-            session.send(worker, *init_request(keys, np.float32))
-            continue
-        requests = []
-        for key in keys:
-            value = gradient(np.float32, key, worker, call)
-            reference.push(worker, key, [value])
-            requests.append((wire.Header(wire.PUSHPULL, key, tag, 0, call), value))
-        session.send_all(worker, requests)
-        expected[worker, tag] = (call, keys)
-    session.settle()
-    assert set(session.replies) == set(expected)
-    for place, (round_, keys) in expected.items():
-        assert session.replies[place] == b"".join(reference._versions[key][round_].tobytes() for key in keys)
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 4).flatmap(programs), st.data())
-def test_a_pull_is_not_answered_before_its_version_exists(programs, data):
-    workers = len(programs)
-    session = Session(workers, Synchronous)
-    for key in KEYS:
-        session.send(0, *init_request(key, np.float32))
-    pushed = np.zeros((workers, len(SIZES)), int)
-    waiting = {}
-    for tag, (worker, (call, key)) in enumerate(interleaved(data.draw, programs)):
-        pushed[worker, key] += call != "pull"
-        if call != "pull":
-            header = wire.Header(KINDS[call], key, tag, 0, int(pushed[worker, key]))
-            post(session, worker, header, np.ones(SIZES[key], np.float32))
-        else:
-            session.send(worker, wire.Header(wire.PULL, key, tag, 0, int(pushed[worker, key])))
-        if call != "push":
-            waiting[worker, tag] = (key, pushed[worker, key])
-        complete = pushed.min(axis=0)
-        assert set(session.replies) == {place for place, (k, version) in waiting.items() if version <= complete[k]}
+    for place, some in expected.items():
+        assert session.replies[place] == b"".join(reference._versions[key][version].tobytes() for key, version in some)
 
 
 @settings(max_examples=50)
@@ -260,15 +224,19 @@ def test_asynchronous(programs, late, data):
     # Powers of 8 tell who has been added how often: below 2^24 a float32 holds their sums exactly.
     own = np.zeros((workers, len(SIZES)))
     pulls = {}
-    for tag, (worker, (call, key)) in enumerate(interleaved(data.draw, programs)):
-        value = None
-        if call != "pull":
-            own[worker, key] += 8.0**worker
-            value = np.full(SIZES[key], 8.0**worker, np.float32)
-        post(session, worker, wire.Header(KINDS[call], key, tag), value)
+    for tag, (worker, (call, keys)) in enumerate(interleaved(data.draw, programs)):
+        requests = []
+        for key in keys:
+            value = None
+            if call != "pull":
+                own[worker, key] += 8.0**worker
+                value = np.full(SIZES[key], 8.0**worker, np.float32)
+            requests.append((wire.Header(KINDS[call], key, tag), value))
+        post(session, worker, requests)
         if call != "push":
-            pulls[worker, tag] = own[worker, key]
-            assert late or (session.values(worker, tag) == own[:, key].sum()).all()
+            sizes = [SIZES[key] for key in keys]
+            pulls[worker, tag] = np.repeat(own[worker, keys], sizes)
+            assert late or (session.values(worker, tag) == np.repeat(own[:, keys].sum(axis=0), sizes)).all()
     session.settle()
     for (worker, tag), mine in pulls.items():
         assert (session.values(worker, tag) // 8.0**worker % 8 == mine / 8.0**worker).all()
@@ -295,7 +263,7 @@ def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
             for worker in range(workers):
                 for key in KEYS:
                     header = wire.Header(wire.PUSH, key, 0, 0, round_)
-                    post(session, worker, header, gradient(np.float32, key, worker, round_))
+                    post(session, worker, [(header, gradient(np.float32, key, worker, round_))])
                 tag += 1
                 session.send(worker, wire.Header(wire.FLUSH, 0, tag))
             while len(session.replies) < tag:
