@@ -63,66 +63,36 @@ def test_a_call_that_is_kept_at_once_takes_the_place_of_one_with_the_same_keys()
 
 
 X, Y, Z = array(), array(), array()
-
-
-@pytest.mark.parametrize(
-    ("made", "same"),
-    [
-        (("w", X, None), ("w", X, None)),
-        (("w", X, Y), ("w", X, Y)),
-        ((7, X, Y), (7, X, Y)),
-        ((["a", "b"], [X, Y], None), (["a", "b"], [X, Y], None)),
-        ((["a", "b"], [X, Y], None), (("a", "b"), (X, Y), None)),
-        ((("a", "b"), (X, Y), (Z, Z)), (["a", "b"], [X, Y], [Z, Z])),
-        ((["a"], [[X]], [[Y, Z]]), (["a"], [[X]], [[Y, Z]])),
-    ],
+AB, XY = ["a", "b"], [X, Y]
+CALLS = (  # each in forms that are the same call; all others differ
+    *([("w", X, None)], [("v", X, None)], [("w", Y, None)], [("w", X[:], None)], [("w", X, Y)], [(1, X, None)]),
+    *([(["w"], [X], None), (("w",), (X,), None)], [([1, 2], XY, None)], [([2, 1], XY, None)]),
+    *([(AB, XY, None), (("a", "b"), (X, Y), None)], [(AB, [Y, X], None)], [(AB, XY, XY)], [(AB, XY, [X, Z])]),
+    *([(("a", "b"), (X, Y), (Z, Z)), (AB, XY, [Z, Z])], [(["a"], [X], [Y])], [(["a"], [X], [[Y]])]),
+    *([(["a"], [[X]], [[Y, Z]])], [(AB, XY, [[X], [Y]])], [(AB, XY, [[X, Y], [Z]])], [(AB, XY, [[X], [Y, Z]])]),
 )
-def test_found(made, same):
-    prepared, call = known(made)
-    assert prepared.find(*same) is call
-
-
-@pytest.mark.parametrize(
-    ("made", "other"),
-    [
-        (("w", X, None), ("v", X, None)),
-        (("w", X, None), ("w", Y, None)),
-        (("w", X, Y), ("w", X, None)),
-        (("w", X, None), ("w", X[:], None)),
-        (("w", X, None), (["w"], [X], None)),
-        (("w", X, None), ("w", [X], None)),
-        ((1, X, None), (True, X, None)),
-        (([1, 2], [X, Y], None), ([True, 2], [X, Y], None)),
-        (([1, 2], [X, Y], None), ([2, 1], [X, Y], None)),
-        ((["a", "b"], [X, Y], None), (["a", "b"], [Y, X], None)),
-        ((["a", "b"], [X, Y], None), (["a", "b"], [X, Y], [X, Y])),
-        ((["a", "b"], [X, Y], [X, Y]), (["a", "b"], [X, Y], [X, Z])),
-        ((["a"], [X], [Y]), (["a"], [X], [[Y]])),
-        ((["a", "b"], [X, Y], [[X], [Y]]), (["a", "b"], [X, Y], [[X], None, [Y]])),
-        ((["a", "b"], [X, Y], [[X, Y], [Z]]), (["a", "b"], [X, Y], [[X], [Y, Z]])),
-        ((["a", "b"], [X, Y], None), (["a"], [X, Y], None)),
-        ((["a", "b"], [X, Y], None), (["a", "b"], {X.nbytes: X}, None)),
-        # no call at all
-        (("w", X, None), (None, X, None)),
-        (("w", X, None), ("w", None, None)),
-        ((["a"], [X], None), (["a"], X, None)),
-        ((["a"], [X], None), ([None], [X], None)),
-        ((["a"], [X], None), (["a"], [X], X)),
-        ((["a"], [X], None), ([np.zeros(2)], [X], None)),
-    ],
+NO_CALLS = (
+    *((True, X, None), ([True, 2], XY, None), (None, X, None), ([None], [X], None), ([np.zeros(2)], [X], None)),
+    *((["a"], XY, None), (AB, {X.nbytes: X}, None), ("w", None, None), (["a"], X, None), (["a"], [X], X)),
+    (AB, XY, [[X], None, [Y]]),
 )
-def test_not_found(made, other):
-    prepared, _ = known(made)
-    assert prepared.find(*other) is None
 
 
-def test_one_key_with_lists():
-    for value, out in (([X], None), (X, [Y, Z]), ([X], [Y])):
-        prepared, _ = known(("w", value, out))
-        for argument in (value, out):
-            if isinstance(argument, list):
-                argument[0] = Z
-        assert prepared.find("w", value, out) is None
+def test_the_same_call_is_found_and_no_other():
+    for same in CALLS:
+        for made in same:
+            prepared, call = known(made)
+            for others in CALLS:
+                for other in others:
+                    assert prepared.find(*other) is (call if others is same else None), (made, other)
+            for other in NO_CALLS:
+                assert prepared.find(*other) is None, (made, other)
+
+
+def test_a_call_of_one_key_with_a_list_is_not_known():
+    """The list may be filled anew."""
+    for call in (("w", [X], None), ("w", X, [Y, Z]), ("w", [X], [Y])):
+        assert known(call)[0].find(*call) is None
 
 
 def test_an_array_in_another_shape_or_read_only_is_checked_anew():
